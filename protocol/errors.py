@@ -1,0 +1,27 @@
+"""Errors that cross a process boundary or reach a user."""
+
+from __future__ import annotations
+
+
+class TandemError(Exception):
+    """Base of every error that Tandem raises on purpose."""
+
+
+class ConfigError(TandemError):
+    """A flag, environment variable or file entry is not acceptable; the message names it."""
+
+
+class InvalidRequestError(TandemError):
+    """A request's field is not acceptable.
+
+    `field` is the name that the client used, so that the answer can point at it.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class ProtocolError(TandemError):
+    """A peer's message does not decode or breaks a bound. It is counted and dropped."""

@@ -1,0 +1,55 @@
+"""Identifiers: requests, workers and their incarnations, blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+from collections.abc import Sequence
+
+BlockIdentity = bytes
+"""Chained 128-bit identity of a full block of committed tokens."""
+
+
+def new_incarnation() -> str:
+    """An id that no earlier start of any process has had."""
+    return secrets.token_hex(8)
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(12)
+
+
+def root_identity(model: str, kv_format: str, cache_salt: str = "") -> BlockIdentity:
+    """The parent identity of a sequence's first block.
+
+    It binds the chain to the model, to the format of its KV and to the tenant's salt, so that blocks
+    which must not be shared never collide.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (model, kv_format, cache_salt):
+        raw = part.encode()
+        digest.update(struct.pack("<I", len(raw)))
+        digest.update(raw)
+    return digest.digest()
+
+
+def child_identity(parent: BlockIdentity, token_ids: Sequence[int]) -> BlockIdentity:
+    """Identity of the block that holds `token_ids` and follows `parent`."""
+    payload = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return hashlib.blake2b(parent + payload, digest_size=16).digest()
+
+
+def block_identities(root: BlockIdentity, token_ids: Sequence[int], block_size: int) -> list[BlockIdentity]:
+    """Identities of the full blocks of `token_ids`, in order; a partial last block has none."""
+    identities = []
+    parent = root
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        parent = child_identity(parent, token_ids[end - block_size : end])
+        identities.append(parent)
+    return identities
+
+
+def token_ids_digest(token_ids: Sequence[int]) -> bytes:
+    """128-bit digest of a token list, to compare two processes' view of it."""
+    return child_identity(b"", token_ids)

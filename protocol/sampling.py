@@ -1,0 +1,112 @@
+"""Sampling parameters, as the engine sees them: already defaulted, seeded and checked."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from protocol.errors import InvalidRequestError
+
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 4096
+MAX_SEED = 2**63 - 1
+SEED_RANGE = f"an integer in [-{2**63}, {MAX_SEED}]"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one sequence are chosen.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 mean no filter. `seed` keys the noise together with the
+    token's position, so that it alone fixes the answer. `logprobs` counts the alternatives wanted with each
+    token (0: only the chosen token's own); None wants none. `banned_token_sequences` are never completed.
+    """
+
+    max_tokens: int
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    banned_token_sequences: list[list[int]] = []
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def check_sampling_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
+    """Raise `InvalidRequestError`, naming the field and its limit, when a value is out of range."""
+    _check_ranges(params)
+    _check_token_ids(params, vocab_size)
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, field)
+        if value is not None and not 0 <= value <= max_logprobs:
+            raise InvalidRequestError(field, f"must be in [0, {max_logprobs}], got {value}")
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    ranges: dict[str, tuple[float, float]] = {
+        "temperature": (0.0, 100.0),
+        "min_p": (0.0, 1.0),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
+    }
+    for field, (low, high) in ranges.items():
+        value = getattr(params, field)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise InvalidRequestError(field, f"must be a number in [{low:g}, {high:g}], got {value}")
+    if not (math.isfinite(params.top_p) and 0.0 < params.top_p <= 1.0):
+        raise InvalidRequestError("top_p", f"must be a number in (0, 1], got {params.top_p}")
+    if not (math.isfinite(params.repetition_penalty) and 0.0 < params.repetition_penalty <= 100.0):
+        raise InvalidRequestError(
+            "repetition_penalty", f"must be a number in (0, 100], got {params.repetition_penalty}"
+        )
+    if params.top_k < -1:
+        raise InvalidRequestError("top_k", f"must be -1 or 0 (no filter) or a positive integer, got {params.top_k}")
+    if params.max_tokens < 1:
+        raise InvalidRequestError("max_tokens", f"must be at least 1, got {params.max_tokens}")
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        raise InvalidRequestError(
+            "min_tokens", f"must be in [0, max_tokens={params.max_tokens}], got {params.min_tokens}"
+        )
+    if not -(2**63) <= params.seed <= MAX_SEED:
+        raise InvalidRequestError("seed", f"must be {SEED_RANGE}, got {params.seed}")
+
+
+def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
+    for token_id, bias in params.logit_bias.items():
+        if not (math.isfinite(bias) and -100.0 <= bias <= 100.0):
+            raise InvalidRequestError("logit_bias", f"values must be in [-100, 100], got {bias}")
+        _check_token_id("logit_bias", token_id, vocab_size)
+    for token_id in params.stop_token_ids:
+        _check_token_id("stop_token_ids", token_id, vocab_size)
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids", "must not be empty")
+        for token_id in params.allowed_token_ids:
+            _check_token_id("allowed_token_ids", token_id, vocab_size)
+    for sequence in params.banned_token_sequences:
+        if not sequence:
+            raise InvalidRequestError("bad_words", "must not hold an empty sequence")
+        for token_id in sequence:
+            _check_token_id("bad_words", token_id, vocab_size)
+
+
+def _check_token_id(field: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequestError(field, f"token ids must be in [0, {vocab_size - 1}], got {token_id}")
