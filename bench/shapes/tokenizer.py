@@ -1,0 +1,55 @@
+"""A byte-level BPE tokenizer of an exact vocabulary size, for models with random weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+_LETTERS = list("abcdefghijklmnopqrstuvwxyz")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def _synthetic_words(seed: int, lines: int = 4000) -> Iterator[str]:
+    """Lines of made-up words: enough distinct character pairs for thousands of merges, and no corpus to carry."""
+    rng = np.random.default_rng(seed)
+    for _ in range(lines):
+        lengths = rng.integers(2, 12, size=12)
+        yield " ".join("".join(rng.choice(_LETTERS, size=n)) for n in lengths)
+
+
+def build_tokenizer(vocab_size: int, seed: int = 0) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on synthetic words.
+
+    Every byte has a token, so any text round-trips. The end-of-text token has id 0.
+    Raises ValueError when `vocab_size` can't hold the 256 bytes and the special token.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size must be at least 257 (256 bytes and one special token), got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_synthetic_words(seed), trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(f"the synthetic corpus gave {tokenizer.get_vocab_size()} tokens, not {vocab_size}")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def save_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
+    """Write `tokenizer.json` and its configuration into `folder`."""
+    tokenizer = build_tokenizer(vocab_size)
+    tokenizer.model_max_length = max_length
+    tokenizer.save_pretrained(folder)
