@@ -73,7 +73,9 @@ def _check_ranges(params: SamplingParams) -> None:
             "repetition_penalty", f"must be a number in (0, 100], got {params.repetition_penalty}"
         )
     if params.top_k < -1:
-        raise InvalidRequestError("top_k", f"must be -1 or 0 (no filter) or a positive integer, got {params.top_k}")
+        raise InvalidRequestError(
+            "top_k", f"must be -1 or 0 (no filter) or a positive integer, got {params.top_k}"
+        )
     if params.max_tokens < 1:
         raise InvalidRequestError("max_tokens", f"must be at least 1, got {params.max_tokens}")
     if not 0 <= params.min_tokens <= params.max_tokens:

@@ -1,0 +1,41 @@
+"""Messages to bytes and back, with bounds."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from protocol.errors import ProtocolError
+from protocol.messages import PeerReply, PeerRequest, RouterToWorker, WorkerToRouter
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class BoundedDecoder(Generic[T]):
+    """Decodes one channel's messages; anything that is not one of them raises `ProtocolError`."""
+
+    def __init__(self, message_type: object) -> None:
+        self._decoder = msgspec.msgpack.Decoder(message_type)
+
+    def decode(self, raw: bytes | memoryview) -> T:
+        if len(raw) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+        try:
+            return self._decoder.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(str(error)) from error
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+router_to_worker: BoundedDecoder[RouterToWorker] = BoundedDecoder(RouterToWorker)
+worker_to_router: BoundedDecoder[WorkerToRouter] = BoundedDecoder(WorkerToRouter)
+peer_request: BoundedDecoder[PeerRequest] = BoundedDecoder(PeerRequest)
+peer_reply: BoundedDecoder[PeerReply] = BoundedDecoder(PeerReply)

@@ -1,0 +1,210 @@
+"""The one configuration object. Flags, `TANDEM_*` environment variables and a YAML file all feed it.
+
+Precedence: flag, then environment, then file, then default. Names follow vLLM's where vLLM has the option.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import ConfigError
+
+ENV_PREFIX = "TANDEM_"
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveSeconds = Annotated[float, Meta(gt=0)]
+
+
+def _doc(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that `tandem serve` can be told. A field `max_model_len` is the flag `--max-model-len`."""
+
+    model: Annotated[str, _doc("Local folder or hub id of a Transformers decoder model.")] = (
+        "models/tandem-code-10m"
+    )
+    served_model_name: Annotated[str | None, _doc("Name in the API; default: the model's.")] = None
+    tokenizer: Annotated[str | None, _doc("Local folder or hub id; default: the model's.")] = None
+    revision: Annotated[str | None, _doc("Branch, tag or commit on the hub.")] = None
+    trust_remote_code: Annotated[bool, _doc("Run model code that comes with the weights.")] = False
+    chat_template: Annotated[str | None, _doc("File with a Jinja chat template.")] = None
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _doc("Weights and activations.")] = (
+        "auto"
+    )
+    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("Where the model runs.")] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"], _doc("`dummy` makes random weights of the configured shape.")
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, Meta(ge=1), _doc("Longest sequence, prompt and output; default: the model's.")
+    ] = None
+
+    host: Annotated[str, _doc("Address that HTTP listens on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), _doc("HTTP port; 0 picks a free one.")] = 8000
+    api_key: Annotated[str | None, _doc("Clients must send it as a bearer token.")] = None
+    max_body_bytes: Annotated[PositiveInt, _doc("Largest HTTP request body.")] = 16 * 1024 * 1024
+    max_logprobs: Annotated[
+        int, Meta(ge=0, le=1000), _doc("Most log-probabilities a request may ask for.")
+    ] = 20
+    max_n: Annotated[
+        PositiveInt, _doc("Most sequences that one HTTP request may start (prompts times n).")
+    ] = 128
+    max_queued_requests: Annotated[PositiveInt, _doc("Unfinished requests above which new ones get 429.")] = (
+        4096
+    )
+    request_timeout: Annotated[PositiveSeconds, _doc("Seconds after which a request fails.")] = 600.0
+    shutdown_timeout: Annotated[float, Meta(ge=0), _doc("Seconds that running requests get at shutdown.")] = (
+        10.0
+    )
+
+    disaggregation: Annotated[bool, _doc("Prefill and decode on separate workers.")] = True
+    prefill_replicas: Annotated[PositiveInt, _doc("Prefill workers.")] = 1
+    decode_replicas: Annotated[PositiveInt, _doc("Decode workers.")] = 1
+    placement: Annotated[str, _doc("Placement policy.")] = "least_loaded"
+    ray_address: Annotated[str | None, _doc("Ray cluster to join; default: start a local one.")] = None
+    worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
+    worker_threads: Annotated[
+        int | None, Meta(ge=1), _doc("CPU threads per worker; default: chosen from the host's cores.")
+    ] = None
+
+    block_size: Annotated[int, Meta(ge=1, le=1024), _doc("Tokens in a KV block.")] = 16
+    enable_prefix_caching: Annotated[bool, _doc("Share the KV of equal prefixes.")] = True
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        _doc(
+            "Share of the device's memory for a worker (on a CPU: of the free memory, divided among workers)."
+        ),
+    ] = 0.9
+    kv_cache_memory_bytes: Annotated[
+        int | None, Meta(ge=1), _doc("KV pool size per worker; overrides the share.")
+    ] = None
+    max_num_batched_tokens: Annotated[PositiveInt, _doc("Tokens in one step.")] = 2048
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 64
+    attention_backend: Annotated[Literal["auto", "cpu", "torch"], _doc("Attention kernels.")] = "auto"
+    compile: Annotated[
+        Literal["auto", "on", "off"], _doc("Compile the forward with torch.compile; `auto` where it pays.")
+    ] = "auto"
+
+    kv_transports: Annotated[str, _doc("Transports to offer, best first, comma-separated.")] = "shm,tcp"
+    handoff_timeout: Annotated[
+        PositiveSeconds, _doc("Seconds without progress after which a hand-off fails.")
+    ] = 30.0
+    worker_timeout: Annotated[
+        PositiveSeconds, _doc("Seconds of silence after which a worker counts as dead.")
+    ] = 5.0
+    start_timeout: Annotated[PositiveSeconds, _doc("Seconds that workers get to load and register.")] = 600.0
+
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Logging.")] = "info"
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or (Path(self.model).name if Path(self.model).exists() else self.model)
+
+    @property
+    def tokenizer_source(self) -> str:
+        return self.tokenizer or self.model
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def field_docs() -> dict[str, tuple[str, Any]]:
+    """Each field's help text and default, for the command line."""
+    defaults = ServeConfig()
+    docs = {}
+    for field in msgspec.inspect.type_info(ServeConfig).fields:  # type: ignore[attr-defined]
+        schema = (
+            (field.type.extra_json_schema or {}) if isinstance(field.type, msgspec.inspect.Metadata) else {}
+        )
+        docs[field.name] = (schema.get("description", ""), getattr(defaults, field.name))
+    return docs
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
+) -> ServeConfig:
+    """Merge the three sources into a checked configuration.
+
+    `flags` maps field names to values, None meaning "not given". Raises `ConfigError` naming the flag,
+    the variable or the file entry that is wrong.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if config_file is not None:
+        for key, value in _read_file(Path(config_file)).items():
+            field = str(key).replace("-", "_")
+            values[field], sources[field] = value, f"{config_file}: {key}"
+    known = set(ServeConfig.__struct_fields__)
+    for field in known:
+        variable = ENV_PREFIX + field.upper()
+        text = (os.environ if environ is None else environ).get(variable)
+        if text is not None:
+            values[field], sources[field] = _parse_text(text), variable
+    for field, value in (flags or {}).items():
+        if value is not None:
+            values[field], sources[field] = value, flag_name(field)
+    for field in values:
+        if field not in known:
+            raise ConfigError(f"{sources[field]}: there is no such option")
+        _check_field(field, values[field], sources[field])
+    config = msgspec.convert(values, ServeConfig, strict=False)
+    _check_together(config)
+    return config
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: cannot read {path}: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--config: {path} must hold a mapping of option names to values")
+    return content
+
+
+def _parse_text(text: str) -> Any:
+    return None if text == "" else text
+
+
+def _check_field(field: str, value: Any, source: str) -> None:
+    try:
+        msgspec.convert({field: value}, ServeConfig, strict=False)
+    except msgspec.ValidationError as error:
+        reason = str(error).split(" - at `$")[0]
+        raise ConfigError(f"{source}: {reason} (got {value!r})") from error
+
+
+def _check_together(config: ServeConfig) -> None:
+    known = {"shm", "tcp"}
+    for name in transport_names(config):
+        if name not in known:
+            raise ConfigError(
+                f"--kv-transports: unknown transport {name!r}; known: {', '.join(sorted(known))}"
+            )
+    if not transport_names(config):
+        raise ConfigError("--kv-transports: name at least one transport")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
+            f"got {config.max_num_batched_tokens}"
+        )
+
+
+def transport_names(config: ServeConfig) -> list[str]:
+    """The transports to offer, best first."""
+    return [name.strip() for name in config.kv_transports.split(",") if name.strip()]

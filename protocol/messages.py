@@ -1,0 +1,237 @@
+"""Every message that travels between the router and the workers, and between workers.
+
+All are msgspec structs in tagged msgpack. Field bounds are part of the types, so that a decoded message
+can be used without further checks of its shape.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.handoff import HandoffManifest, SegmentInfo
+from protocol.sampling import SamplingParams
+
+Id = Annotated[str, Meta(min_length=1, max_length=128)]
+ShortText = Annotated[str, Meta(max_length=4096)]
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**24)]
+BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**20)]
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+Role = Literal["prefill", "decode"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorKind = Literal["invalid", "overloaded", "timeout", "worker_lost", "transfer", "internal"]
+Lifecycle = Literal["starting", "ready", "draining"]
+
+
+class TransferOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to reach a worker's KV pool: the transport's name and what it needs to connect."""
+
+    transport: Id
+    host_id: Id
+    address: ShortText
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """How another worker reaches this one."""
+
+    worker_id: Id
+    incarnation: Id
+    control: ShortText
+    offers: Annotated[list[TransferOffer], Meta(max_length=16)] = []
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate. `output_token_ids` were emitted before, by a worker that is gone."""
+
+    request_id: Id
+    prompt_token_ids: TokenIds
+    sampling: SamplingParams
+    output_token_ids: TokenIds = []
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    timeout_s: Seconds = 600.0
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
+
+
+# --- router -> worker -------------------------------------------------------------------------------
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
+    """The router knows this incarnation of the worker from now on."""
+
+    incarnation: Id
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    """Run a request. With `decode`, prefill it and hand it over there; without, run all of it here."""
+
+    incarnation: Id
+    request: EngineRequest
+    decode: PeerAddress | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """Forget these requests, whatever their stage. Unknown ids are ignored; no answer is sent."""
+
+    request_ids: Annotated[list[Id], Meta(max_length=2**16)]
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Finish what runs, take nothing new."""
+
+
+# --- worker -> router -------------------------------------------------------------------------------
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+    """A worker's load. Sent at a steady pace, from a thread of its own, so it doubles as the heartbeat.
+
+    Counters are totals since the incarnation began.
+    """
+
+    worker_id: Id
+    incarnation: Id
+    role: Role
+    lifecycle: Lifecycle
+    num_running: Count = 0
+    num_waiting: Count = 0
+    waiting_tokens: Count = 0
+    total_blocks: Count = 0
+    free_blocks: Count = 0
+    cached_blocks: Count = 0
+    num_preemptions: Count = 0
+    prefix_query_tokens: Count = 0
+    prefix_hit_tokens: Count = 0
+    steps: Count = 0
+    num_reservations: Count = 0
+    counters: dict[Id, float] = {}
+    transports: dict[Id, Id] = {}
+
+
+class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
+    """A worker is ready to serve."""
+
+    address: PeerAddress
+    role: Role
+    model: ShortText
+    max_model_len: Count
+    block_size: Count
+    vocab_size: Count
+    eos_token_ids: TokenIds
+    state: WorkerState
+    start_up: dict[Id, ShortText] = {}
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the token's own and rank, then the likeliest, best first."""
+
+    logprob: float
+    rank: int
+    top_token_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a request's time went on one worker, in seconds."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    reserve_wait_s: float = 0.0
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+    decode_queue_s: float = 0.0
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step made for one request. `cached_tokens` comes with a sequence's first token."""
+
+    request_id: Id
+    token_ids: TokenIds
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int | None = None
+    timing: RequestTiming | None = None
+    error_kind: ErrorKind | None = None
+    error: ShortText | None = None
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """Everything that one engine step made for one router."""
+
+    worker_id: Id
+    incarnation: Id
+    outputs: list[TokenOutput]
+
+
+# --- prefill worker -> decode worker ----------------------------------------------------------------
+
+
+class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
+    """Ask the decode worker for blocks. `ttl_s`: the lease's life without progress."""
+
+    incarnation: Id
+    request: EngineRequest
+    prefill_worker: Id
+    prefill_incarnation: Id
+    segments: Annotated[list[SegmentInfo], Meta(max_length=8)]
+    ttl_s: Seconds
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
+    """All blocks are on their way; here is what they are."""
+
+    manifest: HandoffManifest
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """The lease is not wanted any more. Idempotent."""
+
+    incarnation: Id
+    lease_id: Id
+    request_id: Id
+
+
+# --- decode worker -> prefill worker ----------------------------------------------------------------
+
+
+class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
+    """The request's blocks on the decode worker, of which the first `cached_blocks` are already filled."""
+
+    request_id: Id
+    lease_id: Id
+    incarnation: Id
+    block_ids: BlockIds
+    cached_blocks: Count
+
+
+class ReserveRefused(msgspec.Struct, frozen=True, kw_only=True, tag="reserve_refused"):
+    request_id: Id
+    error_kind: ErrorKind
+    reason: ShortText
+
+
+class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
+    """The decode worker has taken the request over, or says why not (`field` of the manifest, if one)."""
+
+    request_id: Id
+    lease_id: Id
+    error: ShortText | None = None
+    field: Annotated[str, Meta(max_length=128)] | None = None
+
+
+class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
+    """The message was for another incarnation of this worker; nothing was changed."""
+
+    request_id: Id
+    incarnation: Id
+
+
+RouterToWorker = Registered | Generate | Abort | Drain
+WorkerToRouter = Register | WorkerState | StepOutput
+PeerRequest = Reserve | Handoff | Release
+PeerReply = Reserved | ReserveRefused | HandoffAck | Stale

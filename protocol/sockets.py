@@ -1,0 +1,93 @@
+"""ZeroMQ sockets of a cluster: encrypted and authenticated with CURVE, never waiting for ever.
+
+Kept out of the package's import, so that the engine needs no ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from protocol.codec import MAX_MESSAGE_BYTES
+
+
+class ClusterKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """The secrets of one cluster, made at its start and handed out by the launcher."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+    transfer_key: bytes
+
+    @classmethod
+    def generate(cls) -> ClusterKeys:
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        return cls(
+            server_public=server_public,
+            server_secret=server_secret,
+            client_public=client_public,
+            client_secret=client_secret,
+            transfer_key=secrets.token_bytes(32),
+        )
+
+
+class _OnlyClusterClients:
+    """ZAP credentials check: only the cluster's own client key may connect."""
+
+    def __init__(self, keys: ClusterKeys) -> None:
+        self._client_public = zmq.utils.z85.decode(keys.client_public)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return zmq.utils.z85.decode(key) == self._client_public
+
+
+def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys) -> ThreadAuthenticator:
+    """Must run in each process that binds sockets, before it binds; `stop()` it before the context ends."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyClusterClients(keys))
+    return authenticator
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, host: str
+) -> tuple[zmq.Socket[bytes], str]:
+    """A ROUTER socket on a free port of `host`; returns it with its endpoint."""
+    socket = context.socket(zmq.ROUTER)
+    _limit(socket)
+    socket.curve_server = True
+    socket.curve_publickey = keys.server_public
+    socket.curve_secretkey = keys.server_secret
+    socket.router_handover = True
+    port = socket.bind_to_random_port(f"tcp://{host}")
+    return socket, f"tcp://{host}:{port}"
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, endpoint: str, identity: str
+) -> zmq.Socket[bytes]:
+    """A DEALER socket to a ROUTER of the same cluster. `identity` is what the other side addresses."""
+    socket = context.socket(zmq.DEALER)
+    _limit(socket)
+    socket.identity = identity.encode()
+    socket.curve_serverkey = keys.server_public
+    socket.curve_publickey = keys.client_public
+    socket.curve_secretkey = keys.client_secret
+    socket.connect(endpoint)
+    return socket
+
+
+def _limit(socket: zmq.Socket[bytes]) -> None:
+    socket.linger = 0
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.sndhwm = 100_000
+    socket.rcvhwm = 100_000
+    socket.sndtimeo = 5_000
+    socket.heartbeat_ivl = 1_000
+    socket.heartbeat_timeout = 5_000
