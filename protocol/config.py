@@ -44,7 +44,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "dummy"], _doc("`dummy` makes random weights of the configured shape.")
     ] = "auto"
     max_model_len: Annotated[
-        int | None, Meta(ge=1), _doc("Longest sequence, prompt and output; default: the model's.")
+        PositiveInt | None, _doc("Longest sequence, prompt and output; default: the model's.")
     ] = None
 
     host: Annotated[str, _doc("Address that HTTP listens on.")] = "127.0.0.1"
@@ -72,7 +72,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ray_address: Annotated[str | None, _doc("Ray cluster to join; default: start a local one.")] = None
     worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
     worker_threads: Annotated[
-        int | None, Meta(ge=1), _doc("CPU threads per worker; default: chosen from the host's cores.")
+        PositiveInt | None, _doc("CPU threads per worker; default: chosen from the host's cores.")
     ] = None
 
     block_size: Annotated[int, Meta(ge=1, le=1024), _doc("Tokens in a KV block.")] = 16
@@ -85,7 +85,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
-        int | None, Meta(ge=1), _doc("KV pool size per worker; overrides the share.")
+        PositiveInt | None, _doc("KV pool size per worker; overrides the share.")
     ] = None
     max_num_batched_tokens: Annotated[PositiveInt, _doc("Tokens in one step.")] = 2048
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 64

@@ -17,9 +17,10 @@ SEED_RANGE = f"an integer in [-{2**63}, {MAX_SEED}]"
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one sequence are chosen.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 mean no filter. `seed` keys the noise together with the
-    token's position, so that it alone fixes the answer. `logprobs` counts the alternatives wanted with each
-    token (0: only the chosen token's own); None wants none. `banned_token_sequences` are never completed.
+    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 mean no filter. `seed` keys the noise
+    together with the token's position, so that it alone fixes the answer. `logprobs` counts the alternatives
+    wanted with each token (0: only the chosen token's own); None wants none. `banned_token_sequences` are
+    never completed.
     """
 
     max_tokens: int
