@@ -1,0 +1,228 @@
+"""Which block of the KV pool holds what: reference counts, prefix sharing, copy-on-write, LRU eviction.
+
+Pure bookkeeping over block numbers; it never touches the pool's memory. Full blocks of committed tokens are
+found again by their chained identity (`protocol.ids`), as in vLLM's automatic prefix caching.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from protocol.errors import TandemError
+from protocol.ids import BlockIdentity, child_identity
+
+
+class OutOfBlocksError(TandemError):
+    """More blocks are wanted than are free or evictable."""
+
+
+class BlockCopy(NamedTuple):
+    """The whole block `source` is to be copied over `target` before either is written."""
+
+    source: int
+    target: int
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """The blocks of one sequence, in order.
+
+    `identities` are those of the leading full blocks whose tokens are committed; it may lag behind
+    `block_ids`. Only a `BlockManager` changes a table.
+    """
+
+    root: BlockIdentity
+    block_ids: list[int] = field(default_factory=list)
+    identities: list[BlockIdentity] = field(default_factory=list)
+
+
+class BlockManager:
+    """Hands out the blocks of a pool of `num_blocks` blocks of `block_size` tokens.
+
+    A block is used (some table references it), cached (no table does, but its content can be found by
+    identity) or free. A *published* block, used or cached, is one that the prefix cache knows; it is never
+    written again.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks and block_size must be positive, got {num_blocks} and {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._references = [0] * num_blocks
+        self._identity_of: list[BlockIdentity | None] = [None] * num_blocks
+        self._block_of: dict[BlockIdentity, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing of use."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Unreferenced blocks that the prefix cache keeps until their room is needed."""
+        return len(self._evictable)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be handed out now: free or evictable."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that some table references."""
+        return self.num_blocks - self.num_available
+
+    def start(
+        self, token_ids: Sequence[int], root: BlockIdentity, *, compute_last: bool = True
+    ) -> tuple[BlockTable, int]:
+        """A table that references the longest cached prefix of `token_ids`, and the tokens it covers.
+
+        With `compute_last` the last token never counts as covered, because its logits are wanted; when the
+        cache holds it all the same, its block stays in the table and `grow` copies it before it is written.
+        """
+        table = BlockTable(root)
+        for identity, block in self._cached_blocks(token_ids, root):
+            if self._references[block] == 0:
+                del self._evictable[block]
+            self._references[block] += 1
+            table.block_ids.append(block)
+            table.identities.append(identity)
+        covered = len(table.block_ids) * self.block_size
+        return table, min(covered, len(token_ids) - 1) if compute_last and token_ids else covered
+
+    def cached_prefix(self, token_ids: Sequence[int], root: BlockIdentity) -> int:
+        """How many leading tokens are cached, without touching anything."""
+        return len(self._cached_blocks(token_ids, root)) * self.block_size
+
+    def blocks_needed(self, table: BlockTable, write_from: int, num_tokens: int) -> int:
+        """How many blocks `grow` would take."""
+        return len(self._locked_indices(table, write_from, num_tokens)) + self._missing(table, num_tokens)
+
+    def grow(self, table: BlockTable, write_from: int, num_tokens: int) -> list[BlockCopy]:
+        """Make room for `num_tokens` tokens, those at [`write_from`, `num_tokens`) to be written by the caller.
+
+        Blocks in that range which are shared or published are replaced by private ones; the caller copies
+        their content at once, in the order given, before any later call to this manager. Raises
+        `OutOfBlocksError`, with nothing changed, when there are too few blocks.
+        """
+        locked = self._locked_indices(table, write_from, num_tokens)
+        missing = self._missing(table, num_tokens)
+        copies = []
+        if locked or missing:
+            taken = self._take(len(locked) + missing)
+            for index, target in zip(locked, taken, strict=False):
+                copies.append(BlockCopy(table.block_ids[index], target))
+                table.block_ids[index] = target
+            table.block_ids.extend(taken[len(locked) :])
+            for copy in reversed(copies):
+                self._dereference(copy.source)
+        if write_from < num_tokens:
+            del table.identities[write_from // self.block_size :]
+        return copies
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], num_committed: int) -> None:
+        """Make the full blocks among the first `num_committed` tokens shareable; their KV must be written.
+
+        Where an equal block is already cached, that one stays and this table's own remains private.
+        """
+        full = num_committed // self.block_size
+        if full <= len(table.identities) or not self.enable_prefix_caching:
+            return
+        for index in range(len(table.identities), full):
+            parent = table.identities[-1] if table.identities else table.root
+            start = index * self.block_size
+            identity = child_identity(parent, token_ids[start : start + self.block_size])
+            table.identities.append(identity)
+            block = table.block_ids[index]
+            if identity not in self._block_of and self._identity_of[block] is None:
+                self._block_of[identity] = block
+                self._identity_of[block] = identity
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """A second table over the same blocks; whoever writes into one of them first gets a copy."""
+        for block in table.block_ids:
+            self._references[block] += 1
+        return BlockTable(table.root, list(table.block_ids), list(table.identities))
+
+    def free(self, table: BlockTable) -> None:
+        """Drop all of the table's references and empty it. Safe to repeat.
+
+        The tail becomes evictable before the head, since a block is of no use without those before it.
+        """
+        for block in reversed(table.block_ids):
+            self._dereference(block)
+        table.block_ids.clear()
+        table.identities.clear()
+
+    def reset_cache(self) -> None:
+        """Forget every cached prefix. Blocks in use stay with their tables."""
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+        self._block_of.clear()
+        self._identity_of = [None] * self.num_blocks
+
+    def _cached_blocks(
+        self, token_ids: Sequence[int], root: BlockIdentity
+    ) -> list[tuple[BlockIdentity, int]]:
+        found = []
+        identity = root
+        if self._block_of:
+            for end in range(self.block_size, len(token_ids) + 1, self.block_size):
+                identity = child_identity(identity, token_ids[end - self.block_size : end])
+                block = self._block_of.get(identity)
+                if block is None:
+                    break
+                found.append((identity, block))
+        return found
+
+    def _locked_indices(self, table: BlockTable, write_from: int, num_tokens: int) -> list[int]:
+        """Indices of existing blocks in the range to be written that must not be written in place."""
+        if write_from >= num_tokens:
+            return []
+        block_ids = table.block_ids
+        stop = min(len(block_ids), self._num_blocks_for(num_tokens))
+        return [
+            index
+            for index in range(write_from // self.block_size, stop)
+            if self._references[block_ids[index]] > 1 or self._identity_of[block_ids[index]] is not None
+        ]
+
+    def _missing(self, table: BlockTable, num_tokens: int) -> int:
+        return max(0, self._num_blocks_for(num_tokens) - len(table.block_ids))
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _take(self, count: int) -> list[int]:
+        """`count` blocks, each referenced once, in ascending order: adjacent ones make one transfer."""
+        if count > self.num_available:
+            raise OutOfBlocksError(f"{count} KV blocks are needed, {self.num_available} are available")
+        from_free = min(count, len(self._free))
+        taken = [self._free.pop() for _ in range(from_free)]
+        taken.extend(self._evict() for _ in range(count - from_free))
+        for block in taken:
+            self._references[block] = 1
+        return sorted(taken)
+
+    def _evict(self) -> int:
+        block, _ = self._evictable.popitem(last=False)
+        identity = self._identity_of[block]
+        assert identity is not None
+        del self._block_of[identity]
+        self._identity_of[block] = None
+        return block
+
+    def _dereference(self, block: int) -> None:
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            if self._identity_of[block] is None:
+                self._free.append(block)
+            else:
+                self._evictable[block] = None
