@@ -1,0 +1,131 @@
+"""Attention with torch's own operators: any device and dtype, and the reference for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.attention.interface import AttentionMetadata
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One sequence of the step, with its numbers on the host and its block ids on the device."""
+
+    first_row: int
+    query_len: int
+    context_len: int
+    blocks: Tensor
+
+
+class TorchBackend:
+    """Gathers each sequence's context and hands it to scaled_dot_product_attention."""
+
+    name = "torch"
+
+    def __init__(self, pool: Tensor) -> None:
+        self._pool = pool
+        self._block_size = pool.shape[3]
+        self._sequences: list[_Sequence] = []
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        starts = metadata.query_start.tolist()
+        table = metadata.block_table.to(self._pool.device)
+        self._sequences = [
+            _Sequence(starts[s], starts[s + 1] - starts[s], context_len, table[s])
+            for s, context_len in enumerate(metadata.context_len.tolist())
+            if starts[s + 1] > starts[s]
+        ]
+        slots = metadata.slot_mapping.to(self._pool.device)
+        self._padding = slots < 0
+        self._has_padding = bool(self._padding.any())
+        self._rows = (slots >= 0).nonzero().squeeze(1)
+        self._blocks = slots[self._rows] // self._block_size
+        self._offsets = slots[self._rows] % self._block_size
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        self._write(layer, key, value)
+        if out is None:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for sequence in self._sequences:
+            rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
+            first_key, keys, values = self._gather(layer, sequence, sliding_window)
+            q = query[rows].transpose(0, 1)
+            if softcap:
+                mask = _visible(sequence, first_key, sliding_window, q.device)
+                attended = _soft_capped_attention(q, keys, values, mask, scale, softcap)
+            else:
+                attended = _attention(q, keys, values, sequence, first_key, sliding_window, scale)
+            out[rows] = attended.transpose(0, 1)
+        if self._has_padding:
+            out[self._padding] = 0
+        return out
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        if self._has_padding:
+            key, value = key[self._rows], value[self._rows]
+        self._pool[self._blocks, layer, 0, self._offsets] = key
+        self._pool[self._blocks, layer, 1, self._offsets] = value
+
+    def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
+        """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
+        size = self._block_size
+        first = 0
+        if window:
+            first = max(0, sequence.context_len - sequence.query_len - window + 1) // size * size
+        last = -(-sequence.context_len // size)
+        blocks = self._pool[sequence.blocks[first // size : last], layer]
+        both = blocks.transpose(0, 1).flatten(1, 2)[:, : sequence.context_len - first]
+        return first, both[0].transpose(0, 1), both[1].transpose(0, 1)
+
+
+def _visible(sequence: _Sequence, first_key: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool [query_len, keys]: which keys each query row may see."""
+    keys = torch.arange(first_key, sequence.context_len, device=device)
+    positions = torch.arange(sequence.query_len, device=device)[:, None]
+    positions = positions + (sequence.context_len - sequence.query_len)
+    visible = keys <= positions
+    return visible & (keys > positions - window) if window else visible
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sequence: _Sequence, first_key: int, window: int | None, scale: float
+) -> Tensor:
+    """q [num_heads, query_len, head_dim] over k, v [num_kv_heads, keys, head_dim]; returns q's shape."""
+    kv_heads = k.shape[0]
+    if sequence.query_len == 1 and (not window or sequence.context_len - first_key <= window):
+        grouped = q.reshape(1, kv_heads, -1, q.shape[-1])
+        return scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).view(q.shape)
+    causal = not window and sequence.query_len == sequence.context_len
+    mask = None if causal else _visible(sequence, first_key, window, q.device)
+    gqa = q.shape[0] != kv_heads
+    attended = scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
+    )
+    return attended[0]
+
+
+def _soft_capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """The same in float32 with scores capped before the softmax, which SDPA cannot do."""
+    heads, query_len, head_dim = q.shape
+    grouped = q.float().reshape(k.shape[0], -1, head_dim)
+    scores = torch.tanh(grouped @ k.float().transpose(1, 2) * (scale / softcap)) * softcap
+    scores = scores.view(heads, query_len, -1).masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(-1).view(k.shape[0], -1, k.shape[1])
+    return (weights @ v.float()).view(q.shape).to(q.dtype)

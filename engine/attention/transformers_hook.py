@@ -1,0 +1,148 @@
+"""Registers the paged attention with Transformers under the name "tandem".
+
+The model's attention layers call `paged_attention_forward`, which refuses whatever the backends do not
+compute, and then an operator of our own, so that torch.compile(fullgraph=True) sees one opaque node. The
+operator runs the backend that `set_current_backend` named last; whoever runs the forward sets it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from engine.attention.interface import AttentionBackend
+from engine.errors import UnsupportedModelError
+
+NAME = "tandem"
+
+# Keyword arguments that Transformers hands through to attention and that do not alter what we compute.
+_HARMLESS = frozenset(
+    {
+        "is_causal",  # False is refused
+        "output_attentions",  # True is refused
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "return_dict",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+)
+
+_current: AttentionBackend | None = None
+
+
+def set_current_backend(backend: AttentionBackend | None) -> None:
+    """The backend that attention layers of this process use from now on."""
+    global _current
+    _current = backend
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int, softcap: float
+) -> Tensor:
+    if _current is None:
+        raise RuntimeError("no attention backend is set: call set_current_backend before the forward")
+    return _current.forward(
+        layer, query, key, value, scale=scale, sliding_window=window or None, softcap=softcap or None
+    )
+
+
+def _run_meta(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int, softcap: float
+) -> Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+_library = torch.library.Library(NAME, "FRAGMENT")
+_library.define(
+    "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale, int window,"
+    " float softcap) -> Tensor"
+)
+_library.impl("paged_attention", _run, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAME}::paged_attention", _run_meta, lib=_library)
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention function for packed rows.
+
+    query is [1, num_heads, total_tokens, head_dim], key and value the same with num_kv_heads; the result is
+    [1, total_tokens, num_heads, head_dim]. Raises UnsupportedModelError for what would be computed wrongly.
+    """
+    _refuse_unsupported(module, query, key, value, attention_mask, dropout, kwargs)
+    out = torch.ops.tandem.paged_attention(
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        module.layer_idx,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window or 0,
+        softcap or 0.0,
+    )
+    return out.unsqueeze(0), None
+
+
+def _refuse_unsupported(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    if query.shape[0] != 1:
+        raise UnsupportedModelError(
+            f"{name}: rows must be packed as [1, total_tokens], got a batch of {query.shape[0]}"
+        )
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name}: an attention mask of its own is not supported")
+    if value.shape[-1] != key.shape[-1] or query.shape[-1] != key.shape[-1]:
+        raise UnsupportedModelError(
+            f"{name}: keys of head_dim {key.shape[-1]} with values of {value.shape[-1]} (MLA) not supported"
+        )
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise UnsupportedModelError(f"{name}: attention that is not causal is not supported")
+    if getattr(module, "sinks", None) is not None or kwargs.get("s_aux") is not None:
+        raise UnsupportedModelError(f"{name}: attention sinks are not supported")
+    if dropout or kwargs.get("output_attentions"):
+        raise UnsupportedModelError(f"{name}: attention dropout and output_attentions are not supported")
+    for argument, given in kwargs.items():
+        if given is not None and argument not in _HARMLESS:
+            raise UnsupportedModelError(f"{name}: attention argument {argument!r} is not supported")
+
+
+def no_mask(*args: Any, config: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:
+    """Transformers' mask function: the backends mask by position. Refuses patterns they do not know."""
+    if use_vmap:
+        raise UnsupportedModelError(
+            "overlaying the causal mask with a mask of the model's own is not supported"
+        )
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise UnsupportedModelError("chunked attention (attention_chunk_size) is not supported")
+
+
+def register() -> None:
+    """Make `attn_implementation="tandem"` known to Transformers. May be called again."""
+    AttentionInterface.register(NAME, paged_attention_forward)
+    AttentionMaskInterface.register(NAME, no_mask)

@@ -1,0 +1,102 @@
+"""Random packs for the attention tests: sequences of (query_len, context_len) over scattered blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.interface import AttentionMetadata
+from engine.attention.select import select_backend
+
+LAYERS = 3
+
+
+@dataclass
+class Pack:
+    lengths: list[tuple[int, int]]
+    keys: list[Tensor]
+    """Per sequence [context_len, kv_heads, head_dim]: all its keys, this step's included."""
+    values: list[Tensor]
+    pool: Tensor
+    block_size: int
+    metadata: AttentionMetadata
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def make_pack(
+    lengths: list[tuple[int, int]],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    padding: int = 0,
+    seed: int = 0,
+) -> Pack:
+    """A sequence's numbers depend on the seed and its place in `lengths`, not on what else is in the pack."""
+    contexts = [context for _, context in lengths]
+    counts = [-(-context // block_size) for context in contexts]
+    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).int()
+    shape = (len(order), LAYERS, 2, block_size, kv_heads, head_dim)
+    pool = torch.full(shape, float("nan"), dtype=dtype)  # what no sequence owns must never be read
+    table = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
+    keys, values, queries, slots, taken = [], [], [], [], 0
+    for s, (query_len, context) in enumerate(lengths):
+        generator = torch.Generator().manual_seed(seed * 1000 + s)
+        keys.append(torch.randn(context, kv_heads, head_dim, generator=generator).to(dtype))
+        values.append(torch.randn(context, kv_heads, head_dim, generator=generator).to(dtype))
+        queries.append(torch.randn(context, heads, head_dim, generator=generator).to(dtype)[-query_len:])
+        table[s, : counts[s]] = order[taken : taken + counts[s]]
+        taken += counts[s]
+        positions = torch.arange(context)
+        slot = table[s, positions // block_size].long() * block_size + positions % block_size
+        for layer in range(LAYERS):
+            past = slot[: context - query_len]
+            pool[past // block_size, layer, 0, past % block_size] = keys[s][: context - query_len]
+            pool[past // block_size, layer, 1, past % block_size] = values[s][: context - query_len]
+        slots.append(slot[-query_len:])
+    pad = torch.zeros(padding, 1, head_dim, dtype=dtype)
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0] + [q for q, _ in lengths]).cumsum(0).int(),
+        context_len=torch.tensor(contexts).int(),
+        block_table=table,
+        slot_mapping=torch.cat([*slots, torch.full((padding,), -1)]),
+        max_query_len=max(q for q, _ in lengths),
+        max_context_len=max(contexts),
+    )
+    new_keys = [k[-q:] for k, (q, _) in zip(keys, lengths, strict=True)]
+    new_values = [v[-q:] for v, (q, _) in zip(values, lengths, strict=True)]
+    return Pack(
+        lengths,
+        keys,
+        values,
+        pool,
+        block_size,
+        metadata,
+        torch.cat([*queries, pad.expand(-1, heads, -1)]),
+        torch.cat([*new_keys, pad.expand(-1, kv_heads, -1)]),
+        torch.cat([*new_values, pad.expand(-1, kv_heads, -1)]),
+    )
+
+
+def run(
+    backend: str,
+    pack: Pack,
+    *,
+    layer: int = 1,
+    scale: float = 0.125,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    cls, _ = select_backend(pack.pool.device, pack.pool.dtype, backend)
+    attention = cls(pack.pool)
+    attention.begin_step(pack.metadata)
+    return attention.forward(
+        layer, pack.query, pack.key, pack.value, scale=scale, sliding_window=window, softcap=softcap, out=out
+    )

@@ -1,0 +1,139 @@
+"""Every attention backend against a plain float64 reference, over random packs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.attention.select import available_backends
+from tests.engine.attention_packs import Pack, make_pack, run
+
+BACKENDS = available_backends(torch.device("cpu"))
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def reference(pack: Pack, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+    """Row by row in float64, from the context that the pack was made of."""
+    out = torch.zeros(pack.query.shape, dtype=torch.float64)
+    group = pack.query.shape[1] // pack.key.shape[1]
+    row = 0
+    for (query_len, context_len), keys, values in zip(pack.lengths, pack.keys, pack.values, strict=True):
+        k = keys.double().repeat_interleave(group, dim=1)
+        v = values.double().repeat_interleave(group, dim=1)
+        for position in range(context_len - query_len, context_len):
+            first = max(0, position - window + 1) if window else 0
+            scores = torch.einsum("hd,khd->hk", pack.query[row].double(), k[first : position + 1]) * scale
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[first : position + 1])
+            row += 1
+    return out
+
+
+def check(backend: str, pack: Pack, window: int | None = None, softcap: float | None = None) -> None:
+    scale = pack.query.shape[-1] ** -0.5 * 2
+    out = run(backend, pack, scale=scale, window=window, softcap=softcap)
+    expected = reference(pack, scale, window, softcap)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=TOLERANCE[out.dtype])
+
+
+DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 300)]
+MIXED = [(1, 40), (5, 33), (64, 64), (33, 200), (1, 1), (17, 17), (3, 90)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_matches_the_reference(backend: str, lengths: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    check(backend, make_pack(lengths, dtype=dtype))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (6, 2), (7, 1), (12, 1), (20, 1)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_ratio_of_heads(backend: str, heads: int, kv_heads: int) -> None:
+    check(backend, make_pack(MIXED, heads=heads, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 64, 72, 80, 96, 120, 128, 192, 256, 288])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_head_dim(backend: str, head_dim: int, dtype: torch.dtype) -> None:
+    check(backend, make_pack([(1, 50), (20, 70)], head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 16, 32, 64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_block_size(backend: str, block_size: int) -> None:
+    check(backend, make_pack(MIXED, block_size=block_size))
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 50, 1000])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_window_and_soft_cap(backend: str, window: int, softcap: float | None) -> None:
+    check(backend, make_pack(MIXED), window, softcap)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_soft_cap_alone(backend: str) -> None:
+    check(backend, make_pack(MIXED), softcap=3.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_long_context(backend: str) -> None:
+    check(backend, make_pack([(1, 3000), (40, 1500), (2, 2049)], heads=4, kv_heads=2))
+    check(backend, make_pack([(1, 3000), (40, 1500)], heads=4, kv_heads=2), window=700)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_of_any_size(backend: str) -> None:
+    """Scores whose exponentials overflow float32 unless the maximum is taken off."""
+    pack = make_pack(MIXED)
+    pack.query *= 100
+    out = run(backend, pack, scale=1.0)
+    torch.testing.assert_close(out.double(), reference(pack, 1.0, None, None), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_rows_write_nothing_and_give_zeros(backend: str) -> None:
+    plain, padded = make_pack(MIXED), make_pack(MIXED, padding=9)
+    before = padded.pool.nan_to_num(9.0)
+    out = run(backend, padded)
+    assert torch.equal(out[: plain.query.shape[0]], run(backend, plain))
+    assert not out[plain.query.shape[0] :].any()
+    changed = (padded.pool.nan_to_num(9.0) != before).flatten(4).any(-1)[:, 1, 0].nonzero()
+    slots = changed[:, 0] * padded.block_size + changed[:, 1]
+    assert set(slots.tolist()) == set(padded.metadata.slot_mapping.tolist()) - {-1}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_layers_stay_untouched(backend: str) -> None:
+    pack = make_pack([(4, 10)])
+    before = pack.pool.nan_to_num(9.0)
+    run(backend, pack, layer=1)
+    after = pack.pool.nan_to_num(9.0)
+    assert torch.equal(after[:, [0, 2]], before[:, [0, 2]])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_inputs_and_given_output(backend: str) -> None:
+    """Rows as a fused projection or a transposed rotary embedding leave them."""
+    plain, strided = make_pack(MIXED), make_pack(MIXED)
+    heads, kv_heads, rows = plain.query.shape[1], plain.key.shape[1], plain.query.shape[0]
+    fused = torch.cat([strided.query, strided.key, strided.value], dim=1)
+    strided.query = fused[:, :heads]
+    strided.key = fused[:, heads : heads + kv_heads].transpose(0, 1).contiguous().transpose(0, 1)
+    strided.value = fused[:, heads + kv_heads :]
+    buffer = torch.full((rows, heads * 2, plain.query.shape[2]), 7.0)
+    out = buffer[:, ::2]
+    assert run(backend, strided, out=out) is out
+    assert torch.equal(out, run(backend, plain))
+    assert (buffer[:, 1::2] == 7).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_last_dimension_that_is_not_contiguous(backend: str) -> None:
+    plain, strided = make_pack(MIXED), make_pack(MIXED)
+    strided.query = strided.query.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    strided.value = strided.value.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    torch.testing.assert_close(run(backend, strided), run(backend, plain))

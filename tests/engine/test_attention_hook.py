@@ -1,0 +1,209 @@
+"""The hook inside real Transformers models: packed, chunked and paged, it gives the plain model's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine.attention import transformers_hook
+from engine.attention.interface import AttentionBackend, AttentionMetadata
+from engine.attention.select import available_backends, select_backend
+from engine.errors import UnsupportedModelError
+
+BACKENDS = available_backends(torch.device("cpu"))
+BLOCK_SIZE, BLOCKS_EACH, LENGTHS = 4, 16, [17, 31, 20]
+Span = tuple[int, int, int]
+"""(sequence, first position, last position + 1) of the rows of a pack."""
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GQA = {"num_key_value_heads": 2}
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WINDOW = {"sliding_window": 6}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": GQA,
+    "qwen2": GQA | {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
+    "qwen3": GQA | {"head_dim": 16},
+    "qwen3_moe": GQA | {"head_dim": 8, **MOE},
+    "mistral": GQA | WINDOW,
+    "mixtral": GQA | WINDOW | MOE,
+    "gemma": GQA | {"head_dim": 16},
+    "gemma2": GQA | {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, **WINDOW},
+    "gemma3_text": GQA | {"head_dim": 16, **WINDOW},
+    "phi": GQA,
+    "phi3": GQA | WINDOW,
+    "olmo2": GQA,
+    "granite": GQA | {"attention_multiplier": 0.3},
+    "cohere": GQA,
+    "stablelm": GQA,
+    "glm4": GQA | {"head_dim": 8},
+    "starcoder2": GQA | WINDOW,
+    "smollm3": GQA,
+    "gpt2": {},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+
+
+def build(architecture: str, attention: str = transformers_hook.NAME) -> PreTrainedModel:
+    transformers_hook.register()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **SIZES | ARCHITECTURES[architecture])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # as initialized, attention is nearly uniform and mistakes in it hardly show
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def backend_for(model: PreTrainedModel, name: str) -> AttentionBackend:
+    config = model.config
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shape = (1 + len(LENGTHS) * BLOCKS_EACH, config.num_hidden_layers, 2, BLOCK_SIZE, kv_heads, head_dim)
+    cls, _ = select_backend(torch.device("cpu"), torch.float32, name)
+    return cls(torch.full(shape, float("nan")))
+
+
+def describe(spans: list[Span]) -> AttentionMetadata:
+    table = torch.arange(1, 1 + len(LENGTHS) * BLOCKS_EACH).view(-1, BLOCKS_EACH).flip(1).int()
+    slots = []
+    for sequence, begin, end in spans:
+        positions = torch.arange(begin, end)
+        slots.append(table[sequence, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE)
+    return AttentionMetadata(
+        query_start=torch.tensor([0] + [end - begin for _, begin, end in spans]).cumsum(0).int(),
+        context_len=torch.tensor([end for *_, end in spans]).int(),
+        block_table=table[[sequence for sequence, *_ in spans]],
+        slot_mapping=torch.cat(slots),
+        max_query_len=max(end - begin for _, begin, end in spans),
+        max_context_len=max(end for *_, end in spans),
+    )
+
+
+def step(model: Any, backend: AttentionBackend, tokens: list[list[int]], spans: list[Span]) -> list[Tensor]:
+    """One packed forward; the logits of each span's rows."""
+    backend.begin_step(describe(spans))
+    transformers_hook.set_current_backend(backend)
+    ids = torch.tensor([[t for s, begin, end in spans for t in tokens[s][begin:end]]])
+    positions = torch.tensor([[p for _, begin, end in spans for p in range(begin, end)]])
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return list(logits[0].split([end - begin for _, begin, end in spans]))
+
+
+@torch.inference_mode()
+def packed_logits(model: Any, backend: AttentionBackend, tokens: list[list[int]]) -> list[Tensor]:
+    """Every sequence's first third in chunks of 7, then row by row: both kinds meet in one pack."""
+    done = [0] * len(tokens)
+    logits: list[list[Tensor]] = [[] for _ in tokens]
+    while any(d < len(t) for d, t in zip(done, tokens, strict=True)):
+        spans = []
+        for s, row in enumerate(tokens):
+            if done[s] < len(row):
+                chunk = 7 if done[s] < len(row) // 3 else 1
+                spans.append((s, done[s], min(done[s] + chunk, len(row))))
+        for (s, _, end), part in zip(spans, step(model, backend, tokens, spans), strict=True):
+            done[s] = end
+            logits[s].append(part)
+    return [torch.cat(parts) for parts in logits]
+
+
+def random_tokens() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 96, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(autouse=True)
+def no_backend_left_over() -> Iterator[None]:
+    yield
+    transformers_hook.set_current_backend(None)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_logits_as_the_plain_model(architecture: str, backend: str) -> None:
+    tokens = random_tokens()
+    plain, model = build(architecture, "eager"), build(architecture)
+    packed = packed_logits(model, backend_for(model, backend), tokens)
+    for row, logits in zip(tokens, packed, strict=True):
+        with torch.inference_mode():
+            expected = plain(input_ids=torch.tensor([row]), use_cache=False).logits[0]
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiles_without_a_graph_break(backend: str) -> None:
+    tokens = random_tokens()
+    model = build("llama")
+    expected = packed_logits(model, backend_for(model, backend), tokens)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    actual = packed_logits(compiled, backend_for(model, backend), tokens)
+    for logits, row in zip(actual, expected, strict=True):
+        torch.testing.assert_close(logits, row, atol=1e-4, rtol=1e-4)
+
+
+def attention_inputs(head_dim: int = 8, value_dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.zeros(1, 4, 3, head_dim), torch.zeros(1, 2, 3, head_dim), torch.zeros(1, 2, 3, value_dim)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "named"),
+    [
+        ({"s_aux": torch.zeros(4)}, "sinks"),
+        ({"is_causal": False}, "causal"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"unheard_of": 3}, "unheard_of"),
+    ],
+)
+def test_refuses_arguments_it_does_not_know(kwargs: dict[str, Any], named: str) -> None:
+    module = torch.nn.Module()
+    with pytest.raises(UnsupportedModelError, match=named):
+        transformers_hook.paged_attention_forward(module, *attention_inputs(), None, **kwargs)
+
+
+def test_refuses_inputs_it_would_get_wrong() -> None:
+    module = torch.nn.Module()
+    forward = transformers_hook.paged_attention_forward
+    with pytest.raises(UnsupportedModelError, match="MLA"):
+        forward(module, *attention_inputs(value_dim=4), None)
+    with pytest.raises(UnsupportedModelError, match="mask"):
+        forward(module, *attention_inputs(), torch.zeros(1, 1, 3, 3))
+    with pytest.raises(UnsupportedModelError, match="packed"):
+        forward(module, *(t.expand(2, -1, -1, -1) for t in attention_inputs()), None)
+    module.is_causal = False  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match="causal"):
+        forward(module, *attention_inputs(), None)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4_text", "deepseek_v3"])
+def test_refuses_models_with_other_attention(model_type: str) -> None:
+    transformers_hook.register()
+    other = {"head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2}
+    config = AutoConfig.for_model(model_type, **SIZES | GQA | other)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=transformers_hook.NAME).eval()
+    with pytest.raises(UnsupportedModelError):
+        model(input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None], use_cache=False)
+
+
+def test_says_so_when_no_backend_is_set() -> None:
+    model = build("llama")
+    with pytest.raises(RuntimeError, match="set_current_backend"):
+        model(input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None], use_cache=False)
