@@ -103,17 +103,17 @@ class BlockManager:
 
     def blocks_needed(self, table: BlockTable, write_from: int, num_tokens: int) -> int:
         """How many blocks `grow` would take."""
-        return len(self._locked_indices(table, write_from, num_tokens)) + self._missing(table, num_tokens)
+        locked, missing = self._plan(table, write_from, num_tokens)
+        return len(locked) + missing
 
     def grow(self, table: BlockTable, write_from: int, num_tokens: int) -> list[BlockCopy]:
-        """Make room for `num_tokens` tokens, those at [`write_from`, `num_tokens`) to be written by the caller.
+        """Make room for `num_tokens` tokens, of which the caller writes those from `write_from` on.
 
         Blocks in that range which are shared or published are replaced by private ones; the caller copies
         their content at once, in the order given, before any later call to this manager. Raises
         `OutOfBlocksError`, with nothing changed, when there are too few blocks.
         """
-        locked = self._locked_indices(table, write_from, num_tokens)
-        missing = self._missing(table, num_tokens)
+        locked, missing = self._plan(table, write_from, num_tokens)
         copies = []
         if locked or missing:
             taken = self._take(len(locked) + missing)
@@ -182,23 +182,17 @@ class BlockManager:
                 found.append((identity, block))
         return found
 
-    def _locked_indices(self, table: BlockTable, write_from: int, num_tokens: int) -> list[int]:
-        """Indices of existing blocks in the range to be written that must not be written in place."""
-        if write_from >= num_tokens:
-            return []
+    def _plan(self, table: BlockTable, write_from: int, num_tokens: int) -> tuple[list[int], int]:
+        """Indices of the blocks to be written that must not be written in place, and the blocks missing."""
         block_ids = table.block_ids
-        stop = min(len(block_ids), self._num_blocks_for(num_tokens))
-        return [
-            index
-            for index in range(write_from // self.block_size, stop)
-            if self._references[block_ids[index]] > 1 or self._identity_of[block_ids[index]] is not None
-        ]
-
-    def _missing(self, table: BlockTable, num_tokens: int) -> int:
-        return max(0, self._num_blocks_for(num_tokens) - len(table.block_ids))
-
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        wanted = -(-num_tokens // self.block_size)
+        locked = []
+        if write_from < num_tokens:
+            for index in range(write_from // self.block_size, min(wanted, len(block_ids))):
+                block = block_ids[index]
+                if self._references[block] > 1 or self._identity_of[block] is not None:
+                    locked.append(index)
+        return locked, max(0, wanted - len(block_ids))
 
     def _take(self, count: int) -> list[int]:
         """`count` blocks, each referenced once, in ascending order: adjacent ones make one transfer."""
