@@ -1,0 +1,98 @@
+"""The corpus: the standard library of the running interpreter, split into training and held-out files."""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+HELD_OUT_ONE_IN = 10
+
+# Not code a person would complete: other people's packages, generated tables, build settings, deliberately odd inputs.
+EXCLUDED_PARTS = {"site-packages", "__pycache__", "encodings", "pydoc_data", "encoded_modules"}
+EXCLUDED_PREFIXES = ("_sysconfigdata", "bad_", "badsyntax")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the corpus: its path relative to the library's root, and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the file is kept from all training: decided by its name alone, so equal on every machine."""
+        digest = hashlib.blake2b(self.name.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
+
+
+def source_files(root: Path | None = None) -> Iterator[SourceFile]:
+    """Yield the corpus in order of name; files that are not UTF-8 or (nearly) empty are left out.
+
+    `root` defaults to the running interpreter's standard library.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if EXCLUDED_PARTS & set(relative.parts) or relative.name.startswith(EXCLUDED_PREFIXES):
+            continue
+        if "lib2to3" in relative.parts and "data" in relative.parts:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if len(text) > 100:
+            yield SourceFile(relative.as_posix(), text)
+
+
+def training_texts() -> list[str]:
+    """Texts of the files that may be trained on."""
+    return [file.text for file in source_files() if not file.held_out]
+
+
+def held_out_files() -> list[SourceFile]:
+    """The files that nothing was ever trained on."""
+    return [file for file in source_files() if file.held_out]
+
+
+class Windows:
+    """An endless, seeded stream of `[batch, length + 1]` token windows over the training files.
+
+    Each epoch shuffles the files, joins them with the end-of-text token, and starts at a random offset, so that the
+    windows' borders move. The stream depends on the seed and the step alone: a resumed run skips to its place.
+    """
+
+    def __init__(self, documents: list[np.ndarray], separator: int, seed: int) -> None:
+        self.documents = documents
+        self.separator = np.array([separator], dtype=np.uint16)
+        self.random = np.random.default_rng(seed)
+        self.stream = np.empty(0, dtype=np.uint16)
+        self.position = 0
+        self.epoch = 0
+
+    def _next_epoch(self) -> None:
+        order = self.random.permutation(len(self.documents))
+        parts = [part for index in order for part in (self.separator, self.documents[index])]
+        tail = self.stream[self.position :] if self.epoch else np.empty(0, dtype=np.uint16)
+        self.stream = np.concatenate([tail, *parts])
+        self.position = 0 if self.epoch else int(self.random.integers(1024))
+        self.epoch += 1
+
+    def next(self, batch: int, length: int) -> np.ndarray:
+        """Return int64 `[batch, length + 1]`: consecutive windows that share one token with their successor."""
+        while len(self.stream) - self.position < batch * length + 1:
+            self._next_epoch()
+        flat = self.stream[self.position : self.position + batch * length + 1].astype(np.int64)
+        self.position += batch * length
+        return np.stack([flat[row * length : (row + 1) * length + 1] for row in range(batch)])
+
+
+def encode_training(tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Encode every training file to uint16 token ids."""
+    return [np.array(e.ids, dtype=np.uint16) for e in tokenizer.encode_batch(training_texts())]

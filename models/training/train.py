@@ -1,0 +1,38 @@
+"""Trains one of the pair from scratch on the corpus's text: next-token cross-entropy."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+from models.training.loop import add_arguments, run
+from models.training.shapes import draft_config, export, target_config
+
+SHAPES = {"target": target_config, "draft": draft_config}
+
+
+def next_token_loss(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy (nats) of `tokens` `[windows, length + 1]` under the model."""
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path, help="model folder: holds the tokenizer, receives the weights")
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    tokenizer = Tokenizer.from_file(str(arguments.folder / "tokenizer.json"))
+    model = LlamaForCausalLM(SHAPES[arguments.shape]()).to(torch.bfloat16)
+    compiled = torch.compile(next_token_loss, dynamic=False)
+    run(model, lambda tokens: compiled(model, tokens), tokenizer, arguments)
+    export(model, arguments.folder)
+
+
+if __name__ == "__main__":
+    main()
