@@ -1,0 +1,1 @@
+"""One model on one device: loading, paged KV, scheduling, batched forwards, sampling."""

@@ -1,0 +1,351 @@
+"""The engine: one model on one device. Requests go in, each step brings tokens out.
+
+Single-threaded: only the thread that calls `step` may call anything but `stats`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.attention.select import select_backend
+from engine.block_manager import BlockManager, OutOfBlocksError
+from engine.forward import Forward
+from engine.kv_pool import Allocate, KVPool, pool_blocks
+from engine.loader import load_model
+from engine.runner import Runner
+from engine.sampler import Sampler
+from engine.scheduler import ScheduledStep, Scheduler
+from engine.sequence import Sequence, Stage
+from protocol.config import ServeConfig
+from protocol.errors import InvalidRequestError
+from protocol.messages import EngineRequest, FinishReason, RequestTiming, TokenLogprobs, TokenOutput
+from protocol.sampling import check_sampling_params
+
+logger = logging.getLogger("tandem.engine")
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Blocks for a prompt that another worker computes; the first `cached_blocks` are already filled."""
+
+    block_ids: list[int]
+    cached_blocks: int
+
+
+@dataclass
+class StepResult:
+    outputs: list[TokenOutput] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    num_reserved: int
+    num_held: int
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    steps: int
+
+
+class Engine:
+    """Loads the model, sizes and takes the KV pool, then serves. Errors at load name their cause."""
+
+    on_scheduled: Callable[[EngineRequest], None] | None = None
+    """Called when a request is taken up for the first time, before its forward runs."""
+
+    def __init__(self, config: ServeConfig, *, allocate: Allocate | None = None) -> None:
+        self.config = config
+        started = time.monotonic()
+        loaded = load_model(config)
+        self.device = loaded.device
+        self.vocab_size = loaded.vocab_size
+        self.max_model_len = loaded.max_model_len
+        self.eos_token_ids = loaded.eos_token_ids
+        self.kv_format = loaded.kv_shape.describe(config.block_size)
+        num_blocks = pool_blocks(config, loaded.kv_shape, loaded.device, loaded.max_model_len)
+        self.pool = KVPool(loaded.kv_shape, num_blocks, config.block_size, loaded.device, allocate)
+        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        requested = None if config.attention_backend == "auto" else config.attention_backend
+        backend, why = select_backend(loaded.device, loaded.dtype, requested)
+        forward = Forward(loaded.model, loaded.device, config.compile)
+        self._runner = Runner(forward, backend(self.pool.tensor), self.pool, loaded.device)
+        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
+        self._scheduler = Scheduler(
+            self.blocks,
+            model=f"{config.model_name}@{config.revision or ''}/{config.load_format}",
+            kv_format=self.kv_format,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._order = itertools.count()
+        self._steps = 0
+        self._eos = frozenset(loaded.eos_token_ids)
+        loaded_s = time.monotonic() - started
+        warm_up_s = self._runner.warm_up(64) if forward.compiled else 0.0
+        self.start_up = {
+            "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
+            "attention": f"{backend.name} ({why})",
+            "forward": forward.choice,
+            "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {num_blocks * self.pool.block_bytes >> 20} MiB",
+            "threads": str(torch.get_num_threads()),
+            "load_s": f"{loaded_s:.1f}",
+            "compile_s": f"{warm_up_s:.1f}",
+        }
+
+    # --- requests in --------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest, *, prefill_only: bool = False) -> None:
+        """Queue a request. With `prefill_only` one token is sampled, then the blocks are held until `release`.
+
+        Raises `InvalidRequestError` when the request cannot be served by this model.
+        """
+        self._check(request)
+        sequence = self._new_sequence(request, prefill_only)
+        self._scheduler.add_waiting(sequence)
+
+    def reserve(self, request: EngineRequest) -> Reservation | None:
+        """Blocks for the whole prompt, to be filled from elsewhere; None when there is no room now.
+
+        The reservation ends with `activate` or `abort`. Raises `InvalidRequestError`.
+        """
+        self._check(request)
+        token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        root = self._scheduler.root(request.cache_salt)
+        table, covered = self.blocks.start(token_ids, root, compute_last=False)
+        try:
+            self.blocks.grow(table, len(token_ids), len(token_ids))
+        except OutOfBlocksError:
+            self.blocks.free(table)
+            return None
+        sequence = self._new_sequence(request, prefill_only=False)
+        sequence.stage = Stage.RESERVED
+        sequence.table = table
+        sequence.num_cached = covered
+        self._scheduler.prefix_query_tokens += len(token_ids)
+        self._scheduler.prefix_hit_tokens += covered
+        return Reservation(list(table.block_ids), covered // self.config.block_size)
+
+    def activate(self, request_id: str, first_token: int) -> None:
+        """The reserved blocks are filled; `first_token`, already streamed, is the token after them."""
+        sequence = self._sequences[request_id]
+        assert sequence.stage is Stage.RESERVED and sequence.table is not None
+        sequence.num_computed = len(sequence.token_ids)
+        self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
+        sequence.append(first_token)
+        sequence.first_scheduled = sequence.first_token_time = time.monotonic()
+        self._scheduler.add_running(sequence)
+
+    def release(self, request_id: str) -> None:
+        """Free the blocks of a finished prefill; they stay in the prefix cache. Unknown ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.stage is Stage.HELD:
+            self._forget(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request in whatever stage it is; False when it is not known."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._forget(sequence)
+        return True
+
+    # --- tokens out ---------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def step(self) -> StepResult:
+        """One packed forward over what the scheduler chose."""
+        result = StepResult(outputs=self._expire())
+        step = self._scheduler.schedule()
+        if not step.sequences:
+            return result
+        self._steps += 1
+        for sequence in step.first_time:
+            if self.on_scheduled is not None:
+                self.on_scheduled(sequence.request)
+        result.num_tokens = step.total_tokens
+        sampled, logit_rows = _logit_rows(step)
+        logits = self._runner.run(step, logit_rows)
+        self._collect_prompt_logprobs(step, logits)
+        output = self._sampler.sample(logits[: len(sampled)], sampled) if sampled else None
+        for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
+            sequence.num_computed += count
+            assert sequence.table is not None
+            self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
+        if output is not None:
+            for sequence, token_id, logprobs in zip(sampled, output.token_ids, output.logprobs, strict=True):
+                result.outputs.append(self._accept(sequence, token_id, logprobs))
+        return result
+
+    def computed_blocks(self, request_id: str) -> int:
+        """Blocks of a prefill whose KV is final: full ones, and the last partial one once the prompt is done."""
+        sequence = self._sequences[request_id]
+        if sequence.stage is Stage.HELD:
+            return -(-sequence.num_computed // self.config.block_size)
+        return sequence.num_computed // self.config.block_size
+
+    def block_ids(self, request_id: str) -> list[int]:
+        table = self._sequences[request_id].table
+        return list(table.block_ids) if table is not None else []
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the load; may be called from any thread."""
+        scheduler, blocks = self._scheduler, self.blocks
+        stages = [sequence.stage for sequence in list(self._sequences.values())]
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            waiting_tokens=sum(sequence.num_uncomputed for sequence in list(scheduler.waiting)),
+            num_reserved=stages.count(Stage.RESERVED),
+            num_held=stages.count(Stage.HELD),
+            total_blocks=blocks.num_blocks,
+            free_blocks=blocks.num_free,
+            cached_blocks=blocks.num_cached,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            steps=self._steps,
+        )
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _check(self, request: EngineRequest) -> None:
+        if request.request_id in self._sequences:
+            raise InvalidRequestError("request_id", f"{request.request_id} is already running")
+        if not request.prompt_token_ids:
+            raise InvalidRequestError("prompt", "must hold at least one token")
+        for token_id in request.prompt_token_ids:
+            if token_id >= self.vocab_size:
+                raise InvalidRequestError(
+                    "prompt", f"token ids must be below {self.vocab_size}, got {token_id}"
+                )
+        check_sampling_params(request.sampling, self.vocab_size, self.config.max_logprobs)
+        length = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if length > self.max_model_len:
+            raise InvalidRequestError(
+                "max_tokens",
+                f"{len(request.prompt_token_ids)} prompt tokens and {request.sampling.max_tokens} new ones exceed "
+                f"the limit of {self.max_model_len} tokens",
+            )
+
+    def _new_sequence(self, request: EngineRequest, prefill_only: bool) -> Sequence:
+        sequence = Sequence(request, next(self._order), prefill_only)
+        self._sequences[request.request_id] = sequence
+        return sequence
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        self._sampler.forget(sequence.request_id)
+        del self._sequences[sequence.request_id]
+
+    def _expire(self) -> list[TokenOutput]:
+        now = time.monotonic()
+        queued = self._scheduler.running + self._scheduler.waiting
+        outputs = []
+        for sequence in [sequence for sequence in queued if now > sequence.deadline]:
+            self._forget(sequence)
+            message = f"not finished within {sequence.request.timeout_s:g} s"
+            outputs.append(
+                TokenOutput(
+                    request_id=sequence.request_id,
+                    token_ids=[],
+                    finish_reason="error",
+                    error_kind="timeout",
+                    error=message,
+                )
+            )
+        return outputs
+
+    def _collect_prompt_logprobs(self, step: ScheduledStep, logits: Tensor) -> None:
+        """Prompt rows come after the sampled rows in `logits`, in the order of the step's sequences."""
+        offset = _num_sampled(step)
+        for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
+            if not sequence.wants_prompt_logprobs:
+                continue
+            if not sequence.prompt_logprobs:
+                sequence.prompt_logprobs.append(None)
+            targets = sequence.prompt_token_ids[sequence.num_computed + 1 : sequence.num_computed + 1 + count]
+            num_top = sequence.params.prompt_logprobs or 0
+            rows = logits[offset : offset + len(targets)]
+            sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(rows, targets, num_top))
+            offset += count
+
+    def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
+        sequence.append(token_id)
+        is_first = sequence.first_token_time is None
+        timing = None
+        if is_first:
+            timing = self._first_token_timing(sequence)
+        reason, stop_token_id = self._finish_reason(sequence, token_id)
+        if reason is not None:
+            self._forget(sequence)
+        elif sequence.prefill_only:
+            self._scheduler.running.remove(sequence)
+            sequence.stage = Stage.HELD
+        return TokenOutput(
+            request_id=sequence.request_id,
+            token_ids=[token_id],
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.prompt_logprobs else None,
+            cached_tokens=sequence.num_cached if is_first else None,
+            timing=timing,
+        )
+
+    def _first_token_timing(self, sequence: Sequence) -> RequestTiming:
+        sequence.first_token_time = time.monotonic()
+        scheduled = sequence.first_scheduled or sequence.arrival
+        return RequestTiming(
+            queue_s=scheduled - sequence.arrival, prefill_s=sequence.first_token_time - scheduled
+        )
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        params = sequence.params
+        if token_id in params.stop_token_ids:
+            return "stop", token_id
+        if token_id in self._eos and not params.ignore_eos:
+            return "stop", None
+        if len(sequence.output_token_ids) >= params.max_tokens:
+            return "length", None
+        return None, None
+
+
+def _num_sampled(step: ScheduledStep) -> int:
+    return sum(
+        count == sequence.num_uncomputed
+        for sequence, count in zip(step.sequences, step.num_tokens, strict=True)
+    )
+
+
+def _logit_rows(step: ScheduledStep) -> tuple[list[Sequence], list[int]]:
+    """The sequences that sample in this step, and the packed rows whose logits are wanted: theirs, then prompts'."""
+    sampled, sample_rows, prompt_rows = [], [], []
+    row = 0
+    for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
+        if count == sequence.num_uncomputed:
+            sampled.append(sequence)
+            sample_rows.append(row + count - 1)
+        if sequence.wants_prompt_logprobs:
+            prompt_rows.extend(range(row, row + count))
+        row += count
+    return sampled, sample_rows + prompt_rows

@@ -1,0 +1,78 @@
+"""The model's forward over packed rows, compiled where that pays.
+
+A forward of a small model on a CPU is dominated by the many small operators between the matrix products.
+torch.compile fuses those, and inductor's freezing packs the weights for the matrix kernels once.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+logger = logging.getLogger("tandem.engine")
+
+MIN_ROWS = 2
+"""torch.compile specializes on a size of 1; padded to two rows, one dynamic graph serves every size."""
+
+
+class Forward:
+    """Callable (token_ids [rows], positions [rows], logit_rows) -> logits [len(logit_rows), vocab_size].
+
+    `choice` says whether it is compiled, and why.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, mode: str) -> None:
+        self._model = model
+        self._device = device
+        self.compiled, self.choice = _choose(mode, device)
+        self._run = self._compile() if self.compiled else self._model_forward
+
+    def padded_rows(self, total_tokens: int) -> int:
+        """How many rows the packed input should have for `total_tokens` real ones."""
+        return max(total_tokens, MIN_ROWS) if self.compiled else total_tokens
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> Tensor:
+        keep = logit_rows
+        if self.compiled and len(keep) < MIN_ROWS:
+            keep = (keep or [0]) + [0] * (MIN_ROWS - max(1, len(keep)))
+        elif not keep:
+            keep = [0]
+        rows = torch.tensor(keep, device=self._device)
+        logits = self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), rows)
+        return logits[0, : len(logit_rows)]
+
+    def _model_forward(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        return self._model(
+            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
+        ).logits
+
+    def _compile(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        import torch._inductor.config as inductor
+
+        inductor.freezing = True
+        inductor.cpp.dynamic_threads = True
+        compiled = torch.compile(self._model_forward, fullgraph=True, dynamic=True)
+
+        def run(token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+            torch._dynamo.mark_dynamic(token_ids, 1)
+            torch._dynamo.mark_dynamic(positions, 1)
+            torch._dynamo.mark_dynamic(rows, 0)
+            return compiled(token_ids, positions, rows)
+
+        return run
+
+
+def _choose(mode: str, device: torch.device) -> tuple[bool, str]:
+    if mode == "off":
+        return False, "eager (--compile off)"
+    if device.type != "cpu":
+        return False, f"eager (compiling is for CPU hosts, this is {device.type})"
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return False, "eager (no C++ compiler on this host)"
+    return True, f"torch.compile with packed weights ({compiler})"

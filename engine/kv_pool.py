@@ -1,0 +1,116 @@
+"""The paged KV pool: one tensor, block-major, and how large to make it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.handoff import SegmentInfo
+
+logger = logging.getLogger("tandem.engine")
+
+CPU_POOL_LIMIT = 4 * 1024**3
+"""Bytes that a CPU pool takes at most unless the user asks for more: larger ones only help the prefix cache."""
+
+Allocate = Callable[[int], memoryview]
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What the KV of one token looks like."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, 2, block_size, self.num_kv_heads, self.head_dim)
+
+    def block_bytes(self, block_size: int) -> int:
+        return math.prod(self.block_shape(block_size)) * self.dtype.itemsize
+
+    def describe(self, block_size: int) -> str:
+        """Names the format, so that unlike KV never shares an identity."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}/{self.num_layers}x{self.num_kv_heads}x{self.head_dim}/{block_size}"
+
+
+class KVPool:
+    """`tensor` is [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]: a block is one extent."""
+
+    def __init__(
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        allocate: Allocate | None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.block_bytes = shape.block_bytes(block_size)
+        full_shape = (num_blocks, *shape.block_shape(block_size))
+        if allocate is not None and device.type == "cpu":
+            memory = torch.frombuffer(allocate(num_blocks * self.block_bytes), dtype=shape.dtype)
+            self.tensor = memory.view(full_shape)
+        else:
+            self.tensor = torch.zeros(full_shape, dtype=shape.dtype, device=device)
+        self.segments = [
+            SegmentInfo(
+                name="target",
+                dtype=str(shape.dtype).removeprefix("torch."),
+                shape=shape.block_shape(block_size),
+            )
+        ]
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, source to target, within the pool."""
+        for source, target in copies:
+            self.tensor[target].copy_(self.tensor[source])
+
+    def block_view(self, block_id: int) -> Tensor:
+        return self.tensor[block_id]
+
+
+def pool_blocks(config: ServeConfig, shape: KVShape, device: torch.device, max_model_len: int) -> int:
+    """How many blocks fit. Raises `ConfigError` when not even one sequence of `max_model_len` does."""
+    block_bytes = shape.block_bytes(config.block_size)
+    budget, reason = _pool_budget(config, device)
+    num_blocks = budget // block_bytes
+    per_sequence = math.ceil(max_model_len / config.block_size)
+    if num_blocks < per_sequence:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes: a KV pool of {budget} bytes ({reason}) holds {num_blocks * config.block_size} "
+            f"tokens, fewer than --max-model-len ({max_model_len}), which needs {per_sequence * block_bytes} bytes"
+        )
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB (%s)",
+        num_blocks,
+        config.block_size,
+        num_blocks * block_bytes / 2**30,
+        reason,
+    )
+    return num_blocks
+
+
+def _pool_budget(config: ServeConfig, device: torch.device) -> tuple[int, str]:
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - total * (1 - config.gpu_memory_utilization))), share
+    workers = config.decode_replicas + (config.prefill_replicas if config.disaggregation else 0)
+    fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / (2 * workers))
+    if fair <= CPU_POOL_LIMIT:
+        return fair, f"half of {share} of the free memory, over {workers} workers"
+    return CPU_POOL_LIMIT, "the default on a CPU"

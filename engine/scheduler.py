@@ -1,0 +1,170 @@
+"""Continuous batching: which sequences run in the next step, and how many tokens of each.
+
+Running sequences come first, so that decoding never waits for a new prompt; what is left of the token budget goes
+to waiting prompts, in chunks. When blocks run out, the sequence that would run last gives its own up and is computed
+again later (preemption by recompute).
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from dataclasses import dataclass, field
+
+from engine.block_manager import BlockCopy, BlockManager, OutOfBlocksError
+from engine.sequence import Sequence, Stage
+from protocol.ids import BlockIdentity, root_identity
+
+
+@dataclass
+class ScheduledStep:
+    """One packed forward: `num_tokens[i]` tokens of `sequences[i]`, from its `num_computed` on."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    first_time: list[Sequence] = field(default_factory=list)
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+
+class Scheduler:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        model: str,
+        kv_format: str,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.blocks = blocks
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self._model = model
+        self._kv_format = kv_format
+        self._roots: dict[str, BlockIdentity] = {}
+        self._blocked: tuple[int, int] | None = None
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    def root(self, cache_salt: str) -> BlockIdentity:
+        """Parent identity of the first block of a tenant's sequences."""
+        if not cache_salt:
+            if "" not in self._roots:
+                self._roots[""] = root_identity(self._model, self._kv_format)
+            return self._roots[""]
+        return root_identity(self._model, self._kv_format, cache_salt)
+
+    def add_waiting(self, sequence: Sequence) -> None:
+        sequence.stage = Stage.WAITING
+        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.queue_key)
+
+    def add_running(self, sequence: Sequence) -> None:
+        sequence.stage = Stage.RUNNING
+        self.running.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget the sequence and free its blocks. Safe in every stage."""
+        if sequence.stage is Stage.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.stage is Stage.WAITING:
+            self.waiting.remove(sequence)
+        self.free(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        if sequence.table is not None:
+            self.blocks.free(sequence.table)
+            sequence.table = None
+
+    def schedule(self) -> ScheduledStep:
+        step = ScheduledStep()
+        budget = self._max_num_batched_tokens
+        for sequence in list(self.running):
+            if budget == 0:
+                break
+            if sequence.stage is not Stage.RUNNING:
+                continue  # preempted for an earlier one of this very step
+            budget -= self._schedule_running(sequence, budget, step)
+        while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
+            taken = self._admit(self.waiting[0], budget, step)
+            if taken == 0:
+                break
+            budget -= taken
+        return step
+
+    def _schedule_running(self, sequence: Sequence, budget: int, step: ScheduledStep) -> int:
+        count = min(budget, sequence.num_uncomputed)
+        while not self._grow(sequence, sequence.num_computed + count, step):
+            # Blocks of a prompt that is being handed over may be on the wire: they are never taken away.
+            victim = max(
+                (r for r in self.running if not r.prefill_only), key=lambda running: running.queue_key
+            )
+            self._preempt(victim, step)
+            if victim is sequence:
+                return 0
+        self._append(sequence, count, step)
+        return count
+
+    def _admit(self, sequence: Sequence, budget: int, step: ScheduledStep) -> int:
+        """Take the first waiting sequence up if all of it fits; returns its tokens in this step, 0 if none."""
+        if self._blocked == (sequence.order, self.blocks.num_available):
+            return 0
+        self._start(sequence)
+        assert sequence.table is not None
+        needed = self.blocks.blocks_needed(sequence.table, sequence.num_computed, len(sequence.token_ids))
+        # A spare block for each running sequence keeps a newcomer from being preempted at once.
+        spare = len(self.running)
+        if needed + spare > self.blocks.num_available:
+            self.free(sequence)
+            sequence.num_computed = 0
+            self._blocked = (sequence.order, self.blocks.num_available)
+            return 0
+        self._grow(sequence, len(sequence.token_ids), step)
+        self.waiting.pop(0)
+        self.add_running(sequence)
+        if sequence.first_scheduled is None:
+            sequence.first_scheduled = time.monotonic()
+            sequence.num_cached = sequence.num_computed
+            self.prefix_query_tokens += len(sequence.token_ids)
+            self.prefix_hit_tokens += sequence.num_computed
+            step.first_time.append(sequence)
+        count = min(budget, sequence.num_uncomputed)
+        self._append(sequence, count, step)
+        return count
+
+    def _start(self, sequence: Sequence) -> None:
+        # A cached prompt has no logits, so one that wants log-probabilities shares nothing.
+        token_ids = sequence.token_ids[:1] if sequence.wants_prompt_logprobs else sequence.token_ids
+        sequence.table, sequence.num_computed = self.blocks.start(
+            token_ids, self.root(sequence.request.cache_salt)
+        )
+
+    def _grow(self, sequence: Sequence, num_tokens: int, step: ScheduledStep) -> bool:
+        assert sequence.table is not None
+        try:
+            step.copies.extend(self.blocks.grow(sequence.table, sequence.num_computed, num_tokens))
+        except OutOfBlocksError:
+            return False
+        return True
+
+    def _preempt(self, victim: Sequence, step: ScheduledStep) -> None:
+        if victim in step.sequences:
+            index = step.sequences.index(victim)
+            del step.sequences[index], step.num_tokens[index]
+        self.running.remove(victim)
+        self.free(victim)
+        victim.num_computed = 0
+        victim.prompt_logprobs.clear()
+        self.num_preemptions += 1
+        self.add_waiting(victim)
+
+    @staticmethod
+    def _append(sequence: Sequence, count: int, step: ScheduledStep) -> None:
+        step.sequences.append(sequence)
+        step.num_tokens.append(count)

@@ -1,0 +1,82 @@
+"""One sequence in the engine: its tokens, its blocks and how far it has come."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from engine.block_manager import BlockTable
+from protocol.messages import EngineRequest, TokenLogprobs
+from protocol.sampling import SamplingParams
+
+
+class Stage(enum.Enum):
+    RESERVED = "reserved"
+    """Blocks are set aside; another worker fills them."""
+    WAITING = "waiting"
+    RUNNING = "running"
+    HELD = "held"
+    """Prefill is done; the blocks stay until the hand-off is acknowledged."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Prompt and output of one request.
+
+    `num_computed` tokens have their KV in the pool. Whatever lies beyond must still be run: the prompt at first,
+    after a preemption everything, in decode the last token alone.
+    """
+
+    request: EngineRequest
+    order: int
+    prefill_only: bool = False
+    stage: Stage = Stage.WAITING
+    prompt_token_ids: list[int] = field(init=False)
+    output_token_ids: list[int] = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_computed: int = 0
+    num_cached: int | None = None
+    table: BlockTable | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    arrival: float = field(default_factory=time.monotonic)
+    first_scheduled: float | None = None
+    first_token_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = self.request.prompt_token_ids
+        self.output_token_ids = list(self.request.output_token_ids)
+        self.token_ids = self.prompt_token_ids + self.output_token_ids
+        self.deadline = self.arrival + self.request.timeout_s
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the token that comes next; keys its noise."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def queue_key(self) -> tuple[int, int]:
+        """Lower runs first: priority, then age."""
+        return (self.request.priority, self.order)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(
+            self.prompt_token_ids
+        )
+
+    def append(self, token_id: int) -> None:
+        self.output_token_ids.append(token_id)
+        self.token_ids.append(token_id)
