@@ -1,0 +1,1 @@
+"""The decode loop: take prompts over from prefill workers and generate."""

@@ -1,0 +1,335 @@
+"""The decode worker's loop.
+
+A prefill worker reserves blocks here, fills them under a lease and hands over with a manifest; from then on
+the request runs in this engine's batch. Blocks are freed only after their lease is closed, when nobody can
+write to them any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+import zmq
+
+from decode_worker.peers import PeerSocket
+from decode_worker.reservations import PendingReservation, Reservation, ReservationQueue
+from engine.engine import Engine
+from kvtransfer.interface import Failed
+from kvtransfer.receiver import Receiver
+from protocol.config import transport_names
+from protocol.errors import InvalidRequestError
+from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
+from protocol.ids import token_ids_digest
+from protocol.messages import (
+    ErrorKind,
+    Generate,
+    Handoff,
+    HandoffAck,
+    PeerAddress,
+    PeerRequest,
+    Release,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Stale,
+    TokenOutput,
+)
+from worker.leases import ANY_LEASE
+from worker.link import RouterLink
+from worker.loop import WorkerLoop
+from worker.parts import WorkerParts
+
+log = logging.getLogger(__name__)
+
+
+class DecodeLoop(WorkerLoop):
+    """Generates for requests that were handed over, and for whole requests that the router sends here."""
+
+    def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
+        super().__init__(parts, engine, link)
+        assert parts.pool is not None
+        self._receiver = Receiver(
+            parts.pool,
+            key=parts.keys.transfer_key,
+            worker_id=parts.worker_id,
+            incarnation=parts.incarnation,
+            transports=transport_names(parts.config),
+            host=parts.host,
+            on_event=parts.wake.set,
+        )
+        parts.transfer_counters = self._receiver.counters
+        self._peers = PeerSocket(parts)
+        self.poller.register(self._peers.socket, zmq.POLLIN)
+        self._queue = ReservationQueue()
+        self._room_at_last_try = -1
+        self._reservations: dict[str, Reservation] = {}
+        self._by_lease: dict[str, Reservation] = {}
+        self._taken_over: dict[str, str] = {}
+        """Requests that run here after a hand-off, with the lease they came under."""
+        self.address = PeerAddress(
+            worker_id=parts.worker_id,
+            incarnation=parts.incarnation,
+            control=self._peers.endpoint,
+            offers=self._receiver.offers,
+        )
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self.computing or request_id in self._reservations or request_id in self._queue
+
+    def add(self, message: Generate) -> None:
+        self.engine.add(message.request)
+        self.computing.add(message.request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        self._queue.remove(request_id)
+        self._close_lease(request_id)
+        self._taken_over.pop(request_id, None)
+        self.computing.discard(request_id)
+        self.engine.abort(request_id)
+
+    def after_step(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._taken_over.pop(output.request_id, None)
+        self._serve_queue()
+
+    # --- the prefill workers' messages ------------------------------------------------------------
+
+    def handle_peers(self, events: dict[object, int]) -> None:
+        if self._peers.socket in events:
+            for identity, request in self._peers.receive():
+                self._on_request(identity, request)
+        self._serve_queue()
+
+    def _on_request(self, identity: bytes, request: PeerRequest) -> None:
+        match request:
+            case Reserve():
+                self._on_reserve(identity, request)
+            case Handoff():
+                self._on_handoff(identity, request.manifest)
+            case Release():
+                self._on_release(identity, request)
+
+    def _is_stale(self, identity: bytes, incarnation: str, request_id: str) -> bool:
+        if incarnation == self.parts.incarnation:
+            return False
+        self.counters.add("stale_messages_total")
+        self._peers.reply(identity, Stale(request_id=request_id, incarnation=self.parts.incarnation))
+        return True
+
+    # --- reserve ----------------------------------------------------------------------------------
+
+    def _on_reserve(self, identity: bytes, message: Reserve) -> None:
+        request_id = message.request.request_id
+        if self._is_stale(identity, message.incarnation, request_id) or self._renew(identity, message):
+            return
+        problem = self._segment_problem(message)
+        if problem is not None:
+            self._refuse(identity, request_id, "transfer", problem)
+            return
+        pending = PendingReservation(message, identity, time.monotonic() + message.ttl_s)
+        if len(self._queue) > 0 or not self._try_reserve(pending):
+            self._queue.push(pending)
+
+    def _renew(self, identity: bytes, message: Reserve) -> bool:
+        """The same prefill worker asking again renews its lease; another one asking replaces it."""
+        request_id = message.request.request_id
+        held = self._reservations.get(request_id)
+        if held is not None and held.prefill_incarnation == message.prefill_incarnation:
+            held.deadline = time.monotonic() + held.ttl_s
+            self._peers.reply(identity, self._grant(held))
+            return True
+        queued = self._queue.get(request_id)
+        if request_id in self._taken_over or (queued is not None and queued.identity == identity):
+            self.counters.add("duplicate_messages_total")
+            return True
+        if held is not None or queued is not None:
+            self.abort(request_id)
+        return False
+
+    def _segment_problem(self, message: Reserve) -> str | None:
+        ours = self.engine.pool.segments
+        if len(message.segments) != len(ours):
+            return f"segments: {len(message.segments)} of them, expected {len(ours)}"
+        for index, (got, want) in enumerate(zip(message.segments, ours, strict=True)):
+            for field in ("name", "dtype", "shape", "quantization"):
+                theirs, expected = getattr(got, field), getattr(want, field)
+                if theirs != expected:
+                    return f"segments[{index}].{field} is {theirs!r}, expected {expected!r}"
+        return None
+
+    def _try_reserve(self, pending: PendingReservation) -> bool:
+        """Answer the reservation if it can be answered now."""
+        message = pending.message
+        request = message.request
+        try:
+            blocks = self.engine.reserve(request)
+        except InvalidRequestError as error:
+            self._refuse(pending.identity, request.request_id, "invalid", str(error))
+            return True
+        if blocks is None:
+            return False
+        reservation = Reservation(
+            request=request,
+            identity=pending.identity,
+            prefill_incarnation=message.prefill_incarnation,
+            ttl_s=message.ttl_s,
+            lease_id=secrets.token_hex(8),
+            block_ids=list(blocks.block_ids),
+            num_cached=blocks.cached_blocks,
+            deadline=time.monotonic() + message.ttl_s,
+        )
+        self._reservations[request.request_id] = reservation
+        self._by_lease[reservation.lease_id] = reservation
+        if reservation.num_expected > 0:
+            self._receiver.open(reservation.lease_id, reservation.block_ids[reservation.num_cached :])
+        self.counters.add("reservations_total")
+        self._peers.reply(pending.identity, self._grant(reservation))
+        return True
+
+    def _grant(self, reservation: Reservation) -> Reserved:
+        return Reserved(
+            request_id=reservation.request_id,
+            lease_id=reservation.lease_id,
+            incarnation=self.parts.incarnation,
+            block_ids=reservation.block_ids,
+            cached_blocks=reservation.num_cached,
+        )
+
+    def _refuse(self, identity: bytes, request_id: str, kind: ErrorKind, reason: str) -> None:
+        self.counters.add("reservations_refused_total")
+        self._peers.reply(identity, ReserveRefused(request_id=request_id, error_kind=kind, reason=reason))
+
+    def _serve_queue(self) -> None:
+        """Answer those who wait, in order, when room has been made since the last try."""
+        head = self._queue.head()
+        if head is None or self.engine.blocks.num_available == self._room_at_last_try:
+            return
+        while head is not None and self._try_reserve(head):
+            self._queue.remove(head.message.request.request_id)
+            head = self._queue.head()
+        self._room_at_last_try = self.engine.blocks.num_available if head is not None else -1
+
+    # --- hand-off ---------------------------------------------------------------------------------
+
+    def _on_handoff(self, identity: bytes, manifest: HandoffManifest) -> None:
+        request_id, lease_id = manifest.request_id, manifest.lease_id
+        if self._is_stale(identity, manifest.decode_incarnation, request_id):
+            return
+        if self._taken_over.get(request_id) == lease_id:
+            self.counters.add("duplicate_messages_total")
+            self._peers.reply(identity, HandoffAck(request_id=request_id, lease_id=lease_id))
+            return
+        reservation = self._by_lease.get(lease_id)
+        if reservation is None or reservation.request_id != request_id:
+            error = "the lease is unknown here, or was given up"
+            self._peers.reply(identity, HandoffAck(request_id=request_id, lease_id=lease_id, error=error))
+            return
+        try:
+            self._check(reservation, manifest)
+        except ManifestMismatchError as error:
+            self._give_up(reservation, str(error), error.field)
+            return
+        reservation.manifest = manifest
+        reservation.deadline = time.monotonic() + reservation.ttl_s
+        self._take_over_if_complete(reservation)
+
+    def _check(self, reservation: Reservation, manifest: HandoffManifest) -> None:
+        token_ids = reservation.token_ids
+        check_manifest(
+            manifest,
+            incarnation=self.parts.incarnation,
+            token_ids_digest=token_ids_digest(token_ids),
+            num_tokens=len(token_ids),
+            segments=self.engine.pool.segments,
+            block_ids=reservation.block_ids,
+            seed=reservation.request.sampling.seed,
+        )
+        for field, want, got in (
+            ("pushed_blocks", reservation.num_expected, manifest.pushed_blocks),
+            ("prefill_incarnation", reservation.prefill_incarnation, manifest.prefill_incarnation),
+        ):
+            if want != got:
+                raise ManifestMismatchError(field, want, got)
+        if manifest.first_token >= self.engine.vocab_size:
+            raise ManifestMismatchError("first_token", f"< {self.engine.vocab_size}", manifest.first_token)
+
+    def _take_over_if_complete(self, reservation: Reservation) -> None:
+        if not reservation.complete:
+            return
+        assert reservation.manifest is not None
+        request_id = reservation.request_id
+        self._close_lease(request_id)
+        self.engine.activate(request_id, reservation.manifest.first_token)
+        self.computing.add(request_id)
+        self._taken_over[request_id] = reservation.lease_id
+        self.counters.add("handoffs_total")
+        ack = HandoffAck(request_id=request_id, lease_id=reservation.lease_id)
+        self._peers.reply(reservation.identity, ack)
+
+    def handle_transfers(self) -> None:
+        for event in self._receiver.poll():
+            reservation = self._by_lease.get(event.lease_id)
+            if reservation is None:
+                continue
+            if isinstance(event, Failed):
+                self.counters.add("kv_transfer_failures_total")
+                self._give_up(reservation, event.reason)
+                continue
+            reservation.num_received = event.blocks_received
+            reservation.final_piece_received = event.complete
+            reservation.deadline = time.monotonic() + reservation.ttl_s
+            self._take_over_if_complete(reservation)
+
+    # --- the end of a reservation -----------------------------------------------------------------
+
+    def _close_lease(self, request_id: str) -> None:
+        """After this nobody writes to the reservation's blocks any more."""
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is not None:
+            del self._by_lease[reservation.lease_id]
+            self._receiver.close_lease(reservation.lease_id)
+
+    def _give_up(self, reservation: Reservation, reason: str, field: str | None = None) -> None:
+        self.counters.add("handoff_failures_total")
+        log.warning("hand-off of %s failed: %s", reservation.request_id, reason)
+        self.abort(reservation.request_id)
+        ack = HandoffAck(
+            request_id=reservation.request_id, lease_id=reservation.lease_id, error=reason[:4096], field=field
+        )
+        self._peers.reply(reservation.identity, ack)
+
+    def _on_release(self, identity: bytes, message: Release) -> None:
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+            return
+        if self._holds(identity, message.request_id, message.lease_id):
+            self.counters.add("reservations_released_total")
+            self.abort(message.request_id)
+
+    def _holds(self, identity: bytes, request_id: str, lease_id: str) -> bool:
+        """Whether the request has this lease here, or for `ANY_LEASE` any claim of this prefill worker."""
+        claim = self._reservations.get(request_id) or self._queue.get(request_id)
+        if lease_id == ANY_LEASE:
+            return claim is not None and claim.identity == identity
+        return lease_id in self._by_lease or self._taken_over.get(request_id) == lease_id
+
+    def expire(self, now: float) -> None:
+        for pending in self._queue.expired(now):
+            self._queue.remove(pending.message.request.request_id)
+            self.counters.add("reservations_expired_total")
+            reason = f"no room for the prompt's KV within {pending.message.ttl_s:g} s"
+            self._refuse(pending.identity, pending.message.request.request_id, "overloaded", reason)
+        for reservation in list(self._reservations.values()):
+            if now >= reservation.deadline:
+                self.counters.add("reservations_expired_total")
+                self._give_up(reservation, f"the lease saw no progress for {reservation.ttl_s:g} s")
+        self._serve_queue()
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._peers.close()

@@ -1,0 +1,19 @@
+"""Entry point of a decode worker's process."""
+
+from __future__ import annotations
+
+from decode_worker.loop import DecodeLoop
+from protocol.config import ServeConfig
+from protocol.sockets import ClusterKeys
+from worker.process import StopHandle, run_worker
+
+
+def run(
+    config: ServeConfig,
+    worker_id: str,
+    router_endpoint: str,
+    keys: ClusterKeys,
+    stop: StopHandle | None = None,
+) -> None:
+    """Be a decode worker until `stop`, or until the router is gone."""
+    run_worker(DecodeLoop, "decode", config, worker_id, router_endpoint, keys, stop)

@@ -1,0 +1,45 @@
+"""The decode worker's socket for prefill workers."""
+
+from __future__ import annotations
+
+import logging
+
+import zmq
+
+from protocol.codec import encode, peer_request
+from protocol.errors import ProtocolError
+from protocol.messages import PeerReply, PeerRequest
+from protocol.sockets import bind_router, start_authenticator
+from worker.parts import WorkerParts
+
+log = logging.getLogger(__name__)
+
+
+class PeerSocket:
+    """Receives requests with the identity of whom to answer. A reply to a peer that is gone is dropped."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._counters = parts.counters
+        self._authenticator = start_authenticator(parts.context, parts.keys)
+        self.socket, self.endpoint = bind_router(parts.context, parts.keys, parts.host)
+
+    def receive(self) -> list[tuple[bytes, PeerRequest]]:
+        """All requests that have arrived; never waits."""
+        requests: list[tuple[bytes, PeerRequest]] = []
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return requests
+            try:
+                requests.append((frames[0], peer_request.decode(frames[-1])))
+            except ProtocolError as error:
+                self._counters.add("dropped_messages_total")
+                log.warning("dropped a request of %r: %s", frames[0], error)
+
+    def reply(self, identity: bytes, message: PeerReply) -> None:
+        self.socket.send_multipart([identity, encode(message)])
+
+    def close(self) -> None:
+        self.socket.close(linger=500)
+        self._authenticator.stop()

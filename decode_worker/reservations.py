@@ -1,0 +1,86 @@
+"""One request's reservation, from the decode worker's side, and the queue of those that wait for room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.handoff import HandoffManifest
+from protocol.messages import EngineRequest, Reserve
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Blocks that a prefill worker may fill, until `deadline` (monotonic seconds), which progress renews.
+
+    `identity` addresses the prefill worker on the peers' socket. `num_cached` of `block_ids` were filled
+    before and are not written.
+    """
+
+    request: EngineRequest
+    identity: bytes
+    prefill_incarnation: str
+    ttl_s: float
+    lease_id: str
+    block_ids: list[int]
+    num_cached: int
+    deadline: float
+    num_received: int = 0
+    final_piece_received: bool = False
+    manifest: HandoffManifest | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_expected(self) -> int:
+        """Blocks that the prefill worker pushes."""
+        return len(self.block_ids) - self.num_cached
+
+    @property
+    def complete(self) -> bool:
+        arrived = self.num_received == self.num_expected and (
+            self.final_piece_received or not self.num_expected
+        )
+        return self.manifest is not None and arrived
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.prompt_token_ids + self.request.output_token_ids
+
+
+@dataclass(eq=False)
+class PendingReservation:
+    """A `Reserve` that found no room yet."""
+
+    message: Reserve
+    identity: bytes
+    deadline: float
+
+
+@dataclass(eq=False)
+class ReservationQueue:
+    """First come, first served; nobody overtakes, so that long prompts get their turn."""
+
+    _pending: dict[str, PendingReservation] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._pending
+
+    def push(self, pending: PendingReservation) -> None:
+        self._pending[pending.message.request.request_id] = pending
+
+    def head(self) -> PendingReservation | None:
+        return next(iter(self._pending.values()), None)
+
+    def get(self, request_id: str) -> PendingReservation | None:
+        return self._pending.get(request_id)
+
+    def remove(self, request_id: str) -> PendingReservation | None:
+        return self._pending.pop(request_id, None)
+
+    def expired(self, now: float) -> list[PendingReservation]:
+        return [pending for pending in self._pending.values() if now >= pending.deadline]

@@ -1,0 +1,1 @@
+"""Ray actors and their supervision, the launcher and the command line."""

@@ -1,0 +1,119 @@
+"""The command line: `tandem serve`, `status`, `complete`, `bench`, `version`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+from deploy.options import with_config_options
+from protocol.config import load_config
+from protocol.errors import TandemError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+app = typer.Typer(
+    help="Serve large language models with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Url = Annotated[str, typer.Option(help="Base URL of the server.", envvar="TANDEM_URL")]
+ApiKey = Annotated[str | None, typer.Option(help="Bearer token.", envvar="TANDEM_API_KEY")]
+
+
+def fail(error: Exception | str) -> typer.Exit:
+    """Print one clear line; the caller raises what this returns."""
+    typer.echo(f"tandem: {error}", err=True)
+    return typer.Exit(1)
+
+
+@app.command(no_args_is_help=False)
+@with_config_options
+def serve(
+    model_tag: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Local folder or hub id; the same as --model.")
+    ] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="YAML file of options.")] = None,
+    **flags: Any,
+) -> None:
+    """Serve a model over HTTP, with the OpenAI API.
+
+    Every option can also be set in the environment (--max-model-len as TANDEM_MAX_MODEL_LEN) or in a YAML
+    file (--config). A flag wins over the environment, and that over the file.
+    """
+    if model_tag is not None:
+        if flags["model"] is not None:
+            raise fail("--model: given twice, as an option and as an argument")
+        flags["model"] = model_tag
+    try:
+        checked = load_config(flags, config_file=config)
+    except TandemError as error:
+        raise fail(error) from error
+    from deploy.serve import serve as run
+
+    raise typer.Exit(run(checked))
+
+
+@app.command()
+def status(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show workers, roles, load and KV usage, live."""
+    from deploy.status import show_status
+
+    raise typer.Exit(show_status(url, api_key, once=once, as_json=as_json, interval_s=interval))
+
+
+@app.command()
+def complete(
+    prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads it from standard input.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    model: Annotated[str | None, typer.Option(help="Default: the first that the server names.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+) -> None:
+    """Complete a prompt and print the text as it comes."""
+    from deploy.complete import stream_completion
+
+    body = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
+    text = sys.stdin.read() if prompt == "-" else prompt
+    raise typer.Exit(stream_completion(url, api_key, model, text, body))
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Measure a server: `tandem bench serve --help`."""
+    try:
+        from bench.cli import app as bench_app
+    except ModuleNotFoundError as error:
+        raise fail(f"bench needs the package {error.name}: pip install 'tandem-serve[bench]'") from error
+    bench_app(args=context.args, prog_name="tandem bench")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(metadata.version("tandem-serve"))
+
+
+def main() -> None:
+    app(prog_name="tandem")
+
+
+if __name__ == "__main__":
+    main()

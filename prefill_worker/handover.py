@@ -1,0 +1,68 @@
+"""One request's hand-over, from the prefill worker's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.handoff import HandoffManifest, SamplingState, SegmentInfo
+from protocol.ids import token_ids_digest
+from protocol.messages import EngineRequest, PeerAddress, Reserved
+
+
+@dataclass(eq=False)
+class Handover:
+    """Where a request stands between its arrival and the decode worker's acknowledgement.
+
+    `pushed_from` lists our blocks whose content is queued for the decode worker or there: the prompt's blocks
+    after those that it had cached.
+    `deadline` (monotonic seconds) is None while the request waits for its turn in the engine, whose own
+    deadline then holds.
+    """
+
+    request: EngineRequest
+    peer: PeerAddress
+    deadline: float | None = None
+    renew_at: float = 0.0
+    grant: Reserved | None = None
+    pushed_from: list[int] = field(default_factory=list)
+    first_token: int | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def reserving(self) -> bool:
+        """The decode worker has been asked for blocks."""
+        return self.deadline is not None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens whose KV is handed over: the prompt, and what was emitted before a failover."""
+        return self.request.prompt_token_ids + self.request.output_token_ids
+
+
+def make_manifest(
+    handover: Handover, worker_id: str, incarnation: str, segments: list[SegmentInfo]
+) -> HandoffManifest:
+    """Describe a hand-over whose blocks are all pushed and whose first token is sampled."""
+    assert handover.grant is not None and handover.first_token is not None
+    token_ids = handover.token_ids
+    return HandoffManifest(
+        request_id=handover.request_id,
+        lease_id=handover.grant.lease_id,
+        prefill_worker=worker_id,
+        prefill_incarnation=incarnation,
+        decode_incarnation=handover.grant.incarnation,
+        num_tokens=len(token_ids),
+        token_ids_digest=token_ids_digest(token_ids),
+        segments=segments,
+        block_ids=handover.grant.block_ids,
+        pushed_blocks=len(handover.grant.block_ids) - handover.grant.cached_blocks,
+        first_token=handover.first_token,
+        first_token_position=len(token_ids),
+        sampling=SamplingState(
+            seed=handover.request.sampling.seed,
+            num_output_tokens=len(handover.request.output_token_ids) + 1,
+        ),
+    )

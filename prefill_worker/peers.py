@@ -1,0 +1,83 @@
+"""The prefill worker's lines to decode workers: one DEALER for each incarnation it talks to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from protocol.codec import encode, peer_reply
+from protocol.errors import ProtocolError
+from protocol.messages import PeerAddress, PeerReply, PeerRequest
+from protocol.sockets import connect_dealer
+from worker.parts import WorkerParts
+
+log = logging.getLogger(__name__)
+
+IDLE_LINK_S = 60.0
+
+
+@dataclass(eq=False)
+class _Link:
+    address: PeerAddress
+    socket: zmq.Socket[bytes]
+    last_used: float
+
+
+class PeerLinks:
+    """Opened when first needed, closed when long unused, so that a dead incarnation leaves nothing behind."""
+
+    def __init__(self, parts: WorkerParts, poller: zmq.Poller) -> None:
+        self._parts = parts
+        self._poller = poller
+        self._links: dict[str, _Link] = {}
+
+    def send(self, peer: PeerAddress, message: PeerRequest) -> None:
+        link = self._links.get(peer.incarnation) or self._open(peer)
+        link.last_used = time.monotonic()
+        link.socket.send(encode(message))
+
+    def receive(self, events: dict[object, int]) -> list[tuple[PeerAddress, PeerReply]]:
+        """All replies that have arrived, each with the worker that it came from."""
+        replies: list[tuple[PeerAddress, PeerReply]] = []
+        for link in self._links.values():
+            if link.socket in events:
+                self._drain(link, replies)
+        return replies
+
+    def close_idle(self, now: float, in_use: set[str]) -> None:
+        """Close lines to incarnations that are not `in_use` and have not been for a while."""
+        for incarnation, link in list(self._links.items()):
+            if incarnation not in in_use and now - link.last_used > IDLE_LINK_S:
+                self._close(incarnation)
+
+    def close(self) -> None:
+        for incarnation in list(self._links):
+            self._close(incarnation)
+
+    def _open(self, peer: PeerAddress) -> _Link:
+        identity = f"{self._parts.worker_id}:{self._parts.incarnation}"
+        socket = connect_dealer(self._parts.context, self._parts.keys, peer.control, identity)
+        self._poller.register(socket, zmq.POLLIN)
+        link = _Link(peer, socket, time.monotonic())
+        self._links[peer.incarnation] = link
+        return link
+
+    def _close(self, incarnation: str) -> None:
+        link = self._links.pop(incarnation)
+        self._poller.unregister(link.socket)
+        link.socket.close(linger=500)
+
+    def _drain(self, link: _Link, replies: list[tuple[PeerAddress, PeerReply]]) -> None:
+        while True:
+            try:
+                raw = link.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                replies.append((link.address, peer_reply.decode(raw)))
+            except ProtocolError as error:
+                self._parts.counters.add("dropped_messages_total")
+                log.warning("dropped a reply of %s: %s", link.address.worker_id, error)

@@ -1,0 +1,1 @@
+"""What prefill and decode workers share: set-up, the router's line, the heartbeat and the engine loop."""

@@ -1,0 +1,93 @@
+"""The heartbeat: a worker's state at a steady pace, from a thread of its own.
+
+The same thread watches the line to the router. A worker whose router is gone has nobody to serve and nobody
+to end it, so it ends itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from protocol.codec import encode
+from protocol.messages import WorkerState
+from protocol.sockets import ClusterKeys, connect_dealer
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 0.5
+ROUTER_GRACE_S = 10.0
+"""Seconds without a connection to the router after which a worker ends itself."""
+
+_CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_LOST = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED)
+
+
+class Heartbeat:
+    """`state` is called in the heartbeat's thread; so is `on_router_lost`, at most once."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: ClusterKeys,
+        endpoint: str,
+        worker_id: str,
+        state: Callable[[], WorkerState],
+        on_router_lost: Callable[[], None],
+        router_grace_s: float = ROUTER_GRACE_S,
+    ) -> None:
+        self._context = context
+        self._connect = lambda: connect_dealer(context, keys, endpoint, f"{worker_id}/hb")
+        self._state = state
+        self._on_router_lost = on_router_lost
+        self._router_grace_s = router_grace_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        socket = self._connect()
+        monitor = socket.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        lost_since: float | None = None
+        try:
+            while not self._stop.wait(HEARTBEAT_INTERVAL_S):
+                lost_since = _follow(monitor, lost_since)
+                if lost_since is None:
+                    self._beat(socket)
+                elif time.monotonic() - lost_since > self._router_grace_s:
+                    log.error("the router has been gone for %.0f s; this worker ends", self._router_grace_s)
+                    self._on_router_lost()
+                    return
+        finally:
+            socket.disable_monitor()
+            monitor.close()
+            socket.close()
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        try:
+            socket.send(encode(self._state()), zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("the router does not take heartbeats")
+
+
+def _follow(monitor: zmq.Socket[bytes], lost_since: float | None) -> float | None:
+    """Read the connection's events; returns since when it has been lost, or None while it stands."""
+    while monitor.poll(0):
+        event = recv_monitor_message(monitor)["event"]
+        if event == _CONNECTED:
+            lost_since = None
+        elif event in _LOST and lost_since is None:
+            lost_since = time.monotonic()
+    return lost_since

@@ -1,0 +1,74 @@
+"""A worker's line to the router: requests in, one message of tokens per step out."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import zmq
+
+from protocol.codec import encode, router_to_worker
+from protocol.errors import ProtocolError, TandemError
+from protocol.messages import Register, Registered, RouterToWorker, StepOutput, TokenOutput
+from protocol.sockets import ClusterKeys, connect_dealer
+from worker.counters import Counters
+
+log = logging.getLogger(__name__)
+
+_REGISTER_RETRY_S = 1.0
+
+
+class RouterUnreachableError(TandemError):
+    """The router did not answer a registration in time."""
+
+
+class RouterLink:
+    """Belongs to the loop's thread. `socket` may be polled from outside; the rest goes through here."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: ClusterKeys,
+        endpoint: str,
+        worker_id: str,
+        incarnation: str,
+        counters: Counters,
+    ) -> None:
+        self.socket = connect_dealer(context, keys, endpoint, worker_id)
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._counters = counters
+
+    def register(self, message: Register, timeout_s: float) -> None:
+        """Announce the worker until the router confirms this incarnation."""
+        deadline = time.monotonic() + timeout_s
+        raw = encode(message)
+        while time.monotonic() < deadline:
+            self.socket.send(raw)
+            if self.socket.poll(int(_REGISTER_RETRY_S * 1000)):
+                for answer in self.receive():
+                    if isinstance(answer, Registered) and answer.incarnation == self._incarnation:
+                        return
+        raise RouterUnreachableError(f"the router did not confirm {self._worker_id} within {timeout_s:.0f} s")
+
+    def receive(self) -> list[RouterToWorker]:
+        """All messages that have arrived; never waits."""
+        messages: list[RouterToWorker] = []
+        while True:
+            try:
+                raw = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            try:
+                messages.append(router_to_worker.decode(raw))
+            except ProtocolError as error:
+                self._counters.add("dropped_messages_total")
+                log.warning("dropped a message of the router: %s", error)
+
+    def send_outputs(self, outputs: list[TokenOutput]) -> None:
+        self.socket.send(
+            encode(StepOutput(worker_id=self._worker_id, incarnation=self._incarnation, outputs=outputs))
+        )
+
+    def close(self) -> None:
+        self.socket.close(linger=500)

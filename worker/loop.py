@@ -1,0 +1,223 @@
+"""The engine loop: one thread that polls sockets, steps the engine and sends what the step made.
+
+It blocks while there is nothing to do, never sleeps while there is, and adds little to a step: one poll, one
+message to the router, and what the role does with its transfers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import zmq
+
+from engine.engine import Engine
+from protocol.errors import InvalidRequestError, TandemError
+from protocol.messages import (
+    Abort,
+    Drain,
+    EngineRequest,
+    ErrorKind,
+    Generate,
+    PeerAddress,
+    Registered,
+    RouterToWorker,
+    TokenOutput,
+)
+from worker.link import RouterLink
+from worker.parts import WorkerParts
+
+log = logging.getLogger(__name__)
+
+HOUSEKEEPING_INTERVAL_S = 0.25
+MAX_FAILED_STEPS = 3
+"""Steps that may fail in a row before the worker gives up, so that its supervisor starts a fresh one."""
+
+
+class BrokenEngineError(TandemError):
+    """The engine fails step after step, or its device is in an unknown state."""
+
+
+class WorkerLoop(ABC):
+    """What both roles do. Everything but `stop` runs in the thread that called `run`."""
+
+    address: PeerAddress
+    """How other workers reach this one."""
+
+    def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
+        self.parts = parts
+        self.config = parts.config
+        self.counters = parts.counters
+        self.engine = engine
+        self.link = link
+        self.poller = zmq.Poller()
+        self.poller.register(link.socket, zmq.POLLIN)
+        self.poller.register(parts.wake.fileno(), zmq.POLLIN)
+        self.outbox: list[TokenOutput] = []
+        self.computing: set[str] = set()
+        """Requests that the engine still has to compute something for."""
+        self._stop = threading.Event()
+        self._failed_steps = 0
+        self._next_housekeeping = 0.0
+
+    # --- the role's part --------------------------------------------------------------------------
+
+    @abstractmethod
+    def add(self, message: Generate) -> None:
+        """Give a new request to the engine. May raise `InvalidRequestError`."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Forget a request, whatever its stage. Unknown ids are ignored."""
+
+    @abstractmethod
+    def knows(self, request_id: str) -> bool:
+        """Whether the request is under way here."""
+
+    @abstractmethod
+    def handle_peers(self, events: dict[object, int]) -> None:
+        """Read the peers' messages. `events` is what the poll returned."""
+
+    @abstractmethod
+    def handle_transfers(self) -> None:
+        """Read what kvtransfer reports."""
+
+    @abstractmethod
+    def after_step(self, outputs: list[TokenOutput]) -> None:
+        """The outputs are with the router; do what follows from them."""
+
+    @abstractmethod
+    def expire(self, now: float) -> None:
+        """Give up whatever passed its deadline. `now` is `time.monotonic()`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the role's own sockets and transfers."""
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End the loop after its current step. Any thread may call it."""
+        self._stop.set()
+        self.parts.wake.set()
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises `BrokenEngineError` when a fresh process is the only remedy."""
+        try:
+            while not self._stop.is_set():
+                self._turn()
+        finally:
+            self.close()
+
+    def _turn(self) -> None:
+        timeout_ms = 0 if self.engine.has_work() else int(HOUSEKEEPING_INTERVAL_S * 1000)
+        events = dict(self.poller.poll(timeout_ms))
+        started = time.perf_counter()
+        if events:
+            self._handle(events)
+        stepped = self._step() if self.engine.has_work() else 0.0
+        now = time.monotonic()
+        if now >= self._next_housekeeping:
+            self._next_housekeeping = now + HOUSEKEEPING_INTERVAL_S
+            self.expire(now)
+        if self.outbox:
+            self._flush()
+        self.counters.add("loop_seconds_total", time.perf_counter() - started - stepped)
+
+    def _handle(self, events: dict[object, int]) -> None:
+        if self.link.socket in events:
+            for message in self.link.receive():
+                self._on_router_message(message)
+        if self.parts.wake.fileno() in events:
+            self.parts.wake.clear()
+            self.handle_transfers()
+        self.handle_peers(events)
+
+    def _step(self) -> float:
+        """One engine step; returns the seconds that the engine took."""
+        started = time.perf_counter()
+        try:
+            outputs = self.engine.step().outputs
+        except Exception:
+            log.exception("an engine step failed")
+            self._on_failed_step()
+            return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.counters.add("engine_seconds_total", seconds)
+        self._failed_steps = 0
+        if outputs:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self.computing.discard(output.request_id)
+            self.outbox += outputs
+            self._flush()
+        self.after_step(outputs)
+        return seconds
+
+    def _flush(self) -> None:
+        self.link.send_outputs(self.outbox)
+        self.outbox = []
+
+    def _on_failed_step(self) -> None:
+        self.counters.add("step_failures_total")
+        self._failed_steps += 1
+        for request_id in list(self.computing):
+            self.fail(request_id, "internal", "the engine failed; see the worker's log")
+        if self.engine.pool.tensor.is_cuda or self._failed_steps >= MAX_FAILED_STEPS:
+            self._flush()
+            raise BrokenEngineError(f"{self._failed_steps} engine steps failed in a row")
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def fail(self, request_id: str, kind: ErrorKind, reason: str) -> None:
+        """Free all that the request holds and tell the router why it ends."""
+        self.abort(request_id)
+        self.answer_error(request_id, kind, reason)
+
+    def answer_error(self, request_id: str, kind: ErrorKind, reason: str) -> None:
+        self.outbox.append(
+            TokenOutput(
+                request_id=request_id,
+                token_ids=[],
+                finish_reason="error",
+                error_kind=kind,
+                error=reason[:4096],
+            )
+        )
+
+    def abort_all(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.abort(request_id)
+
+    def _on_router_message(self, message: RouterToWorker) -> None:
+        match message:
+            case Generate():
+                self._on_generate(message)
+            case Abort():
+                self.abort_all(message.request_ids)
+            case Drain():
+                self.parts.lifecycle = "draining"
+            case Registered():
+                self.counters.add("duplicate_messages_total")
+
+    def _on_generate(self, message: Generate) -> None:
+        request = message.request
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+            reason = f"{self.parts.worker_id} was restarted after the request was placed"
+            self.answer_error(request.request_id, "worker_lost", reason)
+        elif self.parts.lifecycle == "draining":
+            self.answer_error(request.request_id, "overloaded", f"{self.parts.worker_id} is draining")
+        elif self.knows(request.request_id):
+            self.counters.add("duplicate_messages_total")
+        else:
+            self._take(message, request)
+
+    def _take(self, message: Generate, request: EngineRequest) -> None:
+        try:
+            self.add(message)
+        except InvalidRequestError as error:
+            self.answer_error(request.request_id, "invalid", str(error))

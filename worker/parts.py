@@ -1,0 +1,69 @@
+"""The parts that a worker is made of, put together once and handed to its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from engine.engine import Engine
+from kvtransfer.interface import RegisteredPool
+from protocol.config import ServeConfig
+from protocol.messages import Lifecycle, Role, WorkerState
+from protocol.sockets import ClusterKeys
+from worker.counters import Counters
+from worker.wake import Wakeup
+
+_STATS = (
+    "num_running",
+    "num_waiting",
+    "waiting_tokens",
+    "total_blocks",
+    "free_blocks",
+    "cached_blocks",
+    "num_preemptions",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "steps",
+)
+
+
+@dataclass(eq=False)
+class WorkerParts:
+    """Everything that the loop, the heartbeat and the transfers of one worker process share.
+
+    `host` is the address that the worker's own sockets bind.
+    """
+
+    config: ServeConfig
+    role: Role
+    worker_id: str
+    incarnation: str
+    host: str
+    keys: ClusterKeys
+    context: zmq.Context[zmq.Socket[bytes]]
+    wake: Wakeup = field(default_factory=Wakeup)
+    counters: Counters = field(default_factory=Counters)
+    lifecycle: Lifecycle = "starting"
+    transports: dict[str, str] = field(default_factory=dict)
+    transfer_counters: Callable[[], dict[str, float]] = dict
+    engine: Engine | None = None
+    pool: RegisteredPool | None = None
+
+    def state(self) -> WorkerState:
+        """The heartbeat's content; called from its thread."""
+        stats = self.engine.stats() if self.engine is not None else None
+        transfers = {f"kv_{name}_total": value for name, value in self.transfer_counters().items()}
+        load = {name: getattr(stats, name) for name in _STATS} if stats is not None else {}
+        if stats is not None:
+            load["num_reservations"] = stats.num_reserved
+        return WorkerState(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            lifecycle=self.lifecycle,
+            counters=self.counters.snapshot() | transfers,
+            transports=dict(self.transports),
+            **load,
+        )

@@ -1,0 +1,127 @@
+"""A worker process' life: load, register, serve, end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from engine.engine import Engine
+from protocol.config import ServeConfig
+from protocol.errors import TandemError
+from protocol.ids import new_incarnation
+from protocol.messages import PeerAddress, Register, Role
+from protocol.sockets import ClusterKeys
+from worker.heartbeat import Heartbeat
+from worker.link import RouterLink
+from worker.loop import WorkerLoop
+from worker.parts import WorkerParts
+from worker.setup import address_towards, build_engine, set_up_logging, set_up_threads
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0
+"""Seconds that a loop gets to end once the router is gone; then the process ends at once."""
+
+
+class RoleLoop(Protocol):
+    """A `WorkerLoop` of some role."""
+
+    def __call__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> WorkerLoop: ...
+
+
+class StopHandle:
+    """Lets another thread end a worker at any stage of its life."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requested = False
+        self._loop: WorkerLoop | None = None
+
+    def stop(self) -> None:
+        with self._lock:
+            self._requested = True
+            if self._loop is not None:
+                self._loop.stop()
+
+    def attach(self, loop: WorkerLoop) -> None:
+        with self._lock:
+            self._loop = loop
+            if self._requested:
+                loop.stop()
+
+
+def run_worker(
+    make_loop: RoleLoop,
+    role: Role,
+    config: ServeConfig,
+    worker_id: str,
+    router_endpoint: str,
+    keys: ClusterKeys,
+    stop: StopHandle | None = None,
+    on_router_lost: Callable[[], None] | None = None,
+) -> None:
+    """Be a worker until `stop`. Returns when it ended as asked; raises `TandemError` when it cannot serve.
+
+    Without `on_router_lost` the whole process ends when the router is gone.
+    """
+    set_up_logging(config, worker_id)
+    threads = set_up_threads(config)
+    stop = stop or StopHandle()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    parts = WorkerParts(
+        config=config,
+        role=role,
+        worker_id=worker_id,
+        incarnation=new_incarnation(),
+        host=config.worker_host or address_towards(router_endpoint),
+        keys=keys,
+        context=context,
+    )
+    lost = on_router_lost or (lambda: _end_process(stop))
+    heartbeat = Heartbeat(context, keys, router_endpoint, worker_id, parts.state, lost)
+    heartbeat.start()
+    link = RouterLink(context, keys, router_endpoint, worker_id, parts.incarnation, parts.counters)
+    try:
+        engine, parts.pool = build_engine(config)
+        parts.engine = engine
+        loop = make_loop(parts, engine, link)
+        parts.lifecycle = "ready"
+        try:
+            link.register(_registration(parts, engine, loop.address, threads), config.start_timeout)
+        except TandemError:
+            loop.close()
+            raise
+        log.info("ready")
+        stop.attach(loop)
+        loop.run()
+    finally:
+        heartbeat.stop()
+        link.close()
+        context.destroy(linger=500)
+        parts.wake.close()
+
+
+def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress, threads: int) -> Register:
+    return Register(
+        address=address,
+        role=parts.role,
+        model=parts.config.model_name,
+        max_model_len=engine.max_model_len,
+        block_size=parts.config.block_size,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=list(engine.eos_token_ids),
+        state=parts.state(),
+        start_up={**engine.start_up, "threads": str(threads)},
+    )
+
+
+def _end_process(stop: StopHandle) -> None:
+    stop.stop()
+    timer = threading.Timer(STOP_GRACE_S, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()

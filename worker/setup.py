@@ -1,0 +1,85 @@
+"""Set-up that does not depend on the role: logging, CPU threads, the engine and its pool."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from urllib.parse import urlsplit
+
+import torch
+
+from engine.engine import Engine
+from kvtransfer.interface import RegisteredPool
+from kvtransfer.memory import PoolMemory, allocate
+from protocol.config import ServeConfig
+
+log = logging.getLogger(__name__)
+
+
+def set_up_logging(config: ServeConfig, name: str) -> None:
+    """Log lines to stderr, each with the process' name."""
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s",
+        force=True,
+    )
+
+
+def worker_count(config: ServeConfig) -> int:
+    return config.decode_replicas + (config.prefill_replicas if config.disaggregation else 0)
+
+
+def choose_threads(config: ServeConfig, cores: int) -> int:
+    """CPU threads for one worker.
+
+    `--worker-threads` wins. Otherwise the host's cores are divided evenly among the workers, at least one
+    each: a step is one parallel region after another, and every region waits for its slowest thread, so
+    threads that outnumber the cores cost more than they bring.
+    """
+    if config.worker_threads is not None:
+        return config.worker_threads
+    return max(1, cores // worker_count(config))
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def set_up_threads(config: ServeConfig) -> int:
+    threads = choose_threads(config, available_cores())
+    torch.set_num_threads(threads)
+    return threads
+
+
+def address_towards(endpoint: str) -> str:
+    """This host's address on the way to `endpoint` (`tcp://host:port`): what its peers can reach."""
+    target = urlsplit(endpoint)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((target.hostname, target.port or 1))
+        return str(probe.getsockname()[0])
+
+
+def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool]:
+    """Load the model and make its pool in memory that transfers can reach.
+
+    Raises what the engine raises for a model that it cannot serve.
+    """
+    torch.manual_seed(0)
+    memory: list[PoolMemory] = []
+
+    def allocate_pool(nbytes: int) -> memoryview:
+        memory.append(allocate(nbytes))
+        return memory[0].buffer
+
+    engine = Engine(config, allocate=allocate_pool)
+    pool = RegisteredPool(
+        buffer=memory[0].buffer,
+        block_bytes=engine.pool.block_bytes,
+        num_blocks=engine.pool.num_blocks,
+        format=engine.kv_format,
+        memory_fd=memory[0].fd,
+    )
+    return engine, pool
