@@ -1,0 +1,30 @@
+"""Moves KV blocks between the pools of two workers, whatever the wire."""
+
+from kvtransfer.interface import (
+    Completed,
+    Failed,
+    Progress,
+    ReceiveEvent,
+    RegisteredPool,
+    SendEvent,
+    Sent,
+    TransferError,
+)
+from kvtransfer.memory import PoolMemory, allocate
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+
+__all__ = [
+    "Completed",
+    "Failed",
+    "PoolMemory",
+    "Progress",
+    "ReceiveEvent",
+    "Receiver",
+    "RegisteredPool",
+    "SendEvent",
+    "Sender",
+    "Sent",
+    "TransferError",
+    "allocate",
+]

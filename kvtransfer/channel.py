@@ -1,0 +1,172 @@
+"""A stream socket on which every wait has a deadline and can be ended from another thread."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from typing import TypeVar
+
+import msgspec
+
+from protocol.errors import ProtocolError
+
+MAX_MESSAGE_BYTES = 64 * 1024
+LENGTH_BYTES = 4
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class StoppedError(Exception):
+    """The owner of the channel is closing."""
+
+
+class Wake:
+    """Ends other threads' waits: once (`set`), or for good (`stop`)."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self.stopped = False
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        try:
+            self._writer.send(b"\0")
+        except BlockingIOError:
+            return  # it is set already, many times over
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.set()
+
+    def clear(self) -> None:
+        """Forget earlier `set`s; after `stop` raises StoppedError instead."""
+        if self.stopped:
+            raise StoppedError
+        try:
+            while self._reader.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def frame(payload: bytes) -> bytes:
+    """A message's bytes as they go over the wire: their length first."""
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def decode(payload: bytes | bytearray, message_type: type[T]) -> T:
+    """Raises ProtocolError for anything that is not such a message."""
+    try:
+        return msgspec.msgpack.decode(payload, type=message_type)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a {message_type.__name__} message: {error}") from error
+
+
+def frame_length(header: bytes | bytearray) -> int:
+    length = int.from_bytes(header[:LENGTH_BYTES], "little")
+    if length > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    return length
+
+
+class Channel:
+    """Frames and bytes over a non-blocking `socket`. Deadlines are values of `time.monotonic()`."""
+
+    def __init__(self, sock: socket.socket, wake: Wake) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self._wake = wake
+        self._poll = select.poll()
+        self._poll.register(sock, 0)
+        self._poll.register(wake, select.POLLIN)
+        self._events = 0
+
+    def wait(self, events: int, deadline: float | None) -> int:
+        """Wait for poll events of the socket; 0 when woken. Raises TimeoutError, StoppedError."""
+        if events != self._events:
+            self._poll.modify(self.socket, events)
+            self._events = events
+        timeout_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        ready = dict(self._poll.poll(timeout_ms))
+        if not ready:
+            raise TimeoutError("the peer made no progress in time")
+        if ready.pop(self._wake.fileno(), 0):
+            self._wake.clear()
+        return next(iter(ready.values()), 0)
+
+    def ready(self, events: int, deadline: float) -> None:
+        """Wait for events, whatever wakes us in between."""
+        while not self.wait(events, deadline):
+            pass
+
+    def finish_connect(self, deadline: float) -> None:
+        """Wait for a begun `connect`; raises what it failed with."""
+        self.ready(select.POLLOUT, deadline)
+        error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+
+    def shutdown(self) -> None:
+        """End the connection from another thread; the owner of the channel sees it as lost."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended already
+
+    def send_all(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self.socket.send(view) :]
+            except BlockingIOError:
+                self.wait(select.POLLOUT, deadline)
+
+    def recv_exact(self, nbytes: int, deadline: float) -> bytearray:
+        """Raises ConnectionError when the peer closes first."""
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            try:
+                received = self.socket.recv_into(view)
+            except BlockingIOError:
+                self.wait(select.POLLIN, deadline)
+                continue
+            if received == 0:
+                raise ConnectionResetError("the peer closed the connection")
+            view = view[received:]
+        return data
+
+    def recv_frame(self, deadline: float) -> bytearray:
+        """The next frame's payload."""
+        return self.recv_exact(frame_length(self.recv_exact(LENGTH_BYTES, deadline)), deadline)
+
+    def at_end(self) -> bool:
+        """Whether the peer has closed its side, nothing being left to read."""
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+
+    def send(self, message: msgspec.Struct, deadline: float) -> None:
+        self.send_all(frame(encode(message)), deadline)
+
+    def recv(self, message_type: type[T], deadline: float) -> T:
+        return decode(self.recv_frame(deadline), message_type)
+
+    def close(self) -> None:
+        self.socket.close()

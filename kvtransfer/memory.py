@@ -1,0 +1,47 @@
+"""Pool memory that a process of the same host can map, and that vanishes with its last user."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+
+class PoolMemory:
+    """Anonymous shared memory: `buffer` is a writable view of `nbytes` zeros, `fd` the file behind it.
+
+    No name in any file system: after a SIGKILL nothing is left behind. The size is sealed, so that a peer
+    which maps it can't be hit by its truncation. `fd` is None where the platform has no `memfd_create`.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < 1:
+            raise ValueError(f"nbytes must be positive, not {nbytes}")
+        self.nbytes = nbytes
+        self.fd: int | None = None
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("tandem-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.buffer = memoryview(mmap.mmap(-1 if self.fd is None else self.fd, nbytes))
+
+    def close(self) -> None:
+        """Drop this object's hold. The memory itself goes when the last view of it does. Idempotent."""
+        self.buffer = memoryview(b"")
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def allocate(nbytes: int) -> PoolMemory:
+    """`nbytes` zeroed bytes for a pool, physically allocated as they are first touched."""
+    return PoolMemory(nbytes)
+
+
+def map_peer_pool(fd: int, nbytes: int) -> mmap.mmap:
+    """Map another process's pool, read-only. Raises OSError where it is too small or could be truncated."""
+    if os.fstat(fd).st_size < nbytes:
+        raise OSError(f"the peer's pool file is smaller than the {nbytes} bytes that it announced")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise OSError("the peer's pool file is not sealed against truncation")
+    return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)

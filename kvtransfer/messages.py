@@ -1,0 +1,77 @@
+"""Messages of a data connection. Every field is bounded by its type."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvtransfer.extents import MAX_RUNS
+from protocol.messages import Id
+
+WIRE_VERSION = 1
+NONCE_BYTES = 32
+
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Reason = Annotated[str, Meta(max_length=512)]
+Number = Annotated[int, Meta(ge=0, lt=2**62)]
+BlockIndex = Annotated[int, Meta(ge=0, lt=2**31)]
+BlockCount = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Sender to receiver: who calls, whom it wants, and what its pool holds."""
+
+    version: int
+    nonce: Nonce
+    transport: Id
+    worker_id: Id
+    incarnation: Id
+    receiver_incarnation: Id
+    block_bytes: Number
+    num_blocks: Number
+    format: Annotated[str, Meta(max_length=4096)]
+
+
+class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
+    nonce: Nonce
+
+
+class Proof(msgspec.Struct, frozen=True, tag="proof"):
+    """The sender's proof that it holds the key."""
+
+    mac: Digest
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+    """The receiver's answer: `refused_field` of the Hello with the reason, or empty for yes."""
+
+    worker_id: Id
+    incarnation: Id
+    refused_field: Annotated[str, Meta(max_length=64)] = ""
+    reason: Reason = ""
+
+
+class SealedVerdict(msgspec.Struct, frozen=True, tag="sealed"):
+    """An encoded Verdict with the receiver's proof that it holds the key."""
+
+    body: Annotated[bytes, Meta(max_length=4096)]
+    mac: Digest
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one lease that come now: runs of (source block, target block, count)."""
+
+    sequence: Number
+    lease_id: Id
+    runs: Annotated[list[tuple[BlockIndex, BlockIndex, BlockCount]], Meta(max_length=MAX_RUNS)]
+    final: bool
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True):
+    """The piece is in place, or it is not and never will be (`error`)."""
+
+    sequence: Number
+    error: Reason = ""

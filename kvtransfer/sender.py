@@ -1,0 +1,237 @@
+"""The prefill worker's side: pushes blocks to any number of receivers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtransfer.counters import Counters
+from kvtransfer.extents import blocks_per_piece, coalesce, cut
+from kvtransfer.handshake import Identity
+from kvtransfer.host import host_id
+from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
+from kvtransfer.link import Link, LinkCore, QueuedPiece
+from kvtransfer.transport import Transport
+from kvtransfer.transports import by_name
+from protocol.messages import PeerAddress, TransferOffer
+
+logger = logging.getLogger("tandem.kvtransfer")
+
+_JOIN_S = 10.0
+
+
+@dataclass
+class _Lease:
+    """What is on its way under one lease. A failed one stays until its event has been polled."""
+
+    peer: PeerAddress
+    started: float
+    link: Link | None = None
+    pushed_final: bool = False
+    failed: bool = False
+    blocks_in_place: int = 0
+
+
+class Sender:
+    """Pushes blocks of `pool` into leased blocks of other workers.
+
+    `transports` is the order of preference. Only `abort` and `close` ever wait for a peer: links are made by
+    threads of their own, at the first `push` or `connect` to a peer. `on_event` is called from an I/O thread
+    whenever `poll` has something new; it must not block. A peer that acknowledges nothing for
+    `progress_timeout_s` seconds is given up, with all its leases.
+    """
+
+    def __init__(
+        self,
+        pool: RegisteredPool,
+        *,
+        key: bytes,
+        worker_id: str,
+        incarnation: str,
+        transports: Sequence[str],
+        on_event: Callable[[], None],
+        progress_timeout_s: float = 30.0,
+        connect_timeout_s: float = 5.0,
+        abort_timeout_s: float = 1.0,
+    ) -> None:
+        self._pool = pool
+        self._transports = by_name(transports)
+        self._on_event = on_event
+        self._abort_timeout_s = abort_timeout_s
+        self._counters = Counters()
+        self._host_id = host_id()
+        self._core = LinkCore(
+            identity=Identity(key, worker_id, incarnation, pool),
+            counters=self._counters,
+            on_ack=self._acknowledged,
+            on_refused=self._refused,
+            on_down=self._link_down,
+            progress_timeout_s=progress_timeout_s,
+            connect_timeout_s=connect_timeout_s,
+        )
+        self._lock = threading.RLock()
+        self._links: dict[tuple[str, str], Link] = {}
+        self._ending: list[Link] = []
+        self._leases: dict[str, _Lease] = {}
+        self._events: deque[SendEvent] = deque()
+        self._closed = False
+
+    def connect(self, peer: PeerAddress) -> str:
+        """Begin or find the link to a peer; returns the transport in use, or tried at the moment.
+
+        Raises TransferError if no transport is common to both.
+        """
+        with self._lock:
+            return self._link(peer).transport
+
+    def push(
+        self, peer: PeerAddress, lease_id: str, extents: Sequence[tuple[int, int]], *, final: bool
+    ) -> None:
+        """Queue (source block, target block) pairs under the peer's lease; `final` ends the lease.
+
+        The source blocks must stay untouched until a Sent event covers them. With `final`, `extents` may be
+        empty. What goes wrong later comes as a Failed event, after which the lease is forgotten; until it is
+        polled, further pushes under the lease are ignored.
+        """
+        for source, _ in extents:
+            if not 0 <= source < self._pool.num_blocks:
+                raise ValueError(f"source block {source} must be in [0, {self._pool.num_blocks})")
+        pieces = self._pieces(lease_id, extents, final)
+        with self._lock:
+            lease = self._leases.setdefault(lease_id, _Lease(peer, time.monotonic()))
+            if lease.failed:
+                return
+            if lease.pushed_final or lease.peer.incarnation != peer.incarnation:
+                raise ValueError(f"lease {lease_id} is complete, or belongs to another peer")
+            try:
+                lease.link = lease.link or self._link(peer)
+                lease.link.enqueue(pieces)
+                lease.pushed_final = final
+            except TransferError as error:
+                self._fail(lease_id, str(error))
+        if lease.failed:
+            self._on_event()
+
+    def poll(self) -> list[SendEvent]:
+        """What happened since the last call, of leases that are not aborted."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+            for event in events:
+                if isinstance(event, Failed):
+                    self._leases.pop(event.lease_id, None)
+        return events
+
+    def abort(self, lease_id: str) -> None:
+        """Forget a lease; idempotent. After it returns none of its source blocks is read any more.
+
+        With `shm` this waits for the peer to be done with the lease's pieces on the way, a few milliseconds;
+        a peer that takes longer than `abort_timeout_s` is disconnected, and ignores what it still reads.
+        """
+        with self._lock:
+            lease = self._leases.pop(lease_id, None)
+            self._events = deque(event for event in self._events if event.lease_id != lease_id)
+        if lease is not None and lease.link is not None:
+            lease.link.abort(lease_id, self._abort_timeout_s)
+
+    def transports(self) -> dict[str, str]:
+        """The transport in use, by the worker id of each connected peer."""
+        with self._lock:
+            return {link.peer.worker_id: link.transport for link in self._links.values() if link.connected}
+
+    def counters(self) -> dict[str, float]:
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """Drop every link and lease. Idempotent; leaves no thread or descriptor behind."""
+        with self._lock:
+            self._closed = True
+            links = list(self._links.values()) + self._ending
+            self._leases.clear()
+            self._events.clear()
+        for link in links:
+            link.stop()
+        for link in links:
+            link.join(_JOIN_S)
+
+    def _pieces(self, lease_id: str, extents: Sequence[tuple[int, int]], final: bool) -> list[QueuedPiece]:
+        lists = list(cut(coalesce(extents), blocks_per_piece(self._pool.block_bytes)))
+        if final and not lists:
+            lists = [[]]
+        last = len(lists) - 1
+        return [QueuedPiece(lease_id, runs, final and index == last) for index, runs in enumerate(lists)]
+
+    def _link(self, peer: PeerAddress) -> Link:
+        if self._closed:
+            raise TransferError("the sender is closed")
+        name = (peer.worker_id, peer.incarnation)
+        link = self._links.get(name)
+        if link is None or link.down:
+            link = self._links[name] = Link(peer, self._candidates(peer), self._core)
+            link.start()
+        return link
+
+    def _candidates(self, peer: PeerAddress) -> list[tuple[TransferOffer, Transport]]:
+        """The peer's offers that can work, best first."""
+        offers = {offer.transport: offer for offer in peer.offers}
+        candidates, reasons = [], []
+        for transport in self._transports:
+            offer = offers.get(transport.name)
+            if offer is None:
+                reasons.append(f"{transport.name}: not offered")
+            elif transport.same_host and offer.host_id != self._host_id:
+                reasons.append(f"{transport.name}: another host")
+            else:
+                candidates.append((offer, transport))
+        if reasons:
+            logger.info("transports to %s ruled out: %s", peer.worker_id, "; ".join(reasons))
+        if not candidates:
+            raise TransferError(f"no common transport with {peer.worker_id}: {'; '.join(reasons)}")
+        return candidates
+
+    def _acknowledged(self, piece: QueuedPiece) -> None:
+        with self._lock:
+            lease = self._leases.get(piece.lease_id)
+            if lease is None:
+                return
+            lease.blocks_in_place += piece.num_blocks
+            self._events.append(Sent(piece.lease_id, lease.blocks_in_place))
+            if piece.final:
+                del self._leases[piece.lease_id]
+                seconds = time.monotonic() - lease.started
+                nbytes = lease.blocks_in_place * self._pool.block_bytes
+                self._events.append(Completed(piece.lease_id, nbytes, seconds))
+                self._counters.add("leases_completed")
+                self._counters.add("lease_seconds", seconds)
+        self._on_event()
+
+    def _refused(self, lease_id: str, reason: str) -> None:
+        with self._lock:
+            self._fail(lease_id, reason)
+            self._counters.add("failures_" + reason.replace(" ", "_"))
+        self._on_event()
+
+    def _link_down(self, link: Link, reason: str) -> None:
+        with self._lock:
+            name = (link.peer.worker_id, link.peer.incarnation)
+            if self._links.get(name) is link:
+                del self._links[name]
+            self._ending = [other for other in self._ending if other.is_alive()] + [link]
+            lost = [lease_id for lease_id, lease in self._leases.items() if lease.link is link]
+            for lease_id in lost:
+                self._fail(lease_id, reason)
+        if lost:
+            self._on_event()
+
+    def _fail(self, lease_id: str, reason: str) -> None:
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.failed:
+            return
+        lease.failed = True
+        self._counters.add("leases_failed")
+        logger.warning("lease %s to %s failed: %s", lease_id, lease.peer.worker_id, reason)
+        self._events.append(Failed(lease_id, reason))

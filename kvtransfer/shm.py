@@ -1,0 +1,123 @@
+"""The `shm` transport: the receiver maps the sender's pool and copies the blocks itself.
+
+The connection is an abstract Unix socket, so it has no file and is reachable only on this host (in this
+network namespace). The sender passes its pool's file over it once; after that only pieces and acks travel.
+
+A piece counts only if its acknowledgement could still be sent after the copy: a sender that gives up on
+us closes the connection before it reuses the blocks, so a copy of reused blocks is never believed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import select
+import socket
+
+import numpy as np
+
+from kvtransfer.channel import Channel
+from kvtransfer.interface import RegisteredPool
+from kvtransfer.leases import Lease
+from kvtransfer.memory import map_peer_pool
+from kvtransfer.messages import Hello, Piece
+from protocol.errors import ProtocolError
+
+_SLICE_BYTES = 4 * 1024 * 1024
+_GIL_FREE_BYTES = 64 * 1024
+"""Shorter copies keep the interpreter lock: taking it back from a busy thread costs more than they do."""
+
+
+class ShmWriter:
+    remote_reads = True
+
+    def payload(self, piece: Piece) -> list[memoryview]:
+        return []
+
+
+class ShmReader:
+    def __init__(self, pool: RegisteredPool, mapping: mmap.mmap, source_blocks: int) -> None:
+        self._pool = pool
+        self._mapping = mapping
+        self._source = memoryview(mapping)
+        self._source_blocks = source_blocks
+        self._source_address = _address(self._source)
+        self._target_address = _address(pool.buffer)
+
+    def read(self, piece: Piece, lease: Lease | None) -> bool:
+        if any(source + count > self._source_blocks for source, _, count in piece.runs):
+            raise ProtocolError(f"a piece reads past the sender's {self._source_blocks} blocks")
+        if lease is None:
+            return False
+        size = self._pool.block_bytes
+        return all(
+            self._copy(source * size, target * size, count * size, lease)
+            for source, target, count in piece.runs
+        )
+
+    def close(self) -> None:
+        self._source.release()
+        self._mapping.close()
+
+    def _copy(self, source: int, target: int, nbytes: int, lease: Lease) -> bool:
+        for start in range(0, nbytes, _SLICE_BYTES):
+            size = min(_SLICE_BYTES, nbytes - start)
+            with lease.lock:
+                if not lease.open:
+                    return False
+                self._copy_slice(source + start, target + start, size)
+        return True
+
+    def _copy_slice(self, source: int, target: int, nbytes: int) -> None:
+        if nbytes < _GIL_FREE_BYTES:
+            self._pool.buffer[target : target + nbytes] = self._source[source : source + nbytes]
+        else:
+            ctypes.memmove(self._target_address + target, self._source_address + source, nbytes)
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+
+
+class ShmTransport:
+    name = "shm"
+    same_host = True
+
+    def listen(self, host: str) -> tuple[socket.socket, str]:
+        address = f"tandem-kv-{secrets.token_hex(16)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + address)
+        listener.listen(128)
+        return listener, address
+
+    def connect(self, address: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            sock.connect("\0" + address)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> ShmWriter:
+        if pool.memory_fd is None:
+            raise OSError("the pool is not in shared memory")
+        channel.ready(select.POLLOUT, deadline)
+        socket.send_fds(channel.socket, [b"\0"], [pool.memory_fd])
+        return ShmWriter()
+
+    def reader(
+        self, channel: Channel, pool: RegisteredPool, hello: Hello, deadline: float, progress_timeout_s: float
+    ) -> ShmReader:
+        channel.ready(select.POLLIN, deadline)
+        _, fds, _, _ = socket.recv_fds(channel.socket, 1, 1)
+        if not fds:
+            raise ProtocolError("the sender passed no pool")
+        try:
+            mapping = map_peer_pool(fds[0], hello.num_blocks * hello.block_bytes)
+        finally:
+            os.close(fds[0])
+        return ShmReader(pool, mapping, hello.num_blocks)

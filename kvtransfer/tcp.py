@@ -1,0 +1,140 @@
+"""The `tcp` transport: blocks follow their piece's message on the stream, straight from pool to pool."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+
+from kvtransfer.channel import Channel
+from kvtransfer.extents import ScatterList, merge_adjacent
+from kvtransfer.interface import RegisteredPool
+from kvtransfer.leases import Lease
+from kvtransfer.messages import Hello, Piece
+
+GOOD, SPOILED = b"\x01", b"\x00"
+"""The byte after a piece's blocks. Spoiled: the sender gave the blocks up midway and padded the rest."""
+
+_BUFFER_BYTES = 4 * 1024 * 1024
+_SCRATCH_BYTES = 1024 * 1024
+_DEAD_AFTER_MS = 30_000
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", _DEAD_AFTER_MS),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _enlarge_buffers(sock: socket.socket) -> None:
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+
+
+class TcpWriter:
+    remote_reads = False
+
+    def __init__(self, pool: RegisteredPool) -> None:
+        self._pool = pool
+
+    def payload(self, piece: Piece) -> list[memoryview]:
+        sources = merge_adjacent((source, count) for source, _, count in piece.runs)
+        return [self._pool.blocks(first, count) for first, count in sources] + [memoryview(GOOD)]
+
+
+class TcpReader:
+    def __init__(self, channel: Channel, pool: RegisteredPool, progress_timeout_s: float) -> None:
+        self._channel = channel
+        self._pool = pool
+        self._progress_timeout_s = progress_timeout_s
+        self._scratch: memoryview | None = None
+
+    def read(self, piece: Piece, lease: Lease | None) -> bool:
+        trailer = bytearray(1)
+        targets = merge_adjacent((target, count) for _, target, count in piece.runs)
+        if lease is None:
+            self._discard(sum(count for _, count in targets) * self._pool.block_bytes + 1)
+            return False
+        rest = ScatterList(
+            [self._pool.blocks(first, count) for first, count in targets] + [memoryview(trailer)]
+        )
+        while rest.remaining:
+            with lease.lock:
+                still_open = lease.open
+                received = self._receive(rest.batch()) if still_open else 0
+            if not still_open:
+                self._discard(rest.remaining)
+                return False
+            if received:
+                rest.advance(received)
+            else:
+                self._await_bytes()
+        return trailer == GOOD
+
+    def close(self) -> None:
+        self._scratch = None
+
+    def _receive(self, buffers: list[memoryview]) -> int:
+        """Bytes that were there already; 0 if none."""
+        try:
+            received = self._channel.socket.recvmsg_into(buffers)[0]
+        except BlockingIOError:
+            return 0
+        if received == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        return received
+
+    def _await_bytes(self) -> None:
+        self._channel.wait(select.POLLIN, time.monotonic() + self._progress_timeout_s)
+
+    def _discard(self, nbytes: int) -> None:
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        while nbytes:
+            received = self._receive([self._scratch[:nbytes]])
+            if not received:
+                self._await_bytes()
+            nbytes -= received
+
+
+class TcpTransport:
+    name = "tcp"
+    same_host = False
+
+    def listen(self, host: str) -> tuple[socket.socket, str]:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        _enlarge_buffers(listener)  # accepted sockets inherit them; the window is fixed when they connect
+        listener.bind(address)
+        listener.listen(128)
+        return listener, "{}:{}".format(*listener.getsockname()[:2])
+
+    def connect(self, address: str) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        family, _, _, _, target = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        )[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        _enlarge_buffers(sock)
+        _tune(sock)
+        sock.connect_ex(target)
+        return sock
+
+    def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> TcpWriter:
+        return TcpWriter(pool)
+
+    def reader(
+        self, channel: Channel, pool: RegisteredPool, hello: Hello, deadline: float, progress_timeout_s: float
+    ) -> TcpReader:
+        _tune(channel.socket)
+        return TcpReader(channel, pool, progress_timeout_s)
