@@ -1,0 +1,59 @@
+"""Gumbel noise from a counter-based generator, keyed by (seed, position, token id).
+
+There is no state: the noise of a token at a position is a pure function of the three, whatever the batch,
+the device and the other tokens looked at. `argmax(log p + noise)` then draws from p (the Gumbel-max trick).
+The mixing function is SplitMix64's (Steele, Lea, Flood 2014, with Stafford's constants), whose streams are
+keyed by its own output.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+RESOLUTION_BITS = 32
+_HALF_STEP = 2.0 ** -(RESOLUTION_BITS + 1)
+MIN_NOISE = -math.log(-math.log(_HALF_STEP))
+MAX_NOISE = -math.log(-math.log1p(-_HALF_STEP))
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+
+
+def stream_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One 64-bit key per row. `seeds` and `positions` are int64 of any equal shape; seeds may be negative."""
+    return _mix(_mix(seeds.clone()) + (positions + 1) * _GAMMA)
+
+
+def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32, in [`MIN_NOISE`, `MAX_NOISE`]; the two int64 inputs broadcast.
+
+    The logarithms are taken in float64 and rounded once, so that devices whose logarithms differ in the
+    last place agree.
+    """
+    bits = _shift_right(_mix(keys + (token_ids + 1) * _GAMMA), 64 - RESOLUTION_BITS)
+    uniform = bits.double().add_(0.5).mul_(2.0**-RESOLUTION_BITS)
+    return uniform.log_().neg_().log_().neg_().float()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer on int64 with wraparound; overwrites `x`."""
+    x ^= _shift_right(x, 30)
+    x *= _MULTIPLIER_1
+    x ^= _shift_right(x, 27)
+    x *= _MULTIPLIER_2
+    x ^= _shift_right(x, 31)
+    return x
+
+
+def _shift_right(x: Tensor, count: int) -> Tensor:
+    """Logical shift; torch's own is arithmetic."""
+    return torch.bitwise_right_shift(x, count).bitwise_and_((1 << (64 - count)) - 1)
