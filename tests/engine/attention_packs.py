@@ -27,6 +27,17 @@ class Pack:
     value: Tensor
 
 
+def describe(lengths: list[tuple[int, int]], block_table: Tensor, slots: Tensor) -> AttentionMetadata:
+    return AttentionMetadata(
+        query_start=torch.tensor([0] + [q for q, _ in lengths]).cumsum(0).int(),
+        context_len=torch.tensor([context for _, context in lengths]).int(),
+        block_table=block_table,
+        slot_mapping=slots,
+        max_query_len=max(q for q, _ in lengths),
+        max_context_len=max(context for _, context in lengths),
+    )
+
+
 def make_pack(
     lengths: list[tuple[int, int]],
     *,
@@ -36,18 +47,18 @@ def make_pack(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     padding: int = 0,
-    seed: int = 0,
+    first_seed: int = 0,
 ) -> Pack:
-    """A sequence's numbers depend on the seed and its place in `lengths`, not on what else is in the pack."""
+    """Sequence s has the numbers of seed first_seed + s, whatever else is in the pack."""
     contexts = [context for _, context in lengths]
     counts = [-(-context // block_size) for context in contexts]
-    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).int()
+    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(0)).int()
     shape = (len(order), LAYERS, 2, block_size, kv_heads, head_dim)
     pool = torch.full(shape, float("nan"), dtype=dtype)  # what no sequence owns must never be read
     table = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
     keys, values, queries, slots, taken = [], [], [], [], 0
     for s, (query_len, context) in enumerate(lengths):
-        generator = torch.Generator().manual_seed(seed * 1000 + s)
+        generator = torch.Generator().manual_seed(first_seed + s)
         keys.append(torch.randn(context, kv_heads, head_dim, generator=generator).to(dtype))
         values.append(torch.randn(context, kv_heads, head_dim, generator=generator).to(dtype))
         queries.append(torch.randn(context, heads, head_dim, generator=generator).to(dtype)[-query_len:])
@@ -61,14 +72,7 @@ def make_pack(
             pool[past // block_size, layer, 1, past % block_size] = values[s][: context - query_len]
         slots.append(slot[-query_len:])
     pad = torch.zeros(padding, 1, head_dim, dtype=dtype)
-    metadata = AttentionMetadata(
-        query_start=torch.tensor([0] + [q for q, _ in lengths]).cumsum(0).int(),
-        context_len=torch.tensor(contexts).int(),
-        block_table=table,
-        slot_mapping=torch.cat([*slots, torch.full((padding,), -1)]),
-        max_query_len=max(q for q, _ in lengths),
-        max_context_len=max(contexts),
-    )
+    metadata = describe(lengths, table, torch.cat([*slots, torch.full((padding,), -1)]))
     new_keys = [k[-q:] for k, (q, _) in zip(keys, lengths, strict=True)]
     new_values = [v[-q:] for v, (q, _) in zip(values, lengths, strict=True)]
     return Pack(

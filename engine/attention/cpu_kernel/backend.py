@@ -1,0 +1,170 @@
+"""The Python side of the CPU kernel: hands it pointers and strides, once a step and once a layer."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import struct
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention.cpu_kernel.build import load
+from engine.attention.interface import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+
+class _Arguments:
+    """A C struct of 8-byte fields that is filled in place; its address never changes."""
+
+    def __init__(self, layout: str) -> None:
+        fields = struct.Struct(layout)
+        self._memory = ctypes.create_string_buffer(fields.size)
+        self.address = ctypes.addressof(self._memory)
+        self.fill = functools.partial(fields.pack_into, self._memory, 0)
+
+
+@functools.cache
+def _gomp_parallel() -> int:
+    """The address of GOMP_parallel in the OpenMP runtime that torch itself uses, or 0.
+
+    A second runtime would bring a second pool of threads, and the two would spin against each other.
+    """
+    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = ctypes.CDLL(str(torch_cpu)).GOMP_parallel
+    except (OSError, AttributeError) as error:
+        logger.warning("CPU attention runs on one thread: torch's OpenMP runtime was not found (%s)", error)
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+class CpuBackend:
+    """Reads the blocks in place; float32 and bfloat16 pools on the CPU. Sums are float32.
+
+    A row's result has the same bits whatever shares the step with it, whatever the number of threads, and
+    whether it is computed as a decode row or in a prefill chunk.
+    """
+
+    name = "cpu"
+
+    def __init__(self, pool: Tensor) -> None:
+        if pool.device.type != "cpu" or pool.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the cpu attention backend takes float32 and bfloat16 pools, not {pool.dtype}")
+        if not pool.is_contiguous():
+            raise ValueError("the cpu attention backend takes contiguous pools")
+        self._library = load()
+        self._pool = pool
+        self._dtype = pool.dtype
+        num_blocks, self._num_layers, _, block_size, kv_heads, head_dim = pool.shape
+        self._kv_shape = (kv_heads, head_dim)
+        arguments = _Arguments("=Q 3q 4q q Q")
+        arguments.fill(
+            pool.data_ptr(),
+            *pool.stride()[:3],
+            num_blocks,
+            block_size,
+            kv_heads,
+            head_dim,
+            pool.dtype is torch.bfloat16,
+            _gomp_parallel(),
+        )
+        self._kernel: int = self._library.tandem_attention_create(arguments.address)
+        weakref.finalize(self, self._library.tandem_attention_destroy, self._kernel)
+        self._step = _Arguments("=4Q 4q")
+        self._call = _Arguments("=4Q 8q 3q 2d")
+        self._run = self._library.tandem_attention_forward
+        self._metadata: AttentionMetadata | None = None
+        self._rows = 0
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Raises ValueError where the metadata lead outside the pool."""
+        int32 = (metadata.query_start, metadata.context_len, metadata.block_table)
+        if any(t.dtype is not torch.int32 for t in int32) or metadata.slot_mapping.dtype is not torch.int64:
+            raise ValueError("attention metadata: slot_mapping must be int64, the rest int32")
+        if not all(t.is_contiguous() for t in (*int32, metadata.slot_mapping)):
+            raise ValueError("attention metadata must be contiguous")
+        self._metadata = metadata  # the kernel reads its memory until the next step
+        self._rows = metadata.slot_mapping.shape[0]
+        num_seqs, max_blocks = metadata.block_table.shape
+        self._step.fill(
+            *(t.data_ptr() for t in int32),
+            metadata.slot_mapping.data_ptr(),
+            max_blocks,
+            num_seqs,
+            self._rows,
+            torch.get_num_threads(),
+        )
+        wrong = self._library.tandem_attention_begin(self._kernel, self._step.address)
+        if wrong:
+            self._metadata = None
+            raise ValueError(f"attention metadata: {wrong.decode()} is out of range")
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
+        if out is None:
+            out = torch.empty(query.shape, dtype=self._dtype)
+        self._check(layer, query, key, value, out)
+        query_token, query_head, _ = query.stride()
+        key_token, key_head, _ = key.stride()
+        value_token, value_head, _ = value.stride()
+        out_token, out_head, _ = out.stride()
+        self._call.fill(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+            query_token,
+            query_head,
+            key_token,
+            key_head,
+            value_token,
+            value_head,
+            out_token,
+            out_head,
+            layer,
+            query.shape[1],
+            sliding_window or 0,
+            scale,
+            softcap or 0.0,
+        )
+        self._run(self._kernel, self._call.address)
+        return out
+
+    def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        """What the kernel would read or write out of bounds."""
+        if self._metadata is None:
+            raise RuntimeError("begin_step must come before forward")
+        rows, heads, head_dim = query.shape
+        kv_heads = self._kv_shape[0]
+        if key.shape != (rows, *self._kv_shape) or value.shape != key.shape or rows != self._rows:
+            raise ValueError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit"
+                f" the step's {self._rows} rows and the pool's heads {self._kv_shape}"
+            )
+        if head_dim != self._kv_shape[1] or heads % kv_heads or out.shape != query.shape:
+            raise ValueError(f"query {tuple(query.shape)} does not fit the pool's heads {self._kv_shape}")
+        dtypes = (query.dtype, key.dtype, value.dtype, out.dtype)
+        if dtypes != (self._dtype,) * 4 or out.stride(2) != 1:
+            raise ValueError(f"query, key, value, out of {dtypes} do not fit the pool of {self._dtype}")
+        if not 0 <= layer < self._num_layers:
+            raise ValueError(f"layer {layer} is not among the pool's {self._num_layers}")
+
+
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()

@@ -1,0 +1,132 @@
+"""Compiles the kernel for this machine at first use and loads it.
+
+The library lies in a cache (TANDEM_CACHE_DIR, default ~/.cache/tandem) under a name made of the sources, the
+compiler and the CPU, so a changed source or another machine on the same home directory gets its own.
+`python -m engine.attention.cpu_kernel.build` builds it ahead of time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).parent / "attention.cpp"
+_SOURCES = (_SOURCE, _SOURCE.with_name("tile.h"), _SOURCE.with_name("simd.h"))
+_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-shared",
+]
+_COMPILERS = ("g++", "c++", "clang++")
+_TIMEOUT = 120.0  # seconds
+
+
+class BuildError(RuntimeError):
+    """The kernel cannot be built here; the message says why."""
+
+
+def _compiler() -> list[str]:
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return shlex.split(chosen)
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path:
+            return [path]
+    raise BuildError(f"no C++ compiler: CXX is not set and none of {', '.join(_COMPILERS)} is in PATH")
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().split("\n\n", 1)[0].splitlines() if cpuinfo.exists() else []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join([platform.machine(), platform.processor(), *(x for x in lines if x.startswith(wanted))])
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
+
+
+def build() -> Path:
+    """The path of the library, compiled now unless the cache has it. Raises BuildError."""
+    compiler = _compiler()
+    identity = [_run([*compiler, "--version"]), *_FLAGS, _cpu(), *(source.read_text() for source in _SOURCES)]
+    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
+    library = _cache_dir() / f"attention-{key}.so"
+    if library.exists():
+        return library
+    started = time.monotonic()
+    try:
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
+        os.close(handle)
+    except OSError as error:
+        raise BuildError(f"cache directory {library.parent}: {error}") from error
+    try:
+        _compile(compiler, unfinished)
+        os.replace(unfinished, library)  # whoever else builds it now makes the same file
+    except BuildError:
+        os.unlink(unfinished)
+        raise
+    logger.info("built the CPU attention kernel in %.1f s: %s", time.monotonic() - started, library)
+    return library
+
+
+def _compile(compiler: list[str], output: str) -> None:
+    command = [*compiler, *_FLAGS, str(_SOURCE), "-o", output]
+    try:
+        _run([*command, "-march=native"])
+    except BuildError as error:
+        logger.info("compiling without -march=native: %s", error)
+        _run(command)
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The loaded library with its functions' types. Raises BuildError."""
+    path = build()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path}: {error}") from error
+    library.tandem_attention_create.argtypes = [ctypes.c_void_p]
+    library.tandem_attention_create.restype = ctypes.c_void_p
+    library.tandem_attention_destroy.argtypes = [ctypes.c_void_p]
+    library.tandem_attention_destroy.restype = None
+    library.tandem_attention_begin.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.tandem_attention_begin.restype = ctypes.c_char_p
+    library.tandem_attention_forward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.tandem_attention_forward.restype = None
+    return library
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    print(build())
