@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,7 +46,7 @@ class BatchParams:
 
     def describes(self, params: Sequence[SamplingParams]) -> bool:
         """Whether these are the very objects that the tensors were built from."""
-        return len(params) == len(self.params) and all(map(_is, params, self.params))
+        return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
 
     def _rows(self, concerned: Callable[[SamplingParams], bool]) -> list[int]:
         return [row for row, params in enumerate(self.params) if concerned(params)]
@@ -88,13 +89,15 @@ class BatchParams:
         )
 
     def _build_distribution(self) -> None:
-        """Greedy rows are rows without noise that keep only their greatest value."""
+        """Open rows have no filter; greedy ones keep their greatest value alone, and get no noise.
+
+        `row_floor` is what a row's tokens must reach whatever the filters: no noise lifts those further down.
+        """
         params = self.params
         greedy = [p.is_greedy for p in params]
         self.seeds = self._indices([p.seed for p in params])
         self.temperature = self._column([1.0 if p.is_greedy else max(p.temperature, 1e-30) for p in params])
         self.noise_scale = self._column([0.0 if g else 1.0 for g in greedy]).squeeze(1)
-        self.noise_floor = self._column([0.0 if g else -_NOISE_SPAN for g in greedy])
         self.min_p_floor = self._column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params])
 
         limits = [p.top_k if 0 < p.top_k < self.vocab_size and not p.is_greedy else 0 for p in params]
@@ -103,12 +106,16 @@ class BatchParams:
         self.no_top_k = self._column([k == 0 for k in limits], torch.bool)
         self.has_value_filter = self.max_top_k > 0 or any(p.min_p > 0 for p in params)
 
-        self.top_p_rows = self._indices(self._rows(lambda p: p.top_p < 1.0 and not p.is_greedy))
-        self.top_p = self._column([1.0 if p.is_greedy else p.top_p for p in params], torch.float64)
+        top_p_rows = self._rows(lambda p: p.top_p < 1.0 and not p.is_greedy)
+        self.top_p_rows = self._indices(top_p_rows)
+        self.top_p = self._column([params[row].top_p for row in top_p_rows], torch.float64)
 
-
-def _is(one: object, other: object) -> bool:
-    return one is other
+        open_rows = self._rows(lambda p: not p.is_greedy and not p.min_p > 0 and p.top_p >= 1.0)
+        open_rows = [row for row in open_rows if limits[row] == 0]
+        self.open_rows = self._indices(open_rows)
+        self.all_open = len(open_rows) == len(params)
+        self.row_floor = self._column([0.0 if g else -_NOISE_SPAN for g in greedy])
+        self.row_floor[open_rows] = math.inf
 
 
 def _has_penalty(params: SamplingParams) -> bool:

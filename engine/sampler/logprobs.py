@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.sampler.ops import indices_at_least
+from engine.sampler.ops import at_least, true_indices
 from protocol.messages import TokenLogprobs
 
 _MIN_LOGPROB = -9999.0
@@ -50,11 +50,9 @@ def _top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 0:
         return torch.empty(len(values), 0, dtype=torch.int64), values[:, :0]
     floor = values.topk(count).values[:, -1:]
-    flat = indices_at_least(values, floor)
-    width = values.shape[1]
-    rows = flat // width
-    by_value = values.view(-1)[flat].argsort(descending=True, stable=True)
+    rows, token_ids = true_indices(at_least(values, floor))
+    by_value = values[rows, token_ids].argsort(descending=True, stable=True)
     order = by_value[rows[by_value].argsort(stable=True)]
-    starts = torch.searchsorted(flat, torch.arange(len(values), device=flat.device) * width)
-    best = flat[order[starts.unsqueeze(1) + torch.arange(count, device=flat.device)]]
-    return best % width, values.view(-1)[best]
+    starts = torch.searchsorted(rows, torch.arange(len(values), device=rows.device))
+    best = token_ids[order[starts.unsqueeze(1) + torch.arange(count, device=rows.device)]]
+    return best, values.gather(1, best)

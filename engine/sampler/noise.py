@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 RESOLUTION_BITS = 32
-_HALF_STEP = 2.0 ** -(RESOLUTION_BITS + 1)
-MIN_NOISE = -math.log(-math.log(_HALF_STEP))
-MAX_NOISE = -math.log(-math.log1p(-_HALF_STEP))
+_STEP = 2.0**-RESOLUTION_BITS
+_HALF = 2 ** (RESOLUTION_BITS - 1)
+MIN_NOISE = -math.log(-math.log(0.5 * _STEP))
+MAX_NOISE = -math.log(-math.log1p(-0.5 * _STEP))
 
 
 def _signed(value: int) -> int:
@@ -29,7 +30,7 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def stream_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One 64-bit key per row. `seeds` and `positions` are int64 of any equal shape; seeds may be negative."""
+    """One 64-bit key per row. `seeds` and `positions` are int64 of one shape; seeds may be negative."""
     return _mix(_mix(seeds.clone()) + (positions + 1) * _GAMMA)
 
 
@@ -39,18 +40,35 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     The logarithms are taken in float64 and rounded once, so that devices whose logarithms differ in the
     last place agree.
     """
-    bits = _shift_right(_mix(keys + (token_ids + 1) * _GAMMA), 64 - RESOLUTION_BITS)
-    uniform = bits.double().add_(0.5).mul_(2.0**-RESOLUTION_BITS)
+    uniform = noise_bits(keys, token_ids).double().add_(_HALF + 0.5).mul_(_STEP)
     return uniform.log_().neg_().log_().neg_().float()
+
+
+def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """What the noise is made of: int64, uniform in [-2**31, 2**31), and the noise grows with it.
+
+    The mixing's last step would leave these upper bits as they are, but for one.
+    """
+    return _mix_upper(keys + (token_ids + 1) * _GAMMA).bitwise_right_shift_(64 - RESOLUTION_BITS)
+
+
+def tail_probability(bits: Tensor) -> Tensor:
+    """float32: the probability of noise greater than that of `noise_bits`, within 2**-24."""
+    return bits.float().mul_(-_STEP).add_(0.5)
 
 
 def _mix(x: Tensor) -> Tensor:
     """SplitMix64's finalizer on int64 with wraparound; overwrites `x`."""
+    x = _mix_upper(x)
+    x ^= _shift_right(x, 31)
+    return x
+
+
+def _mix_upper(x: Tensor) -> Tensor:
     x ^= _shift_right(x, 30)
     x *= _MULTIPLIER_1
     x ^= _shift_right(x, 27)
     x *= _MULTIPLIER_2
-    x ^= _shift_right(x, 31)
     return x
 
 

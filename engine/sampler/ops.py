@@ -14,11 +14,23 @@ def argmax_rows(values: Tensor) -> Tensor:
     return values.argmax(dim=-1)
 
 
-def indices_at_least(values: Tensor, floor: Tensor) -> Tensor:
-    """int64 [k], ascending: flat indices of the entries of float32 [n, m] with value >= `floor` [n, 1]."""
+def at_least(values: Tensor, floor: Tensor) -> Tensor:
+    """Bool: values >= floor, of float32 that broadcast."""
     if values.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(values.numpy() >= floor.numpy()))
-    return (values >= floor).view(-1).nonzero().view(-1)
+        return torch.from_numpy(values.numpy() >= floor.numpy())
+    return values >= floor
+
+
+def true_indices(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column (int64 [k] each) of every true entry of bool [n, m], in row-major order."""
+    if mask.device.type != "cpu":
+        rows, columns = mask.nonzero(as_tuple=True)
+        return rows, columns
+    flat = torch.from_numpy(np.flatnonzero(mask.numpy()))
+    num_rows, width = mask.shape
+    starts = torch.searchsorted(flat, torch.arange(num_rows + 1) * width)
+    rows = torch.repeat_interleave(starts.diff())
+    return rows, flat - rows * width
 
 
 def sort_rows_descending(values: Tensor) -> Tensor:

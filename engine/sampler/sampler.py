@@ -21,6 +21,7 @@ from engine.sampler.logprobs import token_logprobs
 from engine.sampler.noise import gumbel_noise, stream_keys
 from engine.sampler.ops import argmax_rows
 from engine.sampler.penalties import Penalties
+from engine.sampler.race import challengers
 from engine.sampler.rows import SamplingRow
 from protocol.messages import TokenLogprobs
 
@@ -58,9 +59,16 @@ class Sampler:
             apply_edits(values, rows, batch, self._eos_token_ids)
             if batch.penalty_rows:
                 self._penalties.apply(values, rows, batch)
-        chosen, best = _greedy(values) if batch.all_greedy else _draw(values, rows, batch)
+        best = values.amax(dim=1, keepdim=True)
+        usable = best.isfinite()
+        failed_rows = [] if usable.all() else (~usable).nonzero()[:, 0].tolist()
+        if batch.all_greedy:
+            chosen = argmax_rows(values)
+        else:
+            values.sub_(best).div_(batch.temperature)
+            values[failed_rows] = 0.0
+            chosen = _draw(values, rows, batch)
         token_ids = chosen.tolist()
-        failed_rows = [] if best.isfinite().all() else (~best.isfinite()).nonzero().view(-1).tolist()
         return SampleOutput(token_ids, _logprobs(logits, token_ids, batch), failed_rows)
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -78,31 +86,30 @@ class Sampler:
         return self._batch
 
 
-def _greedy(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [n] and their values [n]."""
-    chosen = argmax_rows(values)
-    return chosen, values.gather(1, chosen.unsqueeze(1)).squeeze(1)
-
-
-def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> tuple[Tensor, Tensor]:
-    """Tokens [n] and each row's greatest value before temperature [n]. Overwrites `values`."""
-    best = values.amax(dim=1, keepdim=True)
-    usable = best.isfinite()
-    if not usable.all():
-        values.masked_fill_(~usable, 0.0)
-    values.sub_(best.where(usable, 0.0)).div_(batch.temperature)
-    kept, kept_rows = survivors(values, batch)
-
+def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
+    """Tokens [n] from log-probabilities with each row's maximum at 0. Overwrites `values`."""
     positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=values.device)
     keys = stream_keys(batch.seeds, positions)
-    noise = gumbel_noise(keys[kept_rows], kept - kept_rows * batch.vocab_size)
+    candidate_rows, token_ids = _candidates(values, keys, batch)
+    noise = gumbel_noise(keys[candidate_rows], token_ids)
     if batch.greedy_rows:
-        noise *= batch.noise_scale[kept_rows]
-    flat = values.view(-1)
-    scores = flat[kept] + noise
-    flat.fill_(-torch.inf)
-    flat[kept] = scores
-    return argmax_rows(values), best.squeeze(1)
+        noise *= batch.noise_scale[candidate_rows]
+    scores = values[candidate_rows, token_ids] + noise
+    values.fill_(-torch.inf)
+    values[candidate_rows, token_ids] = scores
+    return argmax_rows(values)
+
+
+def _candidates(values: Tensor, keys: Tensor, batch: BatchParams) -> tuple[Tensor, Tensor]:
+    """Rows and token ids of all tokens that may win, whose noise is worth computing."""
+    if batch.all_open:
+        return challengers(values, keys)
+    rows, token_ids = survivors(values, batch)
+    if len(batch.open_rows):
+        open_index, open_ids = challengers(values[batch.open_rows], keys[batch.open_rows])
+        rows = torch.cat([rows, batch.open_rows[open_index]])
+        token_ids = torch.cat([token_ids, open_ids])
+    return rows, token_ids
 
 
 def _logprobs(logits: Tensor, token_ids: list[int], batch: BatchParams) -> list[TokenLogprobs | None]:

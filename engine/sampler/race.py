@@ -1,0 +1,38 @@
+"""Which tokens of an unfiltered row are worth their logarithms.
+
+Noise for a whole vocabulary is dear, but the winner must at least beat the likeliest token's score, and the
+bits behind the noise tell cheaply who cannot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.sampler.noise import gumbel_noise, noise_bits, tail_probability
+from engine.sampler.ops import argmax_rows, true_indices
+
+_CPU_CHUNK = 2**16
+_DEVICE_CHUNK = 2**24
+_RELATIVE_SLACK = 1.0 + 1e-4
+_ABSOLUTE_SLACK = 2.0**-22
+
+
+def challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and token ids (int64 [k]) of all that may have the greatest value + noise, and few others.
+
+    `values` is float32 [n, vocab] with each row's maximum at 0, `keys` int64 [n]. With uniform u behind the
+    noise, value + noise >= s means -log u <= exp(value - s), and -log u is at least 1 - u.
+    """
+    keys = keys.unsqueeze(1)
+    score_to_beat = gumbel_noise(keys, argmax_rows(values).unsqueeze(1))
+    num_rows, vocab_size = values.shape
+    chunk = max(1, (_CPU_CHUNK if values.device.type == "cpu" else _DEVICE_CHUNK) // num_rows)
+    found = []
+    for start in range(0, vocab_size, chunk):
+        part = values[:, start : start + chunk]
+        token_ids = torch.arange(start, start + part.shape[1], device=values.device)
+        bound = (part - score_to_beat).exp_().mul_(_RELATIVE_SLACK).add_(_ABSOLUTE_SLACK)
+        rows, columns = true_indices(tail_probability(noise_bits(keys, token_ids)) <= bound)
+        found.append((rows, columns + start))
+    return torch.cat([rows for rows, _ in found]), torch.cat([ids for _, ids in found])
