@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
 
 
 def _synthetic_words(seed: int, lines: int = 4000) -> Iterator[str]:
-    """Lines of made-up words: enough distinct character pairs for thousands of merges, and no corpus to carry."""
+    """Lines of made-up words: distinct enough for thousands of merges, and no corpus to carry."""
     rng = np.random.default_rng(seed)
     for _ in range(lines):
         lengths = rng.integers(2, 12, size=12)
@@ -30,7 +30,9 @@ def build_tokenizer(vocab_size: int, seed: int = 0) -> PreTrainedTokenizerFast:
     Raises ValueError when `vocab_size` can't hold the 256 bytes and the special token.
     """
     if vocab_size < 257:
-        raise ValueError(f"vocab_size must be at least 257 (256 bytes and one special token), got {vocab_size}")
+        raise ValueError(
+            f"vocab_size must be at least 257 (256 bytes and a special token), got {vocab_size}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

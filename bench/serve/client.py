@@ -1,0 +1,175 @@
+"""Sends one completion request and records when each piece of its answer arrived."""
+
+import asyncio
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from bench.serve.http import Endpoint, HttpError, post_streaming
+from bench.serve.workload import LoadRequest
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+    def bears_tokens(self) -> bool:
+        """Whether this piece stands for generated tokens.
+
+        A completion's piece may have empty text: half a character is held back. A chat's first piece
+        only names the role, and a last one may carry nothing but the finish reason.
+        """
+        if self.delta is not None:
+            return bool(self.delta.content or self.delta.reasoning_content)
+        return bool(self.text) or self.finish_reason is None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Piece(msgspec.Struct):
+    """One SSE event of a streamed completion."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of one request. Times are seconds on the load generator's monotonic clock.
+
+    `error` is empty for a request that came to its end, else the kind of failure; `detail` says more.
+    """
+
+    start: float = 0.0
+    end: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go and what they ask for besides prompt and length."""
+
+    base_url: str
+    model: str
+    chat: bool = False
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    api_key: str | None = None
+    timeout: float = 600.0
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+    def body(self, request: LoadRequest) -> bytes:
+        """The JSON body of one request."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.output_len,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.chat:
+            if not isinstance(request.prompt, str):
+                raise ValueError("--chat needs text prompts: give them with --prompt-file")
+            fields["messages"] = [{"role": "user", "content": request.prompt}]
+        else:
+            fields["prompt"] = request.prompt
+        if self.ignore_eos:
+            fields["ignore_eos"] = True
+        return msgspec.json.encode(fields | self.extra_body)
+
+
+class EventStream:
+    """Splits a body into server-sent events and takes down what they say."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._buffer = b""
+        self._decoder = msgspec.json.Decoder(Piece)
+        self.finished = False
+
+    def feed(self, data: bytes) -> None:
+        """Take in body bytes. Raises msgspec.DecodeError when an event is not what it should be."""
+        now = time.perf_counter()
+        *events, self._buffer = (self._buffer + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            if not event.startswith(b"data:"):
+                continue
+            payload = event[5:].strip()
+            if payload == b"[DONE]":
+                self.finished = True
+            else:
+                self._take(self._decoder.decode(payload), now)
+
+    def _take(self, piece: Piece, now: float) -> None:
+        record = self._record
+        if piece.error is not None:
+            record.error, record.detail = "error event", str(piece.error)[:200]
+        if piece.usage is not None:
+            record.prompt_tokens = piece.usage.prompt_tokens
+            record.output_tokens = piece.usage.completion_tokens
+        if any(choice.bears_tokens() for choice in piece.choices):
+            record.token_times.append(now)
+
+
+class Client:
+    """Sends requests to one target."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        path = "/v1/chat/completions" if target.chat else "/v1/completions"
+        self._endpoint = Endpoint.parse(target.base_url.rstrip("/").removesuffix("/v1") + path)
+        self._tls = ssl.create_default_context() if self._endpoint.tls else None
+        self._headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+
+    async def send(self, request: LoadRequest) -> Record:
+        """Send one request and wait for its end; failures are in the record, none is raised."""
+        record = Record(prompt_tokens=0 if isinstance(request.prompt, str) else len(request.prompt))
+        body = self._target.body(request)
+        stream = EventStream(record)
+        refusal = bytearray()
+
+        def on_body(status: int, data: bytes) -> None:
+            if status == 200:
+                stream.feed(data)
+            else:
+                refusal.extend(data)
+
+        record.start = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._target.timeout):
+                status = await post_streaming(self._endpoint, body, self._headers, on_body, self._tls)
+        except TimeoutError:
+            record.error = "timeout"
+        except HttpError as error:
+            record.error, record.detail = "broken stream", str(error)
+        except msgspec.DecodeError as error:
+            record.error, record.detail = "bad event", str(error)
+        except OSError as error:
+            record.error, record.detail = "no connection", str(error)
+        else:
+            if status != 200:
+                record.error, record.detail = f"HTTP {status}", refusal.decode("utf-8", "replace")[:200]
+            elif not record.error and not stream.finished:
+                record.error, record.detail = "broken stream", "no [DONE] at the end"
+        record.end = time.perf_counter()
+        record.output_tokens = record.output_tokens or len(record.token_times)
+        if not record.error and not record.token_times:
+            record.error, record.detail = "no tokens", "the answer ended without any"
+        return record

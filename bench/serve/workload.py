@@ -1,0 +1,113 @@
+"""What to send: prompts, output lengths and arrival times."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+# Ids below this are special tokens in most vocabularies; a random prompt stays clear of them.
+FIRST_ORDINARY_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """One request of a load: a prompt (text or token ids) and how many tokens to ask for.
+
+    `arrival` is in seconds from the start of the load; None means "as soon as there is room".
+    """
+
+    prompt: str | list[int]
+    output_len: int
+    arrival: float | None = None
+
+
+class PromptLine(msgspec.Struct):
+    """One line of a prompt file. `max_tokens` overrides the load's output length."""
+
+    prompt: str | list[int]
+    max_tokens: int | None = None
+
+
+def random_tokens(rng: np.random.Generator, count: int, vocab_size: int) -> list[int]:
+    """`count` ordinary token ids below `vocab_size`."""
+    if vocab_size <= FIRST_ORDINARY_TOKEN:
+        raise ValueError(f"--vocab-size must be above {FIRST_ORDINARY_TOKEN}, got {vocab_size}")
+    return rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=count).tolist()
+
+
+def synthetic(
+    num_prompts: int,
+    input_len: int,
+    output_len: int,
+    vocab_size: int,
+    seed: int,
+    prefix_len: int = 0,
+    range_ratio: float = 0.0,
+) -> list[LoadRequest]:
+    """Random token-id prompts.
+
+    The first `prefix_len` tokens are the same in all prompts; `input_len` counts the rest. With a
+    `range_ratio` r in [0, 1), lengths are uniform in [len * (1 - r), len * (1 + r)].
+    """
+    if not 0.0 <= range_ratio < 1.0:
+        raise ValueError(f"--random-range-ratio must be in [0, 1), got {range_ratio}")
+    rng = np.random.default_rng(seed)
+    prefix = random_tokens(rng, prefix_len, vocab_size)
+
+    def length(mean: int) -> int:
+        low, high = int(mean * (1 - range_ratio)), int(mean * (1 + range_ratio))
+        return max(1, int(rng.integers(low, high + 1)))
+
+    return [
+        LoadRequest(prefix + random_tokens(rng, length(input_len), vocab_size), length(output_len))
+        for _ in range(num_prompts)
+    ]
+
+
+def from_prompt_file(path: Path, output_len: int, num_prompts: int | None = None) -> list[LoadRequest]:
+    """Read JSONL lines `{"prompt": text or token ids, "max_tokens": optional}`.
+
+    Raises ValueError naming the line that can't be read.
+    """
+    requests: list[LoadRequest] = []
+    decoder = msgspec.json.Decoder(PromptLine)
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        if len(requests) == num_prompts:
+            break
+        try:
+            entry = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        requests.append(LoadRequest(entry.prompt, entry.max_tokens or output_len))
+    if not requests:
+        raise ValueError(f"{path} holds no prompts")
+    return requests
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Arrival times in seconds of `count` requests at a mean `rate` per second.
+
+    Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier.
+    An infinite rate sends everything at once.
+    """
+    if rate <= 0:
+        raise ValueError(f"--request-rate must be above 0, got {rate}")
+    if burstiness <= 0:
+        raise ValueError(f"--burstiness must be above 0, got {burstiness}")
+    if np.isinf(rate):
+        return [0.0] * count
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), size=count)
+    gaps[0] = 0.0
+    return np.cumsum(gaps).tolist()
+
+
+def with_arrivals(
+    requests: Sequence[LoadRequest], rate: float, burstiness: float, seed: int
+) -> list[LoadRequest]:
+    """The same requests, arriving at a random process of the given rate."""
+    times = arrivals(len(requests), rate, burstiness, seed)
+    return [LoadRequest(r.prompt, r.output_len, t) for r, t in zip(requests, times, strict=True)]
