@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvtransfer.channel import Channel, StoppedError, Wake, decode
 from kvtransfer.counters import Counters
-from kvtransfer.extents import blocks_per_piece
+from kvtransfer.extents import blocks_per_piece, expand, from_wire
 from kvtransfer.handshake import HandshakeRefusedError, Identity, examine
 from kvtransfer.interface import Failed, Progress, ReceiveEvent
 from kvtransfer.leases import LeaseTable
@@ -45,7 +45,6 @@ class Connection(threading.Thread):
         self._channel = Channel(accepted, core.stop)
         self._transport = transport
         self._core = core
-        self._max_piece_blocks = blocks_per_piece(core.identity.pool.block_bytes)
 
     def run(self) -> None:
         reason = f"{self._transport.name}: the sender closed the connection"
@@ -101,21 +100,20 @@ class Connection(threading.Thread):
         if channel.at_end():
             return False
         piece = decode(channel.recv_frame(started + core.progress_timeout_s), Piece)
-        num_blocks = sum(count for _, _, count in piece.runs)
-        if num_blocks > self._max_piece_blocks:
-            raise ProtocolError(
-                f"a piece of {num_blocks} blocks exceeds the limit of {self._max_piece_blocks}"
-            )
-        lease, refusal = core.leases.admit(piece, self)
-        in_place = reader.read(piece, lease)
+        pool = core.identity.pool
+        runs = from_wire(piece.runs, hello.num_blocks, blocks_per_piece(pool.block_bytes))
+        targets = expand(runs[:, 1], runs[:, 2])
+        lease, refusal = core.leases.admit(piece.lease_id, targets, self)
+        in_place = reader.read(runs, lease)
         if lease is not None and not in_place:
             refusal = "given up by the sender" if lease.open else "unknown lease"
         if refusal:
             core.counters.add("failures_" + refusal.replace(" ", "_"))
         channel.send(Ack(piece.sequence, refusal), time.monotonic() + core.progress_timeout_s)
         if lease is not None and in_place:
-            self._account(num_blocks, time.monotonic() - started)
-            core.emit(Progress(lease.lease_id, lease.record(piece), lease.complete))
+            self._account(len(targets), time.monotonic() - started)
+            received = core.leases.record(lease, targets, piece.final)
+            core.emit(Progress(lease.lease_id, received, lease.complete))
         return True
 
     def _account(self, num_blocks: int, seconds: float) -> None:

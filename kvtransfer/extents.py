@@ -1,81 +1,97 @@
-"""Lists of (source block, target block) pairs: coalesced into runs, cut into pieces, laid out as buffers."""
+"""Lists of (source block, target block) pairs: cut into pieces, coalesced into runs, laid out as buffers.
+
+Runs are an int32 array [num_runs, 3] of (first source block, first target block, number of blocks); on the
+wire they are its bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TypeAlias
 
-MAX_RUNS = 1000
-PIECE_BYTES = 4 * 1024 * 1024
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import ProtocolError
+
+Runs: TypeAlias = npt.NDArray[np.int32]
+BlockIndices: TypeAlias = npt.NDArray[np.int64]
+
+PIECE_BYTES = 8 * 1024 * 1024
+MAX_PIECE_BLOCKS = 4096
+RUN_BYTES = 12
+_WIRE_TYPE = np.dtype("<i4")
+NO_RUNS: Runs = np.zeros((0, 3), dtype=np.int32)
+
 BATCH_BYTES = 1024 * 1024
 BATCH_BUFFERS = 256
 """Well under IOV_MAX (1024): the kernel walks the whole list at each call, however much it then moves."""
 
 
-class Run(NamedTuple):
-    """`length` adjacent source blocks that go to as many adjacent target blocks."""
-
-    source: int
-    target: int
-    length: int
-
-
-def coalesce(extents: Iterable[tuple[int, int]]) -> list[Run]:
-    """Merge pairs that follow each other on both sides; the order stays."""
-    runs: list[Run] = []
-    source = target = count = 0
-    for next_source, next_target in extents:
-        if count and next_source == source + count and next_target == target + count:
-            count += 1
-            continue
-        if count:
-            runs.append(Run(source, target, count))
-        source, target, count = next_source, next_target, 1
-    if count:
-        runs.append(Run(source, target, count))
-    return runs
-
-
 def blocks_per_piece(block_bytes: int) -> int:
-    return max(1, PIECE_BYTES // block_bytes)
+    """The most blocks in one piece, so that no request holds up the others for long."""
+    return min(MAX_PIECE_BLOCKS, max(1, PIECE_BYTES // block_bytes))
 
 
-def cut(runs: Iterable[Run], max_blocks: int, max_runs: int = MAX_RUNS) -> Iterator[list[Run]]:
-    """Cut into pieces of at most `max_blocks` blocks in at most `max_runs` runs each."""
-    piece: list[Run] = []
-    room = max_blocks
-    for source, target, count in runs:
-        while count:
-            taken = min(count, room)
-            piece.append(Run(source, target, taken))
-            source, target, count, room = source + taken, target + taken, count - taken, room - taken
-            if room == 0 or len(piece) == max_runs:
-                yield piece
-                piece, room = [], max_blocks
-    if piece:
-        yield piece
+def cut(extents: Sequence[tuple[int, int]], source_blocks: int, max_blocks: int) -> list[Runs]:
+    """The runs of each piece of at most `max_blocks` blocks, in order. Nothing to move gives no piece.
+
+    Raises ValueError for a block that the source does not have, or no pool can have.
+    """
+    pairs = np.asarray(extents, dtype=np.int64).reshape(-1, 2)
+    if len(pairs) and (pairs.min() < 0 or pairs[:, 0].max() >= source_blocks or pairs.max() >= 2**31):
+        raise ValueError(f"source blocks must be in [0, {source_blocks}), target blocks in [0, 2**31)")
+    return [coalesce(pairs[start : start + max_blocks]) for start in range(0, len(pairs), max_blocks)]
 
 
-def num_blocks(runs: Iterable[Run]) -> int:
-    return sum(run.length for run in runs)
+def coalesce(pairs: BlockIndices) -> Runs:
+    """Merge the pairs that follow each other on both sides; the order stays."""
+    breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1
+    starts = np.concatenate((np.zeros(min(1, len(pairs)), dtype=np.int64), breaks))
+    lengths = np.diff(starts, append=len(pairs))
+    return np.column_stack((pairs[starts], lengths)).astype(np.int32)
 
 
-def merge_adjacent(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge (first, count) ranges that follow each other: one side's view of some runs."""
-    merged: list[tuple[int, int]] = []
-    for first, count in ranges:
-        if merged and sum(merged[-1]) == first:
-            merged[-1] = (merged[-1][0], merged[-1][1] + count)
-        else:
-            merged.append((first, count))
-    return merged
+def num_blocks(runs: Runs) -> int:
+    return int(runs[:, 2].sum(dtype=np.int64))
+
+
+def expand(first: Runs, lengths: Runs) -> BlockIndices:
+    """Every block of some ranges, in order."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.repeat(first - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def merge_adjacent(first: Runs, lengths: Runs) -> list[tuple[int, int]]:
+    """The ranges (first, length) of one side, those that follow each other merged."""
+    starts = np.flatnonzero(np.concatenate(([True], first[1:] != first[:-1] + lengths[:-1]))[: len(first)])
+    return list(zip(first[starts].tolist(), np.add.reduceat(lengths, starts).tolist(), strict=True))
+
+
+def to_wire(runs: Runs) -> bytes:
+    return runs.astype(_WIRE_TYPE, copy=False).tobytes()
+
+
+def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Runs:
+    """Raises ProtocolError for runs that leave a source of so many blocks, or are too many at once."""
+    if len(raw) % RUN_BYTES:
+        raise ProtocolError(f"runs of {len(raw)} bytes are not a multiple of {RUN_BYTES}")
+    runs = np.frombuffer(raw, dtype=_WIRE_TYPE).reshape(-1, 3)
+    source, _, lengths = runs.astype(np.int64).T
+    if (runs[:, :2] < 0).any() or (lengths < 1).any():
+        raise ProtocolError("a run has a negative block or no length")
+    if (source + lengths > source_blocks).any():
+        raise ProtocolError(f"a run leaves the sender's {source_blocks} blocks")
+    if lengths.sum() > max_blocks:
+        raise ProtocolError(f"a piece of {lengths.sum()} blocks is over the limit of {max_blocks}")
+    return runs.astype(np.int32, copy=False)
 
 
 class ScatterList:
     """Buffers that a stream fills or empties in order, some bytes at a time."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = list(buffers)
+        self._buffers = [buffer for buffer in buffers if buffer.nbytes]
         self._next = 0
         self.remaining = sum(buffer.nbytes for buffer in self._buffers)
 
@@ -91,7 +107,7 @@ class ScatterList:
     def advance(self, nbytes: int) -> None:
         """The last batch's first `nbytes` bytes are done."""
         self.remaining -= nbytes
-        while nbytes or (self._next < len(self._buffers) and not self._buffers[self._next].nbytes):
+        while nbytes:
             buffer = self._buffers[self._next]
             if nbytes < buffer.nbytes:
                 self._buffers[self._next] = buffer[nbytes:]

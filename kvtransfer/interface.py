@@ -48,7 +48,7 @@ class RegisteredPool:
 
 @dataclass(frozen=True)
 class Progress:
-    """Receiver: `blocks_received` distinct blocks of the lease are in place; `complete` after the final piece."""
+    """Receiver: `blocks_received` blocks of the lease are in place; `complete` after the final piece."""
 
     lease_id: str
     blocks_received: int

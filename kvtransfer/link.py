@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvtransfer.channel import LENGTH_BYTES, Channel, StoppedError, Wake, decode, encode, frame, frame_length
 from kvtransfer.counters import Counters
-from kvtransfer.extents import Run, ScatterList
+from kvtransfer.extents import Runs, ScatterList, num_blocks, to_wire
 from kvtransfer.handshake import Identity, introduce
 from kvtransfer.interface import TransferError
 from kvtransfer.messages import Ack, Piece
@@ -23,7 +23,7 @@ from protocol.messages import PeerAddress, TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
 
-MAX_IN_FLIGHT = 8
+MAX_IN_FLIGHT = 4
 """Pieces sent and not acknowledged. It bounds memory on the way, and how long an abort has to wait."""
 
 _ZEROS = memoryview(bytes(1024 * 1024))
@@ -34,13 +34,13 @@ class QueuedPiece:
     """Some runs of a lease on their way. `wanted` turns false when the lease is aborted."""
 
     lease_id: str
-    runs: list[Run]
+    runs: Runs
     final: bool
     wanted: bool = True
 
     @property
     def num_blocks(self) -> int:
-        return sum(run.length for run in self.runs)
+        return num_blocks(self.runs)
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,8 @@ class Link(threading.Thread):
             self._sequence += 1
             self._in_flight.append((self._sequence, queued))
         self._progress_at = time.monotonic()
-        piece = Piece(
-            self._sequence,
-            lease_id,
-            [(run.source, run.target, run.length) for run in queued.runs],
-            queued.final,
-        )
-        return _Transmission(queued, frame(encode(piece)), writer.payload(piece))
+        piece = Piece(self._sequence, lease_id, to_wire(queued.runs), queued.final)
+        return _Transmission(queued, frame(encode(piece)), writer.payload(queued.runs))
 
     def _write(self, channel: Channel, transmission: _Transmission) -> bool:
         """Write some of the piece; False if the connection takes nothing now."""

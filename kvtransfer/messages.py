@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvtransfer.extents import MAX_RUNS
+from kvtransfer.extents import MAX_PIECE_BLOCKS, RUN_BYTES
 from protocol.messages import Id
 
 WIRE_VERSION = 1
@@ -17,8 +17,6 @@ Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Reason = Annotated[str, Meta(max_length=512)]
 Number = Annotated[int, Meta(ge=0, lt=2**62)]
-BlockIndex = Annotated[int, Meta(ge=0, lt=2**31)]
-BlockCount = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -62,11 +60,11 @@ class SealedVerdict(msgspec.Struct, frozen=True, tag="sealed"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one lease that come now: runs of (source block, target block, count)."""
+    """Blocks of one lease that come now; `runs` as in `extents`."""
 
     sequence: Number
     lease_id: Id
-    runs: Annotated[list[tuple[BlockIndex, BlockIndex, BlockCount]], Meta(max_length=MAX_RUNS)]
+    runs: Annotated[bytes, Meta(max_length=MAX_PIECE_BLOCKS * RUN_BYTES)]
     final: bool
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.counters import Counters
-from kvtransfer.extents import blocks_per_piece, coalesce, cut
+from kvtransfer.extents import NO_RUNS, blocks_per_piece, cut
 from kvtransfer.handshake import Identity
 from kvtransfer.host import host_id
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
@@ -95,11 +95,8 @@ class Sender:
 
         The source blocks must stay untouched until a Sent event covers them. With `final`, `extents` may be
         empty. What goes wrong later comes as a Failed event, after which the lease is forgotten; until it is
-        polled, further pushes under the lease are ignored.
+        polled, further pushes under the lease are ignored. Raises ValueError for blocks out of range.
         """
-        for source, _ in extents:
-            if not 0 <= source < self._pool.num_blocks:
-                raise ValueError(f"source block {source} must be in [0, {self._pool.num_blocks})")
         pieces = self._pieces(lease_id, extents, final)
         with self._lock:
             lease = self._leases.setdefault(lease_id, _Lease(peer, time.monotonic()))
@@ -159,11 +156,11 @@ class Sender:
             link.join(_JOIN_S)
 
     def _pieces(self, lease_id: str, extents: Sequence[tuple[int, int]], final: bool) -> list[QueuedPiece]:
-        lists = list(cut(coalesce(extents), blocks_per_piece(self._pool.block_bytes)))
-        if final and not lists:
-            lists = [[]]
-        last = len(lists) - 1
-        return [QueuedPiece(lease_id, runs, final and index == last) for index, runs in enumerate(lists)]
+        pieces = cut(extents, self._pool.num_blocks, blocks_per_piece(self._pool.block_bytes))
+        if final and not pieces:
+            pieces = [NO_RUNS]
+        last = len(pieces) - 1
+        return [QueuedPiece(lease_id, runs, final and index == last) for index, runs in enumerate(pieces)]
 
     def _link(self, peer: PeerAddress) -> Link:
         if self._closed:

@@ -19,10 +19,11 @@ import socket
 import numpy as np
 
 from kvtransfer.channel import Channel
+from kvtransfer.extents import Runs
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import Lease
 from kvtransfer.memory import map_peer_pool
-from kvtransfer.messages import Hello, Piece
+from kvtransfer.messages import Hello
 from protocol.errors import ProtocolError
 
 _SLICE_BYTES = 4 * 1024 * 1024
@@ -33,28 +34,25 @@ _GIL_FREE_BYTES = 64 * 1024
 class ShmWriter:
     remote_reads = True
 
-    def payload(self, piece: Piece) -> list[memoryview]:
+    def payload(self, runs: Runs) -> list[memoryview]:
         return []
 
 
 class ShmReader:
-    def __init__(self, pool: RegisteredPool, mapping: mmap.mmap, source_blocks: int) -> None:
+    def __init__(self, pool: RegisteredPool, mapping: mmap.mmap) -> None:
         self._pool = pool
         self._mapping = mapping
         self._source = memoryview(mapping)
-        self._source_blocks = source_blocks
         self._source_address = _address(self._source)
         self._target_address = _address(pool.buffer)
 
-    def read(self, piece: Piece, lease: Lease | None) -> bool:
-        if any(source + count > self._source_blocks for source, _, count in piece.runs):
-            raise ProtocolError(f"a piece reads past the sender's {self._source_blocks} blocks")
+    def read(self, runs: Runs, lease: Lease | None) -> bool:
         if lease is None:
             return False
         size = self._pool.block_bytes
         return all(
-            self._copy(source * size, target * size, count * size, lease)
-            for source, target, count in piece.runs
+            self._copy(source * size, target * size, length * size, lease)
+            for source, target, length in runs.tolist()
         )
 
     def close(self) -> None:
@@ -120,4 +118,4 @@ class ShmTransport:
             mapping = map_peer_pool(fds[0], hello.num_blocks * hello.block_bytes)
         finally:
             os.close(fds[0])
-        return ShmReader(pool, mapping, hello.num_blocks)
+        return ShmReader(pool, mapping)

@@ -7,10 +7,10 @@ import socket
 import time
 
 from kvtransfer.channel import Channel
-from kvtransfer.extents import ScatterList, merge_adjacent
+from kvtransfer.extents import Runs, ScatterList, merge_adjacent
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import Lease
-from kvtransfer.messages import Hello, Piece
+from kvtransfer.messages import Hello
 
 GOOD, SPOILED = b"\x01", b"\x00"
 """The byte after a piece's blocks. Spoiled: the sender gave the blocks up midway and padded the rest."""
@@ -44,8 +44,8 @@ class TcpWriter:
     def __init__(self, pool: RegisteredPool) -> None:
         self._pool = pool
 
-    def payload(self, piece: Piece) -> list[memoryview]:
-        sources = merge_adjacent((source, count) for source, _, count in piece.runs)
+    def payload(self, runs: Runs) -> list[memoryview]:
+        sources = merge_adjacent(runs[:, 0], runs[:, 2])
         return [self._pool.blocks(first, count) for first, count in sources] + [memoryview(GOOD)]
 
 
@@ -56,9 +56,9 @@ class TcpReader:
         self._progress_timeout_s = progress_timeout_s
         self._scratch: memoryview | None = None
 
-    def read(self, piece: Piece, lease: Lease | None) -> bool:
+    def read(self, runs: Runs, lease: Lease | None) -> bool:
         trailer = bytearray(1)
-        targets = merge_adjacent((target, count) for _, target, count in piece.runs)
+        targets = merge_adjacent(runs[:, 1], runs[:, 2])
         if lease is None:
             self._discard(sum(count for _, count in targets) * self._pool.block_bytes + 1)
             return False
@@ -109,9 +109,7 @@ class TcpTransport:
     same_host = False
 
     def listen(self, host: str) -> tuple[socket.socket, str]:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         _enlarge_buffers(listener)  # accepted sockets inherit them; the window is fixed when they connect
         listener.bind(address)

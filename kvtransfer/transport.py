@@ -9,9 +9,10 @@ import socket
 from typing import Protocol
 
 from kvtransfer.channel import Channel
+from kvtransfer.extents import Runs
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import Lease
-from kvtransfer.messages import Hello, Piece
+from kvtransfer.messages import Hello
 
 
 class PieceWriter(Protocol):
@@ -20,15 +21,15 @@ class PieceWriter(Protocol):
     remote_reads: bool
     """The peer reads our pool by itself, up to its acknowledgement of a piece."""
 
-    def payload(self, piece: Piece) -> list[memoryview]:
+    def payload(self, runs: Runs) -> list[memoryview]:
         """What follows the piece's message on the connection: views of the source blocks, then a trailer."""
 
 
 class PieceReader(Protocol):
     """The receiver's end of one connection."""
 
-    def read(self, piece: Piece, lease: Lease | None) -> bool:
-        """Bring the piece's blocks into place, as long as the lease is open; None discards them.
+    def read(self, runs: Runs, lease: Lease | None) -> bool:
+        """Bring a piece's blocks into place, as long as the lease is open; None discards them.
 
         Returns whether all of them are in place. Either way the connection stands before the next message.
         """

@@ -15,7 +15,6 @@ def by_name(names: Sequence[str]) -> list[Transport]:
     """The named transports in that order; raises ValueError for an unknown one, or none."""
     unknown = [name for name in names if name not in TRANSPORTS]
     if unknown or not names:
-        raise ValueError(
-            f"transports must name some of {', '.join(TRANSPORTS)}, not {', '.join(names) or 'none'}"
-        )
+        known = ", ".join(TRANSPORTS)
+        raise ValueError(f"transports must name some of {known}, not {', '.join(unknown) or 'none'}")
     return [TRANSPORTS[name] for name in dict.fromkeys(names)]
