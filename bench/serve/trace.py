@@ -88,9 +88,7 @@ class _Blocks:
         return self._tokens[hash_id]
 
 
-def to_requests(
-    lines: list[TraceLine], fit: TraceFit, vocab_size: int, seed: int
-) -> list[LoadRequest]:
+def to_requests(lines: list[TraceLine], fit: TraceFit, vocab_size: int, seed: int) -> list[LoadRequest]:
     """Turn trace lines into requests with token-id prompts and arrival times in seconds.
 
     The first request arrives at 0.

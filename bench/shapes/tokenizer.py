@@ -30,9 +30,7 @@ def build_tokenizer(vocab_size: int, seed: int = 0) -> PreTrainedTokenizerFast:
     Raises ValueError when `vocab_size` can't hold the 256 bytes and the special token.
     """
     if vocab_size < 257:
-        raise ValueError(
-            f"vocab_size must be at least 257 (256 bytes and a special token), got {vocab_size}"
-        )
+        raise ValueError(f"vocab_size must be at least 257 (256 bytes and a special token), got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
