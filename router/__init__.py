@@ -1,0 +1,1 @@
+"""The router: HTTP API, tokenizing, journal, placement. It never imports torch."""

@@ -1,0 +1,104 @@
+"""Chat messages to a prompt, by the model's Jinja template in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from protocol.errors import ConfigError, InvalidRequestError
+
+DEFAULT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+"""For models without a template of their own."""
+
+_CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks the assistant's part for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+class ChatTemplate:
+    """A compiled template. `special_tokens` (`bos_token`, ...) are variables in it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template does not compile: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Raises `InvalidRequestError` with the template's own complaint."""
+        chat = [dict(message) for message in messages]
+        if continue_final_message:
+            chat[-1]["content"] += _CONTINUE_MARK
+        names = {**self._special_tokens, **(variables or {})}
+        names.update(messages=chat, add_generation_prompt=add_generation_prompt)
+        names.setdefault("tools", None)
+        names.setdefault("documents", None)
+        try:
+            text = self._template.render(names)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise InvalidRequestError("messages", f"the chat template refused them: {error}") from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def _cut_at_mark(text: str) -> str:
+    mark = text.rfind(_CONTINUE_MARK.strip())
+    if mark < 0:
+        raise InvalidRequestError(
+            "continue_final_message", "the chat template does not render the final message"
+        )
+    if text[mark : mark + len(_CONTINUE_MARK)] == _CONTINUE_MARK:
+        return text[:mark]
+    return text[:mark].rstrip()

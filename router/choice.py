@@ -1,0 +1,124 @@
+"""One choice of an answer: tokens in, text out, cut at stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from protocol.messages import TokenLogprobs, TokenOutput
+from router.detokenizer import Detokenizer
+from router.stop_strings import StopStringMatcher
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt as sent to the engine; `text` is None when the client gave token ids."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens become the answer's text."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Delta:
+    """What came in since the last look. `offsets` are the tokens' places in the choice's uncut text."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+
+
+class Choice:
+    """State of one sequence's text. `finish_reason` is set once it is complete.
+
+    Tokens that come after the one which completes a stop string are not counted anywhere.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        options: TextOptions,
+        detokenizer: Detokenizer,
+        *,
+        keep_details: bool = False,
+        offset: int = 0,
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self._include_stop = options.include_stop
+        self._min_tokens = options.min_tokens
+        self._matcher = StopStringMatcher(options.stop, options.include_stop) if options.stop else None
+        self._detokenizer = detokenizer
+        self._keep_details = keep_details
+        self._length = offset
+        self._pending = Delta()
+        self.has_news = False
+
+    def add(self, output: TokenOutput) -> None:
+        """Take one step's tokens."""
+        token_ids: Sequence[int] = output.token_ids
+        ended_by_token = output.finish_reason == "stop" and not self._include_stop
+        pieces = []
+        for position, token_id in enumerate(token_ids):
+            silent = ended_by_token and position == len(token_ids) - 1
+            text = "" if silent else self._detokenizer.push(token_id)
+            if self._keep_details:
+                self._keep(output, position)
+            self.num_tokens += 1
+            self._length += len(text)
+            pieces.append(self._matched(text))
+            if self.finish_reason is not None:
+                break
+        if output.finish_reason is not None and self.finish_reason is None:
+            pieces.append(self._end(output))
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
+        if output.prompt_logprobs:
+            self.prompt_logprobs.extend(output.prompt_logprobs)
+        self._pending.text += "".join(pieces)
+        self.has_news = True
+
+    def take(self) -> Delta:
+        """What is new since the last call."""
+        delta, self._pending = self._pending, Delta()
+        self.has_news = False
+        return delta
+
+    def _keep(self, output: TokenOutput, position: int) -> None:
+        pending = self._pending
+        pending.token_ids.append(output.token_ids[position])
+        pending.offsets.append(self._length)
+        if output.logprobs is not None:
+            pending.logprobs.append(output.logprobs[position])
+
+    def _matched(self, text: str) -> str:
+        if self._matcher is None or self.num_tokens <= self._min_tokens:
+            return text
+        text = self._matcher.push(text)
+        if self._matcher.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", self._matcher.matched
+        return text
+
+    def _end(self, output: TokenOutput) -> str:
+        text = self._matched(self._detokenizer.flush())
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_token_id
+            if self._matcher is not None:
+                text += self._matcher.flush()
+        return text

@@ -1,0 +1,172 @@
+"""Token ids to text, one token at a time, never half a character.
+
+Byte-level and SentencePiece-like decoders map each token to bytes on its own, so a table and an incremental
+UTF-8 decoder do the work; any other decoder is asked again for the last few tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+
+MAX_CHARACTER_BYTES = 4
+CONTEXT_TOKENS = 6
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+
+    def flush(self) -> str:
+        """What is left at the end, an unfinished character as U+FFFD."""
+
+
+@dataclass(frozen=True)
+class PieceDecoding:
+    """How one token's string becomes bytes, and how many spaces a text loses at its start."""
+
+    to_bytes: Callable[[str], bytes]
+    leading_spaces: int = 0
+
+
+def piece_decoding(decoder: Mapping[str, Any] | None) -> PieceDecoding | None:
+    """Read a `tokenizer.json` decoder; None when its tokens don't decode one by one."""
+    if decoder is None:
+        return None
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds[:1] == ["ByteLevel"] and all(kind == "Fuse" for kind in kinds[1:]):
+        return PieceDecoding(_byte_level_bytes)
+    if kinds == ["Metaspace"]:
+        strips = steps[0].get("prepend_scheme", "always") != "never"
+        return PieceDecoding(_replacing([(steps[0]["replacement"], " ")], False), 2**31 if strips else 0)
+    return _sentencepiece_decoding(steps)
+
+
+def _sentencepiece_decoding(steps: Sequence[Mapping[str, Any]]) -> PieceDecoding | None:
+    replacements: list[tuple[str, str]] = []
+    byte_fallback = fused = False
+    leading_spaces = 0
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not fused:
+                replacements.append((old, new))
+            case {"type": "ByteFallback"} if not fused:
+                byte_fallback = True
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if fused:
+                leading_spaces = start
+            case _:
+                return None
+    if not fused:
+        return None
+    return PieceDecoding(_replacing(replacements, byte_fallback), leading_spaces)
+
+
+def _replacing(replacements: Sequence[tuple[str, str]], byte_fallback: bool) -> Callable[[str], bytes]:
+    def to_bytes(token: str) -> bytes:
+        if byte_fallback and (match := _BYTE_TOKEN.match(token)):
+            return bytes.fromhex(match.group(1))
+        for old, new in replacements:
+            token = token.replace(old, new)
+        return token.encode()
+
+    return to_bytes
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's map of characters to bytes: printable ones stand for themselves, the rest are shifted up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    shifted = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(shifted)})
+    return alphabet
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id to its bytes, filled as ids come up. Ids that the tokenizer doesn't know have none."""
+
+    def __init__(self, tokenizer: FastTokenizer, decoding: PieceDecoding, skip: frozenset[int]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._decoding = decoding
+        self._skip = skip
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skip else self._tokenizer.id_to_token(token_id)
+        raw = self[token_id] = b"" if token is None else self._decoding.to_bytes(token)
+        return raw
+
+
+class BytesDetokenizer:
+    """For decoders that work token by token. `context`: the tokens before the first one pushed."""
+
+    def __init__(self, table: TokenBytes, context: Sequence[int], leading_spaces: int) -> None:
+        self._table = table
+        self._decode = _utf8_decoder("replace").decode
+        for token_id in context[-MAX_CHARACTER_BYTES:]:
+            self._decode(table[token_id])
+        self._strip = leading_spaces
+
+    def push(self, token_id: int) -> str:
+        text = self._decode(self._table[token_id])
+        if self._strip and text:
+            kept = text.lstrip(" ")
+            stripped = min(len(text) - len(kept), self._strip)
+            self._strip = 0
+            return text[stripped:]
+        return text
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For any other decoder: the last few tokens' text with the new one, less that without it."""
+
+    MAX_HELD_TOKENS = 32
+
+    def __init__(self, tokenizer: FastTokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._token_ids = list(context[-CONTEXT_TOKENS:])
+        self._read = len(self._token_ids)
+
+    def push(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        return self._advance(final=False)
+
+    def flush(self) -> str:
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        before = self._decode(self._token_ids[: self._read])
+        after = self._decode(self._token_ids)
+        held = len(self._token_ids) - self._read
+        incomplete = after.endswith("\ufffd") or len(after) <= len(before)
+        if incomplete and not final and held < self.MAX_HELD_TOKENS:
+            return ""
+        self._token_ids = self._token_ids[self._read :]
+        self._read = len(self._token_ids)
+        return after[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

@@ -1,0 +1,81 @@
+"""Errors as the API reports them: OpenAI's shape, with the right status."""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+
+import msgspec
+
+from protocol.errors import InvalidRequestError, TandemError
+from protocol.messages import ErrorKind
+
+CLIENT_CLOSED_REQUEST = 499
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+_KIND_STATUS: dict[ErrorKind, int] = {
+    "invalid": 400,
+    "overloaded": 503,
+    "timeout": 504,
+    "worker_lost": 502,
+    "transfer": 502,
+    "internal": 500,
+}
+
+
+class ApiError(TandemError):
+    """An answer other than 200. `param` is the request's field that it is about."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or _code(status)
+        self.headers = headers
+        if retry_after_s is not None:
+            self.headers += ((b"retry-after", str(max(1, math.ceil(retry_after_s))).encode()),)
+
+    def body(self) -> bytes:
+        error = {
+            "message": self.message,
+            "type": _TYPES.get(self.status, "server_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+def _code(status: int) -> str:
+    return HTTPStatus(status).phrase.lower().replace(" ", "_").replace("-", "_")
+
+
+def invalid_request(error: InvalidRequestError) -> ApiError:
+    return ApiError(400, str(error), param=error.field, code="invalid_value")
+
+
+def failed_generation(kind: ErrorKind, message: str) -> ApiError:
+    """The answer for a request that a worker or the router gave up."""
+    retry_after_s = 1.0 if kind == "overloaded" else None
+    return ApiError(_KIND_STATUS[kind], message, code=kind, retry_after_s=retry_after_s)

@@ -1,0 +1,201 @@
+"""Answers as JSON: whole ones, and the chunks of a stream. The parts that don't change are encoded once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from router.choice import Choice, Delta
+from router.errors import ApiError
+from router.logprobs import chat_logprobs, echoed_logprobs, prompt_logprobs
+from router.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+_json = msgspec.json.Encoder().encode
+
+
+class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client wants to see. `num_top` None: no log-probabilities."""
+
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    only_prompt: bool = False
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def keep_details(self) -> bool:
+        """Whether token ids and their log-probabilities are part of the answer."""
+        return self.num_top is not None or self.return_token_ids
+
+
+class Format(Protocol):
+    """Writes one API's answers."""
+
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """Server-sent events for what is new of one choice."""
+
+    def last_chunk(self, choices: Sequence[Choice]) -> bytes:
+        """What follows when all choices are complete."""
+
+    def response(self, choices: Sequence[Choice]) -> bytes:
+        """The whole answer."""
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n"
+
+
+def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any]:
+    """Each prompt counts once, however many choices it has."""
+    firsts = list({id(choice.prompt): choice for choice in reversed(choices)}.values())
+    prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
+    completion_tokens = 0 if only_prompt else sum(choice.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
+    }
+
+
+class _BaseFormat:
+    stream_object: str
+    whole_object: str
+    id_prefix: str
+
+    def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._begun: set[int] = set()
+        self._head = {
+            "id": self.id_prefix + request_id,
+            "object": self.stream_object if options.stream else self.whole_object,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._chunk_start = b"data: " + _json(self._head)[:-1] + b',"choices":['
+        self._chunk_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
+
+    def last_chunk(self, choices: Sequence[Choice]) -> bytes:
+        if not self._options.include_usage:
+            return DONE
+        total = _json(usage(choices, self._options.only_prompt))
+        return self._chunk_start + b'],"usage":' + total + b"}\n\n" + DONE
+
+    def _event(self, choice: Choice, body: bytes) -> bytes:
+        if not self._options.continuous_usage:
+            return self._chunk_start + body + self._chunk_end
+        so_far = _json(usage([choice], self._options.only_prompt))
+        return self._chunk_start + body + b'],"usage":' + so_far + b"}\n\n"
+
+    def _is_first(self, choice: Choice) -> bool:
+        if choice.index in self._begun:
+            return False
+        self._begun.add(choice.index)
+        return True
+
+    def _common(self, choice: Choice, delta: Delta, first: bool) -> dict[str, Any]:
+        """Fields that both APIs' choices have, vLLM's extras included."""
+        fields: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        options = self._options
+        if options.return_token_ids:
+            fields["token_ids"] = delta.token_ids
+            if first:
+                fields["prompt_token_ids"] = choice.prompt.token_ids
+        if options.num_prompt_top is not None and not options.stream:
+            fields["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choice, options.num_prompt_top)
+        return fields
+
+
+class CompletionFormat(_BaseFormat):
+    """`/v1/completions`."""
+
+    stream_object = whole_object = "text_completion"
+    id_prefix = "cmpl-"
+
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        first = self._is_first(choice)
+        if first or choice.finish_reason is not None or self._options.keep_details:
+            return self._event(choice, _json(self._choice(choice, delta, first)))
+        body = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}'
+        return self._event(choice, body % (choice.index, _json(delta.text)))
+
+    def response(self, choices: Sequence[Choice]) -> bytes:
+        fields = [self._choice(choice, choice.take(), True) for choice in choices]
+        return _json({**self._head, "choices": fields, "usage": usage(choices, self._options.only_prompt)})
+
+    def _choice(self, choice: Choice, delta: Delta, first: bool) -> dict[str, Any]:
+        options = self._options
+        echo = options.echo and first
+        if options.only_prompt:
+            delta = Delta()
+        text = delta.text
+        if echo:
+            text = self._prompt_text(choice) + text
+        logprobs = None
+        if options.num_top is not None:
+            logprobs = echoed_logprobs(self._tokenizer, choice, delta, options.num_top, echo)
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            **self._common(choice, delta, first),
+        }
+
+    def _prompt_text(self, choice: Choice) -> str:
+        if choice.prompt.text is not None:
+            return choice.prompt.text
+        return self._tokenizer.decode(choice.prompt.token_ids, self._options.skip_special_tokens)
+
+
+class ChatFormat(_BaseFormat):
+    """`/v1/chat/completions`."""
+
+    stream_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+    id_prefix = "chatcmpl-"
+
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        first = self._is_first(choice)
+        if first or choice.finish_reason is not None or self._options.keep_details:
+            return self._slow_chunk(choice, delta, first)
+        body = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+        return self._event(choice, body % (choice.index, _json(delta.text)))
+
+    def response(self, choices: Sequence[Choice]) -> bytes:
+        fields = []
+        for choice in choices:
+            delta = choice.take()
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            fields.append({"index": choice.index, "message": message, **self._details(choice, delta, True)})
+        return _json({**self._head, "choices": fields, "usage": usage(choices)})
+
+    def _slow_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
+        events = b""
+        if first:
+            role = {
+                "index": choice.index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            events = self._event(choice, _json(role))
+        body = {
+            "index": choice.index,
+            "delta": {"content": delta.text},
+            **self._details(choice, delta, first),
+        }
+        return events + self._event(choice, _json(body))
+
+    def _details(self, choice: Choice, delta: Delta, first: bool) -> dict[str, Any]:
+        num_top = self._options.num_top
+        logprobs = None if num_top is None else chat_logprobs(self._tokenizer, delta, num_top)
+        return {"logprobs": logprobs, **self._common(choice, delta, first)}

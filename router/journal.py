@@ -1,0 +1,119 @@
+"""The journal: every live request, with all that is needed to run it elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from protocol.ids import new_request_id
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+from router.choice import Choice
+from router.errors import ApiError
+from router.registry import Worker
+
+
+class LiveRequest:
+    """One sequence: its prompt, the tokens emitted so far, and who works on it.
+
+    `request_id` is what the workers know it by; each placement gets a new one, so that a late token of an
+    earlier placement is never taken for one of the current.
+    """
+
+    def __init__(self, generation: Generation, choice: Choice, sampling: SamplingParams) -> None:
+        self.generation = generation
+        self.choice = choice
+        self.sampling = sampling
+        self.request_id = new_request_id()
+        self.placements = 0
+        self.prefill: Worker | None = None
+        self.decode: Worker | None = None
+        self.output_token_ids: list[int] = []
+        self.first_token_time = 0.0
+        self.last_token_time = 0.0
+
+    @property
+    def has_started(self) -> bool:
+        return bool(self.output_token_ids)
+
+    @property
+    def holders(self) -> list[Worker]:
+        """The workers that may hold blocks or a place in a queue for it."""
+        return [worker for worker in (self.prefill, self.decode) if worker is not None]
+
+    def engine_request(self, timeout_s: float) -> EngineRequest:
+        return EngineRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self.choice.prompt.token_ids,
+            sampling=self.sampling,
+            output_token_ids=self.output_token_ids,
+            priority=self.generation.priority,
+            timeout_s=timeout_s,
+            cache_salt=self.generation.cache_salt,
+        )
+
+
+class Generation:
+    """All sequences of one HTTP request, and the handler that waits for their tokens."""
+
+    def __init__(
+        self,
+        choices: Sequence[tuple[Choice, SamplingParams]],
+        *,
+        arrival: float,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        self.arrival = arrival
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.requests = [LiveRequest(self, choice, sampling) for choice, sampling in choices]
+        self.choices = [choice for choice, _ in choices]
+        self.num_unfinished = len(self.requests)
+        self.error: ApiError | None = None
+        self.is_disconnected = False
+        self.timeout: asyncio.TimerHandle | None = None
+        self._has_news = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_unfinished == 0 or self.error is not None or self.is_disconnected
+
+    def notify(self) -> None:
+        """There is something new for the handler."""
+        self._has_news = True
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until something new came since the last call."""
+        if not self._has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        self._has_news = False
+
+
+class Journal:
+    """Live requests by the id that the workers know."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, LiveRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._requests.values()))
+
+    def add(self, request: LiveRequest) -> None:
+        self._requests[request.request_id] = request
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        return self._requests.get(request_id)
+
+    def remove(self, request: LiveRequest) -> bool:
+        """False when it was not there."""
+        return self._requests.pop(request.request_id, None) is not None

@@ -1,0 +1,125 @@
+"""Log-probabilities in the shapes of the two APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from protocol.messages import TokenLogprobs
+from router.choice import Choice, Delta
+from router.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON can't say."""
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def token_name(tokenizer: Tokenizer, token_id: int, prefix: str = "bytes:") -> str:
+    """The token's text, or its bytes spelled out when they are no text on their own."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    offsets: Sequence[int],
+    num_top: int,
+) -> dict[str, Any]:
+    """The `logprobs` of a completion. The alternatives at a position include the token itself."""
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    for token_id, entry in zip(token_ids, logprobs, strict=True):
+        name = token_name(tokenizer, token_id)
+        tokens.append(name)
+        if entry is None:
+            chosen.append(None)
+            top.append(None)
+            continue
+        alternatives = {
+            token_name(tokenizer, other): finite(logprob) for other, logprob in _top(entry, num_top)
+        }
+        alternatives.setdefault(name, finite(entry.logprob))
+        chosen.append(finite(entry.logprob))
+        top.append(alternatives)
+    return {"text_offset": list(offsets), "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer, choice: Choice, delta: Delta, num_top: int, echo: bool
+) -> dict[str, Any]:
+    """A completion's log-probabilities, those of the prompt in front when it is echoed with this delta."""
+    if not echo:
+        return completion_logprobs(tokenizer, delta.token_ids, delta.logprobs, delta.offsets, num_top)
+    prompt_ids = choice.prompt.token_ids
+    known = choice.prompt_logprobs[: len(prompt_ids)]
+    entries = [*known, *[None] * (len(prompt_ids) - len(known)), *delta.logprobs]
+    offsets = [*prompt_offsets(tokenizer, prompt_ids), *delta.offsets]
+    return completion_logprobs(tokenizer, [*prompt_ids, *delta.token_ids], entries, offsets, num_top)
+
+
+def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[int]:
+    """Where each of the prompt's tokens begins in its text."""
+    detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
+    length = 0
+    for token_id in token_ids:
+        yield length
+        length += len(detokenizer.push(token_id))
+
+
+def chat_logprobs(tokenizer: Tokenizer, delta: Delta, num_top: int) -> dict[str, Any]:
+    """The `logprobs` of a chat choice."""
+    content = []
+    for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+        item = _chat_token(tokenizer, token_id, entry.logprob)
+        item["top_logprobs"] = [
+            _chat_token(tokenizer, other, logprob) for other, logprob in _top(entry, num_top)
+        ]
+        content.append(item)
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, choice: Choice, num_top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each prompt token the alternatives and itself, by token id."""
+    answer: list[dict[str, dict[str, Any]] | None] = []
+    for token_id, entry in zip(choice.prompt.token_ids, choice.prompt_logprobs, strict=False):
+        if entry is None:
+            answer.append(None)
+            continue
+        ranked = [(token_id, entry.logprob, entry.rank)]
+        ranked += [
+            (other, logprob, rank) for rank, (other, logprob) in enumerate(_top(entry, num_top), start=1)
+        ]
+        answer.append(
+            {
+                str(other): {
+                    "logprob": finite(logprob),
+                    "rank": rank,
+                    "decoded_token": token_name(tokenizer, other),
+                }
+                for other, logprob, rank in ranked
+            }
+        )
+    return answer
+
+
+def _top(entry: TokenLogprobs, num_top: int) -> Iterator[tuple[int, float]]:
+    return zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token_name(tokenizer, token_id, prefix=""),
+        "logprob": finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }

@@ -1,0 +1,72 @@
+"""What a placement policy sees and answers. A policy is a pure function, the same live and in a simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from protocol.messages import Lifecycle, Role
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What is known of a request before it runs."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int = 0
+    disaggregate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """A live worker's load.
+
+    `outstanding_*` is what this router has sent and not seen finished, up to the moment; `reported_*` is the
+    worker's own view, of all routers' requests, as old as its last heartbeat. Prefill tokens are those of
+    prompts whose first token is still to come.
+    """
+
+    worker_id: str
+    role: Role
+    lifecycle: Lifecycle = "ready"
+    outstanding_requests: int = 0
+    outstanding_prefill_tokens: int = 0
+    reported_requests: int = 0
+    reported_prefill_tokens: int = 0
+    total_blocks: int = 0
+    free_blocks: int = 0
+
+    @property
+    def requests(self) -> int:
+        return max(self.outstanding_requests, self.reported_requests)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return max(self.outstanding_prefill_tokens, self.reported_prefill_tokens)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV pool that running requests hold."""
+        return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes. Without `prefill`, the `decode` worker does all of it."""
+
+    prefill: str | None
+    decode: str
+    predicted_cost: float
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No worker can take the request now."""
+
+    reason: str
+    retry_after_s: float = 1.0
+
+
+PlacementPolicy = Callable[[RequestFacts, Sequence[WorkerSnapshot]], Decision | Refusal]

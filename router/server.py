@@ -1,0 +1,157 @@
+"""The router as the launcher runs it: sockets at once, then the HTTP server until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.sockets import ClusterKeys
+from router.app import build_app
+from router.errors import ApiError
+from router.state import RouterState
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.05
+CLOSE_TIMEOUT_S = 3
+KEEP_ALIVE_S = 65
+
+
+def _nothing() -> None:
+    pass
+
+
+class RouterServer:
+    """Binds HTTP and the workers' socket when made; `run()` serves until `stop()` or SIGINT/SIGTERM.
+
+    `worker_endpoint` is what workers connect to, `port` the actual HTTP port. Raises `ConfigError` when an
+    address cannot be bound or the tokenizer cannot be loaded.
+    """
+
+    def __init__(self, config: ServeConfig, keys: ClusterKeys, link_host: str = "127.0.0.1") -> None:
+        self.config = config
+        self._http_socket = _bind(config.host, config.port)
+        try:
+            self.state = RouterState(config, keys, link_host)
+        except BaseException:
+            self._http_socket.close()
+            raise
+        self.port: int = self._http_socket.getsockname()[1]
+        self._server: _Uvicorn | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    @property
+    def worker_endpoint(self) -> str:
+        return self.state.link.endpoint
+
+    @property
+    def url(self) -> str:
+        host = self.config.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
+        """Thread-safe: tell the router that a worker's process is gone."""
+        self.state.mark_dead(worker_id, incarnation, reason)
+
+    def stop(self) -> None:
+        """Thread-safe: drain, then return from `run()`. A second call does not wait for running requests."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_stop)
+
+    def run(self, on_start: Callable[[], None] = _nothing, on_stop: Callable[[], None] = _nothing) -> None:
+        """Serve. `on_start` is called once HTTP answers, `on_stop` when draining begins."""
+        server_config = uvicorn.Config(
+            build_app(self.state),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        )
+        self._server = _Uvicorn(server_config, self._begin_stop)
+        self._on_stop = on_stop
+        try:
+            with asyncio.Runner(loop_factory=server_config.get_loop_factory()) as runner:
+                runner.run(self._serve(self._server, on_start))
+        finally:
+            self._loop = None
+            self.close()
+
+    def close(self) -> None:
+        """Give the sockets back; `run()` does it at its end."""
+        self.state.close()
+        self._http_socket.close()
+
+    async def _serve(self, server: _Uvicorn, on_start: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.state.attach(self._loop)
+        server.on_started = on_start
+        await server.serve(sockets=[self._http_socket])
+
+    def _begin_stop(self) -> None:
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._drain())
+        elif self._server is not None:
+            self._server.should_exit = True
+
+    async def _drain(self) -> None:
+        """No new requests; running ones get the configured time, then an error."""
+        self.state.start_draining()
+        self._on_stop()
+        deadline = asyncio.get_running_loop().time() + self.config.shutdown_timeout
+        while len(self.state.journal) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(POLL_INTERVAL_S)
+        self.state.dispatcher.fail_all(ApiError(503, "the server is shutting down"))
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn whose signals drain first, and which says when it has started."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+        self.on_started: Callable[[], None] = _nothing
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._loop = asyncio.get_running_loop()
+        if self.started:
+            self.on_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        logger.info("%s: stopping", signal.Signals(sig).name)
+        self._loop.call_soon_threadsafe(self._on_signal)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host: cannot use {host!r}: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--port: cannot listen on {host}:{port}: {error}") from error
+    return listener

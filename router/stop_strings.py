@@ -1,0 +1,61 @@
+"""Stop strings, cut exactly, wherever the text happens to be split into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStringMatcher:
+    """Passes streamed text through, up to the stop string that is complete first.
+
+    Of several that are complete at the same character the longest counts. Only text that may be the
+    beginning of a stop string is held back. The result doesn't depend on how the text was split.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Take more text; return what is certain to be output. After a match (`matched`) nothing more is."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = self._first_match(text)
+        if found is not None:
+            end, stop = found
+            self.matched, self._held = stop, ""
+            return text[:end] if self._include_stop else text[: end - len(stop)]
+        keep = self._possible_start(text)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def flush(self) -> str:
+        """The text is over: what was held back is output after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start < 0:
+                continue
+            end = start + len(stop)
+            if best is None or end < best[0] or (end == best[0] and len(stop) > len(best[1])):
+                best = end, stop
+        return best
+
+    def _possible_start(self, text: str) -> int:
+        """Where the longest end of `text` begins that is the beginning of a stop string."""
+        keep = len(text)
+        for stop in self._stops:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1), keep)
+            while start >= 0:
+                if stop.startswith(text[start:]):
+                    keep = start
+                    break
+                start = text.find(stop[0], start + 1, keep)
+        return keep

@@ -1,0 +1,167 @@
+"""The router's tokenizer: `tokenizers` alone, with the settings that Transformers would apply."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.processors import TemplateProcessing
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError, InvalidRequestError
+from router.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from router.detokenizer import (
+    BytesDetokenizer,
+    Detokenizer,
+    TokenBytes,
+    WindowDetokenizer,
+    piece_decoding,
+)
+from router.tokenizer_files import load_files
+
+INLINE_CHARACTERS = 2048
+"""Longer texts are tokenized in a thread, so that they don't hold up other requests' tokens."""
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Encodes, decodes, and renders chats."""
+
+    def __init__(
+        self, tokenizer_json: str, settings: Mapping[str, Any], chat_template: str | None = None
+    ) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        try:
+            self._fast = FastTokenizer.from_str(tokenizer_json)
+        except Exception as error:  # tokenizers raises no narrower type
+            raise ConfigError(f"--tokenizer: tokenizer.json is not usable: {error}") from error
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.special_tokens = _special_tokens(settings)
+        _mark_special(self._fast, self.special_tokens, settings)
+        _set_bos_and_eos(self._fast, self.special_tokens, settings)
+        added = self._fast.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
+        if self._decoding is not None:
+            self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
+            self._text_bytes = TokenBytes(self._fast, self._decoding, self._special_ids)
+        source = chat_template or _template_of(settings) or DEFAULT_TEMPLATE
+        self.chat_template = ChatTemplate(source, self.special_tokens)
+        self._longest_token = max((len(token) for token in self._fast.get_vocab()), default=1)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    @classmethod
+    def load(cls, config: ServeConfig) -> Tokenizer:
+        """From the configured folder or hub id. Raises `ConfigError`."""
+        chat_template = None
+        if config.chat_template is not None:
+            try:
+                chat_template = Path(config.chat_template).read_text()
+            except OSError as error:
+                raise ConfigError(f"--chat-template: cannot read {config.chat_template}: {error}") from error
+        return cls(*load_files(config), chat_template)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._fast.get_vocab_size()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        # the batch call releases the GIL, the single one doesn't
+        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    async def encode_prompt(
+        self, text: str, add_special_tokens: bool, max_tokens: int, field: str
+    ) -> list[int]:
+        """Encode without holding up the loop; a text that cannot fit in `max_tokens` is refused unread."""
+        if len(text) > max_tokens * self._longest_token:
+            raise InvalidRequestError(
+                field,
+                f"{len(text)} characters exceed the model's maximum context length of {max_tokens} tokens",
+            )
+        if len(text) <= INLINE_CHARACTERS:
+            return self.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.encode, text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, special or not."""
+        if self._decoding is not None:
+            return self._all_bytes[token_id]
+        return self._fast.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_string(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it."""
+        return self._fast.id_to_token(token_id)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh one, for the tokens that follow the prompt."""
+        context = prompt_token_ids[-8:]
+        if self._decoding is None:
+            return WindowDetokenizer(self._fast, context, skip_special_tokens)
+        table = self._text_bytes if skip_special_tokens else self._all_bytes
+        at_start = not any(table[token_id] for token_id in context)
+        return BytesDetokenizer(table, context, self._decoding.leading_spaces if at_start else 0)
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    named = {}
+    for name in _SPECIAL_NAMES:
+        token = settings.get(name)
+        content = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    """Tokens that only the settings call special are skipped in texts too."""
+    contents = list(named.values())
+    for entry in (settings.get("added_tokens_decoder") or {}).values():
+        if entry.get("special"):
+            contents.append(entry["content"])
+    known = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
+    missing = [content for content in dict.fromkeys(contents) if content not in known]
+    fast.add_special_tokens(
+        [
+            AddedToken(content, special=True, normalized=False)
+            for content in missing
+            if fast.token_to_id(content) is not None
+        ]
+    )
+
+
+def _set_bos_and_eos(fast: FastTokenizer, named: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    """`add_bos_token` and `add_eos_token`, where given, override what `tokenizer.json` adds."""
+    if not {"add_bos_token", "add_eos_token"} & settings.keys():
+        return
+    bos = named.get("bos_token") if settings.get("add_bos_token") else None
+    eos = named.get("eos_token") if settings.get("add_eos_token") else None
+    used = [(token, fast.token_to_id(token)) for token in (bos, eos) if token is not None]
+    fast.post_processor = TemplateProcessing(
+        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
+        pair=None,
+        special_tokens=used,
+    )
+
+
+def _template_of(settings: Mapping[str, Any]) -> str | None:
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
+        template = by_name.get("default") or next(iter(by_name.values()), None)
+    return template if isinstance(template, str) else None

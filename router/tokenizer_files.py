@@ -1,0 +1,81 @@
+"""Finds a model's tokenizer files, in a local folder or on the hub, without importing torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_CONVERT = (
+    "import sys; from transformers import AutoTokenizer; "
+    "AutoTokenizer.from_pretrained(sys.argv[1], revision=sys.argv[2] or None, "
+    "trust_remote_code=sys.argv[3] == 'True').save_pretrained(sys.argv[4])"
+)
+CONVERT_TIMEOUT_S = 300.0
+
+
+def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
+    """The text of `tokenizer.json`, and the settings of `tokenizer_config.json`.
+
+    A separate `chat_template.jinja` is merged into the settings. A model that only has a slow tokenizer's
+    files is converted by Transformers in a process of its own. Raises `ConfigError`.
+    """
+    source = config.tokenizer_source
+    files = _local_files(Path(source)) if Path(source).is_dir() else _hub_files(source, config.revision)
+    if "tokenizer.json" in files:
+        return _read(files)
+    with tempfile.TemporaryDirectory(prefix="tandem-tokenizer-") as folder:
+        _convert(config, folder)
+        return _read(_local_files(Path(folder)))
+
+
+def _local_files(folder: Path) -> dict[str, Path]:
+    return {name: folder / name for name in FILES if (folder / name).is_file()}
+
+
+def _hub_files(repo_id: str, revision: str | None) -> dict[str, Path]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    files = {}
+    for name in FILES:
+        try:
+            files[name] = Path(hf_hub_download(repo_id, name, revision=revision))
+        except EntryNotFoundError:
+            continue
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise ConfigError(f"--tokenizer: cannot get {name} of {repo_id!r}: {error}") from error
+    return files
+
+
+def _convert(config: ServeConfig, folder: str) -> None:
+    arguments = [config.tokenizer_source, config.revision or "", str(config.trust_remote_code), folder]
+    done = subprocess.run(
+        [sys.executable, "-c", _CONVERT, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=CONVERT_TIMEOUT_S,
+    )
+    if done.returncode or not (Path(folder) / "tokenizer.json").is_file():
+        reason = (done.stderr.strip().splitlines() or ["it has no fast tokenizer"])[-1]
+        raise ConfigError(f"--tokenizer: {config.tokenizer_source} has no usable tokenizer: {reason}")
+
+
+def _read(files: dict[str, Path]) -> tuple[str, dict[str, Any]]:
+    try:
+        settings: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            if name in files:
+                settings.update(json.loads(files[name].read_text()))
+        if "chat_template.jinja" in files:
+            settings["chat_template"] = files["chat_template.jinja"].read_text()
+        return files["tokenizer.json"].read_text(), settings
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer: cannot read the tokenizer's files: {error}") from error

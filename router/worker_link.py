@@ -1,0 +1,110 @@
+"""The router's socket to the workers, on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from protocol.codec import encode, worker_to_router
+from protocol.errors import ProtocolError
+from protocol.messages import Register, StepOutput, WorkerState, WorkerToRouter
+from protocol.sockets import ClusterKeys, bind_router, start_authenticator
+from router.metrics import Metrics
+from router.registry import Worker
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SUFFIX = "/hb"
+MAX_MESSAGES_PER_TURN = 64
+
+
+class WorkerLink:
+    """A ROUTER socket, bound at once, read by the event loop from `attach()` on."""
+
+    def __init__(self, keys: ClusterKeys, host: str, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = start_authenticator(self._context, keys)
+        self._socket, self.endpoint = bind_router(self._context, keys, host)
+        self._socket.router_mandatory = True
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_message: Callable[[WorkerToRouter], None] | None = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[WorkerToRouter], None]) -> None:
+        self._loop, self._on_message = loop, on_message
+        loop.add_reader(self._socket.fileno(), self._read)
+        loop.call_soon(self._read)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop = None
+        if not self._socket.closed:
+            self._socket.close(linger=0)
+            self._authenticator.stop()
+            self._context.term()
+
+    def send(self, worker: Worker, message: msgspec.Struct) -> bool:
+        """Queue a message; False when the worker has no connection or its queue is full."""
+        try:
+            self._socket.send_multipart((worker.identity, encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("cannot send to worker %s: %s", worker.key.worker_id, error)
+            return False
+        finally:
+            # the descriptor tells of changes only, and sending may have swallowed one
+            if self._loop is not None and self._readable():
+                self._loop.call_soon(self._read)
+        return True
+
+    def _readable(self) -> bool:
+        events = self._socket.getsockopt(zmq.EVENTS)
+        return isinstance(events, int) and bool(events & zmq.POLLIN)
+
+    def _read(self) -> None:
+        if self._loop is None:
+            return
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(frames)
+        self._loop.call_soon(self._read)
+
+    def _handle(self, frames: list[bytes]) -> None:
+        message = self._decode(frames)
+        if message is None or self._on_message is None:
+            return
+        try:
+            self._on_message(message)
+        except Exception:  # one worker's message must not take the router down
+            logger.exception("a message from worker %r failed", frames[0])
+            self._metrics.dropped("failed")
+
+    def _decode(self, frames: list[bytes]) -> WorkerToRouter | None:
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"{len(frames)} frames instead of 2")
+            message: WorkerToRouter = worker_to_router.decode(frames[1])
+            sender = frames[0].decode(errors="replace").removesuffix(HEARTBEAT_SUFFIX)
+            if sender != _worker_id(message):
+                raise ProtocolError(f"it speaks for worker {_worker_id(message)}")
+        except ProtocolError as error:
+            logger.warning("dropped a message from %r: %s", frames[0][:64], error)
+            self._metrics.dropped("malformed")
+            return None
+        return message
+
+
+def _worker_id(message: WorkerToRouter) -> str:
+    match message:
+        case Register():
+            return message.address.worker_id
+        case StepOutput() | WorkerState():
+            return message.worker_id

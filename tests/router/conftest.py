@@ -1,0 +1,131 @@
+"""A small tokenizer, a running router, and workers to connect to it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from protocol.config import ServeConfig
+from protocol.sockets import ClusterKeys
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_worker import FakeWorker
+
+from router.server import RouterServer
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog and runs away from the hunter",
+    "def main(arguments):\n    return arguments.get('name', None)\n",
+    "naïve café déjà vu, straße, übergröße; 日本語のテキスト, смешанный текст, 🙂🚀👩‍👩‍👧",
+    "numbers 0 1 2 3 4 5 6 7 8 9 and punctuation . , ; : ! ? ( ) [ ] { }",
+]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_level_tokenizer(vocab_size: int = 600) -> FastTokenizer:
+    tokenizer = FastTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def fast_tokenizer() -> FastTokenizer:
+    return byte_level_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, fast_tokenizer: FastTokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "test-model"
+    folder.mkdir()
+    fast_tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "pad_token": "<|pad|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+class RunningRouter:
+    """A router with uvicorn in a thread, on random ports."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.keys = ClusterKeys.generate()
+        self.server = RouterServer(config, self.keys)
+        self.url = self.server.url
+        self.workers: list[FakeWorker] = []
+        started = threading.Event()
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(
+            target=self.server.run,
+            kwargs={"on_start": started.set, "on_stop": self.stopping.set},
+            daemon=True,
+        )
+        self.thread.start()
+        assert started.wait(10)
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    def add_worker(self, worker_id: str = "decode-0", role: str = "decode", **options: Any) -> FakeWorker:
+        worker = FakeWorker(self.server.worker_endpoint, self.keys, worker_id, role, **options).start()
+        self.workers.append(worker)
+        return worker
+
+    def kill(self, worker: FakeWorker) -> None:
+        self.workers.remove(worker)
+        worker.stop()
+
+    def metric(self, name: str, **labels: str) -> float:
+        registry = self.server.state.metrics.registry
+        model = {"model_name": self.server.config.model_name}
+        return registry.get_sample_value(name, {**labels, **model}) or 0.0
+
+    def close(self) -> None:
+        self.http.close()
+        self.server.stop()
+        self.server.stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        for worker in self.workers:
+            worker.stop()
+
+
+@pytest.fixture
+def make_router(model_folder: Path) -> Iterator[Callable[..., RunningRouter]]:
+    routers: list[RunningRouter] = []
+
+    def make(**options: Any) -> RunningRouter:
+        config = ServeConfig(**{"model": str(model_folder), "port": 0, **options})
+        routers.append(RunningRouter(config))
+        return routers[-1]
+
+    yield make
+    for router in routers:
+        router.close()
+
+
+@pytest.fixture(scope="module")
+def router(model_folder: Path) -> Iterator[RunningRouter]:
+    """With one prefill and one decode worker that repeat the prompt."""
+    running = RunningRouter(ServeConfig(model=str(model_folder), port=0))
+    decode = running.add_worker("decode-0", "decode")
+    running.add_worker("prefill-0", "prefill", peers={"decode-0": decode})
+    yield running
+    running.close()
