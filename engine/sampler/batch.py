@@ -110,6 +110,8 @@ class BatchParams:
         self.top_p_rows = self._indices(top_p_rows)
         self.top_p = self._column([params[row].top_p for row in top_p_rows], torch.float64)
 
+        self.top_k_in_top_p_rows = all(limits[row] for row in top_p_rows)
+
         open_rows = self._rows(lambda p: not p.is_greedy and not p.min_p > 0 and p.top_p >= 1.0)
         open_rows = [row for row in open_rows if limits[row] == 0]
         self.open_rows = self._indices(open_rows)

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.sampler.noise import gumbel_noise, noise_bits, tail_probability
-from engine.sampler.ops import argmax_rows, true_indices
+from engine.sampler.ops import argmax_rows, at_least, column_chunks, true_indices
 
-_CPU_CHUNK = 2**16
-_DEVICE_CHUNK = 2**24
-_RELATIVE_SLACK = 1.0 + 1e-4
-_ABSOLUTE_SLACK = 2.0**-22
+_SLACK = 1e-4
+_TAIL_SLACK = 2.0**-22
 
 
 def challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,14 +23,11 @@ def challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     noise, value + noise >= s means -log u <= exp(value - s), and -log u is at least 1 - u.
     """
     keys = keys.unsqueeze(1)
-    score_to_beat = gumbel_noise(keys, argmax_rows(values).unsqueeze(1))
-    num_rows, vocab_size = values.shape
-    chunk = max(1, (_CPU_CHUNK if values.device.type == "cpu" else _DEVICE_CHUNK) // num_rows)
+    score_to_beat = gumbel_noise(keys, argmax_rows(values).unsqueeze(1)) - _SLACK
     found = []
-    for start in range(0, vocab_size, chunk):
-        part = values[:, start : start + chunk]
-        token_ids = torch.arange(start, start + part.shape[1], device=values.device)
-        bound = (part - score_to_beat).exp_().mul_(_RELATIVE_SLACK).add_(_ABSOLUTE_SLACK)
-        rows, columns = true_indices(tail_probability(noise_bits(keys, token_ids)) <= bound)
+    for start, chunk in column_chunks(values):
+        token_ids = torch.arange(start, start + chunk.shape[1], device=values.device)
+        tail = tail_probability(noise_bits(keys, token_ids)).sub_(_TAIL_SLACK)
+        rows, columns = true_indices(at_least((chunk - score_to_beat).exp_(), tail))
         found.append((rows, columns + start))
     return torch.cat([rows for rows, _ in found]), torch.cat([ids for _, ids in found])
