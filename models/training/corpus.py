@@ -62,35 +62,36 @@ def held_out_files() -> list[SourceFile]:
 
 
 class Windows:
-    """An endless, seeded stream of `[batch, length + 1]` token windows over the training files.
+    """An endless, seeded stream of batches of token windows over the training files.
 
-    Each epoch shuffles the files, joins them with the end-of-text token, and starts at a random offset, so that the
-    windows' borders move. The stream depends on the seed and the step alone: a resumed run skips to its place.
+    Each epoch joins the files in a new order, with the end-of-text token between them, cuts the whole at a new offset
+    into windows, and deals these out in random order, each once. The stream depends only on the seed and the calls.
     """
 
     def __init__(self, documents: list[np.ndarray], separator: int, seed: int) -> None:
         self.documents = documents
         self.separator = np.array([separator], dtype=np.uint16)
         self.random = np.random.default_rng(seed)
-        self.stream = np.empty(0, dtype=np.uint16)
-        self.position = 0
         self.epoch = 0
+        self.length = 0
+        self.tokens = np.empty(0, dtype=np.uint16)
+        self.starts = np.empty(0, dtype=np.int64)
 
-    def _next_epoch(self) -> None:
+    def _next_epoch(self, length: int) -> None:
         order = self.random.permutation(len(self.documents))
         parts = [part for index in order for part in (self.separator, self.documents[index])]
-        tail = self.stream[self.position :] if self.epoch else np.empty(0, dtype=np.uint16)
-        self.stream = np.concatenate([tail, *parts])
-        self.position = 0 if self.epoch else int(self.random.integers(1024))
+        self.tokens = np.concatenate(parts)
+        starts = np.arange(self.random.integers(length), len(self.tokens) - length, length)
+        self.starts = self.random.permutation(starts)
+        self.length = length
         self.epoch += 1
 
     def next(self, batch: int, length: int) -> np.ndarray:
-        """Return int64 `[batch, length + 1]`: consecutive windows that share one token with their successor."""
-        while len(self.stream) - self.position < batch * length + 1:
-            self._next_epoch()
-        flat = self.stream[self.position : self.position + batch * length + 1].astype(np.int64)
-        self.position += batch * length
-        return np.stack([flat[row * length : (row + 1) * length + 1] for row in range(batch)])
+        """Return int64 `[batch, length + 1]`; a new `length` begins a new epoch."""
+        if length != self.length or len(self.starts) < batch:
+            self._next_epoch(length)
+        chosen, self.starts = self.starts[:batch], self.starts[batch:]
+        return self.tokens[chosen[:, None] + np.arange(length + 1)].astype(np.int64)
 
 
 def encode_training(tokenizer: Tokenizer) -> list[np.ndarray]:

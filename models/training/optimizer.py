@@ -1,4 +1,4 @@
-"""fp32 master weights for a bf16 model, stepped by Muon (matrices) and AdamW (embeddings and norms)."""
+"""fp32 master weights for a bf16 model, stepped by Muon (matrices) and AdamW (embeddings, head and norms)."""
 
 from pathlib import Path
 
@@ -18,15 +18,14 @@ class MasterWeights:
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
         self.learning_rate = learning_rate
         self.masters = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
-        matrices = [p for name, p in self.masters.items() if p.ndim == 2 and "embed" not in name]
-        others = [p for name, p in self.masters.items() if p.ndim != 2 or "embed" in name]
-        self.optimizers: dict[str, torch.optim.Optimizer] = {
-            "adamw": torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-        }
-        if matrices:
-            self.optimizers["muon"] = torch.optim.Muon(
+        matrices = [p for name, p in self.masters.items() if p.ndim == 2 and ".layers." in name]
+        others = [p for name, p in self.masters.items() if p.ndim != 2 or ".layers." not in name]
+        self.optimizers = {
+            "adamw": torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+            "muon": torch.optim.Muon(
                 matrices, lr=learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
-            )
+            ),
+        }
 
     def take_gradients(self, model: nn.Module) -> None:
         """Add the model's gradients to the masters', and clear the model's."""
