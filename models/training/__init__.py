@@ -1,1 +1,1 @@
-"""Trains the bundled pair from scratch on CPython's standard library: see models/README.md for the commands."""
+"""Trains the bundled pair on CPython's standard library: see models/README.md for the commands."""

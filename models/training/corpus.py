@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_ONE_IN = 10
 
-# Not code a person would complete: other people's packages, generated tables, build settings, deliberately odd inputs.
+# Not code a person would complete: others' packages, generated tables, build settings, odd inputs.
 EXCLUDED_PARTS = {"site-packages", "__pycache__", "encodings", "pydoc_data", "encoded_modules"}
 EXCLUDED_PREFIXES = ("_sysconfigdata", "bad_", "badsyntax")
 
@@ -26,7 +26,7 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is kept from all training: decided by its name alone, so equal on every machine."""
+        """Whether the file is kept from all training: its name alone decides, so it is equal everywhere."""
         digest = hashlib.blake2b(self.name.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
@@ -64,8 +64,9 @@ def held_out_files() -> list[SourceFile]:
 class Windows:
     """An endless, seeded stream of batches of token windows over the training files.
 
-    Each epoch joins the files in a new order, with the end-of-text token between them, cuts the whole at a new offset
-    into windows, and deals these out in random order, each once. The stream depends only on the seed and the calls.
+    Each epoch joins the files in a new order, with the end-of-text token between them, cuts the whole at a
+    new offset into windows, and deals these out in random order, each once. The stream depends only on the
+    seed and the calls.
     """
 
     def __init__(self, documents: list[np.ndarray], separator: int, seed: int) -> None:

@@ -1,7 +1,7 @@
-"""Distills the target into the draft: the draft learns the target's whole next-token distribution on the corpus.
+"""Distills the target into the draft: it learns the target's whole next-token distribution on the corpus.
 
-The loss is KL(target || draft) at temperature 1 (Hinton et al., 2015): what a draft needs is the target's opinion, not
-the text's, and the whole distribution says more per token than one next token does.
+The loss is KL(target || draft) at temperature 1 (Hinton et al., 2015): what a draft needs is the target's
+opinion, not the text's, and the whole distribution says more per token than one next token does.
 """
 
 import argparse
@@ -15,7 +15,9 @@ from models.training.loop import add_arguments, run
 from models.training.shapes import export
 
 
-def distillation_loss(draft: LlamaForCausalLM, target_logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def distillation_loss(
+    draft: LlamaForCausalLM, target_logits: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     """Mean KL divergence (nats) of the draft from the target over `ids` `[windows, length]`."""
     draft_log = draft(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
     target_log = target_logits.float().log_softmax(-1)

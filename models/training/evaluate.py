@@ -1,4 +1,4 @@
-"""Measures the pair on held-out files: bits per byte of both, and how often the draft's argmax is the target's."""
+"""Measures the pair on held-out files: bits per byte of both, and how often their argmax agrees."""
 
 import argparse
 import json
@@ -43,7 +43,7 @@ class Tally:
 
 
 def windows(files: list[SourceFile], tokenizer: PreTrainedTokenizerBase) -> Iterator[torch.Tensor]:
-    """Cut each file, end-of-text in front, into `[1, n]` windows of at most CONTEXT + 1 that share one token."""
+    """Cut each file, end-of-text in front, into `[1, n]` windows of at most CONTEXT + 1, overlapping by one."""
     for file in files:
         ids = [tokenizer.bos_token_id, *tokenizer(file.text, verbose=False).input_ids]
         for start in range(0, len(ids) - 1, CONTEXT):
@@ -66,7 +66,9 @@ def measure(target: PreTrainedModel, draft: PreTrainedModel, tokens: torch.Tenso
     tally.overlap += torch.minimum(target_log.exp(), draft_log.exp()).sum().item()
 
 
-def sample(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, temperature: float) -> str:
+def sample(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, temperature: float
+) -> str:
     """Complete `prompt` with up to 96 tokens."""
     inputs = tokenizer(prompt, return_tensors="pt")
     kind = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

@@ -1,8 +1,9 @@
 """The training loop that both models share: warm-up, stable rate, linear decay; checkpoints; resuming.
 
-The forward and backward passes run in bf16, the optimizers on fp32 master weights. The learning rate is constant after
-the warm-up and falls linearly to zero over the last `--decay-steps`, in which windows grow to the model's whole context.
-Until the decay starts a run doesn't depend on its length, so `--resume` may extend it.
+The forward and backward passes run in bf16, the optimizers on fp32 master weights. The learning rate is
+constant after the warm-up and falls linearly to zero over the last `--decay-steps`, in which windows grow to
+the model's whole context. Until the decay starts a run doesn't depend on its length, so `--resume` may change
+`--steps`.
 """
 
 import argparse
@@ -50,7 +51,9 @@ def learning_rate_scale(step: int, arguments: argparse.Namespace) -> float:
     return min(1.0, warm, cool)
 
 
-def run(model: LlamaForCausalLM, loss_function: Loss, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+def run(
+    model: LlamaForCausalLM, loss_function: Loss, tokenizer: Tokenizer, arguments: argparse.Namespace
+) -> None:
     """Train the bf16 `model` in place on `loss_function(tokens [windows, length + 1])`, a mean in nats."""
     windows = Windows(encode_training(tokenizer), END_OF_TEXT_ID, arguments.seed)
     masters = MasterWeights(model, arguments.learning_rate)

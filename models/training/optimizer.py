@@ -11,8 +11,8 @@ from torch import nn
 class MasterWeights:
     """Holds a model's weights in fp32, gathers its gradients, steps, and writes the bf16 weights back.
 
-    Muon (Jordan et al., 2024) orthogonalizes the momentum of each weight matrix; its update is scaled to AdamW's RMS
-    (Liu et al., 2025), so that one learning rate fits both.
+    Muon (Jordan et al., 2024) orthogonalizes the momentum of each weight matrix; its update is scaled to
+    AdamW's RMS (Liu et al., 2025), so that one learning rate fits both.
     """
 
     def __init__(self, model: nn.Module, learning_rate: float) -> None:

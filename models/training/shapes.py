@@ -31,7 +31,7 @@ def _config(
 
 
 def target_config() -> LlamaConfig:
-    """9.4 M parameters: 4 layers of width 384, 6 heads of 64 over 2 KV heads; embeddings apart from the head."""
+    """9.4 M parameters: 4 layers of width 384, 6 heads of 64 over 2 KV heads; head not tied."""
     return _config(hidden=384, layers=4, heads=6, kv_heads=2, head_dim=64, ffn=1024, tied=False)
 
 

@@ -1,4 +1,4 @@
-"""The bundled pair loads as ordinary local models, is small, shares a lossless tokenizer, and has learnt Python."""
+"""The bundled pair: ordinary local models, small, with one lossless tokenizer, and they know Python."""
 
 import json
 import math
@@ -106,7 +106,10 @@ def test_the_target_completes_python(target: PreTrainedModel, tokenizer: PreTrai
 
 
 def test_held_out_bits_per_byte(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: list[dict[str, str]]
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: list[dict[str, str]],
 ) -> None:
     texts = [entry["prompt"] + entry["continuation"] for entry in held_out[::8]]
     of_target, of_draft = (bits_per_byte(model, tokenizer, texts) for model in (target, draft))
@@ -116,7 +119,10 @@ def test_held_out_bits_per_byte(
 
 
 def test_the_draft_agrees_with_the_target(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: list[dict[str, str]]
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: list[dict[str, str]],
 ) -> None:
     agreed = total = 0
     for entry in held_out[::8]:
@@ -132,5 +138,7 @@ def test_positions_up_to_the_context_are_trained(
 ) -> None:
     ids = tokenizer("\n\n".join(entry["prompt"] for entry in held_out[:12])).input_ids[: CONTEXT + 1]
     assert len(ids) == CONTEXT + 1
-    losses = torch.nn.functional.cross_entropy(logits(target, ids[:-1]), torch.tensor(ids[1:]), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits(target, ids[:-1]), torch.tensor(ids[1:]), reduction="none"
+    )
     assert losses[-256:].mean() < 1.2 * losses[256:512].mean()
