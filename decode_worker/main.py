@@ -5,7 +5,8 @@ from __future__ import annotations
 from decode_worker.loop import DecodeLoop
 from protocol.config import ServeConfig
 from protocol.sockets import ClusterKeys
-from worker.process import StopHandle, run_worker
+from worker.process import run_worker
+from worker.stop import StopHandle
 
 
 def run(
@@ -14,6 +15,7 @@ def run(
     router_endpoint: str,
     keys: ClusterKeys,
     stop: StopHandle | None = None,
+    incarnation: str | None = None,
 ) -> None:
     """Be a decode worker until `stop`, or until the router is gone."""
-    run_worker(DecodeLoop, "decode", config, worker_id, router_endpoint, keys, stop)
+    run_worker(DecodeLoop, "decode", config, worker_id, router_endpoint, keys, stop, incarnation)

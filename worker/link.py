@@ -46,24 +46,28 @@ class RouterLink:
         while time.monotonic() < deadline:
             self.socket.send(raw)
             if self.socket.poll(int(_REGISTER_RETRY_S * 1000)):
-                for answer in self.receive():
-                    if isinstance(answer, Registered) and answer.incarnation == self._incarnation:
-                        return
+                answer = self._receive_one()
+                if isinstance(answer, Registered) and answer.incarnation == self._incarnation:
+                    return
         raise RouterUnreachableError(f"the router did not confirm {self._worker_id} within {timeout_s:.0f} s")
 
     def receive(self) -> list[RouterToWorker]:
         """All messages that have arrived; never waits."""
-        messages: list[RouterToWorker] = []
-        while True:
-            try:
-                raw = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
-            try:
-                messages.append(router_to_worker.decode(raw))
-            except ProtocolError as error:
-                self._counters.add("dropped_messages_total")
-                log.warning("dropped a message of the router: %s", error)
+        messages = []
+        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            message = self._receive_one()
+            if message is not None:
+                messages.append(message)
+        return messages
+
+    def _receive_one(self) -> RouterToWorker | None:
+        """One message that has arrived, unless it cannot be understood."""
+        try:
+            return router_to_worker.decode(self.socket.recv(zmq.NOBLOCK))
+        except ProtocolError as error:
+            self._counters.add("dropped_messages_total")
+            log.warning("dropped a message of the router: %s", error)
+            return None
 
     def send_outputs(self, outputs: list[TokenOutput]) -> None:
         self.socket.send(

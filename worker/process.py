@@ -21,6 +21,7 @@ from worker.link import RouterLink
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
 from worker.setup import address_towards, build_engine, set_up_logging, set_up_threads
+from worker.stop import StopHandle
 
 log = logging.getLogger(__name__)
 
@@ -34,27 +35,6 @@ class RoleLoop(Protocol):
     def __call__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> WorkerLoop: ...
 
 
-class StopHandle:
-    """Lets another thread end a worker at any stage of its life."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._requested = False
-        self._loop: WorkerLoop | None = None
-
-    def stop(self) -> None:
-        with self._lock:
-            self._requested = True
-            if self._loop is not None:
-                self._loop.stop()
-
-    def attach(self, loop: WorkerLoop) -> None:
-        with self._lock:
-            self._loop = loop
-            if self._requested:
-                loop.stop()
-
-
 def run_worker(
     make_loop: RoleLoop,
     role: Role,
@@ -63,6 +43,7 @@ def run_worker(
     router_endpoint: str,
     keys: ClusterKeys,
     stop: StopHandle | None = None,
+    incarnation: str | None = None,
     on_router_lost: Callable[[], None] | None = None,
 ) -> None:
     """Be a worker until `stop`. Returns when it ended as asked; raises `TandemError` when it cannot serve.
@@ -70,14 +51,14 @@ def run_worker(
     Without `on_router_lost` the whole process ends when the router is gone.
     """
     set_up_logging(config, worker_id)
-    threads = set_up_threads(config)
+    set_up_threads(config)
     stop = stop or StopHandle()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     parts = WorkerParts(
         config=config,
         role=role,
         worker_id=worker_id,
-        incarnation=new_incarnation(),
+        incarnation=incarnation or new_incarnation(),
         host=config.worker_host or address_towards(router_endpoint),
         keys=keys,
         context=context,
@@ -92,7 +73,7 @@ def run_worker(
         loop = make_loop(parts, engine, link)
         parts.lifecycle = "ready"
         try:
-            link.register(_registration(parts, engine, loop.address, threads), config.start_timeout)
+            link.register(_registration(parts, engine, loop.address), config.start_timeout)
         except TandemError:
             loop.close()
             raise
@@ -106,7 +87,7 @@ def run_worker(
         parts.wake.close()
 
 
-def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress, threads: int) -> Register:
+def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> Register:
     return Register(
         address=address,
         role=parts.role,
@@ -116,7 +97,7 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress, thre
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),
-        start_up={**engine.start_up, "threads": str(threads)},
+        start_up=engine.start_up,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import sys
 from urllib.parse import urlsplit
@@ -28,30 +27,10 @@ def set_up_logging(config: ServeConfig, name: str) -> None:
     )
 
 
-def worker_count(config: ServeConfig) -> int:
-    return config.decode_replicas + (config.prefill_replicas if config.disaggregation else 0)
-
-
-def choose_threads(config: ServeConfig, cores: int) -> int:
-    """CPU threads for one worker.
-
-    `--worker-threads` wins. Otherwise the host's cores are divided evenly among the workers, at least one
-    each: a step is one parallel region after another, and every region waits for its slowest thread, so
-    threads that outnumber the cores cost more than they bring.
-    """
+def set_up_threads(config: ServeConfig) -> None:
+    """The launcher chooses `worker_threads`; without one torch's own default stands."""
     if config.worker_threads is not None:
-        return config.worker_threads
-    return max(1, cores // worker_count(config))
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def set_up_threads(config: ServeConfig) -> int:
-    threads = choose_threads(config, available_cores())
-    torch.set_num_threads(threads)
-    return threads
+        torch.set_num_threads(config.worker_threads)
 
 
 def address_towards(endpoint: str) -> str:

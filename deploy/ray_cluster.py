@@ -1,0 +1,94 @@
+"""The Ray cluster that the workers run on: a local one of our own, or one to join."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from deploy.cleanup import make_directory, remove_directory
+from protocol.config import ServeConfig
+from protocol.errors import TandemError
+
+log = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 80 * 1024 * 1024
+"""Ray's least: nothing of ours goes through its object store."""
+
+
+class RayStartError(TandemError):
+    """Ray could not be started, or joined."""
+
+
+class RayCluster:
+    """Started by `start`, left by `stop`. Both run in one thread, which must live as long as the cluster does:
+    the kernel ends a local cluster's processes with the thread that started them.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._address = config.ray_address
+        self._directory: Path | None = None
+        self.namespace = f"tandem-{secrets.token_hex(4)}"
+
+    @property
+    def is_local(self) -> bool:
+        return self._address is None
+
+    def start(self) -> None:
+        _quiet_environment()
+        if self.is_local:
+            self._directory = make_directory()
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        options: dict[str, Any] = {
+            "namespace": self.namespace,
+            "configure_logging": False,
+            "log_to_driver": True,
+        }
+        if self.is_local:
+            options |= {
+                "num_cpus": 0,
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+                "_temp_dir": str(self._directory),
+                "_node_ip_address": "127.0.0.1",
+            }
+        else:
+            options["address"] = self._address
+        try:
+            ray.init(**options)
+        except Exception as error:
+            where = f"--ray-address {self._address}: cannot join Ray" if self._address else "cannot start Ray"
+            raise RayStartError(f"{where}: {error}") from error
+
+    def num_gpus(self) -> float:
+        import ray
+
+        return float(ray.cluster_resources().get("GPU", 0))
+
+    def stop(self) -> None:
+        """Leave the cluster; end it if it is ours. Idempotent."""
+        import ray
+
+        ray.shutdown()
+        self.remove_files()
+
+    def remove_files(self) -> None:
+        if self._directory is not None:
+            remove_directory(self._directory)
+
+
+def _quiet_environment() -> None:
+    """Must be set before Ray is imported."""
+    for name, value in {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_COLOR_PREFIX": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }.items():
+        os.environ.setdefault(name, value)

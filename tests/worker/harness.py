@@ -1,0 +1,230 @@
+"""Real workers in processes of their own, on real sockets, with the test in the router's place."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import zmq
+
+from protocol.codec import encode, worker_to_router
+from protocol.config import ServeConfig
+from protocol.messages import (
+    Abort,
+    EngineRequest,
+    Generate,
+    PeerAddress,
+    Register,
+    Registered,
+    Role,
+    StepOutput,
+    TokenOutput,
+    WorkerState,
+)
+from protocol.sampling import SamplingParams
+from protocol.sockets import ClusterKeys, bind_router, start_authenticator
+from tests.worker.child import run_child
+
+WAIT_S = 30.0
+
+
+def tiny_config(model: Path, **changes: Any) -> ServeConfig:
+    config = ServeConfig(
+        model=str(model),
+        dtype="float32",
+        device="cpu",
+        compile="off",
+        worker_threads=1,
+        kv_cache_memory_bytes=4 * 1024 * 1024,
+        max_num_batched_tokens=64,
+        max_num_seqs=32,
+        handoff_timeout=5.0,
+        log_level="warning",
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int = 12, **sampling: Any) -> EngineRequest:
+    params = {"temperature": 0.0, "ignore_eos": True} | sampling
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, **params),
+    )
+
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.worker.child"])
+
+
+class RunningWorker:
+    """A worker's process, as the router sees it."""
+
+    def __init__(
+        self, cluster: Cluster, role: Role, worker_id: str, config: ServeConfig, fault: str = ""
+    ) -> None:
+        self.worker_id = worker_id
+        self._cluster = cluster
+        self._ours, theirs = _processes.Pipe()
+        self.process = _processes.Process(
+            target=run_child,
+            args=(
+                role,
+                msgspec.to_builtins(config),
+                worker_id,
+                cluster.endpoint,
+                cluster.keys,
+                theirs,
+                fault,
+            ),
+            name=worker_id,
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+
+    @property
+    def address(self) -> PeerAddress:
+        return self._cluster.registered[self.worker_id].address
+
+    @property
+    def state(self) -> WorkerState:
+        """The newest heartbeat of this incarnation."""
+        return self._cluster.states[self.address.incarnation]
+
+    def counter(self, name: str) -> float:
+        return self.state.counters[name]
+
+    @property
+    def used_blocks(self) -> int:
+        return self.state.total_blocks - self.state.free_blocks - self.state.cached_blocks
+
+    def stop(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._ours.send("stop")
+        self.join()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.join()
+
+    def join(self, timeout_s: float = WAIT_S) -> None:
+        self.process.join(timeout_s)
+        if self.process.is_alive():
+            self.process.kill()
+            raise AssertionError(f"{self.worker_id} does not end")
+
+    def ended_with(self) -> str:
+        """Why it ended: "" as asked, else the error."""
+        self.join()
+        return str(self._ours.recv())
+
+
+class Cluster:
+    """The router's side of the sockets."""
+
+    def __init__(self) -> None:
+        self.keys = ClusterKeys.generate()
+        self.context: zmq.Context[Any] = zmq.Context()
+        self._authenticator = start_authenticator(self.context, self.keys)
+        self._socket, self.endpoint = bind_router(self.context, self.keys, "127.0.0.1")
+        self.registered: dict[str, Register] = {}
+        self.states: dict[str, WorkerState] = {}
+        self.outputs: dict[str, list[tuple[str, TokenOutput]]] = defaultdict(list)
+        self.steps: list[StepOutput] = []
+        self.workers: list[RunningWorker] = []
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            worker.stop()
+        self.close()
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._socket.close()
+            self._authenticator.stop()
+            self.context.destroy(linger=0)
+
+    def start(self, role: Role, worker_id: str, config: ServeConfig, fault: str = "") -> RunningWorker:
+        self.registered.pop(worker_id, None)
+        worker = RunningWorker(self, role, worker_id, config, fault)
+        self.workers.append(worker)
+        self.wait(lambda: worker_id in self.registered or not worker.process.is_alive())
+        assert worker_id in self.registered, worker.ended_with()
+        self.wait(lambda: worker.address.incarnation in self.states)
+        return worker
+
+    def start_pair(self, config: ServeConfig) -> tuple[RunningWorker, RunningWorker]:
+        return self.start("prefill", "prefill-0", config), self.start("decode", "decode-0", config)
+
+    def send(self, worker_id: str, message: msgspec.Struct) -> None:
+        self._socket.send_multipart([worker_id.encode(), encode(message)])
+
+    def generate(
+        self, worker: RunningWorker, request: EngineRequest, decode: PeerAddress | None = None
+    ) -> None:
+        message = Generate(incarnation=worker.address.incarnation, request=request, decode=decode)
+        self.send(worker.worker_id, message)
+
+    def abort(self, *request_ids: str) -> None:
+        for worker in self.workers:
+            self.send(worker.worker_id, Abort(request_ids=list(request_ids)))
+
+    def wait(self, done: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+        """Serve the sockets until `done`. Fails the test when that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline, "it does not come"
+            if self._socket.poll(20):
+                identity, raw = self._socket.recv_multipart()
+                self._on_message(identity, worker_to_router.decode(raw))
+
+    def _on_message(self, identity: bytes, message: Register | WorkerState | StepOutput) -> None:
+        match message:
+            case Register():
+                self.registered[message.address.worker_id] = message
+                self.send(identity.decode(), Registered(incarnation=message.address.incarnation))
+            case WorkerState():
+                self.states[message.incarnation] = message
+            case StepOutput():
+                self.steps.append(message)
+                for output in message.outputs:
+                    self.outputs[output.request_id].append((message.worker_id, output))
+
+    def finished(self, request_id: str) -> bool:
+        return any(output.finish_reason for _, output in self.outputs[request_id])
+
+    def run(self, *request_ids: str, timeout_s: float = WAIT_S) -> None:
+        self.wait(lambda: all(self.finished(request_id) for request_id in request_ids), timeout_s)
+
+    def tokens(self, request_id: str) -> list[int]:
+        """The tokens in the order of their arrival; the end must be there exactly once."""
+        outputs = [output for _, output in self.outputs[request_id]]
+        assert [output.finish_reason is not None for output in outputs].count(True) == 1
+        return [token for output in outputs for token in output.token_ids]
+
+    def sources(self, request_id: str) -> list[str]:
+        """Which worker sent each output."""
+        return [worker_id for worker_id, _ in self.outputs[request_id]]
+
+    def error(self, request_id: str) -> TokenOutput:
+        last = self.outputs[request_id][-1][1]
+        assert last.finish_reason == "error"
+        return last
+
+    def wait_empty(self, *workers: RunningWorker) -> None:
+        """Every block is free or cached again."""
+        self.states.clear()
+        self.wait(lambda: all(w.address.incarnation in self.states and w.used_blocks == 0 for w in workers))

@@ -1,0 +1,185 @@
+"""Requests through a real prefill and a real decode worker."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from protocol.messages import Drain, Generate
+from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
+from tests.worker.tiny_model import VOCAB_SIZE, greedy
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(1, VOCAB_SIZE), k=length)
+
+
+@pytest.fixture
+def pair(cluster: Cluster, model_folder: Path) -> tuple[RunningWorker, RunningWorker]:
+    return cluster.start_pair(tiny_config(model_folder))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_tokens_equal_generate(
+    cluster: Cluster, model_folder: Path, reference: PreTrainedModel, transport: str
+) -> None:
+    prefill, decode = cluster.start_pair(tiny_config(model_folder, kv_transports=transport))
+    lengths = [1, 15, 16, 17, 64, 65, 200]
+    for length in lengths:
+        cluster.generate(prefill, request(f"r{length}", prompt(length)), decode.address)
+    cluster.run(*[f"r{length}" for length in lengths])
+    for length in lengths:
+        assert cluster.tokens(f"r{length}") == greedy(reference, prompt(length), 12)
+        assert cluster.sources(f"r{length}") == ["prefill-0"] + ["decode-0"] * 11
+    cluster.wait_empty(prefill, decode)
+    cluster.wait(lambda: prefill.counter("handoffs_total") == len(lengths))
+    cluster.wait(lambda: decode.counter("handoffs_total") == len(lengths))
+    cluster.wait(lambda: prefill.state.transports == {"decode-0": transport})
+
+
+def test_sixteen_at_once(
+    cluster: Cluster, pair: tuple[RunningWorker, RunningWorker], reference: PreTrainedModel
+) -> None:
+    prefill, decode = pair
+    prompts = {f"r{index}": prompt(20 + 11 * index, index) for index in range(16)}
+    for name, tokens in prompts.items():
+        cluster.generate(prefill, request(name, tokens, max_tokens=20), decode.address)
+    cluster.run(*prompts)
+    for name, tokens in prompts.items():
+        assert cluster.tokens(name) == greedy(reference, tokens, 20)
+    cluster.wait_empty(prefill, decode)
+
+
+def test_one_message_carries_a_whole_step(
+    cluster: Cluster, pair: tuple[RunningWorker, RunningWorker]
+) -> None:
+    _, decode = pair
+    names = [f"r{index}" for index in range(8)]
+    for index, name in enumerate(names):
+        cluster.generate(decode, request(name, prompt(5, index), max_tokens=30))
+    cluster.run(*names)
+    assert max(len(step.outputs) for step in cluster.steps) == 8
+    assert len(cluster.steps) < 8 * 30 / 2
+
+
+def test_whole_requests_run_on_either_worker(
+    cluster: Cluster, pair: tuple[RunningWorker, RunningWorker], reference: PreTrainedModel
+) -> None:
+    for worker in pair:
+        cluster.generate(worker, request(worker.worker_id, prompt(40)))
+    cluster.run("prefill-0", "decode-0")
+    for worker in pair:
+        assert cluster.tokens(worker.worker_id) == greedy(reference, prompt(40), 12)
+        assert set(cluster.sources(worker.worker_id)) == {worker.worker_id}
+    cluster.wait_empty(*pair)
+
+
+def test_cached_blocks_do_not_move(
+    cluster: Cluster, pair: tuple[RunningWorker, RunningWorker], reference: PreTrainedModel
+) -> None:
+    prefill, decode = pair
+    for name in ("first", "again"):
+        cluster.generate(prefill, request(name, prompt(96)), decode.address)
+        cluster.run(name)
+        assert cluster.tokens(name) == greedy(reference, prompt(96), 12)
+    cluster.wait_empty(prefill, decode)
+    assert prefill.counter("kv_blocks_pushed_total") == 6
+    assert prefill.counter("kv_blocks_skipped_total") == 6
+
+
+def test_first_token_ends_the_request(cluster: Cluster, pair: tuple[RunningWorker, RunningWorker]) -> None:
+    prefill, decode = pair
+    cluster.generate(prefill, request("one", prompt(50), max_tokens=1), decode.address)
+    cluster.run("one")
+    assert len(cluster.tokens("one")) == 1
+    cluster.wait(lambda: decode.counter("reservations_released_total") == 1)
+    cluster.wait_empty(prefill, decode)
+    assert prefill.counter("handoffs_total") == 0
+
+
+def test_reservations_wait_for_room(cluster: Cluster, model_folder: Path, reference: PreTrainedModel) -> None:
+    config = tiny_config(model_folder, max_model_len=128)
+    small = tiny_config(model_folder, max_model_len=128, kv_cache_memory_bytes=24 * 16 * 512)
+    prefill = cluster.start("prefill", "prefill-0", config)
+    decode = cluster.start("decode", "decode-0", small)
+    assert decode.state.total_blocks == 24
+    prompts = {f"r{index}": prompt(90, index) for index in range(10)}
+    for name, tokens in prompts.items():
+        cluster.generate(prefill, request(name, tokens, max_tokens=20), decode.address)
+    cluster.run(*prompts)
+    for name, tokens in prompts.items():
+        assert cluster.tokens(name) == greedy(reference, tokens, 20)
+    cluster.wait_empty(prefill, decode)
+
+
+def test_preempted_prompts_are_pushed_again(
+    cluster: Cluster, model_folder: Path, reference: PreTrainedModel
+) -> None:
+    """A prefill pool too small for all prompts at once: chunks that were pushed are lost and come anew."""
+    config = tiny_config(model_folder, max_model_len=256, max_num_batched_tokens=32)
+    small = tiny_config(
+        model_folder, max_model_len=256, max_num_batched_tokens=32, kv_cache_memory_bytes=17 * 16 * 512
+    )
+    prefill = cluster.start("prefill", "prefill-0", small)
+    decode = cluster.start("decode", "decode-0", config)
+    whole = {f"w{index}": prompt(30, 50 + index) for index in range(3)}
+    handed = {f"r{index}": prompt(150, index) for index in range(4)}
+    for name, tokens in whole.items():
+        cluster.generate(prefill, request(name, tokens, max_tokens=60))
+    for name, tokens in handed.items():
+        cluster.generate(prefill, request(name, tokens), decode.address)
+    cluster.run(*whole, *handed)
+    for name, tokens in handed.items():
+        assert cluster.tokens(name) == greedy(reference, tokens, 12)
+    for name, tokens in whole.items():
+        assert cluster.tokens(name) == greedy(reference, tokens, 60)
+    assert prefill.state.num_preemptions > 0
+    cluster.wait_empty(prefill, decode)
+
+
+def test_aborts_free_everything(cluster: Cluster, pair: tuple[RunningWorker, RunningWorker]) -> None:
+    prefill, decode = pair
+    chance = random.Random(5)
+    names = [f"r{index}" for index in range(60)]
+    for index, name in enumerate(names):
+        worker, peer = (prefill, decode.address) if index % 3 else (decode, None)
+        cluster.generate(worker, request(name, prompt(30 + index * 3, index), max_tokens=40), peer)
+        if chance.random() < 0.7:
+            victim = names[chance.randrange(index + 1)]
+            cluster.abort(victim)
+        if chance.random() < 0.3:
+            seen = len(cluster.steps)
+            cluster.wait(lambda seen=seen: len(cluster.steps) > seen)  # type: ignore[misc]
+    cluster.abort(*names)
+    cluster.wait_empty(prefill, decode)
+    cluster.generate(prefill, request("after", prompt(33)), decode.address)
+    cluster.run("after")
+    cluster.wait_empty(prefill, decode)
+
+
+def test_refused_requests_say_why(cluster: Cluster, pair: tuple[RunningWorker, RunningWorker]) -> None:
+    prefill, decode = pair
+    cluster.generate(prefill, request("long", prompt(1020), max_tokens=50), decode.address)
+    stale = Generate(incarnation="0" * 16, request=request("stale", prompt(5)))
+    cluster.send("decode-0", stale)
+    cluster.run("long", "stale")
+    assert cluster.error("long").error_kind == "invalid"
+    assert "max_tokens" in (cluster.error("long").error or "")
+    assert cluster.error("stale").error_kind == "worker_lost"
+    cluster.send("decode-0", Drain())
+    cluster.wait(lambda: decode.state.lifecycle == "draining")
+    cluster.generate(decode, request("late", prompt(5)))
+    cluster.run("late")
+    assert cluster.error("late").error_kind == "overloaded"
+
+
+def test_garbage_is_counted_and_dropped(cluster: Cluster, pair: tuple[RunningWorker, RunningWorker]) -> None:
+    _, decode = pair
+    cluster._socket.send_multipart([b"decode-0", b"\xc1 not msgpack"])
+    cluster.wait(lambda: decode.counter("dropped_messages_total") == 1)
+    cluster.generate(decode, request("fine", prompt(5)))
+    cluster.run("fine")
+    assert len(cluster.tokens("fine")) == 12
