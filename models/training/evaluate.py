@@ -43,7 +43,7 @@ class Tally:
 
 
 def windows(files: list[SourceFile], tokenizer: PreTrainedTokenizerBase) -> Iterator[torch.Tensor]:
-    """Cut each file, end-of-text in front, into `[1, n]` windows of at most CONTEXT + 1, overlapping by one."""
+    """Cut each file, end-of-text in front, into `[1, n]` windows of at most CONTEXT + 1, sharing one."""
     for file in files:
         ids = [tokenizer.bos_token_id, *tokenizer(file.text, verbose=False).input_ids]
         for start in range(0, len(ids) - 1, CONTEXT):
