@@ -1,0 +1,239 @@
+"""Random use of the block manager against a plain model that counts by looking, and a fake KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
+from protocol.ids import block_identities, root_identity
+
+ROOTS = [root_identity("model", "fp32"), root_identity("model", "fp32", "salt")]
+Prefix = tuple[int, ...]
+"""Root number and token ids up to some point: what KV depends on, hence what a written slot holds."""
+
+
+@dataclass(eq=False)
+class ModelBlock:
+    published_as: Prefix | None = None
+    last_used: int = 0
+
+
+@dataclass(eq=False)
+class ModelTable:
+    root: int
+    token_ids: list[int]
+    real: BlockTable
+    blocks: list[ModelBlock] = field(default_factory=list)
+    num_written: int = 0
+    num_published: int = 0
+
+    def prefix(self, num_tokens: int) -> Prefix:
+        return (self.root, *self.token_ids[:num_tokens])
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    tables = Bundle("tables")
+
+    @initialize(num_blocks=st.integers(1, 9), block_size=st.integers(1, 3))
+    def make(self, num_blocks: int, block_size: int) -> None:
+        self.manager = BlockManager(num_blocks, block_size)
+        self.block_size = block_size
+        self.content: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.live: list[ModelTable] = []
+        self.cache: dict[Prefix, ModelBlock] = {}
+        self.ever_published: set[Prefix] = set()
+        self.clock = 0
+
+    # --- the plain model ---
+
+    def holders(self, block: ModelBlock) -> int:
+        return sum(table.blocks.count(block) for table in self.live)
+
+    def evictable(self) -> list[ModelBlock]:
+        unused = [block for block in self.cache.values() if self.holders(block) == 0]
+        return sorted(unused, key=lambda block: block.last_used)
+
+    def num_used(self) -> int:
+        return len({id(block) for table in self.live for block in table.blocks})
+
+    def num_free(self) -> int:
+        return self.manager.num_blocks - self.num_used() - len(self.evictable())
+
+    def touch(self, block: ModelBlock) -> None:
+        self.clock += 1
+        block.last_used = self.clock
+
+    def cached_blocks(self, root: int, token_ids: list[int]) -> list[ModelBlock]:
+        found = []
+        for end in range(self.block_size, len(token_ids) + 1, self.block_size):
+            block = self.cache.get((root, *token_ids[:end]))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    # --- what an engine does ---
+
+    @rule(target=tables, root=st.sampled_from([0, 0, 1]), data=st.data(), compute_last=st.booleans())
+    def start(self, root: int, data: st.DataObject, compute_last: bool) -> ModelTable:
+        token_ids = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3 * self.block_size + 2))
+        expected = self.cached_blocks(root, token_ids)
+        covered = len(expected) * self.block_size
+        assert self.manager.cached_prefix(token_ids, ROOTS[root]) == covered
+        real, num_covered = self.manager.start(token_ids, ROOTS[root], compute_last=compute_last)
+        assert num_covered == (min(covered, len(token_ids) - 1) if compute_last else covered)
+        table = ModelTable(root, token_ids, real, expected, num_covered, len(expected))
+        self.live.append(table)
+        return table
+
+    @rule(table=tables, extra=st.lists(st.integers(0, 1), max_size=4), rewind=st.integers(0, 2))
+    def write(self, table: ModelTable, extra: list[int], rewind: int) -> None:
+        """Write some tokens: the rest of the prompt, new ones, or (as after rejected drafts) some anew."""
+        if table not in self.live:
+            return
+        write_from = max(0, table.num_written - rewind)
+        token_ids = table.token_ids + extra
+        touched = range(write_from // self.block_size, -(-len(token_ids) // self.block_size))
+        if write_from >= len(token_ids):
+            touched = range(0)
+        copied = [
+            index
+            for index in touched
+            if index < len(table.blocks)
+            and (self.holders(table.blocks[index]) > 1 or table.blocks[index].published_as is not None)
+        ]
+        wanted = -(-len(token_ids) // self.block_size)
+        needed = len(copied) + max(0, wanted - len(table.blocks))
+        assert self.manager.blocks_needed(table.real, write_from, len(token_ids)) == needed
+
+        before = (list(table.real.block_ids), list(table.real.identities))
+        if needed > self.num_free() + len(self.evictable()):
+            with pytest.raises(OutOfBlocksError):
+                self.manager.grow(table.real, write_from, len(token_ids))
+            assert (table.real.block_ids, table.real.identities) == before
+            return
+        num_evicted = max(0, needed - self.num_free())
+        for block in self.evictable()[:num_evicted]:
+            del self.cache[block.published_as]
+        copies = self.manager.grow(table.real, write_from, len(token_ids))
+        assert [copy.source for copy in copies] == [before[0][index] for index in copied]
+        assert [copy.target for copy in copies] == [table.real.block_ids[index] for index in copied]
+        for copy in copies:
+            self.content[copy.target] = list(self.content[copy.source])
+        for index in reversed(copied):
+            dropped, table.blocks[index] = table.blocks[index], ModelBlock()
+            if self.holders(dropped) == 0:
+                self.touch(dropped)
+        table.blocks.extend(ModelBlock() for _ in range(wanted - len(table.blocks)))
+        table.token_ids = token_ids
+        self.fill(table, write_from)
+
+    def fill(self, table: ModelTable, write_from: int) -> None:
+        for position in range(write_from, len(table.token_ids)):
+            index = position // self.block_size
+            assert self.holders(table.blocks[index]) == 1, "never written while shared"
+            assert table.blocks[index].published_as is None, "never written while published"
+            slots = self.content[table.real.block_ids[index]]
+            slots[position % self.block_size] = table.prefix(position + 1)
+        table.num_written = max(table.num_written, len(table.token_ids))
+        if write_from < len(table.token_ids):
+            table.num_published = min(table.num_published, write_from // self.block_size)
+
+    @rule(table=tables, behind=st.integers(0, 3))
+    def publish(self, table: ModelTable, behind: int) -> None:
+        if table not in self.live:
+            return
+        num_committed = max(0, table.num_written - behind)
+        self.manager.publish(table.real, table.token_ids, num_committed)
+        for index in range(table.num_published, num_committed // self.block_size):
+            prefix = table.prefix((index + 1) * self.block_size)
+            block = table.blocks[index]
+            if prefix not in self.cache and block.published_as is None:
+                self.cache[prefix] = block
+                block.published_as = prefix
+                self.ever_published.add(prefix)
+        table.num_published = max(table.num_published, num_committed // self.block_size)
+
+    @rule(target=tables, table=tables)
+    def fork(self, table: ModelTable) -> ModelTable:
+        if table not in self.live:
+            return multiple()
+        twin = ModelTable(
+            table.root, list(table.token_ids), self.manager.fork(table.real), list(table.blocks)
+        )
+        twin.num_written, twin.num_published = table.num_written, table.num_published
+        self.live.append(twin)
+        return twin
+
+    @rule(table=consumes(tables), twice=st.booleans())
+    def free(self, table: ModelTable, twice: bool) -> None:
+        if table not in self.live:
+            return
+        self.manager.free(table.real)
+        if twice:
+            self.manager.free(table.real)
+        assert table.real.block_ids == []
+        self.live.remove(table)
+        for block in reversed(table.blocks):
+            if self.holders(block) == 0:
+                self.touch(block)
+
+    @rule()
+    def free_all(self) -> None:
+        while self.live:
+            self.free(self.live[-1], False)
+        assert self.manager.num_free + self.manager.num_cached == self.manager.num_blocks
+
+    @rule()
+    def reset_cache(self) -> None:
+        self.manager.reset_cache()
+        for block in self.cache.values():
+            block.published_as = None
+        self.cache.clear()
+
+    # --- what must always hold ---
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        assert self.manager.num_used == self.num_used()
+        assert self.manager.num_cached == len(self.evictable())
+        assert self.manager.num_free == self.num_free()
+
+    @invariant()
+    def tables_hold_their_own_content(self) -> None:
+        """A block is in two tables only where the model shares it, and holds what each has written."""
+        owner: dict[int, ModelBlock] = {}
+        for table in getattr(self, "live", []):
+            assert len(table.real.block_ids) == len(table.blocks)
+            for real, model in zip(table.real.block_ids, table.blocks, strict=True):
+                assert owner.setdefault(real, model) is model
+            for position in range(table.num_written):
+                block = table.real.block_ids[position // self.block_size]
+                slot = self.content[block][position % self.block_size]
+                assert slot == table.prefix(position + 1)
+            known = block_identities(ROOTS[table.root], table.token_ids, self.block_size)
+            assert table.real.identities == known[: table.num_published]
+
+    @invariant()
+    def the_same_prefixes_are_cached(self) -> None:
+        """So every eviction took what the model's order says."""
+        for root, *token_ids in getattr(self, "ever_published", ()):
+            expected = len(self.cached_blocks(root, token_ids)) * self.block_size
+            assert self.manager.cached_prefix(token_ids, ROOTS[root]) == expected
+
+
+TestBlockManagerAgainstModel = BlockManagerMachine.TestCase
+TestBlockManagerAgainstModel.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
