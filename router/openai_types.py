@@ -151,14 +151,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Values of unsupported fields that change nothing."""
 
-_UNSUPPORTED = tuple(
-    dict.fromkeys(
-        field.name
-        for body in (CompletionBody, ChatBody)
-        for field in msgspec.structs.fields(body)
-        if field.type is Any
-    )
-)
+_UNSUPPORTED = {
+    body: tuple(field.name for field in msgspec.structs.fields(body) if field.type is Any)
+    for body in (CompletionBody, ChatBody)
+}
 
 
 def decode_body(raw: bytes, body_type: type[T]) -> T:
@@ -169,14 +165,14 @@ def decode_body(raw: bytes, body_type: type[T]) -> T:
         raise _type_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _syntax_error(raw, error) from error
-    if isinstance(body, GenerationBody):
+    if isinstance(body, CompletionBody | ChatBody):
         _refuse_unsupported(body)
     return body
 
 
-def _refuse_unsupported(body: GenerationBody) -> None:
-    for name in _UNSUPPORTED:
-        value = getattr(body, name, None)
+def _refuse_unsupported(body: CompletionBody | ChatBody) -> None:
+    for name in _UNSUPPORTED[type(body)]:
+        value = getattr(body, name)
         if value is None or value in _HARMLESS.get(name, ()):
             continue
         if name == "best_of" and value == (body.n or 1):

@@ -1,4 +1,4 @@
-"""A worker that speaks the real protocol over real sockets; its tokens come from a script, not from a model."""
+"""A worker that speaks the real protocol over real sockets; its tokens come from a script."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Job:
 class FakeWorker:
     """Runs in a thread. `script(request)` gives the tokens; `step_s` is the time between steps.
 
-    `hold` (an event) stops token output while it is set; `peers` maps worker ids to fake decode workers, for the
-    hand-off. Everything received is kept in `generated` and `aborted`.
+    `hold` (an event) stops token output while it is set, `mute` the heartbeats; `peers` maps worker ids to
+    fake decode workers, for the hand-off. Everything received is kept in `generated` and `aborted`.
     """
 
     def __init__(

@@ -2,35 +2,336 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import openai
 import pytest
 
+from router.validation import derived_seed
+
+PROMPT = "the quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def client(router):
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(router):
+    return router.server.state.tokenizer
+
 
 @pytest.fixture
-def client(router):
-    return openai.OpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0)
+def complete(client):
+    def call(prompt=PROMPT, **options):
+        return client.completions.create(model="test-model", prompt=prompt, **options)
+
+    return call
 
 
-def test_text_and_usage(client, router):
-    answer = client.completions.create(model="test-model", prompt="the quick brown fox", max_tokens=4)
-    ids = router.server.state.tokenizer.encode("the quick brown fox")
-    expected = router.server.state.tokenizer.decode((ids * 4)[:4])
+def repeated(tokenizer, text: str, count: int) -> list[int]:
+    """What the fake workers answer."""
+    token_ids = tokenizer.encode(text)
+    return (token_ids * (count // len(token_ids) + 1))[:count]
+
+
+def test_text_and_usage(complete, tokenizer):
+    answer = complete(max_tokens=4)
+    token_ids = tokenizer.encode(PROMPT)
     choice = answer.choices[0]
-    assert (choice.text, choice.finish_reason, choice.index) == (expected, "length", 0)
-    assert answer.object == "text_completion"
+    assert choice.text == tokenizer.decode(repeated(tokenizer, PROMPT, 4))
+    assert (choice.finish_reason, choice.index, choice.logprobs) == ("length", 0, None)
+    assert (answer.object, answer.model) == ("text_completion", "test-model")
     assert answer.id.startswith("cmpl-")
-    assert answer.model == "test-model"
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 4)
-    assert answer.usage.total_tokens == len(ids) + 4
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(token_ids), 4)
+    assert answer.usage.total_tokens == len(token_ids) + 4
     assert answer.usage.prompt_tokens_details.cached_tokens == 5
 
 
-def test_stream_equals_whole(client):
-    options = {"model": "test-model", "prompt": "naïve 🙂 日本語 text", "max_tokens": 60}
-    whole = client.completions.create(**options).choices[0]
-    chunks = list(client.completions.create(**options, stream=True))
+def test_default_max_tokens_is_16(complete):
+    assert complete().usage.completion_tokens == 16
+
+
+def test_default_max_tokens_is_cut_to_fit(complete):
+    assert complete([7] * 505).usage.completion_tokens == 512 - 505
+
+
+def test_stream_equals_whole(complete):
+    options = {"prompt": "naïve 🙂 日本語 text", "max_tokens": 60}
+    whole = complete(**options).choices[0]
+    chunks = list(complete(**options, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
-    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
-    assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-1])
+    assert "\ufffd" not in "".join(chunk.choices[0].text for chunk in chunks[:-1])
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert len(chunks) > 10
     assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_stream_usage(complete):
+    *chunks, last = complete(max_tokens=5, stream=True, stream_options={"include_usage": True})
+    assert last.choices == []
+    assert (last.usage.completion_tokens, last.usage.total_tokens) == (5, last.usage.prompt_tokens + 5)
+    assert all(chunk.usage is None for chunk in chunks)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(complete(max_tokens=5, stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 5
+
+
+async def test_async_streams(router, tokenizer):
+    async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
+
+        async def one(prompt: str) -> str:
+            stream = await client.completions.create(
+                model="test-model", prompt=prompt, max_tokens=20, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        prompts = [f"number {i} and {i}" for i in range(24)]
+        answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == tokenizer.decode(repeated(tokenizer, prompt, 20))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [("one text", 1), (["a text", "another one"], 2), ([5, 6, 7], 1), ([[5, 6], [7, 8, 9]], 2)],
+)
+def test_prompt_kinds_and_n(complete, tokenizer, prompt, count, stream):
+    answer = complete(prompt, n=3, max_tokens=6, stream=stream)
+    texts: dict[int, str] = {}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    expected = []
+    for one in prompts:
+        token_ids = tokenizer.encode(one) if isinstance(one, str) else one
+        expected += [tokenizer.decode((token_ids * 6)[:6])] * 3
+    assert [texts[index] for index in range(3 * count)] == expected
+    if not stream:
+        assert answer.usage.completion_tokens == 3 * count * 6
+        assert answer.usage.prompt_tokens == sum(
+            len(tokenizer.encode(one) if isinstance(one, str) else one) for one in prompts
+        )
+
+
+def test_seeds(complete, router):
+    worker = next(worker for worker in router.workers if worker.role == "prefill")
+
+    def seeds_of(**options) -> list[int]:
+        worker.generated.clear()
+        complete(max_tokens=1, **options)
+        return [request.sampling.seed for request in worker.generated]
+
+    assert seeds_of(seed=42, n=3) == [42, derived_seed(42, 1), derived_seed(42, 2)]
+    assert seeds_of(prompt=["a", "b"], seed=42, n=2) == [42, derived_seed(42, 1)] * 2
+    assert seeds_of(seed=-1) == [-1]
+    first, second = seeds_of() + seeds_of()
+    assert first != second
+
+
+def test_sampling_parameters_arrive(complete, router):
+    worker = next(worker for worker in router.workers if worker.role == "prefill")
+    worker.generated.clear()
+    extra = {
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "bad_words": ["fox"],
+        "allowed_token_ids": [5, 6],
+        "priority": -3,
+        "cache_salt": "tenant",
+    }
+    complete(
+        max_tokens=3,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=0.1,
+        frequency_penalty=-0.2,
+        logit_bias={"7": -100},
+        extra_body=extra,
+    )
+    request = worker.generated[0]
+    sampling = request.sampling
+    assert (request.priority, request.cache_salt) == (-3, "tenant")
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 5, 0.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.1, -0.2)
+    assert (sampling.repetition_penalty, sampling.min_tokens, sampling.max_tokens) == (1.1, 2, 3)
+    assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.logit_bias) == ([3], True, {7: -100.0})
+    assert sampling.allowed_token_ids == [5, 6]
+    assert len(sampling.banned_token_sequences) in (1, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings(complete, tokenizer, router, stream, include):
+    text = tokenizer.decode(repeated(tokenizer, PROMPT, 40))
+    stop = "wn foxthe qu"
+    decode = next(worker for worker in router.workers if worker.role == "decode")
+    before = len(decode.aborted)
+    answer = complete(
+        max_tokens=40, stop=[stop, "never"], stream=stream, extra_body={"include_stop_str_in_output": include}
+    )
+    parts = list(answer) if stream else [answer]
+    end = text.index(stop) + (len(stop) if include else 0)
+    assert "".join(part.choices[0].text for part in parts) == text[:end]
+    assert parts[-1].choices[0].finish_reason == "stop"
+    assert parts[-1].choices[0].stop_reason == stop
+    if not stream:
+        used = repeated(tokenizer, PROMPT, answer.usage.completion_tokens)
+        assert stop in tokenizer.decode(used)
+        assert stop not in tokenizer.decode(used[:-1])
+    assert len(decode.aborted) == before + 1 or _soon(lambda: len(decode.aborted) == before + 1)
+
+
+def _soon(condition, seconds: float = 3.0) -> bool:
+    import time
+
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_stop_cuts_tokens_of_the_same_step(make_router):
+    """Usage, token ids and log-probabilities agree with the cut."""
+    router = make_router()
+    router.add_worker(tokens_per_step=8)
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 40,
+        "stop": "fox",
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    answer = router.http.post("/v1/completions", json=body).json()
+    choice = answer["choices"][0]
+    tokenizer = router.server.state.tokenizer
+    assert choice["text"] == "the quick brown "
+    count = answer["usage"]["completion_tokens"]
+    assert count == len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) < 8
+    assert tokenizer.decode(choice["token_ids"]).endswith("fox")
+
+
+def test_min_tokens_lets_early_stops_pass(complete, tokenizer):
+    answer = complete(max_tokens=40, stop="fox", extra_body={"min_tokens": len(tokenizer.encode(PROMPT))})
+    assert answer.choices[0].text.count("fox") == 1
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_stop_token_ids_have_no_text(make_router):
+    router = make_router()
+    router.add_worker(script=lambda request: [10, 11, 12], finish_reason="stop")
+    tokenizer = router.server.state.tokenizer
+    body = {"prompt": "x", "max_tokens": 9, "stop_token_ids": [12]}
+    answer = router.http.post("/v1/completions", json=body).json()
+    choice = answer["choices"][0]
+    assert choice["text"] == tokenizer.decode([10, 11])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 12)
+    assert answer["usage"]["completion_tokens"] == 3
+    shown = router.http.post("/v1/completions", json={**body, "include_stop_str_in_output": True}).json()
+    assert shown["choices"][0]["text"] == tokenizer.decode([10, 11, 12])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo(complete, tokenizer, stream):
+    answer = complete(max_tokens=3, echo=True, stream=stream)
+    parts = list(answer) if stream else [answer]
+    text = "".join(part.choices[0].text for part in parts)
+    assert text == PROMPT + tokenizer.decode(repeated(tokenizer, PROMPT, 3))
+
+
+def test_echo_of_token_ids(complete, tokenizer):
+    token_ids = tokenizer.encode("a text")
+    answer = complete(token_ids, max_tokens=1, echo=True)
+    assert answer.choices[0].text == tokenizer.decode([*token_ids, token_ids[0]])
+
+
+def test_logprobs(complete, tokenizer):
+    answer = complete(max_tokens=5, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    token_ids = repeated(tokenizer, PROMPT, 5)
+    assert logprobs.tokens == [tokenizer.decode([token_id]) for token_id in token_ids]
+    assert logprobs.token_logprobs == pytest.approx([-0.5 - i / 1000 for i in range(5)])
+    assert all(len(top) == 2 for top in logprobs.top_logprobs)
+    assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
+    text = answer.choices[0].text
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert text[offset:].startswith(token)
+
+
+def test_logprobs_streamed_equal_whole(complete):
+    whole = complete(max_tokens=8, logprobs=1).choices[0].logprobs
+    tokens, offsets = [], []
+    for chunk in complete(max_tokens=8, logprobs=1, stream=True):
+        tokens += chunk.choices[0].logprobs.tokens
+        offsets += chunk.choices[0].logprobs.text_offset
+    assert (tokens, offsets) == (whole.tokens, whole.text_offset)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echo_with_logprobs(complete, tokenizer, max_tokens):
+    answer = complete(max_tokens=max_tokens, echo=True, logprobs=1)
+    choice, prompt_ids = answer.choices[0], tokenizer.encode(PROMPT)
+    answered = repeated(tokenizer, PROMPT, max_tokens) if max_tokens else []
+    assert choice.text == PROMPT + tokenizer.decode(answered)
+    assert choice.logprobs.tokens == [tokenizer.decode([token_id]) for token_id in prompt_ids + answered]
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.top_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+    assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
+    assert answer.usage.completion_tokens == max_tokens
+
+
+def test_logprobs_of_half_characters(complete, tokenizer):
+    """Tokens that are no text on their own are named by their bytes, so that names don't collide."""
+    logprobs = complete("\U0001f6f0", max_tokens=4, logprobs=1).choices[0].logprobs
+    assert logprobs.tokens == [
+        "bytes:\\xf0\\x9f",
+        "bytes:\\x9b",
+        "bytes:\\xb0",
+        "bytes:\\xf0\\x9f",
+    ]
+
+
+def test_prompt_logprobs_and_token_ids(complete, tokenizer):
+    answer = complete(max_tokens=2, extra_body={"prompt_logprobs": 1, "return_token_ids": True})
+    choice = answer.choices[0]
+    prompt_ids = tokenizer.encode(PROMPT)
+    assert choice.prompt_token_ids == prompt_ids
+    assert choice.token_ids == repeated(tokenizer, PROMPT, 2)
+    assert choice.prompt_logprobs[0] is None
+    assert len(choice.prompt_logprobs) == len(prompt_ids)
+    entry = choice.prompt_logprobs[1][str(prompt_ids[1])]
+    assert entry["rank"] == 1
+    assert entry["decoded_token"] == tokenizer.decode([prompt_ids[1]])
+
+
+def test_long_prompt_is_tokenized_in_a_thread(make_router):
+    router = make_router()
+    router.add_worker(max_model_len=20_000)
+    text = "some words again " * 400
+    answer = router.http.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
+    assert answer["usage"]["prompt_tokens"] == len(router.server.state.tokenizer.encode(text))
+
+
+def test_raw_stream_ends_with_done(router):
+    body = {"prompt": PROMPT, "max_tokens": 3, "stream": True}
+    with router.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [line for line in response.iter_lines() if line]
+    assert events[-1] == "data: [DONE]"
+    assert all(event.startswith("data: ") for event in events)
+    assert [json.loads(event[6:])["object"] for event in events[:-1]] == ["text_completion"] * 3

@@ -1,0 +1,151 @@
+"""`/v1/chat/completions`, and the chat templates."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from protocol.errors import InvalidRequestError
+from router.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is a fox?"}]
+RENDERED = "<system>be brief\n<user>what is a fox?\n<assistant>"
+
+
+@pytest.fixture(scope="module")
+def client(router):
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(router):
+    return router.server.state.tokenizer
+
+
+@pytest.fixture
+def chat(client):
+    def call(messages=MESSAGES, **options):
+        return client.chat.completions.create(model="test-model", messages=messages, **options)
+
+    return call
+
+
+def test_answer(chat, tokenizer):
+    answer = chat(max_tokens=5)
+    prompt_ids = tokenizer.encode(RENDERED, add_special_tokens=False)
+    choice = answer.choices[0]
+    assert (answer.object, answer.id[:9]) == ("chat.completion", "chatcmpl-")
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert choice.message.content == tokenizer.decode(prompt_ids[:5])
+    assert answer.usage.prompt_tokens == len(prompt_ids)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 5
+
+
+def test_stream(chat):
+    whole = chat(max_completion_tokens=9).choices[0].message.content
+    first, *chunks = chat(max_completion_tokens=9, stream=True, stream_options={"include_usage": True})
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert first.object == "chat.completion.chunk"
+    *chunks, last = chunks
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert last.choices == []
+    assert last.usage.completion_tokens == 9
+
+
+def test_default_max_tokens_is_all_the_room(chat, tokenizer):
+    usage = chat(stop="never").usage
+    assert usage.total_tokens == 512
+
+
+def test_n_streamed(chat):
+    texts = {}
+    roles = set()
+    for chunk in chat(n=3, max_tokens=4, stream=True):
+        for choice in chunk.choices:
+            if choice.delta.role:
+                roles.add(choice.index)
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+    assert roles == set(texts) == {0, 1, 2}
+    assert len(set(texts.values())) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(chat, tokenizer, stream):
+    answer = chat(max_tokens=4, logprobs=True, top_logprobs=2, stream=stream)
+    parts = list(answer) if stream else [answer]
+    content = [entry for part in parts for c in part.choices if c.logprobs for entry in c.logprobs.content]
+    prompt_ids = tokenizer.encode(RENDERED, add_special_tokens=False)
+    assert [entry.token for entry in content] == [tokenizer.decode([t]) for t in prompt_ids[:4]]
+    assert [bytes(entry.bytes) for entry in content] == [tokenizer.token_bytes(t) for t in prompt_ids[:4]]
+    assert all(len(entry.top_logprobs) == 2 for entry in content)
+    assert content[0].top_logprobs[0].logprob >= content[0].top_logprobs[1].logprob
+
+
+def test_logprobs_without_top(chat):
+    content = chat(max_tokens=2, logprobs=True).choices[0].logprobs.content
+    assert [entry.top_logprobs for entry in content] == [[], []]
+
+
+def test_content_parts_and_developer(chat, tokenizer):
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+    ]
+    expected = tokenizer.encode("<system>be brief\n<user>one\ntwo\n<assistant>", add_special_tokens=False)
+    assert chat(messages, max_tokens=1).usage.prompt_tokens == len(expected)
+
+
+def test_continue_final_message(chat, tokenizer):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The fox"}]
+    answer = chat(messages, max_tokens=1, extra_body={"continue_final_message": True})
+    expected = tokenizer.encode("<user>hi\n<assistant>The fox", add_special_tokens=False)
+    assert answer.usage.prompt_tokens == len(expected)
+
+
+def test_chat_template_of_the_configuration(make_router, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{{ extra }}")
+    router = make_router(chat_template=str(template))
+    router.add_worker()
+    body = {"messages": [{"role": "user", "content": "abc"}], "chat_template_kwargs": {"extra": "xyz"}}
+    answer = router.http.post("/tokenize", json=body).json()
+    assert answer["tokens"] == router.server.state.tokenizer.encode("abcxyz")
+
+
+def test_default_template():
+    template = ChatTemplate(DEFAULT_TEMPLATE, {})
+    assert template.render(MESSAGES) == "system: be brief\nuser: what is a fox?\nassistant:"
+
+
+def test_template_complaint_is_the_clients_error():
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequestError, match=r"messages: .*roles must alternate"):
+        template.render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "expression", ["''.__class__.__mro__", "messages.append(1)", "cycler.__init__.__globals__"]
+)
+def test_template_sandbox(expression):
+    template = ChatTemplate("{{ " + expression + " }}", {})
+    with pytest.raises(InvalidRequestError):
+        template.render(MESSAGES)
+
+
+def test_templates_render_as_in_transformers():
+    """Loop controls, tojson, generation blocks, trimming and special tokens behave as everywhere else."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = """{{ bos_token }}{% for m in messages %}
+    {%- if m.role == 'system' %}{% continue %}{% endif %}
+    {% generation %}[{{ m.role }}] {{ m | tojson }}{% endgeneration %}
+
+{% endfor %}
+{%- if add_generation_prompt %}>>{% endif %}"""
+    ours = ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES)
+    theirs, _ = render_jinja_template(
+        [MESSAGES], chat_template=source, add_generation_prompt=True, bos_token="<s>"
+    )
+    assert ours == theirs[0]
