@@ -6,7 +6,9 @@ wire they are its bytes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -24,7 +26,7 @@ _WIRE_TYPE = np.dtype("<i4")
 NO_RUNS: Runs = np.zeros((0, 3), dtype=np.int32)
 
 BATCH_BYTES = 1024 * 1024
-BATCH_BUFFERS = 256
+MAX_BATCH_BUFFERS = 256
 """Well under IOV_MAX (1024): the kernel walks the whole list at each call, however much it then moves."""
 
 
@@ -62,10 +64,18 @@ def expand(first: Runs, lengths: Runs) -> BlockIndices:
     return np.repeat(first - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def merge_adjacent(first: Runs, lengths: Runs) -> list[tuple[int, int]]:
-    """The ranges (first, length) of one side, those that follow each other merged."""
+def merge_adjacent(first: Runs, lengths: Runs) -> tuple[Runs, Runs]:
+    """The ranges of one side, those that follow each other merged."""
     starts = np.flatnonzero(np.concatenate(([True], first[1:] != first[:-1] + lengths[:-1]))[: len(first)])
-    return list(zip(first[starts].tolist(), np.add.reduceat(lengths, starts).tolist(), strict=True))
+    return first[starts], np.add.reduceat(lengths, starts) if len(starts) else lengths
+
+
+def views(buffer: memoryview, block_bytes: int, first: Runs, lengths: Runs) -> list[memoryview]:
+    """The memory of some ranges of blocks, in as few buffers as possible."""
+    first, lengths = merge_adjacent(first, lengths)
+    starts = first.astype(np.int64) * block_bytes
+    ends = starts + lengths.astype(np.int64) * block_bytes
+    return [buffer[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def to_wire(runs: Runs) -> bytes:
@@ -91,30 +101,25 @@ class ScatterList:
     """Buffers that a stream fills or empties in order, some bytes at a time."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = [buffer for buffer in buffers if buffer.nbytes]
-        self._next = 0
-        self.remaining = sum(buffer.nbytes for buffer in self._buffers)
+        self._buffers = list(buffers)
+        self._ends = list(accumulate(map(len, self._buffers)))
+        self.done = 0
+        nbytes = self._ends[-1] if self._ends else 0
+        self._batch_buffers = max(
+            1, min(MAX_BATCH_BUFFERS, BATCH_BYTES * len(self._buffers) // max(1, nbytes))
+        )
+
+    @property
+    def remaining(self) -> int:
+        return self._ends[-1] - self.done if self._ends else 0
 
     def batch(self) -> list[memoryview]:
         """The buffers for the next system call."""
-        end, size = self._next, 0
-        limit = min(len(self._buffers), self._next + BATCH_BUFFERS)
-        while end < limit and size < BATCH_BYTES:
-            size += self._buffers[end].nbytes
-            end += 1
-        return self._buffers[self._next : end]
+        first = bisect_right(self._ends, self.done)
+        batch = self._buffers[first : first + self._batch_buffers]
+        batch[0] = batch[0][len(batch[0]) - (self._ends[first] - self.done) :]
+        return batch
 
     def advance(self, nbytes: int) -> None:
-        """The last batch's first `nbytes` bytes are done."""
-        self.remaining -= nbytes
-        while nbytes:
-            buffer = self._buffers[self._next]
-            if nbytes < buffer.nbytes:
-                self._buffers[self._next] = buffer[nbytes:]
-                return
-            nbytes -= buffer.nbytes
-            self._next += 1
-
-    def rest(self) -> tuple[int, list[memoryview]]:
-        """How many buffers are done, and what is left of the others."""
-        return self._next, self._buffers[self._next :]
+        """The next `nbytes` bytes are done."""
+        self.done += nbytes

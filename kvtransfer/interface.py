@@ -41,10 +41,6 @@ class RegisteredPool:
     def nbytes(self) -> int:
         return self.block_bytes * self.num_blocks
 
-    def blocks(self, first: int, count: int) -> memoryview:
-        """The memory of `count` adjacent blocks."""
-        return self.buffer[first * self.block_bytes : (first + count) * self.block_bytes]
-
 
 @dataclass(frozen=True)
 class Progress:

@@ -61,19 +61,19 @@ class _Transmission:
 
     def __init__(self, piece: QueuedPiece, header: bytes, payload: list[memoryview]) -> None:
         self.piece = piece
+        self._header = memoryview(header)
         self._padded = False
-        self.rest = ScatterList([memoryview(header), *payload])
+        self.rest = ScatterList([self._header, *payload])
 
     def pad(self) -> None:
         """Send zeros instead of what is left of the blocks, and say so in the trailer."""
         if self._padded:
             return
         self._padded = True
-        done, buffers = self.rest.rest()
-        header = buffers[:1] if done == 0 else []
-        missing = self.rest.remaining - sum(buffer.nbytes for buffer in header) - len(SPOILED)
+        header = self._header[self.rest.done :]
+        missing = self.rest.remaining - len(header) - len(SPOILED)
         zeros = [_ZEROS[: min(len(_ZEROS), missing - at)] for at in range(0, missing, len(_ZEROS))]
-        self.rest = ScatterList([*header, *zeros, memoryview(SPOILED)])
+        self.rest = ScatterList([header, *zeros, memoryview(SPOILED)])
 
 
 class Link(threading.Thread):

@@ -7,7 +7,7 @@ import socket
 import time
 
 from kvtransfer.channel import Channel
-from kvtransfer.extents import Runs, ScatterList, merge_adjacent
+from kvtransfer.extents import Runs, ScatterList, num_blocks, views
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import Lease
 from kvtransfer.messages import Hello
@@ -45,8 +45,8 @@ class TcpWriter:
         self._pool = pool
 
     def payload(self, runs: Runs) -> list[memoryview]:
-        sources = merge_adjacent(runs[:, 0], runs[:, 2])
-        return [self._pool.blocks(first, count) for first, count in sources] + [memoryview(GOOD)]
+        blocks = views(self._pool.buffer, self._pool.block_bytes, runs[:, 0], runs[:, 2])
+        return [*blocks, memoryview(GOOD)]
 
 
 class TcpReader:
@@ -58,13 +58,11 @@ class TcpReader:
 
     def read(self, runs: Runs, lease: Lease | None) -> bool:
         trailer = bytearray(1)
-        targets = merge_adjacent(runs[:, 1], runs[:, 2])
         if lease is None:
-            self._discard(sum(count for _, count in targets) * self._pool.block_bytes + 1)
+            self._discard(num_blocks(runs) * self._pool.block_bytes + len(trailer))
             return False
-        rest = ScatterList(
-            [self._pool.blocks(first, count) for first, count in targets] + [memoryview(trailer)]
-        )
+        blocks = views(self._pool.buffer, self._pool.block_bytes, runs[:, 1], runs[:, 2])
+        rest = ScatterList([*blocks, memoryview(trailer)])
         while rest.remaining:
             with lease.lock:
                 still_open = lease.open

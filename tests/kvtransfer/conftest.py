@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    """`closing(x)` is x, closed after the test."""
+    opened: list[Any] = []
+
+    def register(thing: Any) -> Any:
+        opened.append(thing)
+        return thing
+
+    yield register
+    for thing in reversed(opened):
+        thing.close()

@@ -1,0 +1,139 @@
+"""Nothing is written but what an open lease covers, whatever the sender does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtransfer import Completed, Failed, Progress
+from kvtransfer.extents import to_wire
+from kvtransfer.messages import Piece
+from kvtransfer.tcp import GOOD, SPOILED
+from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool, wait_until
+
+Closing = Callable[[Any], Any]
+BLOCK = 4096
+
+
+def runs(*triples: tuple[int, int, int]) -> bytes:
+    return to_wire(np.asarray(triples, dtype=np.int32).reshape(-1, 3))
+
+
+def content(end: ReceiverEnd) -> bytes:
+    return bytes(end.pool.buffer)
+
+
+def test_an_unknown_lease_fails_alone(closing: Closing, transport: str) -> None:
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    before = content(receiver)
+    sender.sender.push(receiver.peer, "nobody", [(1, 1)], final=False)
+    assert sender.wait_lease("nobody") == Failed("nobody", "unknown lease")
+    assert content(receiver) == before
+    receiver.receiver.open("lease", [1])
+    sender.sender.push(receiver.peer, "lease", [(1, 1)], final=True)
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert sender.sender.counters()["connections_made"] == 1
+    assert sender.sender.counters()["failures_unknown_lease"] == 1
+    assert receiver.receiver.counters()["failures_unknown_lease"] == 1
+
+
+def test_a_closed_lease_takes_nothing(closing: Closing, transport: str) -> None:
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    receiver.receiver.open("lease", [1, 2])
+    sender.sender.push(receiver.peer, "lease", [(1, 1)], final=False)
+    receiver.wait_for(lambda event: isinstance(event, Progress))
+    receiver.receiver.close_lease("lease")
+    receiver.receiver.close_lease("lease")
+    before = content(receiver)
+    sender.sender.push(receiver.peer, "lease", [(2, 2)], final=True)
+    assert sender.wait_lease("lease") == Failed("lease", "unknown lease")
+    assert content(receiver) == before
+    assert receiver.receiver.poll() == []
+
+
+def test_events_of_a_closed_lease_are_not_told(closing: Closing, transport: str) -> None:
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    receiver.receiver.open("lease", [1])
+    sender.sender.push(receiver.peer, "lease", [(1, 1)], final=True)
+    assert receiver.woken.wait(10)
+    receiver.receiver.close_lease("lease")
+    assert receiver.receiver.poll() == []
+
+
+@pytest.mark.parametrize(
+    "outside", [[(0, 6, 1)], [(0, 3, 3)], [(0, 4, 1), (0, 5, 2)], [(0, 63, 2)], [(0, 2**31 - 2, 1)]]
+)
+def test_a_malicious_sender_writes_nothing_outside_of_its_lease(
+    closing: Closing, transport: str, outside: list[tuple[int, int, int]]
+) -> None:
+    receiver = closing(ReceiverEnd([transport]))
+    source = make_pool(seed=9)
+    raw = closing(RawPeer.connect(receiver, transport, source))
+    receiver.receiver.open("mine", [4, 5])
+    receiver.receiver.open("other", [6, 7])
+    before = content(receiver)
+    raw.send(Piece(1, "mine", runs(*outside), False))
+    if transport == "tcp":
+        raw.send_bytes(b"\xee" * BLOCK * sum(length for _, _, length in outside) + GOOD)
+    assert raw.ack().error == "blocks outside of the lease"
+    assert content(receiver) == before
+
+    raw.send(Piece(2, "mine", runs((8, 4, 2)), True))
+    if transport == "tcp":
+        raw.send_bytes(bytes(source.buffer[8 * BLOCK : 10 * BLOCK]) + GOOD)
+    assert raw.ack().error == ""
+    assert block(receiver.pool, 5) == block(source, 9)
+    assert content(receiver)[6 * BLOCK :] == before[6 * BLOCK :]
+
+
+def test_closing_a_lease_in_the_middle_of_a_piece_stops_the_writing(closing: Closing) -> None:
+    receiver = closing(ReceiverEnd(["tcp"]))
+    raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
+    receiver.receiver.open("lease", range(8))
+    raw.send(Piece(1, "lease", runs((0, 0, 8)), True))
+    raw.send_bytes(b"\xaa" * 3 * BLOCK)
+    wait_until(lambda: block(receiver.pool, 2) == b"\xaa" * BLOCK)
+
+    receiver.receiver.close_lease("lease")
+    at_close = content(receiver)
+    raw.send_bytes(b"\xbb" * 5 * BLOCK + GOOD)
+    assert raw.ack().error == "unknown lease"
+    assert content(receiver) == at_close
+
+    receiver.receiver.open("next", [0])
+    raw.send(Piece(2, "next", runs((0, 0, 1)), True))
+    raw.send_bytes(b"\xcc" * BLOCK + GOOD)
+    assert raw.ack().error == ""
+    assert block(receiver.pool, 0) == b"\xcc" * BLOCK
+    assert receiver.wait_for() == [Progress("next", 1, complete=True)]
+
+
+def test_closing_leases_in_a_stream_of_pieces_stops_the_writing(closing: Closing, transport: str) -> None:
+    """The same with real senders and copies under way, many times over."""
+    num_blocks, block_bytes = 64, 512 * 1024
+    sender = closing(SenderEnd([transport], make_pool(num_blocks, block_bytes, seed=1)))
+    receiver = closing(ReceiverEnd([transport], make_pool(num_blocks, block_bytes, seed=2)))
+    extents = [(index, index) for index in range(num_blocks)]
+    for number in range(10):
+        lease = f"lease-{number}"
+        receiver.pool.buffer[:] = bytes(num_blocks * block_bytes)
+        receiver.receiver.open(lease, range(num_blocks))
+        sender.sender.push(receiver.peer, lease, extents, final=True)
+        wait_until(lambda: any(receiver.pool.buffer[:: block_bytes // 2]))
+        receiver.receiver.close_lease(lease)
+        receiver.pool.buffer[:] = bytes(num_blocks * block_bytes)
+        sender.wait_lease(lease)
+        assert not np.frombuffer(receiver.pool.buffer, dtype=np.uint8).any()
+
+
+def test_a_spoiled_piece_does_not_count(closing: Closing) -> None:
+    receiver = closing(ReceiverEnd(["tcp"]))
+    raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
+    receiver.receiver.open("lease", [1])
+    raw.send(Piece(1, "lease", runs((0, 1, 1)), True))
+    raw.send_bytes(bytes(BLOCK) + SPOILED)
+    assert raw.ack().error == "given up by the sender"
+    assert receiver.receiver.poll() == []

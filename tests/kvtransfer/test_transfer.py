@@ -1,0 +1,156 @@
+"""Blocks pushed by a sender arrive, over either transport, and the events say so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer import Completed, Progress, Sent
+from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, is_over, make_pool
+
+Closing = Callable[[Any], Any]
+
+
+def random_extents(rng: random.Random, num_sources: int, num_targets: int) -> list[tuple[int, int]]:
+    """Runs of adjacent blocks and single ones, mixed."""
+    targets = list(range(num_targets))
+    extents = []
+    while targets and (not extents or rng.random() < 0.95):
+        start = rng.randrange(len(targets))
+        source = rng.randrange(num_sources)
+        for target in targets[start : start + rng.randrange(1, 9)]:
+            extents.append((source % num_sources, target))
+            source += 1
+            targets.remove(target)
+    return extents
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block_bytes", [48, 4096, 100_000])
+def test_every_pushed_block_is_equal_and_no_other_changes(
+    closing: Closing, transport: str, seed: int, block_bytes: int
+) -> None:
+    rng = random.Random(seed)
+    sender = closing(SenderEnd([transport], make_pool(97, block_bytes, seed=1)))
+    receiver = closing(ReceiverEnd([transport], make_pool(130, block_bytes, seed=2)))
+    extents = random_extents(rng, 97, 130)
+    before = [block(receiver.pool, index) for index in range(130)]
+    receiver.receiver.open("lease", [target for _, target in extents])
+
+    position = 0
+    while position < len(extents):
+        step = rng.randrange(1, 40)
+        sender.sender.push(
+            receiver.peer, "lease", extents[position : position + step], final=position + step >= len(extents)
+        )
+        position += step
+    completed = sender.wait_lease("lease")
+    progress = receiver.wait_lease("lease")
+
+    assert isinstance(completed, Completed)
+    assert completed.bytes == len(extents) * block_bytes
+    assert progress == Progress("lease", len(extents), complete=True)
+    expected = dict(enumerate(before)) | {target: block(sender.pool, source) for source, target in extents}
+    assert all(block(receiver.pool, index) == content for index, content in expected.items())
+    assert sender.sender.counters()[f"{transport}_bytes_sent"] == len(extents) * block_bytes
+    assert receiver.receiver.counters()[f"{transport}_bytes_received"] == len(extents) * block_bytes
+    assert sender.sender.transports() == {"decode-0": transport}
+
+
+def test_pieces_larger_than_one_message(closing: Closing, transport: str) -> None:
+    num_blocks = 5000
+    sender = closing(SenderEnd([transport], make_pool(num_blocks, 4096, seed=1)))
+    receiver = closing(ReceiverEnd([transport], make_pool(num_blocks, 4096, seed=2)))
+    targets = random.Random(3).sample(range(num_blocks), num_blocks)
+    receiver.receiver.open("lease", targets)
+    sender.sender.push(receiver.peer, "lease", list(enumerate(targets)), final=True)
+    events = sender.wait_for()
+    sent = [event.blocks for event in events if isinstance(event, Sent)]
+    assert sent == sorted(sent) and sent[-1] == num_blocks and len(sent) > 2
+    assert all(
+        block(receiver.pool, target) == block(sender.pool, source) for source, target in enumerate(targets)
+    )
+
+
+def test_everything_cached_needs_only_an_empty_final_push(closing: Closing, transport: str) -> None:
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    receiver.receiver.open("lease", [])
+    sender.sender.push(receiver.peer, "lease", [], final=True)
+    assert sender.wait_lease("lease").bytes == 0
+    assert receiver.wait_lease("lease") == Progress("lease", 0, complete=True)
+
+
+def test_completed_comes_last_and_progress_counts_distinct_blocks(closing: Closing, transport: str) -> None:
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    receiver.receiver.open("lease", [1, 2, 3])
+    sender.sender.push(receiver.peer, "lease", [(5, 1), (6, 2)], final=False)
+    sender.sender.push(receiver.peer, "lease", [(7, 2)], final=False)
+    sender.sender.push(receiver.peer, "lease", [(8, 3)], final=True)
+    events = sender.wait_for()
+    assert [event.blocks for event in events[:-1]] == [2, 3, 4]
+    assert isinstance(events[-1], Completed) and events[-1].seconds > 0
+    assert [event.blocks_received for event in receiver.wait_for()] == [2, 2, 3]
+    assert block(receiver.pool, 2) == block(sender.pool, 7)
+
+
+def test_two_senders_to_one_receiver(closing: Closing, transport: str) -> None:
+    senders = [
+        closing(SenderEnd([transport], make_pool(64, 4096, seed=seed), worker_id=f"prefill-{seed}"))
+        for seed in (1, 2)
+    ]
+    receiver = closing(ReceiverEnd([transport], make_pool(128, 4096, seed=3)))
+    for number, sender in enumerate(senders):
+        targets = range(number * 64, number * 64 + 64)
+        receiver.receiver.open(f"lease-{number}", targets)
+        sender.sender.push(receiver.peer, f"lease-{number}", list(enumerate(targets)), final=True)
+    for number, sender in enumerate(senders):
+        assert isinstance(sender.wait_lease(f"lease-{number}"), Completed)
+        for source in range(64):
+            assert block(receiver.pool, number * 64 + source) == block(sender.pool, source)
+
+
+def test_one_sender_to_two_receivers(closing: Closing, transport: str) -> None:
+    sender = closing(SenderEnd([transport]))
+    receivers = [closing(ReceiverEnd([transport], make_pool(seed=seed))) for seed in (1, 2)]
+    for number, receiver in enumerate(receivers):
+        receiver.receiver.open(f"lease-{number}", [9])
+        sender.sender.push(receiver.peer, f"lease-{number}", [(number, 9)], final=True)
+    for number, receiver in enumerate(receivers):
+        receiver.wait_lease(f"lease-{number}")
+        assert block(receiver.pool, 9) == block(sender.pool, number)
+
+
+def test_a_huge_lease_does_not_starve_a_small_one(closing: Closing, transport: str) -> None:
+    num_blocks = 192
+    sender = closing(SenderEnd([transport], make_pool(num_blocks, 1024 * 1024)))
+    receiver = closing(ReceiverEnd([transport], make_pool(num_blocks, 1024 * 1024)))
+    huge = range(num_blocks - 1)
+    receiver.receiver.open("huge", huge)
+    receiver.receiver.open("small", [num_blocks - 1])
+    sender.sender.push(receiver.peer, "huge", list(zip(huge, huge, strict=True)), final=True)
+    sender.sender.push(receiver.peer, "small", [(0, num_blocks - 1)], final=True)
+    events = sender.wait_for(lambda event: is_over(event) and event.lease_id == "huge")
+    order = [event.lease_id for event in events if is_over(event)]
+    assert order == ["small", "huge"]
+
+
+def test_bad_arguments_are_refused_by_name(closing: Closing) -> None:
+    sender, receiver = closing(SenderEnd(["shm"])), closing(ReceiverEnd(["shm"]))
+    for extents in ([(64, 0)], [(-1, 0)], [(0, -1)], [(0, 2**31)]):
+        with pytest.raises(ValueError, match="source blocks"):
+            sender.sender.push(receiver.peer, "lease", extents, final=True)
+    for block_ids in ([64], [-1]):
+        with pytest.raises(ValueError, match="block_ids"):
+            receiver.receiver.open("lease", block_ids)
+    receiver.receiver.open("lease", [1, 2])
+    with pytest.raises(ValueError, match="open already"):
+        receiver.receiver.open("lease", [3])
+    with pytest.raises(ValueError, match="another open lease"):
+        receiver.receiver.open("other", [2, 3])
+    with pytest.raises(ValueError, match="carrier-pigeon"):
+        SenderEnd(["carrier-pigeon"])
+    with pytest.raises(ValueError, match="32 bytes"):
+        SenderEnd(["tcp"], key=b"short")

@@ -1,0 +1,200 @@
+"""Both ends of a transfer for tests: pools with known content, waiting for events, raw peers."""
+
+from __future__ import annotations
+
+import random
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvtransfer import Completed, Failed, Progress, Receiver, RegisteredPool, Sender, allocate
+from kvtransfer.channel import Channel, Wake
+from kvtransfer.handshake import Identity, examine, introduce
+from kvtransfer.host import host_id
+from kvtransfer.messages import Ack, Piece
+from kvtransfer.transports import TRANSPORTS
+from protocol.ids import new_incarnation
+from protocol.messages import PeerAddress, TransferOffer
+
+KEY = bytes(range(32))
+WAIT_S = 20.0
+
+
+def make_pool(
+    num_blocks: int = 64, block_bytes: int = 4096, seed: int = 0, fmt: str = "test"
+) -> RegisteredPool:
+    memory = allocate(num_blocks * block_bytes)
+    memory.buffer[:] = random.Random(seed).randbytes(num_blocks * block_bytes)
+    pool = RegisteredPool(memory.buffer, block_bytes, num_blocks, fmt, memory.fd)
+    object.__setattr__(pool, "memory", memory)  # closed by close()
+    return pool
+
+
+def block(pool: RegisteredPool, index: int) -> bytes:
+    return bytes(pool.buffer[index * pool.block_bytes : (index + 1) * pool.block_bytes])
+
+
+def is_over(event: object) -> bool:
+    return isinstance(event, (Completed, Failed)) or (isinstance(event, Progress) and event.complete)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For what no event tells."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+class End:
+    """What both ends have in common: a pool and a way to wait for events."""
+
+    end: Any
+
+    def __init__(self, pool: RegisteredPool | None) -> None:
+        self.pool = pool or make_pool()
+        self.woken = threading.Event()
+
+    def wait_for(self, until: Callable[[Any], bool] = is_over, timeout_s: float = WAIT_S) -> list[Any]:
+        """All events up to and including the batch with the first that `until` accepts."""
+        events: list[Any] = []
+        deadline = time.monotonic() + timeout_s
+        while True:
+            events += self.end.poll()
+            if any(map(until, events)):
+                return events
+            assert self.woken.wait(max(0.0, deadline - time.monotonic())), f"only {events}"
+            self.woken.clear()
+
+    def wait_lease(self, lease_id: str, timeout_s: float = WAIT_S) -> Any:
+        """The event that ends a lease."""
+        over = lambda event: event.lease_id == lease_id and is_over(event)  # noqa: E731
+        return next(filter(over, self.wait_for(over, timeout_s)))
+
+    def close(self) -> None:
+        self.end.close()
+        memory = self.pool.__dict__.pop("memory")
+        self.pool.__dict__["buffer"] = memoryview(b"")
+        memory.close()
+
+
+class ReceiverEnd(End):
+    def __init__(self, transports: Sequence[str], pool: RegisteredPool | None = None, **options: Any) -> None:
+        super().__init__(pool)
+        self.incarnation = new_incarnation()
+        self.end = self.receiver = Receiver(
+            self.pool,
+            key=options.pop("key", KEY),
+            worker_id="decode-0",
+            incarnation=self.incarnation,
+            transports=transports,
+            host="127.0.0.1",
+            on_event=self.woken.set,
+            **options,
+        )
+
+    @property
+    def peer(self) -> PeerAddress:
+        return PeerAddress(
+            worker_id="decode-0", incarnation=self.incarnation, control="-", offers=self.receiver.offers
+        )
+
+
+class SenderEnd(End):
+    def __init__(self, transports: Sequence[str], pool: RegisteredPool | None = None, **options: Any) -> None:
+        super().__init__(pool)
+        self.end = self.sender = Sender(
+            self.pool,
+            key=options.pop("key", KEY),
+            worker_id=options.pop("worker_id", "prefill-0"),
+            incarnation=new_incarnation(),
+            transports=transports,
+            on_event=self.woken.set,
+            **options,
+        )
+
+
+class RawPeer:
+    """One end of a data connection that does only what a test tells it."""
+
+    def __init__(self, channel: Channel, wake: Wake) -> None:
+        self.channel = channel
+        self._wake = wake
+
+    @classmethod
+    def connect(
+        cls, receiver: ReceiverEnd, transport: str, pool: RegisteredPool, key: bytes = KEY
+    ) -> RawPeer:
+        """Authenticate as a sender."""
+        raw = cls.connect_only(receiver, transport)
+        identity = Identity(KEY, "raw", "raw-1", pool)
+        introduce(raw.channel, identity, transport, receiver.incarnation, raw.deadline())
+        TRANSPORTS[transport].writer(raw.channel, pool, raw.deadline())
+        return raw
+
+    @classmethod
+    def connect_only(cls, receiver: ReceiverEnd, transport: str) -> RawPeer:
+        offer = next(offer for offer in receiver.receiver.offers if offer.transport == transport)
+        wake = Wake()
+        channel = Channel(TRANSPORTS[transport].connect(offer.address), wake)
+        raw = cls(channel, wake)
+        channel.finish_connect(raw.deadline())
+        return raw
+
+    @staticmethod
+    def deadline() -> float:
+        return time.monotonic() + WAIT_S
+
+    def send(self, message: Any) -> None:
+        self.channel.send(message, self.deadline())
+
+    def send_bytes(self, data: bytes) -> None:
+        self.channel.send_all(data, self.deadline())
+
+    def ack(self) -> Ack:
+        return self.channel.recv(Ack, self.deadline())
+
+    def is_closed_by_peer(self, timeout_s: float = WAIT_S) -> bool:
+        """Whether the connection ends without another byte for us."""
+        self.channel.ready(select.POLLIN, time.monotonic() + timeout_s)
+        try:
+            return self.channel.at_end()
+        except ConnectionError:
+            return True
+
+    def close(self) -> None:
+        self.channel.close()
+        self._wake.close()
+
+
+class RawReceiver:
+    """A listening receiver that authenticates one sender and then does only what a test tells it."""
+
+    def __init__(self, transport: str, pool: RegisteredPool) -> None:
+        self._transport = TRANSPORTS[transport]
+        self._pool = pool
+        self._listener, self._address = self._transport.listen("127.0.0.1")
+
+    @property
+    def peer(self) -> PeerAddress:
+        offer = TransferOffer(transport=self._transport.name, host_id=host_id(), address=self._address)
+        return PeerAddress(worker_id="raw", incarnation="raw-1", control="-", offers=[offer])
+
+    def accept(self) -> RawPeer:
+        self._listener.settimeout(WAIT_S)
+        accepted, _ = self._listener.accept()
+        wake = Wake()
+        raw = RawPeer(Channel(accepted, wake), wake)
+        identity = Identity(KEY, "raw", "raw-1", self._pool)
+        hello = examine(raw.channel, identity, self._transport.name, raw.deadline())
+        reader = self._transport.reader(raw.channel, self._pool, hello, raw.deadline(), WAIT_S)
+        reader.close()
+        return raw
+
+    def piece(self, raw: RawPeer) -> Piece:
+        return raw.channel.recv(Piece, raw.deadline())
+
+    def close(self) -> None:
+        self._listener.close()
