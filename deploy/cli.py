@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -108,7 +107,9 @@ def bench(context: typer.Context) -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(metadata.version("tandem-serve"))
+    from deploy.version import version as installed
+
+    typer.echo(installed())
 
 
 def main() -> None:

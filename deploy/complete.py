@@ -46,8 +46,11 @@ def stream_completion(
             for text in _texts(http, body):
                 print(text, end="", flush=True)
         print()
-    except (ServerError, httpx.HTTPError) as error:
-        print(f"tandem: {url}: {error}" if isinstance(error, httpx.HTTPError) else f"tandem: {error}", file=sys.stderr)
+    except httpx.HTTPError as error:
+        print(f"tandem: {url}: {error}", file=sys.stderr)
+        return 1
+    except ServerError as error:
+        print(f"tandem: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -4,50 +4,59 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from deploy.ray_cluster import RayCluster
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.sockets import ClusterKeys
-from router.state import RouterState
+from router.server import RouterServer
 
 log = logging.getLogger(__name__)
 
 
-class StateView:
-    """The router's state as the supervisor sees it, from its own thread."""
+class RouterView:
+    """The router as the supervisor sees it, from its own thread."""
 
-    def __init__(self, state: RouterState) -> None:
-        self._state = state
-
-    @property
-    def endpoint(self) -> str:
-        return self._state.link.endpoint
+    def __init__(self, server: RouterServer) -> None:
+        self._server = server
+        self.endpoint = server.worker_endpoint
+        self.mark_dead = server.mark_dead
 
     def is_live(self, worker_id: str, incarnation: str) -> bool | None:
-        worker = self._state.registry.current(worker_id, incarnation)
+        """Whether the router hears from this incarnation; None while it is not registered."""
+        worker = self._server.state.registry.current(worker_id, incarnation)
         return None if worker is None else worker.live
-
-    def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
-        self._state.mark_dead(worker_id, incarnation, reason)
 
 
 class Launcher(threading.Thread):
-    """Lives as long as the cluster. `failure` says why it ended, unless it was asked to."""
+    """Lives as long as the cluster. `failure` says why it ended, unless it was asked to.
 
-    def __init__(self, config: ServeConfig, keys: ClusterKeys, router: StateView) -> None:
+    `on_ready` is called when every worker has registered, `on_failure` when the cluster ends by itself; both
+    in this thread.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        keys: ClusterKeys,
+        server: RouterServer,
+        on_ready: Callable[[], None],
+        on_failure: Callable[[], None],
+    ) -> None:
         super().__init__(name="launcher", daemon=True)
         self._config = config
         self._keys = keys
-        self._router = router
+        self._router = RouterView(server)
+        self._on_ready = on_ready
+        self._on_failure = on_failure
         self._cluster = RayCluster(config)
-        self._stop = threading.Event()
-        self.all_ready = threading.Event()
+        self._stop_requested = threading.Event()
         self.failure: str | None = None
 
     def stop(self) -> None:
         """End the workers and Ray. Any thread may call it."""
-        self._stop.set()
+        self._stop_requested.set()
 
     def run(self) -> None:
         try:
@@ -59,6 +68,8 @@ class Launcher(threading.Thread):
             log.exception("the launcher failed")
             self.failure = f"{type(error).__name__}: {error}"
         finally:
+            if self.failure is not None and not self._stop_requested.is_set():
+                self._on_failure()
             self._cluster.stop()
 
     def remove_files(self) -> None:
@@ -66,7 +77,7 @@ class Launcher(threading.Thread):
         self._cluster.remove_files()
 
     def _supervise(self) -> None:
-        if self._stop.is_set():
+        if self._stop_requested.is_set():
             return
         from deploy.supervisor import Supervisor
 
@@ -74,8 +85,8 @@ class Launcher(threading.Thread):
             self._config,
             self._keys,
             self._router,
-            self._cluster.num_gpus(),
+            num_gpus=self._cluster.num_gpus(),
             is_local=self._cluster.is_local,
-            stop=self._stop,
-            all_ready=self.all_ready,
+            stop=self._stop_requested,
+            on_ready=self._on_ready,
         ).run()

@@ -23,8 +23,10 @@ class RayStartError(TandemError):
 
 
 class RayCluster:
-    """Started by `start`, left by `stop`. Both run in one thread, which must live as long as the cluster does:
-    the kernel ends a local cluster's processes with the thread that started them.
+    """Started by `start`, left by `stop`.
+
+    One thread calls both, and lives as long as the cluster does: the kernel ends a local cluster's processes
+    with the thread that started them.
     """
 
     def __init__(self, config: ServeConfig) -> None:

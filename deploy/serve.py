@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import os
 import shlex
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from importlib import metadata
+from types import FrameType
 from urllib.parse import urlsplit
 
 import msgspec
-import uvicorn
 
 from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
-from deploy.launcher import Launcher, StateView
+from deploy.launcher import Launcher
 from deploy.resources import available_cores, choose_threads
+from deploy.version import version
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError, TandemError
+from protocol.errors import TandemError
 from protocol.sockets import ClusterKeys
-from router.app import create_app
-from router.state import RouterState
+from router.server import RouterServer
 
-log = logging.getLogger(__name__)
-
-POLL_S = 0.05
 LAUNCHER_GRACE_S = 20.0
 """Seconds that Ray and the workers get to end before they are killed."""
 
 DESCENDANTS_GRACE_S = 2.0
-
-
-class _HttpServer(uvicorn.Server):
-    """Leaves signals to us."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def serve(config: ServeConfig) -> int:
@@ -52,9 +38,11 @@ def serve(config: ServeConfig) -> int:
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
         force=True,
     )
+    patience = _Patience()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, patience.on_signal)
     try:
-        with asyncio.Runner(loop_factory=_event_loop) as runner:
-            return runner.run(_Service(config).run())
+        return _run(config, patience)
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 1
@@ -62,98 +50,54 @@ def serve(config: ServeConfig) -> int:
         return 130
 
 
-def _event_loop() -> asyncio.AbstractEventLoop:
-    import uvloop
+class _Patience:
+    """What a signal means while the router's own handlers are not in place.
 
-    return uvloop.new_event_loop()
+    Before anything was started it ends the process; during the orderly end it calls that off.
+    """
 
+    def __init__(self) -> None:
+        self.ending = False
+        self.over = threading.Event()
 
-class _Service:
-    """One run of the server. A first signal ends it in order, a second at once."""
-
-    def __init__(self, config: ServeConfig) -> None:
-        self._config = config
-        self._signals = 0
-        self._stop = asyncio.Event()
-
-    async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
-        adopt_orphans()
-        listener = _listen(self._config)
-        keys = ClusterKeys.generate()
-        state = RouterState(self._config, keys, _link_host(self._config))
-        state.attach(loop)
-        launcher = Launcher(self._config, keys, StateView(state))
-        http = _HttpServer(_http_config(state))
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
-        launcher.start()
-        try:
-            await self._until_over(launcher, state, serving, _url(self._config, listener))
-            await self._drain(state, launcher)
-        finally:
-            http.should_exit = True
-            await self._end_launcher(launcher)
-            state.close()
-            await _end_http(http, serving)
-        if launcher.failure is not None:
-            print(f"tandem: {launcher.failure}", file=sys.stderr)
-            return 1
-        return 0
-
-    def _on_signal(self) -> None:
-        self._signals += 1
-        self._stop.set()
-        if self._signals == 1:
-            print("Ending; press Ctrl-C again to end at once.", file=sys.stderr)
-
-    async def _until_over(
-        self, launcher: Launcher, state: RouterState, serving: asyncio.Task[None], url: str
-    ) -> None:
-        announced = False
-        while not self._stop.is_set() and launcher.is_alive() and not serving.done():
-            if not announced and launcher.all_ready.is_set():
-                announced = True
-                print(announcement(self._config, state, url), flush=True)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), POLL_S if not announced else 0.5)
-
-    async def _drain(self, state: RouterState, launcher: Launcher) -> None:
-        """Take nothing new; give what runs `--shutdown-timeout` seconds."""
-        state.start_draining()
-        deadline = time.monotonic() + self._config.shutdown_timeout
-        while len(state.journal) and self._signals < 2 and launcher.is_alive():
-            if time.monotonic() > deadline:
-                log.warning("%d requests did not finish in time and are cut off", len(state.journal))
-                return
-            await asyncio.sleep(POLL_S)
-
-    async def _end_launcher(self, launcher: Launcher) -> None:
-        launcher.stop()
-        deadline = time.monotonic() + LAUNCHER_GRACE_S
-        while launcher.is_alive() and time.monotonic() < deadline and self._signals < 2:
-            await asyncio.sleep(POLL_S)
-        if launcher.is_alive():
-            kill_descendants()
-            launcher.join(DESCENDANTS_GRACE_S)
-        end_descendants(DESCENDANTS_GRACE_S)
-        launcher.remove_files()
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.ending:
+            raise KeyboardInterrupt
+        self.over.set()
 
 
-def _listen(config: ServeConfig) -> socket.socket:
-    """Bind the HTTP port at once, so that a port in use ends the start before anything else has begun."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _run(config: ServeConfig, patience: _Patience) -> int:
+    keys = ClusterKeys.generate()
+    server = RouterServer(config, keys, _link_host(config))
+    adopt_orphans()
+
+    def announce() -> None:
+        print(announcement(config, server), flush=True)
+
+    launcher = Launcher(config, keys, server, on_ready=announce, on_failure=server.stop)
     try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"--host, --port: cannot listen on {config.host}:{config.port}: {error.strerror}"
-        ) from error
-    return listener
+        server.run(on_start=launcher.start)
+    finally:
+        patience.ending = True
+        _end(launcher, patience)
+    if launcher.failure is not None:
+        print(f"tandem: {launcher.failure}", file=sys.stderr, flush=True)
+    if launcher.is_alive():
+        os._exit(1)  # Ray's own exit handlers would wait for what was killed
+    return 0 if launcher.failure is None else 1
+
+
+def _end(launcher: Launcher, patience: _Patience) -> None:
+    """End Ray and the workers in order, or at once on a further signal. Nothing is left in either case."""
+    launcher.stop()
+    deadline = time.monotonic() + LAUNCHER_GRACE_S
+    while launcher.is_alive() and time.monotonic() < deadline and not patience.over.is_set():
+        launcher.join(0.05)
+    if launcher.is_alive():
+        kill_descendants()
+        launcher.join(DESCENDANTS_GRACE_S)
+    end_descendants(DESCENDANTS_GRACE_S)
+    launcher.remove_files()
 
 
 def _link_host(config: ServeConfig) -> str:
@@ -167,36 +111,15 @@ def _link_host(config: ServeConfig) -> str:
         return str(probe.getsockname()[0])
 
 
-def _http_config(state: RouterState) -> uvicorn.Config:
-    return uvicorn.Config(
-        create_app(state),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=2,
-        timeout_keep_alive=75,
-    )
-
-
-async def _end_http(http: _HttpServer, serving: asyncio.Task[None]) -> None:
-    http.should_exit = True
-    await serving
-
-
-def _url(config: ServeConfig, listener: socket.socket) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    return f"http://{host}:{listener.getsockname()[1]}"
-
-
-def announcement(config: ServeConfig, state: RouterState, url: str) -> str:
+def announcement(config: ServeConfig, server: RouterServer) -> str:
     """What runs, what was chosen for it and why, and a command to try."""
-    lines = [f"Tandem {metadata.version('tandem-serve')} serves {config.model_name} on {url}"]
+    lines = [f"Tandem {version()} serves {config.model_name} on {server.url}"]
     threads, why = choose_threads(config, available_cores())
     lines.append(f"  threads per worker: {threads} ({why})")
-    for worker in state.registry:
+    for worker in server.state.registry:
         lines.append(f"  {worker.key.worker_id}:")
         lines += [f"    {name}: {choice}" for name, choice in worker.start_up.items()]
-    lines.append(f"Try:  {curl_line(config, url)}")
+    lines.append(f"Try:  {curl_line(config, server.url)}")
     return "\n".join(lines)
 
 
@@ -204,5 +127,5 @@ def curl_line(config: ServeConfig, url: str) -> str:
     body = {"model": config.model_name, "prompt": "def fibonacci(n):\n", "max_tokens": 64, "temperature": 0}
     parts = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json"]
     if config.api_key is not None:
-        parts += ["-H", "Authorization: Bearer $TANDEM_API_KEY"]
+        parts += ["-H", "Authorization: Bearer <--api-key>"]
     return shlex.join([*parts, "-d", msgspec.json.encode(body).decode()])

@@ -6,14 +6,16 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import ray
 from ray.exceptions import RayError
 
 from deploy.actors import WorkerActor
+from deploy.launcher import RouterView
 from deploy.resources import available_cores, gpu_share, thread_environment, worker_config, worker_count
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
@@ -33,18 +35,6 @@ STABLE_S = 60.0
 
 class StartUpError(TandemError):
     """A worker failed before it ever served: the configuration, not chance, is to blame."""
-
-
-class RouterView(Protocol):
-    """What the supervisor asks and tells the router. All of it may be called from any thread."""
-
-    @property
-    def endpoint(self) -> str: ...
-
-    def is_live(self, worker_id: str, incarnation: str) -> bool | None:
-        """Whether the router hears from this incarnation; None while it is not registered."""
-
-    def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -67,21 +57,18 @@ class _Slot:
 
 
 class Supervisor:
-    """Runs in the launcher's thread until `stop` is set.
-
-    It sets `all_ready` when every worker has registered for the first time.
-    """
+    """Runs in the launcher's thread until `stop` is set. `on_ready`: every worker has registered."""
 
     def __init__(
         self,
         config: ServeConfig,
         keys: ClusterKeys,
         router: RouterView,
-        num_gpus: float,
         *,
+        num_gpus: float,
         is_local: bool,
         stop: threading.Event,
-        all_ready: threading.Event,
+        on_ready: Callable[[], None],
     ) -> None:
         self._keys = keys
         self._router = router
@@ -90,7 +77,8 @@ class Supervisor:
         self._config = worker_config(config, self._gpus, self._cores)
         self._is_local = is_local
         self._stop = stop
-        self._all_ready = all_ready
+        self._on_ready = on_ready
+        self._announced = False
         prefills = config.prefill_replicas if config.disaggregation else 0
         self._slots = [_Slot(f"prefill-{index}", "prefill") for index in range(prefills)]
         self._slots += [_Slot(f"decode-{index}", "decode") for index in range(config.decode_replicas)]
@@ -142,8 +130,9 @@ class Supervisor:
             elif slot.start_at is not None and now >= slot.start_at:
                 log.info("worker %s is started anew", slot.worker_id)
                 self._start(slot)
-        if not self._all_ready.is_set() and all(slot.was_ready for slot in self._slots):
-            self._all_ready.set()
+        if not self._announced and all(slot.was_ready for slot in self._slots):
+            self._announced = True
+            self._on_ready()
 
     def _look_at(self, slot: _Slot, now: float) -> None:
         """Take note of a worker that became ready, and end one that is silent or never becomes ready."""

@@ -54,7 +54,7 @@ class RouterLink:
     def receive(self) -> list[RouterToWorker]:
         """All messages that have arrived; never waits."""
         messages = []
-        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self.socket.poll(0):
             message = self._receive_one()
             if message is not None:
                 messages.append(message)

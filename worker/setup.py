@@ -8,6 +8,7 @@ import sys
 from urllib.parse import urlsplit
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
@@ -25,6 +26,7 @@ def set_up_logging(config: ServeConfig, name: str) -> None:
         format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s",
         force=True,
     )
+    disable_progress_bar()
 
 
 def set_up_threads(config: ServeConfig) -> None:

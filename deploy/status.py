@@ -1,0 +1,84 @@
+"""`tandem status`: the workers, their roles and their load, once or live."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from deploy.complete import ServerError, checked, client
+
+_COLUMNS = (
+    "worker",
+    "role",
+    "state",
+    "running",
+    "waiting",
+    "KV used",
+    "KV cached",
+    "prefix hits",
+    "transports",
+)
+
+
+def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, interval_s: float) -> int:
+    """Print the workers; returns the exit code. Live until Ctrl-C, unless one look was asked for."""
+    try:
+        with client(url, api_key) as http:
+            if as_json:
+                print(json.dumps(_fetch(http), indent=2))
+            elif once or not sys.stdout.isatty():
+                Console().print(make_table(url, _fetch(http)))
+            else:
+                _live(http, url, interval_s)
+    except KeyboardInterrupt:
+        return 0
+    except httpx.HTTPError as error:
+        print(f"tandem: {url}: {error}", file=sys.stderr)
+        return 1
+    except ServerError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _fetch(http: httpx.Client) -> dict[str, Any]:
+    status: dict[str, Any] = checked(http.get("/workers")).json()
+    return status
+
+
+def _live(http: httpx.Client, url: str, interval_s: float) -> None:
+    with Live(make_table(url, _fetch(http)), auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(make_table(url, _fetch(http)), refresh=True)
+
+
+def make_table(url: str, status: dict[str, Any]) -> Table:
+    """One row for each worker that the router knows."""
+    table = Table(*_COLUMNS, title=url)
+    for worker in status["workers"]:
+        table.add_row(*_row(worker))
+    return table
+
+
+def _row(worker: dict[str, Any]) -> list[str]:
+    total = max(1, worker["total_blocks"])
+    queried = worker["prefix_query_tokens"]
+    return [
+        worker["id"],
+        worker["role"],
+        worker["lifecycle"],
+        str(worker["num_running"]),
+        str(worker["num_waiting"]),
+        f"{worker['kv_usage']:.0%} of {worker['total_blocks']}",
+        f"{worker['cached_blocks'] / total:.0%}",
+        f"{worker['prefix_hit_tokens'] / queried:.0%}" if queried else "-",
+        ", ".join(f"{peer}: {name}" for peer, name in worker["transports"].items()) or "-",
+    ]
