@@ -154,7 +154,8 @@ class Link(threading.Thread):
         except ProtocolError as error:
             reason = self._count("malformed", error)
         except TransferError as error:
-            reason = self._count("connect", error)
+            self._core.counters.add("failures_connect")
+            reason = str(error)
         except TimeoutError as error:
             reason = self._count("timeout", error)
         except OSError as error:
@@ -167,7 +168,7 @@ class Link(threading.Thread):
 
     def _count(self, kind: str, error: Exception) -> str:
         self._core.counters.add(f"failures_{kind}")
-        return str(error)
+        return f"{self.transport}: {error}"
 
     def _connect(self) -> tuple[Channel, PieceWriter]:
         reasons: list[str] = []
@@ -298,4 +299,4 @@ class Link(threading.Thread):
             self._in_flight.clear()
             self._wake.close()
             self._state.notify_all()
-        self._core.on_down(self, f"{self.transport}: {reason}")
+        self._core.on_down(self, reason)

@@ -5,6 +5,14 @@ from typing import Any
 
 import pytest
 
+from tests.kvtransfer.transfer_sides import close_memories
+
+
+@pytest.fixture(autouse=True)
+def _memories_closed() -> Iterator[None]:
+    yield
+    close_memories()
+
 
 @pytest.fixture(params=["shm", "tcp"])
 def transport(request: pytest.FixtureRequest) -> str:

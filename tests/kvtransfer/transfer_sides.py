@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvtransfer import Completed, Failed, Progress, Receiver, RegisteredPool, Sender, allocate
+import numpy as np
+
+from kvtransfer import Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender, allocate
 from kvtransfer.channel import Channel, Wake
 from kvtransfer.handshake import Identity, examine, introduce
 from kvtransfer.host import host_id
@@ -21,15 +22,22 @@ from protocol.messages import PeerAddress, TransferOffer
 KEY = bytes(range(32))
 WAIT_S = 20.0
 
+_memories: list[PoolMemory] = []
+
 
 def make_pool(
     num_blocks: int = 64, block_bytes: int = 4096, seed: int = 0, fmt: str = "test"
 ) -> RegisteredPool:
     memory = allocate(num_blocks * block_bytes)
-    memory.buffer[:] = random.Random(seed).randbytes(num_blocks * block_bytes)
-    pool = RegisteredPool(memory.buffer, block_bytes, num_blocks, fmt, memory.fd)
-    object.__setattr__(pool, "memory", memory)  # closed by close()
-    return pool
+    memory.buffer[:] = np.random.default_rng(seed).bytes(num_blocks * block_bytes)
+    _memories.append(memory)
+    return RegisteredPool(memory.buffer, block_bytes, num_blocks, fmt, memory.fd)
+
+
+def close_memories() -> None:
+    """Close the memory of every pool made so far."""
+    while _memories:
+        _memories.pop().close()
 
 
 def block(pool: RegisteredPool, index: int) -> bytes:
@@ -75,9 +83,6 @@ class End:
 
     def close(self) -> None:
         self.end.close()
-        memory = self.pool.__dict__.pop("memory")
-        self.pool.__dict__["buffer"] = memoryview(b"")
-        memory.close()
 
 
 class ReceiverEnd(End):
@@ -129,10 +134,18 @@ class RawPeer:
     ) -> RawPeer:
         """Authenticate as a sender."""
         raw = cls.connect_only(receiver, transport)
-        identity = Identity(KEY, "raw", "raw-1", pool)
-        introduce(raw.channel, identity, transport, receiver.incarnation, raw.deadline())
+        raw.authenticate(receiver, transport, pool)
         TRANSPORTS[transport].writer(raw.channel, pool, raw.deadline())
         return raw
+
+    def authenticate(self, receiver: ReceiverEnd, transport: str, pool: RegisteredPool) -> None:
+        introduce(
+            self.channel,
+            Identity(KEY, "raw", "raw-1", pool),
+            transport,
+            receiver.incarnation,
+            self.deadline(),
+        )
 
     @classmethod
     def connect_only(cls, receiver: ReceiverEnd, transport: str) -> RawPeer:
@@ -182,11 +195,14 @@ class RawReceiver:
         offer = TransferOffer(transport=self._transport.name, host_id=host_id(), address=self._address)
         return PeerAddress(worker_id="raw", incarnation="raw-1", control="-", offers=[offer])
 
-    def accept(self) -> RawPeer:
+    def accept_unexamined(self) -> RawPeer:
         self._listener.settimeout(WAIT_S)
         accepted, _ = self._listener.accept()
         wake = Wake()
-        raw = RawPeer(Channel(accepted, wake), wake)
+        return RawPeer(Channel(accepted, wake), wake)
+
+    def accept(self) -> RawPeer:
+        raw = self.accept_unexamined()
         identity = Identity(KEY, "raw", "raw-1", self._pool)
         hello = examine(raw.channel, identity, self._transport.name, raw.deadline())
         reader = self._transport.reader(raw.channel, self._pool, hello, raw.deadline(), WAIT_S)

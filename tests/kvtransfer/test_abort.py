@@ -1,0 +1,125 @@
+"""After `Sender.abort` returns no source block is read any more, or what is read is never believed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer import Completed, Failed, Progress
+from kvtransfer.messages import Ack
+from kvtransfer.tcp import SPOILED
+from tests.kvtransfer.transfer_sides import (
+    RawReceiver,
+    ReceiverEnd,
+    SenderEnd,
+    is_over,
+    make_pool,
+    wait_until,
+)
+
+Closing = Callable[[Any], Any]
+MIB = 1024 * 1024
+
+
+def test_tcp_pads_the_piece_that_was_on_its_way(closing: Closing) -> None:
+    size = 24 * MIB  # more than all socket buffers hold
+    pool = make_pool(2, size)
+    pool.buffer[:] = b"\x11" * len(pool.buffer)
+    sender = closing(SenderEnd(["tcp"], pool))
+    raw_receiver = closing(RawReceiver("tcp", make_pool(2, size)))
+    sender.sender.push(raw_receiver.peer, "lease", [(0, 0), (1, 1)], final=True)
+    raw = closing(raw_receiver.accept())
+    first = raw_receiver.piece(raw)
+    start = raw.channel.recv_exact(MIB, raw.deadline())
+
+    began = time.monotonic()
+    sender.sender.abort("lease")
+    assert time.monotonic() - began < 1
+    pool.buffer[:] = b"\x99" * len(pool.buffer)
+    rest = raw.channel.recv_exact(size - MIB, raw.deadline())
+    trailer = raw.channel.recv_exact(1, raw.deadline())
+
+    assert start == b"\x11" * MIB
+    assert b"\x99" not in rest
+    assert b"\x00" in rest
+    assert trailer == SPOILED
+    raw.send(Ack(first.sequence))
+    sender.sender.push(raw_receiver.peer, "next", [(0, 0)], final=True)
+    following = raw_receiver.piece(raw)
+    assert following.lease_id == "next", "the connection should survive, without further pieces of the lease"
+    assert raw.channel.recv_exact(size, raw.deadline()) == b"\x99" * size
+    assert sender.sender.poll() == []
+
+
+def test_shm_waits_for_the_reader(closing: Closing) -> None:
+    sender = closing(SenderEnd(["shm"], make_pool(4, MIB), abort_timeout_s=20))
+    raw_receiver = closing(RawReceiver("shm", make_pool(4, MIB)))
+    sender.sender.push(raw_receiver.peer, "lease", [(0, 0)], final=True)
+    raw = closing(raw_receiver.accept())
+    piece = raw_receiver.piece(raw)
+
+    aborting = threading.Thread(target=sender.sender.abort, args=("lease",))
+    aborting.start()
+    aborting.join(0.2)
+    assert aborting.is_alive(), "the peer may still be reading"
+    raw.send(Ack(piece.sequence))
+    aborting.join(5)
+    assert not aborting.is_alive()
+    assert sender.sender.poll() == []
+
+
+def test_shm_cuts_off_a_reader_that_does_not_answer(closing: Closing) -> None:
+    sender = closing(SenderEnd(["shm"], make_pool(4, MIB), abort_timeout_s=0.2))
+    raw_receiver = closing(RawReceiver("shm", make_pool(4, MIB)))
+    sender.sender.push(raw_receiver.peer, "lease", [(0, 0)], final=True)
+    sender.sender.push(raw_receiver.peer, "other", [(1, 1)], final=False)
+    raw = closing(raw_receiver.accept())
+    raw_receiver.piece(raw)
+    sender.sender.abort("lease")
+    with pytest.raises(ConnectionError):
+        raw.send(Ack(1))  # what was read after the abort can't be acknowledged, so it never counts
+    assert isinstance(sender.wait_lease("other"), Failed)
+    assert sender.sender.counters()["failures_abort_timeout"] == 1
+
+
+def test_aborts_in_a_stream_of_pieces_leave_only_believed_blocks(closing: Closing, transport: str) -> None:
+    """Blocks reported in place were read before the abort, never after it."""
+    count, size = 48, 256 * 1024
+    sender = closing(SenderEnd([transport], make_pool(count, size)))
+    receiver = closing(ReceiverEnd([transport], make_pool(count, size)))
+    for number in range(10):
+        lease = f"lease-{number}"
+        sender.pool.buffer[:] = b"\x11" * count * size
+        receiver.pool.buffer[:] = bytes(count * size)
+        receiver.receiver.open(lease, range(count))
+        sender.sender.push(receiver.peer, lease, [(index, index) for index in range(count)], final=True)
+        wait_until(lambda: any(receiver.pool.buffer[:: size // 2]))
+        sender.sender.abort(lease)
+        sender.sender.abort(lease)
+        sender.pool.buffer[:] = b"\x99" * count * size
+        receiver.receiver.open(f"check-{number}", [])
+        sender.sender.push(receiver.peer, f"check-{number}", [], final=True)
+        events = receiver.wait_for(lambda event, n=number: event.lease_id == f"check-{n}" and is_over(event))
+        assert b"\x99" not in bytes(receiver.pool.buffer)
+        believed = max((e.blocks_received for e in events if isinstance(e, Progress)), default=0)
+        assert bytes(receiver.pool.buffer[: believed * size]) == b"\x11" * believed * size
+        assert all(event.lease_id != lease for event in sender.wait_for())
+        receiver.receiver.close_lease(lease)
+
+
+def test_an_aborted_lease_can_be_pushed_anew(closing: Closing, transport: str) -> None:
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    receiver.receiver.open("lease", [1, 2])
+    sender.sender.push(receiver.peer, "lease", [(1, 1)], final=False)
+    sender.sender.abort("lease")
+    sender.sender.push(receiver.peer, "lease", [(1, 1), (2, 2)], final=True)
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert receiver.wait_lease("lease") == Progress("lease", 2, complete=True)
+
+
+def test_aborting_what_was_never_pushed_is_nothing(closing: Closing) -> None:
+    closing(SenderEnd(["tcp"])).sender.abort("nobody")

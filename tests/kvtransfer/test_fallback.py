@@ -1,0 +1,114 @@
+"""Which transport a pair uses, and that a fallback is seen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtransfer import Completed, Failed, RegisteredPool, TransferError
+from protocol.messages import PeerAddress
+from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block
+
+Closing = Callable[[Any], Any]
+
+
+def with_offer(receiver: ReceiverEnd, transport: str, **changes: str) -> PeerAddress:
+    """The receiver's address with one of its offers changed."""
+    offers = [
+        msgspec.structs.replace(offer, **changes) if offer.transport == transport else offer
+        for offer in receiver.receiver.offers
+    ]
+    return msgspec.structs.replace(receiver.peer, offers=offers)
+
+
+def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress) -> Any:
+    receiver.receiver.open("lease", [1])
+    sender.sender.push(peer, "lease", [(2, 1)], final=True)
+    event = sender.wait_lease("lease")
+    if isinstance(event, Completed):
+        assert block(receiver.pool, 1) == block(sender.pool, 2)
+    return event
+
+
+@pytest.mark.parametrize("order", [["shm", "tcp"], ["tcp", "shm"]])
+def test_the_senders_order_decides(closing: Closing, order: list[str]) -> None:
+    sender, receiver = closing(SenderEnd(order)), closing(ReceiverEnd(["tcp", "shm"]))
+    assert sender.sender.connect(receiver.peer) == order[0]
+    assert isinstance(transfer(sender, receiver, receiver.peer), Completed)
+    assert sender.sender.transports() == {"decode-0": order[0]}
+    assert "fallbacks" not in sender.sender.counters()
+
+
+def test_another_host_means_tcp(closing: Closing) -> None:
+    sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
+    peer = with_offer(receiver, "shm", host_id="elsewhere")
+    assert sender.sender.connect(peer) == "tcp"
+    assert isinstance(transfer(sender, receiver, peer), Completed)
+
+
+def test_a_pool_outside_of_shared_memory_means_tcp(closing: Closing) -> None:
+    pool = RegisteredPool(memoryview(bytearray(64 * 4096)), 4096, 64, "test")
+    sender, receiver = closing(SenderEnd(["shm", "tcp"], pool)), closing(ReceiverEnd(["shm", "tcp"]))
+    assert isinstance(transfer(sender, receiver, receiver.peer), Completed)
+    assert sender.sender.transports() == {"decode-0": "tcp"}
+
+
+def test_a_broken_shm_offer_falls_back_to_tcp_and_says_so(
+    closing: Closing, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
+    peer = with_offer(receiver, "shm", address="tandem-kv-nobody-listens-here")
+    assert sender.sender.connect(peer) == "shm"
+    with caplog.at_level(logging.INFO, "tandem.kvtransfer"):
+        assert isinstance(transfer(sender, receiver, peer), Completed)
+    assert sender.sender.transports() == {"decode-0": "tcp"}
+    assert sender.sender.connect(peer) == "tcp"
+    assert sender.sender.counters()["fallbacks"] == 1
+    assert sender.sender.counters()["tcp_bytes_sent"] == 4096
+    assert any("cannot reach decode-0 over shm" in message for message in caplog.messages)
+    assert any("link to decode-0 over tcp" in message for message in caplog.messages)
+
+
+def test_a_refused_shm_handshake_falls_back_to_tcp(closing: Closing) -> None:
+    """The shm address leads to another receiver, which refuses."""
+    sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
+    other = closing(ReceiverEnd(["shm"]))
+    peer = with_offer(receiver, "shm", address=other.receiver.offers[0].address)
+    assert isinstance(transfer(sender, receiver, peer), Completed)
+    assert sender.sender.transports() == {"decode-0": "tcp"}
+    assert other.receiver.counters()["handshakes_refused"] == 1
+
+
+def test_when_nothing_works_every_reason_is_named(closing: Closing) -> None:
+    sender, receiver = closing(SenderEnd(["shm", "tcp"])), closing(ReceiverEnd(["shm", "tcp"]))
+    peer = receiver.peer
+    receiver.receiver.close()
+    event = transfer_to_nobody(sender, peer)
+    assert "shm: " in event.reason and "tcp: " in event.reason
+    assert sender.sender.counters()["failures_connect"] == 1
+
+
+def test_no_common_transport(closing: Closing) -> None:
+    sender, receiver = closing(SenderEnd(["shm"])), closing(ReceiverEnd(["tcp"]))
+    with pytest.raises(TransferError, match="shm: not offered"):
+        sender.sender.connect(receiver.peer)
+    assert "no common transport" in transfer_to_nobody(sender, receiver.peer).reason
+
+
+@pytest.mark.parametrize("address", ["", "no-port", "127.0.0.1:notaport", "example.invalid:1", "127.0.0.1:1"])
+def test_an_unusable_tcp_address_is_a_failure_not_a_crash(closing: Closing, address: str) -> None:
+    sender, receiver = closing(SenderEnd(["tcp"])), closing(ReceiverEnd(["tcp"]))
+    event = transfer_to_nobody(sender, with_offer(receiver, "tcp", address=address))
+    assert event.reason.startswith("tcp: ")
+    assert "failures_internal" not in sender.sender.counters()
+
+
+def transfer_to_nobody(sender: SenderEnd, peer: PeerAddress) -> Failed:
+    sender.sender.push(peer, "lease", [(2, 1)], final=True)
+    event = sender.wait_lease("lease")
+    assert isinstance(event, Failed)
+    return event

@@ -1,0 +1,197 @@
+"""Who may connect, and what an intruder gets: nothing."""
+
+from __future__ import annotations
+
+import hmac
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer import Completed, Failed
+from kvtransfer.channel import decode, encode, frame
+from kvtransfer.handshake import HandshakeRefusedError, Identity, introduce
+from kvtransfer.messages import Challenge, Hello, Proof, SealedVerdict
+from protocol.messages import PeerAddress
+from tests.kvtransfer.transfer_sides import (
+    KEY,
+    RawPeer,
+    RawReceiver,
+    ReceiverEnd,
+    SenderEnd,
+    make_pool,
+    wait_until,
+)
+
+Closing = Callable[[Any], Any]
+OTHER_KEY = bytes(32)
+
+
+def push_one(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None = None) -> Any:
+    """The event that ends a lease of one block."""
+    receiver.receiver.open("lease", [1])
+    sender.sender.push(peer or receiver.peer, "lease", [(1, 1)], final=True)
+    event = sender.wait_lease("lease")
+    receiver.receiver.close_lease("lease")
+    return event
+
+
+def test_a_sender_with_another_key_is_refused(closing: Closing, transport: str) -> None:
+    sender, receiver = closing(SenderEnd([transport], key=OTHER_KEY)), closing(ReceiverEnd([transport]))
+    before = bytes(receiver.pool.buffer)
+    event = push_one(sender, receiver)
+    assert isinstance(event, Failed) and "closed the connection during the handshake" in event.reason
+    assert receiver.receiver.counters()["handshakes_refused"] == 1
+    assert "connections_accepted" not in receiver.receiver.counters()
+    assert bytes(receiver.pool.buffer) == before
+
+
+def test_a_receiver_without_the_key_is_not_believed(closing: Closing, transport: str) -> None:
+    """One that waves every sender through still can't prove that it is ours."""
+    sender = closing(SenderEnd([transport]))
+    impostor = closing(RawReceiver(transport, make_pool()))
+    sender.sender.push(impostor.peer, "lease", [(1, 1)], final=True)
+    raw = closing(impostor.accept_unexamined())
+    raw.channel.recv(Hello, raw.deadline())
+    raw.send(Challenge(bytes(32)))
+    raw.channel.recv(Proof, raw.deadline())
+    raw.send(SealedVerdict(b"\x80", bytes(32)))
+    event = sender.wait_lease("lease")
+    assert isinstance(event, Failed) and "does not hold the cluster's key" in event.reason
+    assert raw.is_closed_by_peer()
+
+
+def test_a_proof_cannot_be_reflected(closing: Closing, transport: str) -> None:
+    """An impostor relays nothing and returns the sender's own proof as its own."""
+    sender = closing(SenderEnd([transport]))
+    impostor = closing(RawReceiver(transport, make_pool()))
+    sender.sender.push(impostor.peer, "lease", [(1, 1)], final=True)
+    raw = closing(impostor.accept_unexamined())
+    raw.channel.recv(Hello, raw.deadline())
+    raw.send(Challenge(bytes(32)))
+    proof = raw.channel.recv(Proof, raw.deadline())
+    raw.send(SealedVerdict(b"", proof.mac))
+    assert "does not hold" in sender.wait_lease("lease").reason
+
+
+def test_a_proof_cannot_be_replayed(closing: Closing, transport: str) -> None:
+    """The same Hello and Proof as in an earlier good handshake: the receiver's nonce has changed."""
+    receiver = closing(ReceiverEnd([transport]))
+    hello = encode(Hello(1, bytes(32), transport, "raw", "raw-1", receiver.incarnation, 4096, 64, "test"))
+    first = closing(RawPeer.connect_only(receiver, transport))
+    first.send_bytes(frame(hello))
+    challenge = bytes(first.channel.recv_frame(first.deadline()))
+    mac = hmac.new(KEY, b"tandem-kv sender", "sha256")
+    for part in (hello, challenge):
+        mac.update(len(part).to_bytes(4, "little") + part)
+    proof = Proof(mac.digest())
+    first.send(proof)
+    first.channel.recv(SealedVerdict, first.deadline())
+
+    second = closing(RawPeer.connect_only(receiver, transport))
+    second.send_bytes(frame(hello))
+    assert bytes(second.channel.recv_frame(second.deadline())) != challenge
+    second.send(proof)
+    assert second.is_closed_by_peer()
+    assert receiver.receiver.counters()["handshakes_refused"] == 1
+
+
+def test_an_intruder_sees_only_a_random_nonce(closing: Closing, transport: str) -> None:
+    receiver = closing(ReceiverEnd([transport]))
+    raw = closing(RawPeer.connect_only(receiver, transport))
+    raw.send(Hello(1, bytes(32), transport, "raw", "raw-1", "guess", 1, 1, ""))
+    decode(raw.channel.recv_frame(raw.deadline()), Challenge)
+    raw.send(Proof(bytes(32)))
+    assert raw.is_closed_by_peer()
+
+
+def test_another_incarnation_is_stale(closing: Closing, transport: str) -> None:
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    old = PeerAddress(
+        worker_id="decode-0", incarnation="earlier", control="-", offers=receiver.receiver.offers
+    )
+    event = push_one(sender, receiver, old)
+    assert isinstance(event, Failed) and "stale" in event.reason and "receiver_incarnation" in event.reason
+    assert isinstance(push_one(sender, receiver), Completed)
+
+
+@pytest.mark.parametrize(
+    ("field", "pool"), [("block_bytes", {"block_bytes": 2048}), ("format", {"fmt": "bf16[8,2,16,4,64]"})]
+)
+def test_pools_that_do_not_fit_are_refused_by_name(
+    closing: Closing, transport: str, field: str, pool: dict[str, Any]
+) -> None:
+    sender = closing(SenderEnd([transport], make_pool(**pool)))
+    receiver = closing(ReceiverEnd([transport]))
+    event = push_one(sender, receiver)
+    assert isinstance(event, Failed) and f"refused for {field}" in event.reason
+    assert receiver.receiver.counters()["handshakes_refused"] == 1
+
+
+def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, transport: str) -> None:
+    receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.3))
+    raw = closing(RawPeer.connect_only(receiver, transport))
+    began = time.monotonic()
+    assert raw.is_closed_by_peer()
+    assert time.monotonic() - began < 3
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
+
+
+def test_a_trickling_connection_is_dropped_at_the_deadline(closing: Closing, transport: str) -> None:
+    """A byte now and then does not stretch the deadline."""
+    receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.5))
+    raw = closing(RawPeer.connect_only(receiver, transport))
+    began = time.monotonic()
+    raw.send_bytes((200).to_bytes(4, "little"))
+    while not trickle(raw):
+        assert time.monotonic() - began < 5
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
+
+
+def trickle(raw: RawPeer) -> bool:
+    """One more byte after a while; whether the peer has had enough."""
+    time.sleep(0.02)
+    try:
+        raw.send_bytes(b"\x00")
+    except OSError:
+        return True
+    return False
+
+
+def test_pending_handshakes_are_bounded_and_end(closing: Closing, transport: str) -> None:
+    receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.5, max_pending_handshakes=3))
+    silent = [closing(RawPeer.connect_only(receiver, transport)) for _ in range(10)]
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_dropped") == 7)
+    assert all(raw.is_closed_by_peer() for raw in silent)
+    assert isinstance(push_one(closing(SenderEnd([transport])), receiver), Completed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_garbage_is_counted_and_harms_no_one(closing: Closing, transport: str, seed: int) -> None:
+    rng = random.Random(seed)
+    receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.3, max_pending_handshakes=100))
+    sender = closing(SenderEnd([transport]))
+    assert isinstance(push_one(sender, receiver), Completed)
+    for _ in range(20):
+        raw = closing(RawPeer.connect_only(receiver, transport))
+        try:
+            raw.send_bytes(rng.randbytes(rng.randrange(1, 300)))
+            if rng.random() < 0.5:
+                raw.send_bytes(frame(rng.randbytes(rng.randrange(60))))
+        except OSError:
+            continue  # closed on us already
+        if rng.random() < 0.5:
+            raw.close()
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 20)
+    assert isinstance(push_one(sender, receiver), Completed)
+    assert "failures_internal" not in receiver.receiver.counters()
+
+
+def test_our_side_of_the_handshake_names_the_refusal(closing: Closing) -> None:
+    receiver = closing(ReceiverEnd(["tcp"]))
+    raw = closing(RawPeer.connect_only(receiver, "tcp"))
+    identity = Identity(KEY, "raw", "raw-1", make_pool())
+    with pytest.raises(HandshakeRefusedError, match="transport"):
+        introduce(raw.channel, identity, "shm", receiver.incarnation, raw.deadline())

@@ -1,0 +1,123 @@
+"""An authenticated peer that talks nonsense loses its connection, and nothing else happens."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer import Completed, Failed
+from kvtransfer.channel import encode, frame
+from kvtransfer.messages import Ack, Piece
+from tests.kvtransfer.test_leases import runs
+from tests.kvtransfer.transfer_sides import (
+    RawPeer,
+    RawReceiver,
+    ReceiverEnd,
+    SenderEnd,
+    make_pool,
+    wait_until,
+)
+
+Closing = Callable[[Any], Any]
+
+BAD_MESSAGES = {
+    "oversized": (2**32 - 1).to_bytes(4, "little"),
+    "not msgpack": frame(b"\xc1\xc1\xc1"),
+    "another message": frame(encode(Ack(1))),
+    "nested deep": frame(b"\x91" * 60_000),
+    "bad utf-8": frame(b"\x94\x01\xa2\xff\xfe\xc4\x00\xc3"),
+    "empty": frame(b""),
+    "negative block": frame(encode(Piece(1, "lease", runs((0, -1, 1)), False))),
+    "source out of range": frame(encode(Piece(1, "lease", runs((64, 1, 1)), False))),
+    "too many blocks": frame(encode(Piece(1, "lease", runs(*[(0, 1, 60)] * 1000), False))),
+    "torn runs": frame(encode(Piece(1, "lease", b"12345", False))),
+    "empty lease id": frame(encode(Piece(1, "", runs((0, 1, 1)), False))),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+def test_a_malformed_piece_closes_only_its_connection(closing: Closing, transport: str, name: str) -> None:
+    receiver = closing(ReceiverEnd([transport]))
+    sender = closing(SenderEnd([transport]))
+    raw = closing(RawPeer.connect(receiver, transport, make_pool()))
+    receiver.receiver.open("lease", [1])
+    receiver.receiver.open("good", [2])
+    before = bytes(receiver.pool.buffer)
+    raw.send_bytes(BAD_MESSAGES[name])
+    assert raw.is_closed_by_peer()
+    assert receiver.receiver.counters()["failures_malformed"] == 1
+    assert bytes(receiver.pool.buffer) == before
+    sender.sender.push(receiver.peer, "good", [(2, 2)], final=True)
+    assert isinstance(sender.wait_lease("good"), Completed)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_mutated_pieces_never_write_outside_of_the_lease(closing: Closing, transport: str, seed: int) -> None:
+    rng = random.Random(seed)
+    receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.2))
+    receiver.receiver.open("lease", [1, 2, 3])
+    receiver.pool.buffer[4 * 4096 :] = bytes(60 * 4096)
+    source = make_pool()
+    for _ in range(10):
+        raw = closing(RawPeer.connect(receiver, transport, source))
+        message = bytearray(frame(encode(Piece(1, "lease", runs((5, 1, 2), (9, 3, 1)), False))))
+        for _ in range(rng.randrange(1, 4)):
+            message[rng.randrange(len(message))] = rng.randrange(256)
+        try:
+            raw.send_bytes(bytes(message) + b"\xee" * rng.randrange(20_000))
+            raw.channel.socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            continue  # refused already
+    wait_until(lambda: not any("kv-receive" in thread.name for thread in threading.enumerate()))
+    assert not any(receiver.pool.buffer[4 * 4096 :])
+    assert "failures_internal" not in receiver.receiver.counters()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        frame(encode(Ack(7))),
+        frame(encode(Ack(2))),
+        frame(b"\xc1"),
+        (2**31).to_bytes(4, "little"),
+        frame(encode(Ack(1))) * 2,
+    ],
+)
+def test_a_receiver_that_acknowledges_nonsense_is_dropped(
+    closing: Closing, transport: str, answer: bytes
+) -> None:
+    sender = closing(SenderEnd([transport]))
+    raw_receiver = closing(RawReceiver(transport, make_pool()))
+    sender.sender.push(raw_receiver.peer, "lease", [(0, 0)], final=False)
+    raw = closing(raw_receiver.accept())
+    raw_receiver.piece(raw)
+    raw.send_bytes(answer)
+    assert isinstance(sender.wait_for(lambda event: isinstance(event, Failed))[-1], Failed)
+    assert sender.sender.counters()["failures_malformed"] == 1
+
+
+def test_shm_refuses_a_pool_that_could_vanish(closing: Closing) -> None:
+    """A file that the sender could truncate under us would kill us at the next read."""
+    receiver = closing(ReceiverEnd(["shm"]))
+    pool = make_pool()
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, pool.nbytes)
+    short = os.memfd_create("short", os.MFD_ALLOW_SEALING)
+    for descriptor, problem in ((unsealed, "not sealed"), (short, "smaller")):
+        raw = closing(RawPeer.connect_only(receiver, "shm"))
+        raw.authenticate(receiver, "shm", pool)
+        socket.send_fds(raw.channel.socket, [b"\0"], [descriptor])
+        assert raw.is_closed_by_peer(), problem
+        os.close(descriptor)
+    raw = closing(RawPeer.connect_only(receiver, "shm"))
+    raw.authenticate(receiver, "shm", pool)
+    raw.send_bytes(b"\0")
+    assert raw.is_closed_by_peer()
+    assert receiver.receiver.counters()["failures_lost"] == 2
+    assert receiver.receiver.counters()["failures_malformed"] == 1

@@ -1,0 +1,110 @@
+"""What is left behind (nothing), what an idle pair costs (nothing), and what is imported (little)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvtransfer import Completed, Failed, RegisteredPool
+from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, close_memories, make_pool
+
+Closing = Callable[[Any], Any]
+
+
+def held() -> tuple[list[str], int, int]:
+    """Threads of ours, descriptors, and mapped pools."""
+    gc.collect()
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+    pools = Path("/proc/self/maps").read_text().count("memfd:tandem-kv-pool")
+    return threads, len(os.listdir("/proc/self/fd")), pools
+
+
+def test_close_leaves_nothing_behind(transport: str) -> None:
+    before = held()
+    for _ in range(3):
+        sender, receiver = SenderEnd([transport]), ReceiverEnd([transport, "tcp"])
+        intruder = RawPeer.connect_only(receiver, transport)
+        receiver.receiver.open("lease", [1])
+        sender.sender.push(receiver.peer, "lease", [(1, 1)], final=True)
+        assert isinstance(sender.wait_lease("lease"), Completed)
+        threads, descriptors, pools = held()
+        assert len(threads) >= 3 and descriptors > before[1] and pools >= 2 + (transport == "shm")
+        sender.close()
+        sender.sender.close()
+        receiver.close()
+        receiver.receiver.close()
+        intruder.close()
+        del sender, receiver, intruder
+        close_memories()
+    assert held() == before
+
+
+def test_close_in_the_middle_of_things_leaves_nothing_behind(transport: str) -> None:
+    before = held()
+    sender = SenderEnd([transport], make_pool(64, 512 * 1024))
+    receiver = ReceiverEnd([transport], make_pool(64, 512 * 1024))
+    receiver.receiver.open("lease", range(64))
+    sender.sender.push(receiver.peer, "lease", [(index, index) for index in range(64)], final=True)
+    receiver.wait_for(lambda event: True)
+    receiver.close()
+    assert isinstance(sender.wait_lease("lease"), (Failed, Completed))
+    sender.close()
+    del sender, receiver
+    close_memories()
+    assert held() == before
+
+
+def test_a_dead_peers_link_leaves_nothing_behind(closing: Closing, transport: str) -> None:
+    sender = closing(SenderEnd([transport]))
+    before = held()
+    for _ in range(3):
+        receiver = ReceiverEnd([transport], RegisteredPool(memoryview(bytearray(2 * 4096)), 4096, 2, "test"))
+        receiver.receiver.open("lease", [1])
+        sender.sender.push(receiver.peer, "lease", [(1, 1)], final=False)
+        sender.wait_for(lambda event: True)
+        receiver.close()
+        sender.wait_lease("lease")
+        del receiver
+    deadline = time.monotonic() + 5
+    while held() != before:
+        assert time.monotonic() < deadline, (held(), before)
+        time.sleep(0.01)
+
+
+def test_close_does_not_wait_for_a_peer_that_does_not_answer(transport: str) -> None:
+    receiver = ReceiverEnd([transport])
+    sender = SenderEnd([transport])
+    silent = RawPeer.connect_only(receiver, transport)
+    receiver.receiver.close()
+    began = time.monotonic()
+    sender.sender.connect(receiver.peer)
+    sender.close()
+    receiver.close()
+    silent.close()
+    assert time.monotonic() - began < 2
+
+
+def test_an_idle_pair_costs_nothing(closing: Closing, transport: str) -> None:
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    receiver.receiver.open("lease", [1])
+    sender.sender.push(receiver.peer, "lease", [(1, 1)], final=True)
+    sender.wait_lease("lease")
+    receiver.wait_lease("lease")
+    before = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - before < 0.005
+
+
+def test_it_imports_neither_ray_nor_torch_nor_zmq() -> None:
+    code = "import sys, kvtransfer; print(*{'ray', 'torch', 'zmq', 'fastapi', 'engine'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.strip() == b""
