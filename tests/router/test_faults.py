@@ -1,0 +1,449 @@
+"""Workers that die, lie or fall silent; clients that leave or don't read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import msgspec
+import pytest
+
+from protocol.codec import encode
+from protocol.messages import StepOutput, TokenOutput
+
+BODY = {"prompt": "the quick brown fox", "max_tokens": 200}
+
+
+def eventually(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+def post(router, **fields) -> httpx.Response:
+    return router.http.post("/v1/completions", json={**BODY, **fields})
+
+
+def events_of(router, on_first=lambda: None, **fields) -> list[dict]:
+    """A stream's events; `on_first` is called when the first has come."""
+    events = []
+    body = {**BODY, "stream": True, **fields}
+    with router.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                events.append(json.loads(line[6:]))
+                if len(events) == 1:
+                    on_first()
+    return events
+
+
+def make_pair(router, **options):
+    decode = router.add_worker("decode-0", "decode", **options)
+    return router.add_worker("prefill-0", "prefill", peers={"decode-0": decode}, **options), decode
+
+
+def is_idle(router) -> bool:
+    workers = router.server.state.registry
+    return not len(router.server.state.journal) and all(
+        worker.outstanding_requests == worker.outstanding_prefill_tokens == 0 for worker in workers
+    )
+
+
+# --- clients ---
+
+
+def test_disconnect_aborts_a_stream(make_router):
+    router = make_router()
+    _, decode = make_pair(router, step_s=0.02)
+    body = {**BODY, "stream": True}
+    with router.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        for _ in range(6):
+            next(lines)
+        request_id = decode.jobs and next(iter(decode.jobs))
+    eventually(lambda: request_id in decode.aborted)
+    eventually(lambda: is_idle(router))
+    assert router.metric("tandem_request_failures_total", kind="abort") == 1
+
+
+@pytest.mark.parametrize("held", ["prefill", "decode"])
+def test_disconnect_aborts_a_plain_request(make_router, held):
+    """Wherever the request is, each worker that may hold it hears of it."""
+    router = make_router()
+    prefill, decode = make_pair(router)
+    (prefill if held == "prefill" else decode).hold.set()
+    with pytest.raises(httpx.ReadTimeout):
+        router.http.post("/v1/completions", json={**BODY, "n": 2}, timeout=0.5)
+    request_ids = {request.request_id for request in prefill.generated}
+    assert len(request_ids) == 2
+    eventually(lambda: request_ids == set(decode.aborted))
+    eventually(lambda: request_ids == set(prefill.aborted))
+    eventually(lambda: is_idle(router))
+
+
+def test_a_client_that_does_not_read_gets_merged_chunks(make_router):
+    router = make_router()
+    router.server._http_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    worker = router.add_worker(max_model_len=100_000, tokens_per_step=100, step_s=0.0005)
+    num_tokens = 60_000
+    body = json.dumps({"prompt": "the quick brown fox", "max_tokens": num_tokens, "stream": True}).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", router.server.port))
+    client.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        % len(body)
+    )
+    client.sendall(body)
+    eventually(lambda: worker.generated and not worker.jobs and not len(router.server.state.journal), 60)
+    client.settimeout(10)
+    received = b""
+    while part := client.recv(1 << 20):
+        received += part
+    client.close()
+    chunks = [
+        json.loads(line[6:])
+        for line in received.decode().splitlines()
+        if line.startswith("data: {") and '"choices"' in line
+    ]
+    tokenizer = router.server.state.tokenizer
+    prompt = tokenizer.encode("the quick brown fox")
+    expected = tokenizer.decode((prompt * num_tokens)[:num_tokens])
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+    assert len(chunks) < num_tokens / 100 / 2
+
+
+# --- deaths ---
+
+
+def test_death_in_a_stream_is_an_error_event(make_router, pool):
+    router = make_router()
+    worker = router.add_worker(step_s=0.02)
+
+    def die() -> None:
+        router.kill(worker)
+        router.server.mark_dead(worker.worker_id, worker.incarnation, "it was killed")
+
+    started = time.monotonic()
+    events = events_of(router, on_first=die)
+    assert time.monotonic() - started < 5
+    assert events[-1]["error"]["code"] == "worker_lost"
+    assert "decode-0" in events[-1]["error"]["message"]
+    assert all(event["choices"][0]["finish_reason"] is None for event in events[:-1])
+    assert router.metric("tandem_request_failures_total", kind="worker_lost") == 1
+
+
+def test_death_after_a_token_is_an_error_status(make_router, pool):
+    router = make_router()
+    worker = router.add_worker(step_s=0.02)
+    future = pool.submit(post, router)
+    eventually(lambda: any(r.has_started for r in router.server.state.journal))
+    router.kill(worker)
+    router.server.mark_dead(worker.worker_id, worker.incarnation, "it was killed")
+    response = future.result(5)
+    assert response.status_code == 502
+    assert response.json()["error"]["code"] == "worker_lost"
+
+
+def test_silence_is_death(make_router, pool):
+    router = make_router(worker_timeout=0.5)
+    worker = router.add_worker(step_s=0.02)
+    future = pool.submit(post, router)
+    eventually(lambda: any(r.has_started for r in router.server.state.journal))
+    router.kill(worker)
+    started = time.monotonic()
+    assert future.result(5).status_code == 502
+    assert time.monotonic() - started < 5
+    assert router.http.get("/ready").status_code == 503
+    assert router.http.get("/workers").json()["workers"][0]["lifecycle"] == "silent"
+
+
+def test_a_silent_worker_that_speaks_again_is_taken_back(make_router):
+    router = make_router(worker_timeout=0.4)
+    worker = router.add_worker()
+    worker.mute.set()
+    eventually(lambda: router.http.get("/ready").status_code == 503)
+    worker.mute.clear()
+    eventually(lambda: router.http.get("/ready").status_code == 200)
+    assert post(router, max_tokens=2).status_code == 200
+
+
+def test_placed_anew_when_no_token_was_emitted(make_router, pool):
+    router = make_router()
+    first = router.add_worker("decode-0")
+    first.hold.set()
+    future = pool.submit(post, router, max_tokens=5)
+    eventually(lambda: first.generated)
+    second = router.add_worker("decode-1")
+    router.kill(first)
+    router.server.mark_dead(first.worker_id, first.incarnation, "it was killed")
+    response = future.result(5)
+    assert response.status_code == 200
+    assert response.json()["usage"]["completion_tokens"] == 5
+    assert second.generated[0].request_id != first.generated[0].request_id
+    assert second.generated[0].sampling == first.generated[0].sampling
+    assert router.metric("tandem_requests_placed_anew_total") == 1
+    eventually(lambda: is_idle(router))
+
+
+def test_no_worker_left_to_place_anew(make_router, pool):
+    router = make_router()
+    worker = router.add_worker()
+    worker.hold.set()
+    future = pool.submit(post, router)
+    eventually(lambda: worker.generated)
+    router.kill(worker)
+    router.server.mark_dead(worker.worker_id, worker.incarnation, "it was killed")
+    assert future.result(5).status_code == 502
+
+
+def test_prefill_death_after_the_hand_off_is_harmless(make_router):
+    router = make_router()
+    prefill, decode = make_pair(router, step_s=0.01)
+
+    def die() -> None:
+        eventually(lambda: any(r.prefill is None for r in router.server.state.journal))
+        router.kill(prefill)
+        router.server.mark_dead(prefill.worker_id, prefill.incarnation, "it was killed")
+
+    events = events_of(router, on_first=die, max_tokens=60)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert not decode.aborted
+    assert post(router, max_tokens=3).status_code == 200, "the decode worker serves alone"
+
+
+def test_prefill_death_before_the_first_token(make_router, pool):
+    router = make_router()
+    prefill, decode = make_pair(router)
+    prefill.hold.set()
+    future = pool.submit(post, router, max_tokens=5)
+    eventually(lambda: prefill.generated)
+    router.kill(prefill)
+    router.server.mark_dead(prefill.worker_id, prefill.incarnation, "it was killed")
+    assert future.result(5).json()["usage"]["completion_tokens"] == 5
+    assert prefill.generated[0].request_id in decode.aborted
+    assert decode.generated[0].prompt_token_ids == prefill.generated[0].prompt_token_ids
+
+
+def test_decode_death_during_prefill(make_router, pool):
+    router = make_router()
+    prefill, decode = make_pair(router)
+    prefill.hold.set()
+    future = pool.submit(post, router, max_tokens=5)
+    eventually(lambda: prefill.generated)
+    other = router.add_worker("decode-1")
+    prefill.peers["decode-1"] = other
+    router.kill(decode)
+    router.server.mark_dead(decode.worker_id, decode.incarnation, "it was killed")
+    eventually(lambda: prefill.generated[0].request_id in prefill.aborted)
+    prefill.hold.clear()
+    assert future.result(5).json()["usage"]["completion_tokens"] == 5
+    assert len(prefill.generated) == 2
+    eventually(lambda: is_idle(router))
+
+
+def test_a_restarted_worker_replaces_the_old_one(make_router, pool):
+    router = make_router()
+    old = router.add_worker(step_s=0.02)
+    future = pool.submit(post, router)
+    eventually(lambda: any(r.has_started for r in router.server.state.journal))
+    router.kill(old)
+    new = router.add_worker()
+    assert future.result(5).status_code == 502
+    assert post(router, max_tokens=3).status_code == 200
+    workers = router.http.get("/workers").json()["workers"]
+    assert [worker["incarnation"] for worker in workers] == [new.incarnation]
+    router.server.mark_dead(old.worker_id, old.incarnation, "news that comes late")
+    assert post(router, max_tokens=3).status_code == 200
+
+
+# --- messages ---
+
+
+def test_stale_and_foreign_outputs_are_dropped(make_router, pool):
+    router = make_router()
+    worker = router.add_worker("decode-0")
+    other = router.add_worker("decode-1")
+    worker.hold.set()
+    other.hold.set()
+    future = pool.submit(post, router, max_tokens=2)
+    eventually(lambda: worker.generated or other.generated)
+    holder, stranger = (worker, other) if worker.generated else (other, worker)
+    request_id = holder.generated[0].request_id
+
+    def step(sender, incarnation: str, name: str) -> bytes:
+        output = TokenOutput(request_id=name, token_ids=[5], finish_reason="stop")
+        return encode(StepOutput(worker_id=sender.worker_id, incarnation=incarnation, outputs=[output]))
+
+    holder.post(step(holder, "0" * 16, request_id))
+    holder.post(step(holder, holder.incarnation, "nobody"))
+    stranger.post(step(stranger, stranger.incarnation, request_id))
+    stranger.post(step(holder, holder.incarnation, request_id))
+    reasons = ("stale_incarnation", "unknown_request", "not_the_holder", "malformed")
+    eventually(
+        lambda: all(router.metric("tandem_messages_dropped_total", reason=reason) == 1 for reason in reasons)
+    )
+    holder.hold.clear()
+    assert future.result(5).json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\x00",
+        b"\xc1" * 50,
+        b"hello",
+        msgspec.msgpack.encode({"type": "step"}),
+        msgspec.msgpack.encode({"type": "nonsense", "worker_id": "decode-0"}),
+        msgspec.msgpack.encode({"type": "step", "worker_id": "decode-0", "incarnation": "x", "outputs": [1]}),
+        msgspec.msgpack.encode(
+            {
+                "type": "step",
+                "worker_id": "decode-0",
+                "incarnation": "x",
+                "outputs": [{"request_id": "r", "token_ids": [-1]}],
+            }
+        ),
+        b"\x91" * 100_000,
+    ],
+)
+def test_malformed_messages_are_dropped(router, raw):
+    before = router.metric("tandem_messages_dropped_total", reason="malformed")
+    router.workers[0].post(raw)
+    eventually(lambda: router.metric("tandem_messages_dropped_total", reason="malformed") == before + 1)
+    assert post(router, max_tokens=2).status_code == 200
+
+
+def test_missing_logprobs_fail_the_request(make_router):
+    router = make_router()
+    worker = router.add_worker()
+    worker.logprob = lambda *arguments: None
+    worker._advance = lambda job: TokenOutput(request_id=job.request.request_id, token_ids=[5], logprobs=[])
+    assert post(router, logprobs=1).status_code == 500
+
+
+ERRORS = [("internal", 500), ("timeout", 504), ("overloaded", 503), ("invalid", 400)]
+
+
+@pytest.mark.parametrize(("kind", "status"), ERRORS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_failure_before_the_first_token_is_a_status(make_router, kind, status, stream):
+    router = make_router()
+    worker = router.add_worker()
+    worker._step = lambda: [failure(worker, kind) for _ in range(1)]
+    response = post(router, stream=stream)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == kind
+    assert "it broke" in response.json()["error"]["message"]
+    assert router.metric("tandem_request_failures_total", kind=kind) == 1
+
+
+def failure(worker, kind: str) -> TokenOutput:
+    request_id, _ = worker.jobs.popitem()
+    return TokenOutput(
+        request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind, error="it broke"
+    )
+
+
+def test_failure_in_a_batch_fails_all_of_it(make_router):
+    router = make_router()
+    worker = router.add_worker(step_s=0.02)
+    usual = worker._step
+    steps = iter(range(1000))
+    broken: list[str] = []
+
+    def step() -> list[TokenOutput]:
+        if next(steps) != 3:
+            return usual()
+        output = failure(worker, "internal")
+        broken.append(output.request_id)
+        return [output]
+
+    worker._step = step
+    events = events_of(router, prompt=["one", "two", "three"])
+    assert events[-1]["error"]["code"] == "internal"
+    others = {request.request_id for request in worker.generated if request.request_id not in broken}
+    assert len(others) == 2
+    eventually(lambda: others <= set(worker.aborted))
+    eventually(lambda: is_idle(router))
+
+
+def test_lost_transfer_before_a_token_is_placed_anew(make_router):
+    router = make_router()
+    worker = router.add_worker()
+    usual = worker._step
+    steps = iter(range(1000))
+    worker._step = lambda: [failure(worker, "transfer")] if next(steps) == 0 else usual()
+    assert post(router, max_tokens=3).status_code == 200
+    assert len(worker.generated) == 2
+
+
+def test_placing_anew_has_an_end(make_router):
+    router = make_router()
+    worker = router.add_worker()
+    worker._step = lambda: [failure(worker, "worker_lost")]
+    assert post(router).status_code == 502
+    assert len(worker.generated) == 3
+
+
+# --- limits ---
+
+
+def test_timeout(make_router):
+    router = make_router(request_timeout=0.3)
+    worker = router.add_worker()
+    worker.hold.set()
+    response = post(router)
+    assert response.status_code == 504
+    assert "0.3 s" in response.json()["error"]["message"]
+    eventually(lambda: worker.aborted == [worker.generated[0].request_id])
+    worker.hold.clear()
+    worker.step_s = 0.01
+    events = events_of(router)
+    assert events[-1]["error"]["code"] == "timeout"
+
+
+def test_queue_limit(make_router, pool):
+    router = make_router(max_queued_requests=2)
+    worker = router.add_worker()
+    worker.hold.set()
+    running = [pool.submit(post, router, max_tokens=2) for _ in range(2)]
+    eventually(lambda: len(worker.generated) == 2)
+    refused = post(router)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "max-queued-requests=2" in refused.json()["error"]["message"]
+    worker.hold.clear()
+    assert [future.result(5).status_code for future in running] == [200, 200]
+
+
+def test_random_aborts_leave_nothing_behind(make_router, pool):
+    router = make_router()
+    prefill, decode = make_pair(router, step_s=0.002)
+    gate = threading.Semaphore(8)
+
+    def one(index: int) -> None:
+        with gate:
+            timeout = 0.02 * (index % 7) + 0.01
+            with contextlib.suppress(httpx.TimeoutException):
+                body = {**BODY, "max_tokens": 5 + index % 40, "n": 1 + index % 3}
+                router.http.post("/v1/completions", json=body, timeout=timeout)
+
+    list(pool.map(one, range(80)))
+    eventually(lambda: is_idle(router))
+    eventually(lambda: not prefill.jobs and not decode.jobs)
+    assert post(router, max_tokens=2).status_code == 200

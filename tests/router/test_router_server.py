@@ -1,0 +1,311 @@
+"""The service around the API: readiness, keys, ids, limits, metrics, shutdown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.sockets import ClusterKeys
+from router.server import RouterServer
+
+BODY = {"prompt": "the quick brown fox", "max_tokens": 3}
+
+
+def test_never_imports_torch(model_folder):
+    code = (
+        "import sys\n"
+        "from protocol.config import ServeConfig\n"
+        "from protocol.sockets import ClusterKeys\n"
+        "from router.app import build_app\n"
+        "from router.server import RouterServer\n"
+        f"server = RouterServer(ServeConfig(model={str(model_folder)!r}, port=0), ClusterKeys.generate())\n"
+        "build_app(server.state)\n"
+        "server.state.tokenizer.chat_template.render([{'role': 'user', 'content': 'x'}])\n"
+        "server.close()\n"
+        "for name in ('torch', 'transformers', 'ray', 'engine'):\n"
+        "    assert name not in sys.modules, name\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_starting(make_router):
+    router = make_router()
+    assert router.http.get("/health").status_code == 200
+    ready = router.http.get("/ready")
+    assert (ready.status_code, "starting" in ready.json()["reason"]) == (503, True)
+    for path in ("/v1/completions", "/tokenize"):
+        response = router.http.post(path, json=BODY)
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "service_unavailable_error"
+        assert response.headers["retry-after"]
+    router.add_worker()
+    assert router.http.get("/ready").status_code == 200
+    assert router.http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_prefill_worker_alone_serves(make_router):
+    router = make_router()
+    prefill = router.add_worker("prefill-0", "prefill")
+    assert router.http.post("/v1/completions", json=BODY).status_code == 200
+    assert prefill.generated
+    assert not prefill.aborted
+
+
+def test_no_disaggregation(make_router):
+    router = make_router(disaggregation=False)
+    prefill, decode = router.add_worker("prefill-0", "prefill"), router.add_worker()
+    assert router.http.post("/v1/completions", json=BODY).status_code == 200
+    assert (len(prefill.generated), len(decode.generated)) == (0, 1)
+
+
+def test_models(router):
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="any") as client:
+        (model,) = client.models.list().data
+        assert (model.id, model.object, model.owned_by, model.max_model_len) == (
+            "test-model",
+            "model",
+            "tandem",
+            512,
+        )
+        assert client.models.retrieve("test-model").id == "test-model"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("other")
+
+
+def test_served_model_name(make_router):
+    router = make_router(served_model_name="org/other")
+    router.add_worker()
+    assert router.http.get("/v1/models/org/other").json()["id"] == "org/other"
+    answer = router.http.post("/v1/completions", json={**BODY, "model": "org/other"})
+    assert answer.json()["model"] == "org/other"
+    assert router.http.post("/v1/completions", json={**BODY, "model": "test-model"}).status_code == 404
+
+
+def test_tokenize_and_detokenize(router):
+    tokenizer = router.server.state.tokenizer
+    answer = router.http.post("/tokenize", json={"prompt": "naïve 🙂", "return_token_strs": True}).json()
+    assert answer["tokens"] == tokenizer.encode("naïve 🙂")
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 512)
+    assert len(answer["token_strs"]) == answer["count"]
+    text = router.http.post("/detokenize", json={"tokens": answer["tokens"]}).json()
+    assert text == {"prompt": "naïve 🙂"}
+    chat = router.http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert chat["tokens"] == tokenizer.encode("<user>hi\n<assistant>")
+    assert chat["token_strs"] is None
+    assert router.http.post("/tokenize", json={"prompt": ""}).json()["count"] == 0
+
+
+def test_version(router):
+    assert set(router.http.get("/version").json()) == {"version"}
+
+
+def test_unknown_path_and_method(router):
+    response = router.http.get("/v2/nothing")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "not_found"
+    for method, path in [("GET", "/v1/completions"), ("POST", "/health"), ("DELETE", "/v1/models")]:
+        response = router.http.request(method, path)
+        assert response.status_code == 405
+        assert response.json()["error"]["type"] == "invalid_request_error"
+        assert response.headers["allow"]
+        assert response.headers["x-request-id"]
+
+
+def test_request_id(router):
+    post = router.http.post
+    given = post("/v1/completions", json=BODY, headers={"x-request-id": "abc-123"})
+    assert given.headers["x-request-id"] == "abc-123"
+    assert given.json()["id"] == "cmpl-abc-123"
+    made = [post("/v1/completions", json=BODY).headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    for bad in ("x" * 129, "with space", "new\tline", ""):
+        assert (
+            post("/v1/completions", json=BODY, headers={"x-request-id": bad}).headers["x-request-id"] != bad
+        )
+    failed = post("/v1/completions", json={}, headers={"x-request-id": "abc-123"})
+    assert (failed.status_code, failed.headers["x-request-id"]) == (400, "abc-123")
+    assert router.http.get("/nothing", headers={"x-request-id": "q"}).headers["x-request-id"] == "q"
+    body = {**BODY, "stream": True}
+    streamed = post("/v1/completions", json=body, headers={"x-request-id": "s"})
+    assert streamed.headers["x-request-id"] == "s"
+
+
+def test_api_key(make_router):
+    router = make_router(api_key="secret")
+    router.add_worker()
+    for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            response = router.http.post(path, json=BODY, headers=header)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert router.http.get("/v1/models", headers=header).status_code == 401
+    for path in ("/health", "/ready", "/metrics", "/version", "/workers"):
+        assert router.http.get(path).status_code == 200
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="secret") as client:
+        assert client.completions.create(model="test-model", **BODY).usage.completion_tokens == 3
+
+
+def test_body_limit(make_router):
+    router = make_router(max_body_bytes=1000)
+    router.add_worker()
+    fits = {**BODY, "user": "x" * 900}
+    assert router.http.post("/v1/completions", json=fits).status_code == 200
+    large = b'{"prompt": "' + b"x" * 200_000 + b'"}'
+
+    def chunked():
+        for start in range(0, len(large), 1000):
+            yield large[start : start + 1000]
+
+    for content in (large, chunked()):
+        response = router.http.post("/v1/completions", content=content)
+        assert response.status_code == 413
+        assert "1000 bytes" in response.json()["error"]["message"]
+    assert router.http.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_chunked_body(router):
+    response = router.http.post(
+        "/v1/completions", content=iter([b'{"prompt": "he', b'llo", "max_tokens": 2}'])
+    )
+    assert response.json()["usage"]["completion_tokens"] == 2
+
+
+def test_workers(router):
+    workers = {worker["id"]: worker for worker in router.http.get("/workers").json()["workers"]}
+    assert {worker["role"] for worker in workers.values()} == {"prefill", "decode"}
+    decode = workers["decode-0"]
+    assert (decode["lifecycle"], decode["total_blocks"], decode["kv_usage"]) == ("ready", 100, 0.1)
+    assert decode["start_up"] == {"attention": "fake"}
+    assert workers["prefill-0"]["transports"] == {"decode-0": "shm"}
+
+
+def test_metrics(make_router):
+    router = make_router()
+    counters = {
+        'kv_transfer_bytes_total{transport="shm"}': 5.0,
+        "kv_transfer_bytes_total{transport=tcp}": 7.0,
+        "leases_expired_total": 2.0,
+        "queue depth!": 1.0,
+    }
+    router.add_worker(counters=counters)
+    assert router.http.post("/v1/completions", json=BODY).status_code == 200
+    assert router.http.post("/v1/completions", json={}).status_code == 400
+    response = router.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    lines = response.text.splitlines()
+
+    def value(name: str) -> float:
+        (line,) = [line for line in lines if line.startswith(name)]
+        return float(line.rsplit(" ", 1)[1])
+
+    worker = 'model_name="test-model",role="decode",'
+    assert value("tandem_prompt_tokens_total{") >= 4
+    assert value("tandem_generation_tokens_total{") == 3
+    assert value('tandem_request_success_total{finished_reason="length"') == 1
+    assert value('tandem_http_responses_total{model_name="test-model",status="400"') == 1
+    assert value("tandem_time_to_first_token_seconds_count{") == 1
+    assert value("tandem_inter_token_latency_seconds_count{") == 2
+    assert value("tandem_request_time_per_output_token_seconds_count{") == 1
+    assert value("tandem_e2e_request_latency_seconds_count{") == 1
+    assert value("tandem_request_queue_time_seconds_count{") == 1
+    assert value("tandem_request_prefill_time_seconds_count{") == 1
+    assert value("tandem_num_requests_running{") == 0
+    assert value("tandem_num_requests_waiting{") == 0
+    assert value("tandem_kv_cache_usage_perc{") == pytest.approx(0.1)
+    assert value("tandem_prefix_cache_queries_total{") == 7
+    assert value("tandem_prefix_cache_hits_total{") == 3
+    assert value("tandem_num_preemptions_total{") == 0
+    assert value(f'tandem_kv_transfer_bytes_total{{{worker}transport="shm"') == 5
+    assert value(f'tandem_kv_transfer_bytes_total{{{worker}transport="tcp"') == 7
+    assert value("tandem_leases_expired_total{") == 2
+    assert "queue depth" not in response.text
+
+
+def test_draining(make_router):
+    router = make_router(shutdown_timeout=10)
+    worker = router.add_worker(step_s=0.02)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(httpx.post, router.url + "/v1/completions", json={**BODY, "max_tokens": 40})
+        _until(lambda: worker.jobs)
+        router.server.stop()
+        assert router.stopping.wait(5)
+        ready = router.http.get("/ready")
+        assert (ready.status_code, "shutting down" in ready.json()["reason"]) == (503, True)
+        assert router.http.post("/v1/completions", json=BODY).status_code == 503
+        assert router.http.get("/health").status_code == 200
+        answer = running.result(10)
+    assert answer.json()["usage"]["completion_tokens"] == 40
+    router.thread.join(10)
+    assert not router.thread.is_alive()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(router.url + "/health")
+
+
+def test_shutdown_timeout_ends_running_requests(make_router):
+    router = make_router(shutdown_timeout=0.2)
+    worker = router.add_worker()
+    worker.hold.set()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(httpx.post, router.url + "/v1/completions", json=BODY, timeout=20)
+        _until(lambda: worker.jobs)
+        router.server.stop()
+        answer = running.result(10)
+    assert answer.status_code == 503
+    router.thread.join(10)
+    assert not router.thread.is_alive()
+
+
+def test_signals(model_folder):
+    """SIGTERM drains and ends the process; nothing is printed."""
+    code = (
+        "from protocol.config import ServeConfig\n"
+        "from protocol.sockets import ClusterKeys\n"
+        "from router.server import RouterServer\n"
+        f"server = RouterServer(ServeConfig(model={str(model_folder)!r}, port=0), ClusterKeys.generate())\n"
+        "server.run(lambda: print(server.port, flush=True), lambda: print('stop', flush=True))\n"
+        "print('end', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    port = int(process.stdout.readline())
+    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    process.terminate()
+    output, errors = process.communicate(timeout=20)
+    assert (output, errors, process.returncode) == ("stop\nend\n", "", 0)
+
+
+def test_port_in_use(router, model_folder):
+    with pytest.raises(ConfigError, match="--port"):
+        RouterServer(ServeConfig(model=str(model_folder), port=router.server.port), ClusterKeys.generate())
+
+
+def test_unknown_policy(model_folder):
+    with pytest.raises(ConfigError, match="--placement: unknown policy 'magic'; known: least_loaded"):
+        RouterServer(ServeConfig(model=str(model_folder), port=0, placement="magic"), ClusterKeys.generate())
+
+
+def test_a_crash_in_a_handler_is_a_500(make_router, monkeypatch):
+    router = make_router()
+    router.add_worker()
+    monkeypatch.setattr(router.server.state.tokenizer, "encode_prompt", None)
+    response = router.http.post("/v1/completions", json=BODY)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert response.headers["x-request-id"]
+
+
+def _until(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
