@@ -107,4 +107,4 @@ def test_it_imports_neither_ray_nor_torch_nor_zmq() -> None:
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    assert result.stdout.strip() == b""
+    assert result.stdout.strip() == ""
