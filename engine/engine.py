@@ -96,12 +96,12 @@ class Engine:
         self._steps = 0
         self._eos = frozenset(loaded.eos_token_ids)
         loaded_s = time.monotonic() - started
-        warm_up_s = self._runner.warm_up(64) if forward.compiled else 0.0
+        warm_up_s = self._runner.warm_up() if forward.compiled else 0.0
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
             "attention": f"{backend.name} ({why})",
             "forward": forward.choice,
-            "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {num_blocks * self.pool.block_bytes >> 20} MiB",
+            "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB",
             "threads": str(torch.get_num_threads()),
             "load_s": f"{loaded_s:.1f}",
             "compile_s": f"{warm_up_s:.1f}",
@@ -110,7 +110,7 @@ class Engine:
     # --- requests in --------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest, *, prefill_only: bool = False) -> None:
-        """Queue a request. With `prefill_only` one token is sampled, then the blocks are held until `release`.
+        """Queue a request. With `prefill_only` it samples one token and holds its blocks until `release`.
 
         Raises `InvalidRequestError` when the request cannot be served by this model.
         """
@@ -194,7 +194,7 @@ class Engine:
         return result
 
     def computed_blocks(self, request_id: str) -> int:
-        """Blocks of a prefill whose KV is final: full ones, and the last partial one once the prompt is done."""
+        """Blocks of a prefill whose KV is final: full ones, and the partial last one at the prompt's end."""
         sequence = self._sequences[request_id]
         if sequence.stage is Stage.HELD:
             return -(-sequence.num_computed // self.config.block_size)
@@ -243,8 +243,8 @@ class Engine:
         if length > self.max_model_len:
             raise InvalidRequestError(
                 "max_tokens",
-                f"{len(request.prompt_token_ids)} prompt tokens and {request.sampling.max_tokens} new ones exceed "
-                f"the limit of {self.max_model_len} tokens",
+                f"{len(request.prompt_token_ids)} prompt tokens and {request.sampling.max_tokens} new ones "
+                f"exceed the limit of {self.max_model_len} tokens",
             )
 
     def _new_sequence(self, request: EngineRequest, prefill_only: bool) -> Sequence:
@@ -338,8 +338,10 @@ def _num_sampled(step: ScheduledStep) -> int:
 
 
 def _logit_rows(step: ScheduledStep) -> tuple[list[Sequence], list[int]]:
-    """The sequences that sample in this step, and the packed rows whose logits are wanted: theirs, then prompts'."""
-    sampled, sample_rows, prompt_rows = [], [], []
+    """The sequences that sample now, and the packed rows whose logits are wanted: theirs, then prompts'."""
+    sampled: list[Sequence] = []
+    sample_rows: list[int] = []
+    prompt_rows: list[int] = []
     row = 0
     for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
         if count == sequence.num_uncomputed:

@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from protocol.errors import ConfigError
+
 logger = logging.getLogger("tandem.engine")
 
-MIN_ROWS = 2
-"""torch.compile specializes on a size of 1; padded to two rows, one dynamic graph serves every size."""
+MIN_ROWS = 4
+"""torch.compile specializes on a size of 1, so one dynamic graph serves every size only from two rows on; and
+oneDNN's matrix kernels take less time for four rows than for one or two."""
+
+MIN_LOGIT_ROWS = 2
 
 
 class Forward:
@@ -29,6 +34,7 @@ class Forward:
     def __init__(self, model: PreTrainedModel, device: torch.device, mode: str) -> None:
         self._model = model
         self._device = device
+        self._mode = mode
         self.compiled, self.choice = _choose(mode, device)
         self._run = self._compile() if self.compiled else self._model_forward
 
@@ -38,10 +44,9 @@ class Forward:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> Tensor:
         keep = logit_rows
-        if self.compiled and len(keep) < MIN_ROWS:
-            keep = (keep or [0]) + [0] * (MIN_ROWS - max(1, len(keep)))
-        elif not keep:
-            keep = [0]
+        wanted = MIN_LOGIT_ROWS if self.compiled else 1
+        if len(keep) < wanted:
+            keep = keep + [0] * (wanted - len(keep))
         rows = torch.tensor(keep, device=self._device)
         logits = self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), rows)
         return logits[0, : len(logit_rows)]
@@ -55,16 +60,20 @@ class Forward:
         import torch._inductor.config as inductor
 
         inductor.freezing = True
+        inductor.cpp.enable_concat_linear = True  # one product for q, k, v and one for gate and up
         inductor.cpp.dynamic_threads = True
-        compiled = torch.compile(self._model_forward, fullgraph=True, dynamic=True)
+        inductor.size_asserts = inductor.alignment_asserts = False
+        # The model never changes, so guards on it would only cost time at each step.
+        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        return torch.compile(self._model_forward, fullgraph=True, dynamic=True, options=options)
 
-        def run(token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-            torch._dynamo.mark_dynamic(token_ids, 1)
-            torch._dynamo.mark_dynamic(positions, 1)
-            torch._dynamo.mark_dynamic(rows, 0)
-            return compiled(token_ids, positions, rows)
-
-        return run
+    def give_up_compiling(self, error: Exception) -> None:
+        """Run eagerly from now on; with `--compile on` the error is raised instead."""
+        if self._mode == "on":
+            raise ConfigError(f"--compile: the model does not compile: {error}") from error
+        logger.warning("the model does not compile, so it runs eagerly: %s", error)
+        self.compiled, self.choice = False, f"eager (torch.compile failed: {type(error).__name__})"
+        self._run = self._model_forward
 
 
 def _choose(mode: str, device: torch.device) -> tuple[bool, str]:

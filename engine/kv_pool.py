@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
 import torch
-from torch import Tensor
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -18,7 +17,7 @@ from protocol.handoff import SegmentInfo
 logger = logging.getLogger("tandem.engine")
 
 CPU_POOL_LIMIT = 4 * 1024**3
-"""Bytes that a CPU pool takes at most unless the user asks for more: larger ones only help the prefix cache."""
+"""Bytes of a CPU pool unless the user asks for more: larger ones only help the prefix cache."""
 
 Allocate = Callable[[int], memoryview]
 
@@ -72,13 +71,14 @@ class KVPool:
             )
         ]
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, source to target, within the pool."""
         for source, target in copies:
             self.tensor[target].copy_(self.tensor[source])
-
-    def block_view(self, block_id: int) -> Tensor:
-        return self.tensor[block_id]
 
 
 def pool_blocks(config: ServeConfig, shape: KVShape, device: torch.device, max_model_len: int) -> int:
@@ -89,8 +89,9 @@ def pool_blocks(config: ServeConfig, shape: KVShape, device: torch.device, max_m
     per_sequence = math.ceil(max_model_len / config.block_size)
     if num_blocks < per_sequence:
         raise ConfigError(
-            f"--kv-cache-memory-bytes: a KV pool of {budget} bytes ({reason}) holds {num_blocks * config.block_size} "
-            f"tokens, fewer than --max-model-len ({max_model_len}), which needs {per_sequence * block_bytes} bytes"
+            f"--kv-cache-memory-bytes: a KV pool of {budget} bytes ({reason}) holds "
+            f"{num_blocks * config.block_size} tokens, fewer than --max-model-len ({max_model_len}), "
+            f"which needs {per_sequence * block_bytes} bytes"
         )
     logger.info(
         "KV pool: %d blocks of %d tokens, %.2f GiB (%s)",

@@ -157,8 +157,8 @@ def _probe(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, num
     missing = sorted(set(range(num_layers)) - set(recorder.shapes))
     if missing:
         raise UnsupportedModelError(
-            f"{name}: layers {missing} do not use the attention interface (recurrent state or attention of their "
-            "own), which is not supported"
+            f"{name}: layers {missing} do not use the attention interface (recurrent state or attention of "
+            "their own), which is not supported"
         )
     if len(set(recorder.shapes.values())) != 1:
         raise UnsupportedModelError(f"{name}: layers with KV of different shapes are not supported")

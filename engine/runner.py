@@ -1,7 +1,7 @@
 """Runs one packed forward: decode rows, verify rows and prefill chunks in a single pass.
 
-The rows of all sequences lie one after another in [1, total_tokens]; the attention backend learns from the metadata
-which rows belong together. Logits are computed only for the rows asked for.
+The rows of all sequences lie one after another in [1, total_tokens]; the attention backend learns from the
+metadata which rows belong together. Logits are computed only for the rows asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from engine.attention.interface import AttentionBackend, AttentionMetadata
 from engine.forward import Forward
 from engine.kv_pool import KVPool
 from engine.scheduler import ScheduledStep
+
+WARM_UP_ROWS = 64
+"""Unlike the number of logit rows, or torch.compile would take the two sizes for one."""
 
 
 class Runner:
@@ -67,9 +70,16 @@ class Runner:
         )
         return self._execute(metadata, self._tensor(token_ids), self._tensor(positions), logit_rows)
 
-    def warm_up(self, rows: int) -> float:
-        """Run `rows` padding rows, which compiles the forward; returns the seconds it took."""
+    def warm_up(self) -> float:
+        """Run padding rows, which compiles the forward if it is to be; returns the seconds it took."""
         start = time.monotonic()
+        try:
+            self._run_padding(WARM_UP_ROWS)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._forward.give_up_compiling(error)
+        return time.monotonic() - start
+
+    def _run_padding(self, rows: int) -> None:
         metadata = AttentionMetadata(
             query_start=torch.zeros(1, dtype=torch.int32, device=self._device),
             context_len=torch.zeros(0, dtype=torch.int32, device=self._device),
@@ -80,7 +90,6 @@ class Runner:
         )
         zeros = torch.zeros(rows, dtype=torch.int64, device=self._device)
         self._execute(metadata, zeros, zeros, [0, 1])
-        return time.monotonic() - start
 
     def _execute(
         self, metadata: AttentionMetadata, token_ids: Tensor, positions: Tensor, logit_rows: list[int]

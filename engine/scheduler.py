@@ -1,8 +1,8 @@
 """Continuous batching: which sequences run in the next step, and how many tokens of each.
 
-Running sequences come first, so that decoding never waits for a new prompt; what is left of the token budget goes
-to waiting prompts, in chunks. When blocks run out, the sequence that would run last gives its own up and is computed
-again later (preemption by recompute).
+Running sequences come first, so that decoding never waits for a new prompt; what is left of the token budget
+goes to waiting prompts, in chunks. When blocks run out, the sequence that would run last gives its own up and
+is computed again later (preemption by recompute).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Scheduler:
         return count
 
     def _admit(self, sequence: Sequence, budget: int, step: ScheduledStep) -> int:
-        """Take the first waiting sequence up if all of it fits; returns its tokens in this step, 0 if none."""
+        """Take the first waiting sequence up if all of it fits; returns its tokens in this step."""
         if self._blocked == (sequence.order, self.blocks.num_available):
             return 0
         self._start(sequence)

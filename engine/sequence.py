@@ -24,8 +24,8 @@ class Stage(enum.Enum):
 class Sequence:
     """Prompt and output of one request.
 
-    `num_computed` tokens have their KV in the pool. Whatever lies beyond must still be run: the prompt at first,
-    after a preemption everything, in decode the last token alone.
+    `num_computed` tokens have their KV in the pool. Whatever lies beyond must still be run: the prompt at
+    first, after a preemption everything, in decode the last token alone.
     """
 
     request: EngineRequest

@@ -7,6 +7,7 @@ operator runs the backend that `set_current_backend` named last; whoever runs th
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -37,21 +38,26 @@ _HARMLESS = frozenset(
     }
 )
 
-_current: AttentionBackend | None = None
+
+class _Current(threading.local):
+    backend: AttentionBackend | None = None
+
+
+_current = _Current()
 
 
 def set_current_backend(backend: AttentionBackend | None) -> None:
-    """The backend that attention layers of this process use from now on."""
-    global _current
-    _current = backend
+    """The backend that attention layers use from now on in this thread."""
+    _current.backend = backend
 
 
 def _run(
     query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int, softcap: float
 ) -> Tensor:
-    if _current is None:
+    backend = _current.backend
+    if backend is None:
         raise RuntimeError("no attention backend is set: call set_current_backend before the forward")
-    return _current.forward(
+    return backend.forward(
         layer, query, key, value, scale=scale, sliding_window=window or None, softcap=softcap or None
     )
 
