@@ -12,7 +12,6 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.processors import TemplateProcessing
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
@@ -47,7 +46,6 @@ class Tokenizer:
         self._fast.no_padding()
         self.special_tokens = _special_tokens(settings)
         _mark_special(self._fast, self.special_tokens, settings)
-        _set_bos_and_eos(self._fast, self.special_tokens, settings)
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
@@ -129,7 +127,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    """Tokens that only the settings call special are skipped in texts too."""
+    """What only the settings call special is special too, if the vocabulary has it."""
     contents = list(named.values())
     for entry in (settings.get("added_tokens_decoder") or {}).values():
         if entry.get("special"):
@@ -142,20 +140,6 @@ def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mappi
             for content in missing
             if fast.token_to_id(content) is not None
         ]
-    )
-
-
-def _set_bos_and_eos(fast: FastTokenizer, named: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    """`add_bos_token` and `add_eos_token`, where given, override what `tokenizer.json` adds."""
-    if not {"add_bos_token", "add_eos_token"} & settings.keys():
-        return
-    bos = named.get("bos_token") if settings.get("add_bos_token") else None
-    eos = named.get("eos_token") if settings.get("add_eos_token") else None
-    used = [(token, fast.token_to_id(token)) for token in (bos, eos) if token is not None]
-    fast.post_processor = TemplateProcessing(
-        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
-        pair=None,
-        special_tokens=used,
     )
 
 

@@ -1,0 +1,70 @@
+"""A choice's text doesn't depend on how its tokens are spread over steps."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.config import ServeConfig
+from protocol.messages import TokenLogprobs, TokenOutput
+from router.choice import Choice, Prompt, TextOptions
+from router.tokenizer import Tokenizer
+
+
+def run(tokenizer: Tokenizer, steps: list[list[int]], options: TextOptions, finish: str = "length"):
+    """Text, counted tokens and reasons, taking the news after every step."""
+    choice = Choice(0, Prompt([5]), options, tokenizer.detokenizer([5]), keep_details=True)
+    text, token_ids, logprobs, offsets = "", [], [], []
+    for index, step in enumerate(steps):
+        last = index == len(steps) - 1
+        choice.add(
+            TokenOutput(
+                request_id="r",
+                token_ids=step,
+                logprobs=[TokenLogprobs(-float(token_id), 1) for token_id in step],
+                finish_reason=finish if last else None,
+            )
+        )
+        delta = choice.take()
+        text += delta.text
+        token_ids += delta.token_ids
+        logprobs += [entry.logprob for entry in delta.logprobs]
+        offsets += delta.offsets
+        if choice.finish_reason is not None:
+            break
+    assert choice.num_tokens == len(token_ids) == len(offsets)
+    assert logprobs == [-float(token_id) for token_id in token_ids]
+    return text, token_ids, offsets, choice.finish_reason, choice.stop_reason
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.lists(st.integers(0, 599), min_size=1, max_size=5), min_size=1, max_size=8),
+    stops=st.lists(st.text("the o", min_size=1, max_size=3), max_size=3),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 4),
+    finish=st.sampled_from(["length", "stop"]),
+)
+def test_steps_do_not_matter(model_folder, steps, stops, include, min_tokens, finish):
+    tokenizer = _tokenizer(str(model_folder))
+    options = TextOptions(stop=tuple(stops), include_stop=include, min_tokens=min_tokens)
+    token_ids = [token_id for step in steps for token_id in step]
+    one_by_one = [[token_id] for token_id in token_ids]
+    assert run(tokenizer, steps, options, finish) == run(tokenizer, [token_ids], options, finish)
+    assert run(tokenizer, steps, options, finish) == run(tokenizer, one_by_one, options, finish)
+
+
+def test_without_stops_it_is_the_whole_text(model_folder):
+    tokenizer = _tokenizer(str(model_folder))
+    token_ids = tokenizer.encode("naïve 🙂 日本")
+    text, counted, *_ = run(tokenizer, [token_ids], TextOptions())
+    assert (text, counted) == ("naïve 🙂 日本", token_ids)
+
+
+_TOKENIZERS: dict[str, Tokenizer] = {}
+
+
+def _tokenizer(folder: str) -> Tokenizer:
+    if folder not in _TOKENIZERS:
+        _TOKENIZERS[folder] = Tokenizer.load(ServeConfig(model=folder))
+    return _TOKENIZERS[folder]
