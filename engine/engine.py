@@ -183,7 +183,8 @@ class Engine:
         sampled, logit_rows = _logit_rows(step)
         logits = self._runner.run(step, logit_rows)
         self._collect_prompt_logprobs(step, logits)
-        output = self._sampler.sample(logits[: len(sampled)], sampled) if sampled else None
+        rows = [sequence.sampling_row() for sequence in sampled]
+        output = self._sampler.sample(logits[: len(rows)], rows) if rows else None
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
             sequence.num_computed += count
             assert sequence.table is not None

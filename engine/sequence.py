@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
+from engine.sampler.rows import SamplingRow
 from protocol.messages import EngineRequest, TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -61,6 +62,11 @@ class Sequence:
     def position(self) -> int:
         """Absolute position of the token that comes next; keys its noise."""
         return len(self.token_ids)
+
+    def sampling_row(self) -> SamplingRow:
+        return SamplingRow(
+            self.params, self.prompt_token_ids, self.output_token_ids, self.position, self.request_id
+        )
 
     @property
     def num_uncomputed(self) -> int:

@@ -1,0 +1,80 @@
+"""Small random models of every architecture that must be served, written as local folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB_SIZE = 320
+SLIDING_WINDOW = 24
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+_MOE: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+_UNTIED = {"tie_word_embeddings": False}  # else these repeat one token, whatever their attention does
+
+# What differs from the common shape, by model type.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1},
+    "qwen3": {},
+    "qwen3_moe": {**_MOE, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "mistral": {"sliding_window": SLIDING_WINDOW},
+    "mixtral": {**_MOE, "sliding_window": None},
+    "gemma": {},
+    "gemma2": {
+        **_UNTIED,
+        "sliding_window": SLIDING_WINDOW,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 8.0,
+    },
+    "gemma3_text": {
+        **_UNTIED,
+        "sliding_window": SLIDING_WINDOW,
+        "query_pre_attn_scalar": 16,
+        "sliding_window_pattern": 2,
+    },
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {"sliding_window": SLIDING_WINDOW},
+    "olmo2": {},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+    "cohere": {},
+    "stablelm": {"partial_rotary_factor": 0.25},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "starcoder2": {"sliding_window": SLIDING_WINDOW},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
+    "gpt_neox": {"rotary_pct": 0.25},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+}
+
+
+def write_model(model_type: str, folder: Path) -> None:
+    """A model of the type with weights large enough that its greedy tokens vary."""
+    torch.manual_seed(11)
+    changes = ARCHITECTURES[model_type]
+    if model_type == "gpt2":
+        common = {
+            key: _COMMON[key] for key in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
+        }
+    else:
+        common = dict(_COMMON)
+    config = AutoConfig.for_model(model_type, **{**common, **changes})
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

@@ -1,0 +1,110 @@
+"""A seeded request gives the same tokens however it is served. fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.config import ServeConfig
+from tests.e2e.architectures import VOCAB_SIZE, write_model
+from tests.e2e.test_token_equality import prompts
+from tests.worker.harness import Cluster, request, tiny_config
+
+NUM_TOKENS = 24
+PROMPT = prompts([75], seed=5)[0]
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 2},
+    {"temperature": 1.3, "top_k": 20, "min_p": 0.01, "seed": -3},
+    {
+        "temperature": 0.9,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "logit_bias": {7: 3.0, 9: -5.0},
+        "seed": 2**62,
+    },
+]
+
+
+class Serving:
+    """One way of serving: which workers there are, and how their pools are joined."""
+
+    def __init__(self, cluster: Cluster, config: ServeConfig, disaggregated: bool) -> None:
+        self.cluster = cluster
+        self.decode = cluster.start("decode", "decode-0", config)
+        self.prefill = cluster.start("prefill", "prefill-0", config) if disaggregated else None
+
+    def send(self, request_id: str, prompt: list[int], **sampling: Any) -> None:
+        made = request(request_id, prompt, NUM_TOKENS, **sampling)
+        if self.prefill is None:
+            self.cluster.generate(self.decode, made)
+        else:
+            self.cluster.generate(self.prefill, made, self.decode.address)
+
+    def answers(self, name: str) -> list[list[int]]:
+        ids = [f"{name}-{index}" for index in range(len(SAMPLING))]
+        for request_id, sampling in zip(ids, SAMPLING, strict=True):
+            self.send(request_id, PROMPT, **sampling)
+            self.cluster.run(request_id)
+        return [self.cluster.tokens(request_id) for request_id in ids]
+
+    def answers_in_a_crowd(self, name: str) -> list[list[int]]:
+        ids = [f"{name}-{index}" for index in range(len(SAMPLING))]
+        others = [f"{name}-other-{index}" for index in range(12)]
+        for index, (request_id, prompt) in enumerate(
+            zip(others, prompts([9 * n + 3 for n in range(12)], 8), strict=True)
+        ):
+            self.send(request_id, prompt, temperature=0.1 * index, top_k=5 * index, seed=index)
+        for request_id, sampling in zip(ids, SAMPLING, strict=True):
+            self.send(request_id, PROMPT, **sampling)
+        self.cluster.run(*ids, *others)
+        return [self.cluster.tokens(request_id) for request_id in ids]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """Served alone, colocated, one after another, with nothing in the prefix cache."""
+    with Cluster() as cluster:
+        serving = Serving(cluster, tiny_config(model, enable_prefix_caching=False), disaggregated=False)
+        answers = serving.answers("alone")
+    assert len({tuple(tokens) for tokens in answers}) == len(SAMPLING)
+    assert all(0 <= token < VOCAB_SIZE for tokens in answers for token in tokens)
+    return answers
+
+
+def test_colocated_in_a_crowd_and_after_a_prefix_hit(model: Path, expected: list[list[int]]) -> None:
+    with Cluster() as cluster:
+        serving = Serving(cluster, tiny_config(model), disaggregated=False)
+        assert serving.answers_in_a_crowd("crowd") == expected
+        hits = serving.decode.state.prefix_hit_tokens
+        assert serving.answers("hit") == expected
+        cluster.wait_empty(serving.decode)
+        assert serving.decode.state.prefix_hit_tokens > hits
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_disaggregated(model: Path, expected: list[list[int]], transport: str) -> None:
+    with Cluster() as cluster:
+        serving = Serving(cluster, tiny_config(model, kv_transports=transport), disaggregated=True)
+        assert serving.answers("alone") == expected
+        assert serving.answers_in_a_crowd("crowd") == expected
+        assert serving.prefill is not None
+        cluster.wait_empty(serving.prefill, serving.decode)
+        assert set(serving.prefill.state.transports.values()) == {transport}
+
+
+def test_chunks_of_another_size(model: Path, expected: list[list[int]]) -> None:
+    with Cluster() as cluster:
+        config = tiny_config(model, max_num_batched_tokens=17, max_num_seqs=8, block_size=8)
+        assert Serving(cluster, config, disaggregated=True).answers_in_a_crowd("crowd") == expected
