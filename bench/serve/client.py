@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from bench.serve.http import Endpoint, HttpError, post_streaming
+from bench.serve.http import Endpoint, HttpError, exchange
 from bench.serve.workload import LoadRequest
 
 
@@ -124,6 +124,7 @@ class EventStream:
         if piece.usage is not None:
             record.prompt_tokens = piece.usage.prompt_tokens
             record.output_tokens = piece.usage.completion_tokens
+        self.finished |= any(choice.finish_reason is not None for choice in piece.choices)
         if any(choice.bears_tokens() for choice in piece.choices):
             record.token_times.append(now)
 
@@ -141,7 +142,7 @@ class Client:
     async def send(self, request: LoadRequest) -> Record:
         """Send one request and wait for its end; failures are in the record, none is raised."""
         record = Record(prompt_tokens=0 if isinstance(request.prompt, str) else len(request.prompt))
-        body = self._target.body(request)
+        message = self._endpoint.request("POST", self._target.body(request), self._headers)
         stream = EventStream(record)
         refusal = bytearray()
 
@@ -154,7 +155,7 @@ class Client:
         record.start = time.perf_counter()
         try:
             async with asyncio.timeout(self._target.timeout):
-                status = await post_streaming(self._endpoint, body, self._headers, on_body, self._tls)
+                status = await exchange(self._endpoint, message, on_body, self._tls)
         except TimeoutError:
             record.error = "timeout"
         except HttpError as error:
@@ -167,7 +168,7 @@ class Client:
             if status != 200:
                 record.error, record.detail = f"HTTP {status}", refusal.decode("utf-8", "replace")[:200]
             elif not record.error and not stream.finished:
-                record.error, record.detail = "broken stream", "no [DONE] at the end"
+                record.error, record.detail = "broken stream", "no finish reason and no [DONE]"
         record.end = time.perf_counter()
         record.output_tokens = record.output_tokens or len(record.token_times)
         if not record.error and not record.token_times:

@@ -40,17 +40,17 @@ class Endpoint:
         tls = parts.scheme == "https"
         return cls(parts.hostname, parts.port or (443 if tls else 80), parts.path or "/", tls)
 
-    def post(self, body: bytes, headers: dict[str, str]) -> bytes:
-        """The bytes of a POST request that closes its connection."""
+    def request(self, method: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
+        """The bytes of a request that closes its connection."""
         fields = {
             "Host": f"{self.host}:{self.port}",
             "Content-Type": "application/json",
             "Content-Length": str(len(body)),
             "Connection": "close",
-            **headers,
+            **(headers or {}),
         }
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        return f"POST {self.path} HTTP/1.1\r\n{head}\r\n".encode() + body
+        return f"{method} {self.path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
 class ChunkedBody:
@@ -174,23 +174,19 @@ class Exchange(asyncio.Protocol):
         self.close()
 
 
-async def post_streaming(
-    endpoint: Endpoint,
-    body: bytes,
-    headers: dict[str, str],
-    on_body: BodyHandler,
-    tls: ssl.SSLContext | None = None,
+async def exchange(
+    endpoint: Endpoint, request: bytes, on_body: BodyHandler, tls: ssl.SSLContext | None = None
 ) -> int:
-    """POST `body`, call `on_body` with each piece of the answer, and return the status at its end.
+    """Send `request`, call `on_body` with each piece of the answer, and return the status at its end.
 
-    Raises OSError when no connection comes about, HttpError when the response is cut short.
+    Raises OSError when no connection comes about, HttpError when the response is cut short, and
+    whatever `on_body` raises.
     """
     loop = asyncio.get_running_loop()
-    request = endpoint.post(body, headers)
-    _, exchange = await loop.create_connection(
+    _, protocol = await loop.create_connection(
         lambda: Exchange(request, on_body), endpoint.host, endpoint.port, ssl=tls if endpoint.tls else None
     )
     try:
-        return await exchange.done
+        return await protocol.done
     finally:
-        exchange.close()
+        protocol.close()

@@ -1,0 +1,1 @@
+"""Other serving systems, started on this machine for a comparison."""

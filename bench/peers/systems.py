@@ -1,0 +1,165 @@
+"""The systems that can be compared, each as the commands that start it.
+
+A spec is `[label=]name [flags...]`: a system's name, then flags handed to its server as they are; or
+`[label=]http://...` for a server that already runs. Peers run from their own environments, made by
+`python -m bench.peers.setup`.
+"""
+
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.peers.process import Command
+
+HOST = "127.0.0.1"
+SERVED_NAME = "model"
+_HERE = Path(__file__).resolve().parent
+REPO = _HERE.parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all systems of a comparison share."""
+
+    model: Path
+    env_dir: Path
+    max_model_len: int = 2048
+    max_num_seqs: int = 32
+    kv_gib: int = 2
+    threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system ready to start: `commands` is empty for a server that already runs."""
+
+    label: str
+    base_url: str
+    model: str
+    commands: tuple[Command, ...] = ()
+
+
+Builder = Callable[[Setting, Sequence[str]], tuple[str, list[Command]]]
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on right now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _url(port: int) -> str:
+    return f"http://{HOST}:{port}"
+
+
+def _tandem(*fixed: str) -> Builder:
+    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
+        port = free_port()
+        argv = [sys.executable, "-m", "deploy.cli", "serve", "--model", str(setting.model)]
+        argv += ["--served-model-name", SERVED_NAME, "--host", HOST, "--port", str(port)]
+        argv += ["--max-model-len", str(setting.max_model_len), "--max-num-seqs", str(setting.max_num_seqs)]
+        argv += ["--kv-cache-memory-bytes", str(setting.kv_gib << 30), "--dtype", "bfloat16"]
+        env = {"PYTHONPATH": str(REPO)}
+        return _url(port), [Command("tandem", [*argv, *fixed, *extra], f"{_url(port)}/ready", env)]
+
+    return build
+
+
+def _vllm_command(
+    setting: Setting, name: str, port: int, extra: Sequence[str], env: dict[str, str], launcher: Sequence[str]
+) -> Command:
+    python = setting.env_dir / "vllm" / "bin" / "python"
+    argv = [str(python), *launcher, "--model", str(setting.model), "--served-model-name", SERVED_NAME]
+    argv += ["--host", HOST, "--port", str(port), "--dtype", "bfloat16"]
+    argv += ["--max-model-len", str(setting.max_model_len), "--max-num-seqs", str(setting.max_num_seqs)]
+    argv += ["--no-enable-log-requests", "--disable-uvicorn-access-log", *extra]
+    common = {
+        "VLLM_CPU_KVCACHE_SPACE": str(setting.kv_gib),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Command(name, argv, f"{_url(port)}/health", common | env)
+
+
+_VLLM_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
+
+
+def _vllm(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
+    port = free_port()
+    return _url(port), [_vllm_command(setting, "vllm", port, extra, {}, _VLLM_SERVER)]
+
+
+def _vllm_disaggregated(tamed: bool) -> Builder:
+    """One prefill and one decode server behind our proxy.
+
+    Tamed, NIXL's progress thread waits for events instead of spinning, and each server gets its share
+    of the threads without being bound to cores; as shipped both bind to the same core.
+    """
+
+    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
+        launcher = (str(_HERE / "vllm_tamed.py"),) if tamed else _VLLM_SERVER
+        env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST}
+        if tamed:
+            threads = str(max(1, setting.threads // 2))
+            env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
+        commands, ports = [], []
+        for role, name in (("kv_producer", "vllm-prefill"), ("kv_consumer", "vllm-decode")):
+            port = free_port()
+            transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+            flags = ["--kv-transfer-config", json.dumps(transfer), *extra]
+            side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            commands.append(_vllm_command(setting, name, port, flags, env | side, launcher))
+            ports.append(port)
+        port = free_port()
+        argv = [sys.executable, "-m", "bench.peers.vllm_proxy", "--host", HOST, "--port", str(port)]
+        argv += ["--prefill", _url(ports[0]), "--decode", _url(ports[1])]
+        proxy = Command("vllm-proxy", argv, f"{_url(port)}/health", {"PYTHONPATH": str(REPO)})
+        return _url(port), [*commands, proxy]
+
+    return build
+
+
+def _transformers(engine: str) -> Builder:
+    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
+        port = free_port()
+        python = setting.env_dir / "transformers" / "bin" / "python"
+        argv = [str(python), "-m", "bench.peers.transformers_server", "--model", str(setting.model)]
+        argv += ["--engine", engine, "--port", str(port), "--threads", str(setting.threads), *extra]
+        env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
+        return _url(port), [Command("transformers", argv, f"{_url(port)}/health", env)]
+
+    return build
+
+
+SYSTEMS: dict[str, Builder] = {
+    "tandem": _tandem("--prefill-replicas", "1", "--decode-replicas", "1"),
+    "tandem-colocated": _tandem("--no-disaggregation"),
+    "vllm": _vllm,
+    "vllm-disaggregated": _vllm_disaggregated(tamed=False),
+    "vllm-disaggregated-tamed": _vllm_disaggregated(tamed=True),
+    "transformers": _transformers("continuous-batching"),
+    "transformers-generate": _transformers("generate"),
+}
+
+
+def parse_system(spec: str, setting: Setting) -> System:
+    """Read a spec; raises ValueError when the system is unknown or its environment is missing."""
+    words = shlex.split(spec)
+    if not words:
+        raise ValueError("a system's spec is empty")
+    label, _, name = words[0].rpartition("=")
+    if name.startswith(("http://", "https://")):
+        return System(label or name, name, SERVED_NAME)
+    if name not in SYSTEMS:
+        raise ValueError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}, or a URL")
+    base_url, commands = SYSTEMS[name](setting, words[1:])
+    for command in commands:
+        if not os.access(command.argv[0], os.X_OK):
+            raise ValueError(f"{command.argv[0]} is missing: run `python -m bench.peers.setup`")
+    return System(label or spec, base_url, SERVED_NAME, tuple(commands))

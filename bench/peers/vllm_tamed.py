@@ -1,0 +1,29 @@
+"""vLLM's API server with NIXL's progress thread waiting for events instead of spinning.
+
+vLLM leaves the thread's delay at 0, which makes it poll without a pause: on a machine of few cores it
+takes one from the model. Run with the peer's own Python, with the arguments of vLLM's server. vLLM spawns
+its workers from this file, so the change reaches the process that owns the NIXL agent.
+"""
+
+import os
+import runpy
+
+PROGRESS_DELAY_MICROSECONDS = 1000
+
+# vLLM sets this itself as long as NIXL isn't imported before it.
+os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+
+from nixl import _api as nixl_api  # noqa: E402
+
+_make_agent = nixl_api.nixlBind.nixlAgent
+
+
+def _tamed_agent(name: str, config: object) -> object:
+    config.pthrDelay = PROGRESS_DELAY_MICROSECONDS  # type: ignore[attr-defined]
+    return _make_agent(name, config)
+
+
+nixl_api.nixlBind.nixlAgent = _tamed_agent
+
+if __name__ == "__main__":
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
