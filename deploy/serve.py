@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
 
@@ -19,8 +20,8 @@ from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
 from deploy.launcher import Launcher
 from deploy.resources import available_cores, choose_threads
 from deploy.version import version
-from protocol.config import ServeConfig
-from protocol.errors import TandemError
+from protocol.config import ServeConfig, flag_name
+from protocol.errors import ConfigError, TandemError
 from protocol.sockets import ClusterKeys
 from router.server import RouterServer
 
@@ -38,6 +39,7 @@ def serve(config: ServeConfig) -> int:
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
         force=True,
     )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     patience = _Patience()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, patience.on_signal)
@@ -67,6 +69,7 @@ class _Patience:
 
 
 def _run(config: ServeConfig, patience: _Patience) -> int:
+    _check_paths(config)
     keys = ClusterKeys.generate()
     server = RouterServer(config, keys, _link_host(config))
     adopt_orphans()
@@ -98,6 +101,14 @@ def _end(launcher: Launcher, patience: _Patience) -> None:
         launcher.join(DESCENDANTS_GRACE_S)
     end_descendants(DESCENDANTS_GRACE_S)
     launcher.remove_files()
+
+
+def _check_paths(config: ServeConfig) -> None:
+    """A folder that is not there would otherwise be taken for a hub id, and fail later and less clearly."""
+    for field in ("model", "tokenizer"):
+        source = getattr(config, field)
+        if source and source.startswith(("/", ".", "~")) and not Path(source).is_dir():
+            raise ConfigError(f"{flag_name(field)}: there is no folder {source}")
 
 
 def _link_host(config: ServeConfig) -> str:

@@ -18,11 +18,11 @@ _COLUMNS = (
     "worker",
     "role",
     "state",
-    "running",
-    "waiting",
+    "run",
+    "wait",
     "KV used",
-    "KV cached",
-    "prefix hits",
+    "cached",
+    "hits",
     "transports",
 )
 
@@ -62,7 +62,9 @@ def _live(http: httpx.Client, url: str, interval_s: float) -> None:
 
 def make_table(url: str, status: dict[str, Any]) -> Table:
     """One row for each worker that the router knows."""
-    table = Table(*_COLUMNS, title=url)
+    table = Table(title=url)
+    for name in _COLUMNS:
+        table.add_column(name, no_wrap=name != "transports")
     for worker in status["workers"]:
         table.add_row(*_row(worker))
     return table

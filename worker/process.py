@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -97,7 +98,7 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),
-        start_up=engine.start_up,
+        start_up={"process": f"{os.getpid()} on {platform.node()}", **engine.start_up},
     )
 
 

@@ -1,0 +1,33 @@
+PACKAGES := protocol engine speculation kvtransfer worker prefill_worker decode_worker router deploy bench models
+BIN := .venv/bin
+ARGS ?=
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint clean
+
+help:  ## Show what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: .venv/.installed  ## Set up .venv with all that serving needs
+
+serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--port 9000" for options)
+	exec $(BIN)/tandem serve $(ARGS)
+
+test: lint  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" to choose)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/.installed-test  ## Run ruff, mypy and the import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports
+
+clean:  ## Remove the virtual environment and every cache
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+.venv/.installed: pyproject.toml deploy/install.sh
+	deploy/install.sh
+
+.venv/.installed-test: pyproject.toml deploy/install.sh
+	deploy/install.sh test

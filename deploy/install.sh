@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Sets up the virtual environment in .venv and installs Tandem into it, editable.
+#
+#   deploy/install.sh          what serving needs
+#   deploy/install.sh test     and what the tests need
+#
+# The PyTorch build follows the host. Without an NVIDIA GPU it is the CPU build, and no CUDA package is
+# pulled. With one, a PyTorch with CUDA that the system's Python has is used as it is.
+#
+#   PYTHON             interpreter to use (python3)
+#   TANDEM_TORCH_SPEC  requirement to install PyTorch by, instead of the choice made here
+#   TANDEM_PIP_ARGS    further arguments to pip, such as an index that has PyTorch's CPU builds
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+TORCH_VERSION=2.13.0
+extras=${1:-}
+read -r -a pip_args <<<"${TANDEM_PIP_ARGS:-}"
+
+die() { echo "install: $*" >&2; exit 1; }
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+cuda_torch() { "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
+pip_install() { .venv/bin/python -m pip install --quiet "${pip_args[@]}" "$@"; }
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$PYTHON is older than Python 3.11"
+
+if [ ! -x .venv/bin/python ]; then
+    echo "install: making .venv"
+    if has_gpu && cuda_torch "$PYTHON"; then
+        "$PYTHON" -m venv --system-site-packages .venv
+    else
+        "$PYTHON" -m venv .venv
+    fi
+fi
+
+install_cpu_torch() {
+    # The local version "+cpu" names the CPU build. Only Linux on x86 has another one under the plain version.
+    pip_install "torch==$TORCH_VERSION+cpu" 2>/dev/null && return
+    [ "$(uname -sm)" != "Linux x86_64" ] && pip_install "torch==$TORCH_VERSION" && return
+    die "no CPU build of PyTorch $TORCH_VERSION is in reach of pip; name an index that has it, as in
+  TANDEM_PIP_ARGS='--extra-index-url <PyTorch's CPU wheels>' make install"
+}
+
+if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+    echo "install: PyTorch"
+    if [ -n "${TANDEM_TORCH_SPEC:-}" ]; then
+        pip_install "$TANDEM_TORCH_SPEC"
+    elif has_gpu; then
+        pip_install "torch==$TORCH_VERSION"
+    else
+        install_cpu_torch
+    fi
+elif has_gpu && ! cuda_torch .venv/bin/python; then
+    echo "install: PyTorch with CUDA"
+    pip_install --force-reinstall "${TANDEM_TORCH_SPEC:-torch==$TORCH_VERSION}"
+fi
+
+echo "install: Tandem${extras:+ with [$extras]}"
+pip_install -e ".${extras:+[$extras]}"
+
+# Its dependencies name CUDA packages that it runs without.
+pip_install --no-deps nixl nixl-cu12 2>/dev/null || echo "install: NIXL has no build for this host; it is left out"
+
+if ! has_gpu && .venv/bin/python -m pip list 2>/dev/null | grep -i '^nvidia-'; then
+    die "CUDA packages were installed on a host without an NVIDIA GPU"
+fi
+touch ".venv/.installed${extras:+-$extras}"

@@ -1,0 +1,148 @@
+"""`tandem serve` in a process of its own, and what it might leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 150.0
+END_S = 60.0
+
+
+def tandem_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "deploy.cli", *arguments]
+
+
+class ServerProcess:
+    """Starts at once; `wait_ready` gives it its time."""
+
+    def __init__(self, model: Path, log: Path, *options: str) -> None:
+        defaults = ["--port", "0", "--dtype", "float32", "--compile", "off"]
+        defaults += ["--kv-cache-memory-bytes", "8000000", "--worker-timeout", "3"]
+        self._log = log
+        self._options = options
+        self.temporary_before = set(Path("/tmp").glob("tandem-*"))
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                tandem_command("serve", str(model), *defaults, *options),
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"serves .* on (http://\S+)", self.log)
+        assert found is not None, self.log
+        return found.group(1)
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            self.look()
+            assert time.monotonic() < deadline, f"it does not come within {timeout_s} s\n{self.log}"
+            time.sleep(0.05)
+
+    def look(self) -> None:
+        """Note every descendant that exists now."""
+        try:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self.seen[child.pid] = child
+        except psutil.NoSuchProcess:
+            return
+
+    def wait_ready(self) -> ServerProcess:
+        self.wait(lambda: "Try:" in self.log or self.process.poll() is not None, START_S)
+        assert self.process.poll() is None, self.log
+        self.look()
+        return self
+
+    def wait_end(self, timeout_s: float = END_S) -> int:
+        self.wait(lambda: self.process.poll() is not None, timeout_s)
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the whole process group, as a terminal does."""
+        self.look()
+        os.killpg(self.process.pid, number)
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        answer = httpx.get(f"{self.url}/workers", timeout=10).json()
+        return {worker["id"]: worker for worker in answer["workers"]}
+
+    def worker_pid(self, worker_id: str) -> int:
+        return int(self.workers()[worker_id]["start_up"]["process"].split()[0])
+
+    def complete(self, prompt: str | list[int], **parameters: Any) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True} | parameters
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
+
+    def leftovers(self) -> list[str]:
+        """Processes and directories that should be gone."""
+        left = [f"process {p.pid} {_name(p)}" for p in self.seen.values() if _is_running(p)]
+        left += [str(path) for path in set(Path("/tmp").glob(f"tandem-{self.process.pid}-*"))]
+        return left
+
+    def kill(self) -> None:
+        """After a test, whatever its outcome."""
+        self.look()
+        for process in [*self.seen.values()]:
+            if _is_running(process):
+                process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:100]
+    except psutil.Error:
+        return "?"
+
+
+def listening_ports(processes: list[psutil.Process]) -> set[int]:
+    """TCP ports that these processes listen on."""
+    ports = set()
+    for process in processes:
+        for connection in process.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                ports.add(connection.laddr.port)
+    return ports
+
+
+def read_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The server-sent events up to the end, or up to an error."""
+    events = []
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            events.append(json.loads(line.removeprefix("data: ")))
+    return events

@@ -1,0 +1,220 @@
+"""`tandem serve` on a real local Ray: it answers, it heals, it ends cleanly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.deploy.server_process import (
+    ROOT,
+    ServerProcess,
+    listening_ports,
+    read_events,
+    tandem_command,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    running = ServerProcess(tiny_folder, tmp_path_factory.mktemp("serve") / "log")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.kill()
+
+
+@pytest.fixture
+def started(tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    running = ServerProcess(tiny_folder, tmp_path / "log")
+    try:
+        yield running
+    finally:
+        running.kill()
+
+
+def test_completions_take_the_disaggregated_path(server: ServerProcess) -> None:
+    before = server.workers()["decode-0"]["counters"]["handoffs_total"]
+    answer = server.complete(list(range(1, 60)), max_tokens=10)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 10
+    body = {"model": "tiny", "prompt": list(range(1, 60)), "temperature": 0, "max_tokens": 10}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"stream": True}) as stream:
+        events = read_events(stream)
+    text = "".join(choice["text"] for event in events for choice in event["choices"])
+    assert text == answer.json()["choices"][0]["text"]
+    server.wait(lambda: server.workers()["decode-0"]["counters"]["handoffs_total"] == before + 2, 10)
+
+
+def test_announcement_says_what_was_chosen(server: ServerProcess) -> None:
+    for expected in ("threads per worker:", "prefill-0:", "decode-0:", "attention:", "Try:  curl "):
+        assert expected in server.log
+    curl = server.log.split("Try:  ")[1].splitlines()[0]
+    answer = subprocess.run(["bash", "-c", f"{curl} -s"], capture_output=True, text=True, timeout=60)
+    assert json.loads(answer.stdout)["choices"][0]["text"], answer.stderr
+
+
+def test_status_and_complete(server: ServerProcess) -> None:
+    status = subprocess.run(
+        tandem_command("status", "--json", "--url", server.url), cwd=ROOT, capture_output=True, text=True
+    )
+    assert {worker["id"] for worker in json.loads(status.stdout)["workers"]} == {"prefill-0", "decode-0"}
+    table = subprocess.run(
+        tandem_command("status", "--once", "--url", server.url), cwd=ROOT, capture_output=True, text=True
+    )
+    assert "prefill-0" in table.stdout and "decode-0" in table.stdout
+    text = subprocess.run(
+        tandem_command("complete", "abc", "--url", server.url, "--max-tokens", "7"),
+        cwd=ROOT,
+        capture_output=True,
+    )
+    wanted = server.complete("abc", max_tokens=7, ignore_eos=False).json()["choices"][0]["text"]
+    assert text.returncode == 0
+    assert text.stdout.decode() == wanted + "\n"
+    refused = subprocess.run(
+        tandem_command("complete", "abc", "--url", server.url, "--model", "other"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 1
+    assert "other" in refused.stderr and "404" in refused.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+@pytest.mark.parametrize("worker_id", ["decode-0", "prefill-0"])
+def test_a_lost_worker_is_an_error_then_heals(
+    server: ServerProcess, worker_id: str, number: signal.Signals
+) -> None:
+    pid = server.worker_pid(worker_id)
+    incarnation = server.workers()[worker_id]["incarnation"]
+    body = {"model": "tiny", "prompt": list(range(1, 50)), "max_tokens": 900, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(pid, number)
+        struck = time.monotonic()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        waited = time.monotonic() - struck
+    if worker_id == "decode-0":
+        assert "error" in events[-1], events[-1]
+        assert waited < 5
+
+    def healed() -> bool:
+        worker = server.workers().get(worker_id)
+        return worker is not None and worker["incarnation"] != incarnation and worker["lifecycle"] == "ready"
+
+    server.wait(healed, 60)
+    answer = server.complete(list(range(1, 50)), max_tokens=5)
+    assert answer.status_code == 200, answer.text
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_ctrl_c_drains_and_leaves_nothing(server: ServerProcess) -> None:
+    """Last in this module: it ends the shared server."""
+    shared_before = {path.name for path in Path("/dev/shm").glob("plasma*")}
+    server.look()
+    ports = listening_ports([psutil.Process(server.process.pid), *_alive(server)])
+    assert len(ports) > 3
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 200, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.signal(signal.SIGINT)
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.wait_end() == 0, server.log
+    assert server.leftovers() == []
+    assert {path.name for path in Path("/dev/shm").glob("plasma*")} <= shared_before
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0 or not _ours(port, server)
+
+
+@pytest.mark.parametrize("delay_s", [0.4, 2.0, 5.0])
+def test_ctrl_c_during_the_start(started: ServerProcess, delay_s: float) -> None:
+    deadline = time.monotonic() + delay_s
+    started.wait(lambda: time.monotonic() > deadline, 60)
+    started.signal(signal.SIGINT)
+    assert started.wait_end() in (0, 130), started.log
+    assert started.leftovers() == []
+
+
+def test_a_second_ctrl_c_ends_at_once(started: ServerProcess) -> None:
+    started.wait_ready()
+    started.signal(signal.SIGINT)
+    started.signal(signal.SIGINT)
+    started.wait_end(10)
+    assert started.leftovers() == []
+
+
+def test_a_killed_launcher_takes_its_workers_along(started: ServerProcess) -> None:
+    """Ray's two agents take a minute longer to notice; they are not waited for."""
+    started.wait_ready()
+    ours = [process for process in _alive(started) if "Agent" not in process.name()]
+    assert sum("WorkerActor" in process.name() for process in ours) == 2
+    started.process.kill()
+    started.process.wait()
+    gone, left = psutil.wait_procs(ours, timeout=30)
+    assert [process.name() for process in left] == []
+    assert len(gone) > 4
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(None, "--model"), ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba")],
+    ids=["missing", "unsupported"],
+)
+def test_a_refused_model_is_one_clear_line(
+    tmp_path: Path, content: dict[str, object] | None, expected: str
+) -> None:
+    folder = tmp_path / "model"
+    if content is not None:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(content))
+    running = ServerProcess(folder, tmp_path / "log", "--load-format", "dummy")
+    try:
+        assert running.wait_end(100) == 1
+        last = running.log.strip().splitlines()[-1]
+        assert last.startswith("tandem: ") and expected in last, running.log
+        assert running.leftovers() == []
+    finally:
+        running.kill()
+
+
+def test_a_port_in_use_is_one_clear_line(tiny_folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        running = ServerProcess(tiny_folder, tmp_path / "log", "--port", str(taken.getsockname()[1]))
+        try:
+            assert running.wait_end() == 1
+        finally:
+            running.kill()
+    assert "--port" in running.log.splitlines()[-1]
+    assert "Traceback" not in running.log
+
+
+def _alive(server: ServerProcess) -> list[psutil.Process]:
+    return [
+        process
+        for process in server.seen.values()
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def _ours(port: int, server: ServerProcess) -> bool:
+    return port in listening_ports(_alive(server))
