@@ -1,0 +1,220 @@
+"""The real server as clients see it: openai client, streaming, stop strings, log-probabilities, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from bench.shapes.tokenizer import save_tokenizer
+from tests.e2e.architectures import VOCAB_SIZE, write_model
+from tests.e2e.serving import HttpServing
+from tests.worker.tiny_model import greedy, load
+
+PROMPT = "def main(): return 0"
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    folder.mkdir()
+    write_model("llama", folder)
+    save_tokenizer(folder, VOCAB_SIZE, 512)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def serving(folder: Path) -> Iterator[HttpServing]:
+    with HttpServing(folder) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def client(serving: HttpServing) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tokenizer(PROMPT)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def expected(reference: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> str:
+    """What transformers itself generates."""
+    return tokenizer.decode(greedy(reference, prompt_ids, NUM_TOKENS))
+
+
+def test_completion_equals_generate(client: openai.OpenAI, expected: str, prompt_ids: list[int]) -> None:
+    answer = client.completions.create(
+        model="model", prompt=PROMPT, max_tokens=NUM_TOKENS, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].text == expected
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt_ids), NUM_TOKENS)
+
+
+def test_streamed_completion_equals_generate(client: openai.OpenAI, expected: str) -> None:
+    stream = client.completions.create(
+        model="model",
+        prompt=PROMPT,
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == NUM_TOKENS
+
+
+async def test_async_client_streams_many_at_once(serving: HttpServing, expected: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def one() -> str:
+            stream = await client.completions.create(
+                model="model",
+                prompt=PROMPT,
+                max_tokens=NUM_TOKENS,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        assert await asyncio.gather(*(one() for _ in range(16))) == [expected] * 16
+
+
+def test_chat_streams_what_it_answers_at_once(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(model="model", messages=messages, max_tokens=12, seed=3)  # type: ignore[arg-type]
+    stream = client.chat.completions.create(
+        model="model",
+        messages=messages,  # type: ignore[arg-type]
+        max_tokens=12,
+        seed=3,
+        stream=True,
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_cuts_exactly(client: openai.OpenAI, expected: str, stream: bool) -> None:
+    start = len(expected) // 2
+    stop = expected[start : start + 3]
+    answer = client.completions.create(
+        model="model",
+        prompt=PROMPT,
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        stop=[stop],
+        stream=stream,
+        extra_body={"ignore_eos": True},
+    )
+    choices = [c.choices[0] for c in answer] if stream else [answer.choices[0]]  # type: ignore[union-attr]
+    assert "".join(choice.text for choice in choices) == expected[: expected.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_logprobs_equal_those_of_transformers(
+    client: openai.OpenAI,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: list[int],
+) -> None:
+    answer = client.completions.create(
+        model="model",
+        prompt=prompt_ids,
+        max_tokens=6,
+        temperature=0,
+        logprobs=3,
+        echo=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    token_ids = prompt_ids + greedy(reference, prompt_ids, 6)
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+    exact = [float(logprobs[index, token]) for index, token in enumerate(token_ids[1:])]
+    got = answer.choices[0].logprobs
+    assert got is not None and got.token_logprobs is not None and got.top_logprobs is not None
+    assert got.token_logprobs[0] is None
+    assert got.token_logprobs[1:] == pytest.approx(exact, abs=1e-3)
+    best = logprobs[:-1].topk(3).values
+    for row, top in zip(best, got.top_logprobs[1:], strict=True):
+        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(row.tolist(), abs=1e-3)
+
+
+def test_n_answers_differ_and_repeat_with_their_seed(client: openai.OpenAI) -> None:
+    def ask() -> list[str]:
+        answer = client.completions.create(model="model", prompt=PROMPT, max_tokens=12, n=4, seed=11)
+        return [choice.text for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) == 4
+    assert ask() == first
+
+
+async def test_random_aborts_and_disconnects_leak_nothing(serving: HttpServing) -> None:
+    rng = random.Random(17)
+    async with httpx.AsyncClient(base_url=serving.url, timeout=60) as client:
+        outcomes = await asyncio.gather(*(_one_random_request(client, rng, index) for index in range(200)))
+    assert set(outcomes) == {"finished", "left"}
+    await asyncio.to_thread(serving.wait_empty)
+    assert len(serving.worker_states()) == 2
+
+
+async def _one_random_request(client: httpx.AsyncClient, rng: random.Random, index: int) -> str:
+    body = {
+        "model": "model",
+        "prompt": [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 150))],
+        "max_tokens": rng.randrange(1, 40),
+        "stream": rng.random() < 0.7,
+        "seed": index,
+        "ignore_eos": True,
+    }
+    leave_after = rng.randrange(6)
+    leaves = rng.random() < 0.5
+    if not body["stream"]:
+        if not leaves:
+            return (
+                "finished"
+                if (await client.post("/v1/completions", json=body)).status_code == 200
+                else "failed"
+            )
+        try:
+            async with asyncio.timeout(0.05 * leave_after):
+                await client.post("/v1/completions", json=body)
+        except TimeoutError:
+            return "left"
+        return "finished"
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = 0
+        async for line in response.aiter_lines():
+            lines += bool(line)
+            if leaves and lines > leave_after:
+                return "left"
+    return "finished"
