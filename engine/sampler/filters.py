@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.sampler.batch import BatchParams
 from engine.sampler.ops import at_least, column_chunks, sort_rows_descending, true_indices
 
-_FIRST_SHARE = 2.0**-12
+_FIRST_SHARE = 2.0**-14
 _SLACK = 1e-3
 
 

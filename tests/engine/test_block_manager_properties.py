@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
 from protocol.ids import block_identities, root_identity
@@ -15,6 +15,10 @@ from protocol.ids import block_identities, root_identity
 ROOTS = [root_identity("model", "fp32"), root_identity("model", "fp32", "salt")]
 Prefix = tuple[int, ...]
 """Root number and token ids up to some point: what KV depends on, hence what a written slot holds."""
+
+
+def tokens(shortest: int, longest: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, 1), min_size=shortest, max_size=longest)
 
 
 @dataclass(eq=False)
@@ -37,9 +41,7 @@ class ModelTable:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    tables = Bundle("tables")
-
-    @initialize(num_blocks=st.integers(1, 9), block_size=st.integers(1, 3))
+    @initialize(num_blocks=st.integers(1, 8), block_size=st.sampled_from([1, 2, 2, 3]))
     def make(self, num_blocks: int, block_size: int) -> None:
         self.manager = BlockManager(num_blocks, block_size)
         self.block_size = block_size
@@ -79,9 +81,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     # --- what an engine does ---
 
-    @rule(target=tables, root=st.sampled_from([0, 0, 1]), data=st.data(), compute_last=st.booleans())
-    def start(self, root: int, data: st.DataObject, compute_last: bool) -> ModelTable:
-        token_ids = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=3 * self.block_size + 2))
+    def a_table(self, choice: int) -> ModelTable:
+        return self.live[choice % len(self.live)]
+
+    @rule(
+        root=st.sampled_from([0, 0, 0, 1]),
+        token_ids=tokens(1, 8),
+        compute_last=st.booleans(),
+        now=st.booleans(),
+    )
+    def start(self, root: int, token_ids: list[int], compute_last: bool, now: bool) -> None:
         expected = self.cached_blocks(root, token_ids)
         covered = len(expected) * self.block_size
         assert self.manager.cached_prefix(token_ids, ROOTS[root]) == covered
@@ -89,15 +98,27 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert num_covered == (min(covered, len(token_ids) - 1) if compute_last else covered)
         table = ModelTable(root, token_ids, real, expected, num_covered, len(expected))
         self.live.append(table)
-        return table
+        if now and self.write(table, [], 0):
+            self.publish_committed(table, 0)
 
-    @rule(table=tables, extra=st.lists(st.integers(0, 1), max_size=4), rewind=st.integers(0, 2))
-    def write(self, table: ModelTable, extra: list[int], rewind: int) -> None:
+    @precondition(lambda self: self.live)
+    @rule(
+        choice=st.integers(0, 7),
+        extra=tokens(0, 4),
+        rewind=st.sampled_from([0, 0, 0, 1, 2]),
+        behind=st.integers(0, 2),
+    )
+    def step(self, choice: int, extra: list[int], rewind: int, behind: int) -> None:
+        table = self.a_table(choice)
+        if self.write(table, extra, rewind):
+            self.publish_committed(table, behind)
+
+    def write(self, table: ModelTable, extra: list[int], rewind: int) -> bool:
         """Write some tokens: the rest of the prompt, new ones, or (as after rejected drafts) some anew."""
-        if table not in self.live:
-            return
         write_from = max(0, table.num_written - rewind)
-        token_ids = table.token_ids + extra
+        rejected = table.token_ids[write_from : table.num_written]
+        others = [1 - token for token in rejected]
+        token_ids = table.token_ids[:write_from] + others + table.token_ids[table.num_written :] + extra
         touched = range(write_from // self.block_size, -(-len(token_ids) // self.block_size))
         if write_from >= len(token_ids):
             touched = range(0)
@@ -116,7 +137,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfBlocksError):
                 self.manager.grow(table.real, write_from, len(token_ids))
             assert (table.real.block_ids, table.real.identities) == before
-            return
+            return False
         num_evicted = max(0, needed - self.num_free())
         for block in self.evictable()[:num_evicted]:
             del self.cache[block.published_as]
@@ -132,6 +153,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         table.blocks.extend(ModelBlock() for _ in range(wanted - len(table.blocks)))
         table.token_ids = token_ids
         self.fill(table, write_from)
+        return True
 
     def fill(self, table: ModelTable, write_from: int) -> None:
         for position in range(write_from, len(table.token_ids)):
@@ -144,10 +166,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if write_from < len(table.token_ids):
             table.num_published = min(table.num_published, write_from // self.block_size)
 
-    @rule(table=tables, behind=st.integers(0, 3))
-    def publish(self, table: ModelTable, behind: int) -> None:
-        if table not in self.live:
-            return
+    def publish_committed(self, table: ModelTable, behind: int) -> None:
         num_committed = max(0, table.num_written - behind)
         self.manager.publish(table.real, table.token_ids, num_committed)
         for index in range(table.num_published, num_committed // self.block_size):
@@ -159,21 +178,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.ever_published.add(prefix)
         table.num_published = max(table.num_published, num_committed // self.block_size)
 
-    @rule(target=tables, table=tables)
-    def fork(self, table: ModelTable) -> ModelTable:
-        if table not in self.live:
-            return multiple()
+    @precondition(lambda self: self.live)
+    @rule(choice=st.integers(0, 7))
+    def fork(self, choice: int) -> None:
+        table = self.a_table(choice)
         twin = ModelTable(
             table.root, list(table.token_ids), self.manager.fork(table.real), list(table.blocks)
         )
         twin.num_written, twin.num_published = table.num_written, table.num_published
         self.live.append(twin)
-        return twin
 
-    @rule(table=consumes(tables), twice=st.booleans())
-    def free(self, table: ModelTable, twice: bool) -> None:
-        if table not in self.live:
-            return
+    @precondition(lambda self: self.live)
+    @rule(choice=st.integers(0, 7), twice=st.booleans())
+    def free(self, choice: int, twice: bool) -> None:
+        table = self.a_table(choice)
         self.manager.free(table.real)
         if twice:
             self.manager.free(table.real)
@@ -186,15 +204,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule()
     def free_all(self) -> None:
         while self.live:
-            self.free(self.live[-1], False)
+            self.free(0, False)
         assert self.manager.num_free + self.manager.num_cached == self.manager.num_blocks
 
+    @precondition(lambda self: len(self.ever_published) > 6)
     @rule()
     def reset_cache(self) -> None:
         self.manager.reset_cache()
         for block in self.cache.values():
             block.published_as = None
         self.cache.clear()
+        self.ever_published.clear()
 
     # --- what must always hold ---
 
@@ -231,8 +251,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 TestBlockManagerAgainstModel = BlockManagerMachine.TestCase
 TestBlockManagerAgainstModel.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
+    max_examples=120,
+    stateful_step_count=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
