@@ -62,7 +62,7 @@ pip_install -e ".${extras:+[$extras]}"
 # Its dependencies name CUDA packages that it runs without.
 pip_install --no-deps nixl nixl-cu12 2>/dev/null || echo "install: NIXL has no build for this host; it is left out"
 
-if ! has_gpu && .venv/bin/python -m pip list 2>/dev/null | grep -i '^nvidia-'; then
+if ! has_gpu && [ -z "${TANDEM_TORCH_SPEC:-}" ] && .venv/bin/python -m pip list 2>/dev/null | grep -i '^nvidia-'; then
     die "CUDA packages were installed on a host without an NVIDIA GPU"
 fi
 touch ".venv/.installed${extras:+-$extras}"

@@ -1,0 +1,111 @@
+"""The command line: its options, its errors and how fast it answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from protocol.config import ServeConfig, flag_name
+from tests.deploy.server_process import ROOT, tandem_command
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        tandem_command(*arguments),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", **environment},
+    )
+
+
+def test_help_names_every_option_with_its_default() -> None:
+    shown = " ".join(run("serve", "--help").stdout.split())
+    for field in ServeConfig.__struct_fields__:
+        assert flag_name(field) in shown
+    assert "--disaggregation / --no-disaggregation" in shown
+    assert "(default: 8000)" in shown
+    assert "[auto|cpu|cuda]" in shown
+    assert "[MODEL]" in shown
+
+
+def test_help_imports_neither_torch_nor_ray() -> None:
+    script = (
+        "import sys, deploy.cli\n"
+        "try: deploy.cli.app(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'ray', 'transformers', 'fastapi', 'zmq'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--port", "abc"], "--port: "),
+        (["--port", "70000"], "--port: "),
+        (["--dtype", "int7"], "--dtype: "),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization: "),
+        (["--kv-transports", "pigeon"], "--kv-transports: "),
+        (["--max-num-batched-tokens", "8"], "--max-num-batched-tokens: "),
+        (["--model", "a", "b"], "--model: given twice"),
+        (["--config", "/nowhere.yaml"], "--config: "),
+        (["/no/such/folder"], "--model: "),
+    ],
+)
+def test_bad_options_are_one_line_that_names_the_flag(arguments: list[str], expected: str) -> None:
+    done = run("serve", *arguments)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("tandem: "), done.stderr
+    assert expected in lines[0]
+
+
+def test_unknown_options_are_refused() -> None:
+    done = run("serve", "--no-such-option")
+    assert done.returncode == 2
+    assert "--no-such-option" in done.stderr
+
+
+def test_environment_and_file_are_read(tmp_path: Path) -> None:
+    done = run("serve", TANDEM_BLOCK_SIZE="0")
+    assert "TANDEM_BLOCK_SIZE: " in done.stderr
+    (tmp_path / "options.yaml").write_text("block-size: zero\n")
+    done = run("serve", "--config", str(tmp_path / "options.yaml"))
+    assert "options.yaml: block-size: " in done.stderr
+    done = run("serve", "--block-size", "0", TANDEM_BLOCK_SIZE="7")
+    assert "--block-size: " in done.stderr
+
+
+def test_commands_without_a_server_fail_clearly() -> None:
+    for arguments in (["status", "--once"], ["complete", "abc"]):
+        done = run(*arguments, "--url", "http://127.0.0.1:9")
+        assert done.returncode == 1
+        assert done.stderr.startswith("tandem: http://127.0.0.1:9"), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_version() -> None:
+    assert run("version").stdout.strip()
+
+
+def test_help_is_fast() -> None:
+    """Little more than what starting Python with Typer takes."""
+    bare = [sys.executable, "-c", "import typer, msgspec"]
+    assert _best_seconds(tandem_command("serve", "--help")) < 3 * _best_seconds(bare)
+
+
+def _best_seconds(command: list[str]) -> float:
+    seconds = []
+    for _ in range(4):
+        started = time.perf_counter()
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
