@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from bench import compare as comparison
 from bench.serve.client import Target
 from bench.serve.load import Load
 from bench.serve.report import ProgressBar, print_result, write_json
@@ -84,6 +85,9 @@ def serve(
         write_json(output_json, result, {k: v for k, v in settings.items() if k != "api_key"})
     if result.summary.failed == len(requests):
         raise typer.Exit(1)
+
+
+app.command("compare")(comparison.main)
 
 
 def _json_object(text: str) -> dict[str, Any]:

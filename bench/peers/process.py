@@ -19,7 +19,7 @@ STOP_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process: its arguments, additions to its environment, and the URL that answers 200 when it is ready."""
+    """One process: arguments, additions to the environment, and the URL that answers 200 when it is ready."""
 
     name: str
     argv: Sequence[str]

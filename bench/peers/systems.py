@@ -1,8 +1,8 @@
 """The systems that can be compared, each as the commands that start it.
 
 A spec is `[label=]name [flags...]`: a system's name, then flags handed to its server as they are; or
-`[label=]http://...` for a server that already runs. Peers run from their own environments, made by
-`python -m bench.peers.setup`.
+`[label=]http://... [model name]` for a server that already runs. Peers run from their own environments,
+made by `python -m bench.peers.setup`.
 """
 
 import json
@@ -155,7 +155,7 @@ def parse_system(spec: str, setting: Setting) -> System:
         raise ValueError("a system's spec is empty")
     label, _, name = words[0].rpartition("=")
     if name.startswith(("http://", "https://")):
-        return System(label or name, name, SERVED_NAME)
+        return System(label or name, name, words[1] if len(words) > 1 else SERVED_NAME)
     if name not in SYSTEMS:
         raise ValueError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}, or a URL")
     base_url, commands = SYSTEMS[name](setting, words[1:])

