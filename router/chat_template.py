@@ -88,7 +88,7 @@ class ChatTemplate:
         names.setdefault("documents", None)
         try:
             text = self._template.render(names)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template can raise anything
             raise InvalidRequestError("messages", f"the chat template refused them: {error}") from error
         return _cut_at_mark(text) if continue_final_message else text
 

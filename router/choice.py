@@ -68,13 +68,14 @@ class Choice:
         self._keep_details = keep_details
         self._length = offset
         self._pending = Delta()
+        self._pieces: list[str] = []
         self.has_news = False
 
     def add(self, output: TokenOutput) -> None:
         """Take one step's tokens."""
         token_ids: Sequence[int] = output.token_ids
         ended_by_token = output.finish_reason == "stop" and not self._include_stop
-        pieces = []
+        pieces = self._pieces
         for position, token_id in enumerate(token_ids):
             silent = ended_by_token and position == len(token_ids) - 1
             text = "" if silent else self._detokenizer.push(token_id)
@@ -91,12 +92,13 @@ class Choice:
             self.cached_tokens = output.cached_tokens
         if output.prompt_logprobs:
             self.prompt_logprobs.extend(output.prompt_logprobs)
-        self._pending.text += "".join(pieces)
         self.has_news = True
 
     def take(self) -> Delta:
         """What is new since the last call."""
         delta, self._pending = self._pending, Delta()
+        delta.text = "".join(self._pieces)
+        self._pieces.clear()
         self.has_news = False
         return delta
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import msgspec
 
@@ -50,18 +51,21 @@ class Dispatcher:
         """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker."""
         limit = self._config.max_queued_requests
         if len(self._journal) + len(generation.requests) > limit:
-            self._metrics.failed("overloaded")
-            raise ApiError(
-                429, f"more than --max-queued-requests={limit} requests are unfinished", retry_after_s=1.0
-            )
+            reason = f"more than --max-queued-requests={limit} requests are unfinished"
+            self._refuse(generation, ApiError(429, reason, retry_after_s=1.0))
         for request in generation.requests:
             refusal = self._place(request)
             if refusal is not None:
-                self._metrics.failed("overloaded")
-                self._forget(generation.requests)
-                raise ApiError(503, refusal.reason, retry_after_s=refusal.retry_after_s)
+                error = ApiError(503, refusal.reason, retry_after_s=refusal.retry_after_s)
+                self._refuse(generation, error)
         loop = asyncio.get_running_loop()
         generation.timeout = loop.call_later(self._config.request_timeout, self._timed_out, generation)
+
+    def _refuse(self, generation: Generation, error: ApiError) -> NoReturn:
+        self._metrics.failed("overloaded")
+        self._forget(generation.requests)
+        generation.error = error
+        raise error
 
     def cancel(self, generation: Generation) -> None:
         """The client is gone."""
@@ -117,15 +121,11 @@ class Dispatcher:
             self.fail(request.generation, failed_generation("internal", "the router failed on this request"))
 
     def _take(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
-        if output.logprobs is None:
-            broken = request.sampling.logprobs is not None and bool(output.token_ids)
-        else:
-            broken = len(output.logprobs) != len(output.token_ids)
-        if broken:
+        complaint = _complaint(request, output)
+        if complaint is not None:
             self._metrics.dropped("malformed")
-            self.fail(
-                request.generation, failed_generation("internal", "a worker sent unusable log-probabilities")
-            )
+            reason = f"worker {worker.key.worker_id} {complaint}"
+            self.fail(request.generation, failed_generation("internal", reason))
             return
         if output.token_ids:
             self._account_tokens(request, worker, output, now)
@@ -247,3 +247,15 @@ class Dispatcher:
             first = request.holders[0]
             first.outstanding_prefill_tokens -= len(request.choice.prompt.token_ids)
         request.prefill = request.decode = None
+
+
+def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:
+    """What is wrong with a worker's output, where its type can't say it."""
+    num_tokens = len(output.token_ids)
+    if len(request.output_token_ids) + num_tokens > request.sampling.max_tokens:
+        return "sent more tokens than were asked for"
+    if output.logprobs is None:
+        missing = num_tokens > 0 and request.sampling.logprobs is not None
+    else:
+        missing = len(output.logprobs) != num_tokens
+    return "sent no log-probabilities for some tokens" if missing else None

@@ -90,11 +90,13 @@ class _BaseFormat:
         total = _json(usage(choices, self._options.only_prompt))
         return self._chunk_start + b'],"usage":' + total + b"}\n\n" + DONE
 
-    def _event(self, choice: Choice, body: bytes) -> bytes:
-        if not self._options.continuous_usage:
+    def _event(self, choice: Choice, body: bytes, extras: dict[str, Any] | None = None) -> bytes:
+        if not self._options.continuous_usage and not extras:
             return self._chunk_start + body + self._chunk_end
-        so_far = _json(usage([choice], self._options.only_prompt))
-        return self._chunk_start + body + b'],"usage":' + so_far + b"}\n\n"
+        fields = dict(extras or {})
+        if self._options.continuous_usage:
+            fields["usage"] = usage([choice], self._options.only_prompt)
+        return self._chunk_start + body + b"]," + _json(fields)[1:] + b"\n\n"
 
     def _is_first(self, choice: Choice) -> bool:
         if choice.index in self._begun:
@@ -102,16 +104,21 @@ class _BaseFormat:
         self._begun.add(choice.index)
         return True
 
-    def _common(self, choice: Choice, delta: Delta, first: bool) -> dict[str, Any]:
-        """Fields that both APIs' choices have, vLLM's extras included."""
+    def _common(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """Fields that both APIs' choices have."""
         fields: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        options = self._options
-        if options.return_token_ids:
+        if self._options.return_token_ids:
             fields["token_ids"] = delta.token_ids
-            if first:
-                fields["prompt_token_ids"] = choice.prompt.token_ids
-        if options.num_prompt_top is not None and not options.stream:
-            fields["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choice, options.num_prompt_top)
+        return fields
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """vLLM's extras about the prompt; completions have them in each choice, chats beside the choices."""
+        fields: dict[str, Any] = {}
+        if self._options.return_token_ids:
+            fields["prompt_token_ids"] = choice.prompt.token_ids
+        if self._options.num_prompt_top is not None:
+            top = self._options.num_prompt_top
+            fields["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choice, top)
         return fields
 
 
@@ -147,7 +154,8 @@ class CompletionFormat(_BaseFormat):
             "index": choice.index,
             "text": text,
             "logprobs": logprobs,
-            **self._common(choice, delta, first),
+            **self._common(choice, delta),
+            **(self._of_prompt(choice) if first else {}),
         }
 
     def _prompt_text(self, choice: Choice) -> str:
@@ -175,8 +183,9 @@ class ChatFormat(_BaseFormat):
         for choice in choices:
             delta = choice.take()
             message = {"role": "assistant", "content": delta.text, "refusal": None}
-            fields.append({"index": choice.index, "message": message, **self._details(choice, delta, True)})
-        return _json({**self._head, "choices": fields, "usage": usage(choices)})
+            fields.append({"index": choice.index, "message": message, **self._details(choice, delta)})
+        extras = self._of_prompt(choices[0])
+        return _json({**self._head, "choices": fields, "usage": usage(choices), **extras})
 
     def _slow_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
         events = b""
@@ -187,15 +196,15 @@ class ChatFormat(_BaseFormat):
                 "logprobs": None,
                 "finish_reason": None,
             }
-            events = self._event(choice, _json(role))
+            events = self._event(choice, _json(role), self._of_prompt(choice))
         body = {
             "index": choice.index,
             "delta": {"content": delta.text},
-            **self._details(choice, delta, first),
+            **self._details(choice, delta),
         }
         return events + self._event(choice, _json(body))
 
-    def _details(self, choice: Choice, delta: Delta, first: bool) -> dict[str, Any]:
+    def _details(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         num_top = self._options.num_top
         logprobs = None if num_top is None else chat_logprobs(self._tokenizer, delta, num_top)
-        return {"logprobs": logprobs, **self._common(choice, delta, first)}
+        return {"logprobs": logprobs, **self._common(choice, delta)}

@@ -48,6 +48,8 @@ class RouterServer:
         self._server: _Uvicorn | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._stop_asked = False
+        self._on_stop: Callable[[], None] = _nothing
 
     @property
     def worker_endpoint(self) -> str:
@@ -64,6 +66,7 @@ class RouterServer:
 
     def stop(self) -> None:
         """Thread-safe: drain, then return from `run()`. A second call does not wait for running requests."""
+        self._stop_asked = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_stop)
 
@@ -81,7 +84,7 @@ class RouterServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
-        self._server = _Uvicorn(server_config, self._begin_stop)
+        self._server = _Uvicorn(server_config, self.stop)
         self._on_stop = on_stop
         try:
             with asyncio.Runner(loop_factory=server_config.get_loop_factory()) as runner:
@@ -98,6 +101,8 @@ class RouterServer:
     async def _serve(self, server: _Uvicorn, on_start: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self.state.attach(self._loop)
+        if self._stop_asked:
+            self._begin_stop()
         server.on_started = on_start
         await server.serve(sockets=[self._http_socket])
 
@@ -129,13 +134,12 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        self._loop = asyncio.get_running_loop()
         if self.started:
             self.on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         logger.info("%s: stopping", signal.Signals(sig).name)
-        self._loop.call_soon_threadsafe(self._on_signal)
+        self._on_signal()
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -70,11 +70,9 @@ class WorkerLink:
         if self._loop is None:
             return
         for _ in range(MAX_MESSAGES_PER_TURN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not self._readable():
                 return
-            self._handle(frames)
+            self._handle(self._socket.recv_multipart(zmq.NOBLOCK))
         self._loop.call_soon(self._read)
 
     def _handle(self, frames: list[bytes]) -> None:

@@ -88,6 +88,26 @@ def test_logprobs_without_top(chat):
     assert [entry.top_logprobs for entry in content] == [[], []]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_and_usage_in_each_chunk(chat, tokenizer, stream):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    extra = {"stream_options": options} if stream else {}
+    answer = chat(max_tokens=3, extra_body={"return_token_ids": True}, stream=stream, **extra)
+    parts = list(answer) if stream else [answer]
+    prompt_ids = tokenizer.encode(RENDERED, add_special_tokens=False)
+    assert parts[0].prompt_token_ids == prompt_ids
+    choices = [choice for part in parts for choice in part.choices]
+    token_ids = [token_id for choice in choices for token_id in getattr(choice, "token_ids", None) or []]
+    assert token_ids == prompt_ids[:3]
+    assert all(part.usage.prompt_tokens == len(prompt_ids) for part in parts)
+
+
+def test_prompt_logprobs(chat):
+    answer = chat(max_tokens=1, extra_body={"prompt_logprobs": 0})
+    assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+    assert answer.prompt_logprobs[0] is None
+
+
 def test_content_parts_and_developer(chat, tokenizer):
     messages = [
         {"role": "developer", "content": "be brief"},

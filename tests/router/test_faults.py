@@ -336,6 +336,16 @@ def test_missing_logprobs_fail_the_request(make_router):
     assert post(router, logprobs=1).status_code == 500
 
 
+def test_too_many_tokens_fail_the_request(make_router):
+    router = make_router()
+    worker = router.add_worker()
+    worker._advance = lambda job: TokenOutput(request_id=job.request.request_id, token_ids=[5])
+    response = post(router, max_tokens=3)
+    assert response.status_code == 500
+    assert "more tokens" in response.json()["error"]["message"]
+    eventually(lambda: is_idle(router) and not worker.jobs)
+
+
 ERRORS = [("internal", 500), ("timeout", 504), ("overloaded", 503), ("invalid", 400)]
 
 
@@ -429,6 +439,8 @@ def test_queue_limit(make_router, pool):
     assert "max-queued-requests=2" in refused.json()["error"]["message"]
     worker.hold.clear()
     assert [future.result(5).status_code for future in running] == [200, 200]
+    assert router.metric("tandem_request_failures_total", kind="overloaded") == 1
+    assert router.metric("tandem_request_failures_total", kind="abort") == 0
 
 
 def test_random_aborts_leave_nothing_behind(make_router, pool):

@@ -284,6 +284,15 @@ def test_signals(model_folder):
     assert (output, errors, process.returncode) == ("stop\nend\n", "", 0)
 
 
+def test_stop_before_run_is_not_lost(model_folder):
+    server = RouterServer(ServeConfig(model=str(model_folder), port=0), ClusterKeys.generate())
+    server.stop()
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_port_in_use(router, model_folder):
     with pytest.raises(ConfigError, match="--port"):
         RouterServer(ServeConfig(model=str(model_folder), port=router.server.port), ClusterKeys.generate())
