@@ -70,7 +70,7 @@ def serve(
         target = Target(
             base_url, model, chat, ignore_eos, temperature, api_key, timeout, _json_object(extra_body)
         )
-        target.body(requests[0])
+        target.endpoint(), target.body(requests[0])  # refuse early what no request could be made from
         warmups = load.warmups(num_warmups, requests[0])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -15,6 +15,7 @@ from types import TracebackType
 import psutil
 
 STOP_SECONDS = 20.0
+ORPHAN_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,17 @@ class ServerProcess:
             time.sleep(0.25)
 
     def stop(self) -> None:
-        """Interrupt the process and all its descendants, and kill what is left after a while."""
+        """Interrupt the process, and kill what is left of it and its descendants after a while."""
         family = self._family()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs(family, timeout=STOP_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        _, alive = psutil.wait_procs(family, timeout=ORPHAN_SECONDS)
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(alive, timeout=STOP_SECONDS)
         self._process.wait()
 
     def _family(self) -> list[psutil.Process]:

@@ -75,6 +75,11 @@ class Target:
     timeout: float = 600.0
     extra_body: dict[str, Any] = field(default_factory=dict)
 
+    def endpoint(self) -> Endpoint:
+        """Raises ValueError when `base_url` is no http or https URL."""
+        path = "/v1/chat/completions" if self.chat else "/v1/completions"
+        return Endpoint.parse(self.base_url.rstrip("/").removesuffix("/v1") + path)
+
     def body(self, request: LoadRequest) -> bytes:
         """The JSON body of one request."""
         fields: dict[str, Any] = {
@@ -134,8 +139,7 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        path = "/v1/chat/completions" if target.chat else "/v1/completions"
-        self._endpoint = Endpoint.parse(target.base_url.rstrip("/").removesuffix("/v1") + path)
+        self._endpoint = target.endpoint()
         self._tls = ssl.create_default_context() if self._endpoint.tls else None
         self._headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
 

@@ -36,7 +36,7 @@ class Endpoint:
         """Raises ValueError when `url` is not an http or https URL."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"not an http(s) URL: {url!r}")
+            raise ValueError(f"not an http or https URL: {url!r}")
         tls = parts.scheme == "https"
         return cls(parts.hostname, parts.port or (443 if tls else 80), parts.path or "/", tls)
 

@@ -1,0 +1,109 @@
+"""`tandem bench serve` from the command line to its JSON."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.peers.http_server import LAST_CHUNK, chunk, head, read_request
+
+
+async def complete(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers like a model that always says `x`; refuses prompts that hold the token 13."""
+    fields = json.loads((await read_request(reader)).body)
+    if fields["prompt"] == [13]:
+        writer.write(head(400, 2) + b"{}")
+    else:
+        writer.write(head(200, None, "text/event-stream"))
+        for _ in range(fields["max_tokens"]):
+            writer.write(chunk(b'data: {"choices": [{"text": "x"}]}\n\n'))
+        usage = {"prompt_tokens": len(fields["prompt"]), "completion_tokens": fields["max_tokens"]}
+        last = b"data: " + json.dumps({"usage": usage}).encode() + b"\n\ndata: [DONE]\n\n"
+        writer.write(chunk(last) + LAST_CHUNK)
+    await writer.drain()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(complete, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    server.close()
+    loop.close()
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["serve", "--model", "m", *map(str, arguments)])
+
+
+def test_table_and_json(url, tmp_path):
+    path = tmp_path / "deep" / "figures.json"
+    load = ("--num-prompts", 5, "--random-input-len", 7, "--random-output-len", 3, "--max-concurrency", 2)
+    result = run(
+        "--base-url", url, *load, "--goodput", "ttft:5", "--api-key", "secret", "--output-json", path
+    )
+    assert result.exit_code == 0, result.output
+    for words in ("time to first token", "output tokens/s", "p99", "goodput"):
+        assert words in result.output
+    figures = json.loads(path.read_text())
+    assert figures["summary"]["completed"] == 5
+    assert figures["summary"]["input_tokens"] == 35
+    assert figures["summary"]["output_tokens"] == 15
+    assert figures["settings"]["max_concurrency"] == 2
+    assert "secret" not in path.read_text()
+
+
+def test_failed_requests_are_shown_by_kind(url, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": [1, 2]}\n{"prompt": [13]}\n{"prompt": [13]}\n')
+    result = run("--base-url", url, "--prompt-file", prompts, "--num-warmups", 0)
+    assert result.exit_code == 0, result.output
+    assert "2 x HTTP 400" in result.output
+    prompts.write_text('{"prompt": [13]}\n')
+    assert run("--base-url", url, "--prompt-file", prompts, "--num-warmups", 0).exit_code == 1
+
+
+def test_trace(url, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 600, "output_length": 80, "hash_ids": [1, 2]}
+    trace.write_text(json.dumps(line) + "\n" + json.dumps(line | {"timestamp": 1000}) + "\n")
+    path = tmp_path / "figures.json"
+    options = ("--trace-speedup", 10, "--max-input-len", 50, "--max-output-len", 5)
+    result = run("--base-url", url, "--trace", trace, *options, "--output-json", path)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(path.read_text())["summary"]
+    assert (summary["input_tokens"], summary["output_tokens"]) == (100, 10)
+    assert summary["duration"] >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--request-rate", 0), "--request-rate"),
+        (("--goodput", "speed:1"), "--goodput"),
+        (("--extra-body", "[1]"), "--extra-body"),
+        (("--extra-body", "{"), "--extra-body"),
+        (("--base-url", "localhost"), "URL"),
+        (("--chat",), "--prompt-file"),
+        (("--num-prompts", 0), "num-prompts"),
+    ],
+)
+def test_bad_options_are_named(arguments, complaint):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+def test_no_server(unused_tcp_port):
+    result = run("--base-url", f"http://127.0.0.1:{unused_tcp_port}", "--num-prompts", 1)
+    assert result.exit_code == 1
+    assert "no connection" in result.output

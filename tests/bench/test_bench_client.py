@@ -1,0 +1,251 @@
+"""The load generator's client against real servers that stream, refuse and break off."""
+
+import asyncio
+import json
+import time
+
+import msgspec
+import pytest
+
+from bench.peers.http_server import LAST_CHUNK, chunk, head
+from bench.serve.client import Client, Piece, Target
+from bench.serve.http import ChunkedBody, Endpoint, HttpError
+from bench.serve.runner import drive, run_load
+from bench.serve.workload import LoadRequest, synthetic
+
+REQUEST = LoadRequest([20, 21, 22], output_len=4)
+
+
+def event(fields: dict) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def token(text: str, finish: str | None = None) -> bytes:
+    return event({"choices": [{"index": 0, "text": text, "finish_reason": finish}]})
+
+
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}})
+DONE = b"data: [DONE]\n\n"
+
+
+async def stream(writer: asyncio.StreamWriter, pieces: list[bytes], pause: float = 0.0) -> None:
+    writer.write(head(200, None, "text/event-stream"))
+    for piece in pieces:
+        writer.write(chunk(piece))
+        await writer.drain()
+        await asyncio.sleep(pause)
+    writer.write(LAST_CHUNK)
+
+
+def client(url: str, **fields) -> Client:
+    return Client(Target(url, "m", **fields))
+
+
+async def test_request_and_record(start_server):
+    seen = []
+
+    async def serve(request, writer):
+        seen.append(request)
+        await stream(writer, [token("a"), token(""), token("b"), token("c", "length"), USAGE, DONE], 0.01)
+
+    target = {"ignore_eos": True, "temperature": 0.5, "api_key": "k", "extra_body": {"priority": 2}}
+    record = await client(await start_server(serve), **target).send(REQUEST)
+    assert record.error == ""
+    assert (record.prompt_tokens, record.output_tokens, len(record.token_times)) == (3, 4, 4)
+    assert record.start < record.token_times[0] < record.token_times[-1] < record.end
+    assert record.token_times[3] - record.token_times[0] >= 0.03
+    assert seen[0].path == "/v1/completions"
+    assert seen[0].headers["authorization"] == "Bearer k"
+    assert json.loads(seen[0].body) == {
+        "model": "m",
+        "prompt": [20, 21, 22],
+        "max_tokens": 4,
+        "temperature": 0.5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "priority": 2,
+    }
+
+
+async def test_tokens_are_counted_by_pieces_without_usage(start_server):
+    async def serve(_, writer):
+        await stream(
+            writer, [token("a"), token("b"), event({"choices": [{"text": "", "finish_reason": "stop"}]})]
+        )
+
+    record = await client(await start_server(serve)).send(REQUEST)
+    assert (record.error, record.output_tokens) == ("", 2)
+
+
+async def test_events_may_be_cut_anywhere(start_server):
+    whole = token("ä") + b": ping\n\n" + token("b", "length").replace(b"\n\n", b"\r\n\r\n") + USAGE + DONE
+
+    async def serve(_, writer):
+        await stream(writer, [whole[i : i + 1] for i in range(len(whole))])
+
+    record = await client(await start_server(serve)).send(REQUEST)
+    assert (record.error, len(record.token_times), record.output_tokens) == ("", 2, 4)
+
+
+async def test_chat(start_server):
+    bodies = []
+
+    def delta(**fields):
+        return event({"choices": [{"index": 0, "delta": fields}]})
+
+    async def serve(request, writer):
+        bodies.append((request.path, json.loads(request.body)["messages"]))
+        await stream(
+            writer, [delta(role="assistant", content=""), delta(content="x"), delta(content="y"), DONE]
+        )
+
+    record = await client(await start_server(serve), chat=True).send(LoadRequest("hi", 4))
+    assert (record.error, record.output_tokens) == ("", 2)
+    assert bodies == [("/v1/chat/completions", [{"role": "user", "content": "hi"}])]
+
+
+async def test_refusal_carries_status_and_body(start_server):
+    async def serve(_, writer):
+        body = b'{"error": {"message": "queue full"}}'
+        writer.write(head(429, len(body)) + body)
+
+    record = await client(await start_server(serve)).send(REQUEST)
+    assert record.error == "HTTP 429"
+    assert "queue full" in record.detail
+
+
+async def test_error_event_within_a_stream(start_server):
+    async def serve(_, writer):
+        await stream(writer, [token("a"), event({"error": {"message": "worker died"}}), DONE])
+
+    record = await client(await start_server(serve)).send(REQUEST)
+    assert record.error == "error event"
+    assert "worker died" in record.detail
+
+
+async def serve_broken(writer: asyncio.StreamWriter, kind: str) -> None:
+    writer.write(head(200, None, "text/event-stream") + chunk(token("a")))
+    if kind == "cut in a chunk":
+        writer.write(chunk(token("b"))[:-9])
+    elif kind == "no end":
+        writer.write(LAST_CHUNK)
+    elif kind == "bad chunk size":
+        writer.write(b"zz\r\n")
+    elif kind == "not JSON":
+        writer.write(chunk(b"data: {oops\n\n") + LAST_CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("cut in a chunk", "broken stream"),
+        ("cut between chunks", "broken stream"),
+        ("no end", "broken stream"),
+        ("bad chunk size", "broken stream"),
+        ("not JSON", "bad event"),
+    ],
+)
+async def test_broken_streams(start_server, kind, error):
+    async def serve(_, writer):
+        await serve_broken(writer, kind)
+
+    record = await client(await start_server(serve)).send(REQUEST)
+    assert record.error == error
+    assert record.detail
+
+
+async def test_an_answer_without_tokens_is_a_failure(start_server):
+    async def serve(_, writer):
+        await stream(writer, [DONE])
+
+    assert (await client(await start_server(serve)).send(REQUEST)).error == "no tokens"
+
+
+async def test_timeout(start_server):
+    async def serve(request, writer):
+        await asyncio.sleep(30)
+
+    started = time.monotonic()
+    record = await client(await start_server(serve), timeout=0.1).send(REQUEST)
+    assert record.error == "timeout"
+    assert time.monotonic() - started < 5
+
+
+async def test_no_server(start_server, unused_tcp_port):
+    record = await client(f"http://127.0.0.1:{unused_tcp_port}").send(REQUEST)
+    assert record.error == "no connection"
+
+
+async def test_concurrency_is_bounded_and_arrivals_are_kept(start_server):
+    running = peak = 0
+
+    async def serve(_, writer):
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await stream(writer, [token("a"), USAGE, DONE], 0.01)
+        running -= 1
+
+    url = await start_server(serve)
+    done = []
+    records = await drive(client(url), [REQUEST] * 12, max_concurrency=3, on_done=done.append)
+    assert len(done) == 12 and all(r.error == "" for r in records)
+    assert peak == 3
+    timed = [LoadRequest([20], 1, arrival=0.05 * i) for i in range(4)]
+    records = await drive(client(url), timed)
+    offsets = [record.start - records[0].start for record in records]
+    assert all(offset >= 0.05 * i - 0.01 for i, offset in enumerate(offsets))
+
+
+async def test_run_load_fails_when_the_warm_up_does(start_server):
+    async def serve(_, writer):
+        writer.write(head(503, 0))
+
+    target = Target(await start_server(serve), "m")
+    with pytest.raises(RuntimeError, match="HTTP 503"):
+        await asyncio.to_thread(run_load, target, [REQUEST], warmups=[REQUEST])
+
+
+async def test_run_load_measures(start_server):
+    async def serve(_, writer):
+        await stream(writer, [token("a"), token("b"), token("c"), token("d", "length"), USAGE, DONE], 0.002)
+
+    target = Target(await start_server(serve), "m")
+    requests = synthetic(6, 3, 4, 100, seed=0)
+    result = await asyncio.to_thread(run_load, target, requests, 2, {"ttft": 5.0})
+    assert result.summary.completed == 6
+    assert result.summary.output_tokens == 24
+    assert result.summary.goodput == pytest.approx(result.summary.request_throughput)
+    assert 0 < result.client_cpu < 1
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://"])
+def test_bad_url(url):
+    with pytest.raises(ValueError, match="URL"):
+        Endpoint.parse(url)
+
+
+def test_chat_needs_text():
+    with pytest.raises(ValueError, match="--prompt-file"):
+        Target("http://x", "m", chat=True).body(REQUEST)
+
+
+def test_chunked_body_in_any_pieces():
+    payload = [b"data: x\n\n", b"y" * 300, b"0\r\n\r\n"]
+    wire = (
+        b"".join(chunk(p) for p in payload[:1]) + b"12c;ext=1\r\n" + payload[1] + b"\r\n" + chunk(payload[2])
+    )
+    wire += LAST_CHUNK
+    for size in (1, 2, 3, 7, 1000):
+        body = ChunkedBody()
+        out = b"".join(body.feed(wire[i : i + size]) for i in range(0, len(wire), size))
+        assert out == b"".join(payload)
+        assert body.finished
+    with pytest.raises(HttpError, match="chunk size"):
+        ChunkedBody().feed(b"nope\r\n")
+
+
+def test_fields_that_servers_add_to_events_are_ignored():
+    raw = b'{"id": "x", "choices": [{"text": "a", "token_ids": [1]}], "x": {}}'
+    assert msgspec.json.decode(raw, type=Piece).choices[0].bears_tokens()

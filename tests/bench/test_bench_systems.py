@@ -1,0 +1,104 @@
+"""Starting and ending the systems of a comparison, and reading their specs."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.peers.process import Command, RunningSystem
+from bench.peers.systems import SYSTEMS, Setting, free_port, parse_system
+
+# Answers 200, and has a child that would outlive it.
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def command(code: str, port: int) -> Command:
+    return Command("server", [sys.executable, "-c", code, str(port)], f"http://127.0.0.1:{port}/health")
+
+
+def test_a_system_is_ready_when_entered_and_gone_with_its_children_when_left(tmp_path):
+    port = free_port()
+    with RunningSystem([command(SERVER, port)], tmp_path, timeout=30):
+        child = psutil.Process(int((tmp_path / "server.log").read_text().split()[1]))
+        server = child.parent()
+        assert server is not None and server.is_running()
+    assert not server.is_running()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
+    failing = command("import sys; print('no such model'); sys.exit(3)", free_port())
+    with (
+        pytest.raises(RuntimeError, match=r"server ended with 3:\nno such model"),
+        RunningSystem([failing], tmp_path, timeout=30),
+    ):
+        pytest.fail("entered a system that isn't ready")
+
+
+def test_a_server_that_never_answers_is_ended_after_the_timeout(tmp_path):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    started = time.monotonic()
+    with (
+        pytest.raises(RuntimeError, match="in time"),
+        RunningSystem([command(code, free_port())], tmp_path, timeout=1),
+    ):
+        pytest.fail("entered a system that isn't ready")
+    assert time.monotonic() - started < 20
+    assert not psutil.pid_exists(int((tmp_path / "server.log").read_text().split()[0]))
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    for peer in ("vllm", "transformers"):
+        folder = tmp_path / peer / "bin"
+        folder.mkdir(parents=True)
+        os.symlink(sys.executable, folder / "python")
+    return Setting(tmp_path / "model", tmp_path)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_takes_a_label_and_flags(setting, name):
+    system = parse_system(f"mine={name} --block-size 32", setting)
+    assert system.label == "mine"
+    assert len({c.ready_url for c in system.commands}) == len(system.commands)
+    servers = [c for c in system.commands if "--model" in c.argv]
+    assert servers
+    assert all(c.argv[-2:] == ["--block-size", "32"] for c in servers)
+    assert all(str(setting.model) in c.argv for c in servers)
+
+
+def test_running_server_by_url(setting):
+    system = parse_system("http://127.0.0.1:8000 tiny", setting)
+    assert (system.base_url, system.model, system.commands) == ("http://127.0.0.1:8000", "tiny", ())
+    assert parse_system("ours=http://127.0.0.1:8000", setting).label == "ours"
+
+
+def test_both_servers_of_a_disaggregated_vllm_have_ports_of_their_own(setting):
+    prefill, decode, proxy = parse_system("vllm-disaggregated-tamed", setting).commands
+    assert prefill.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] != decode.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+    assert "kv_producer" in " ".join(prefill.argv) and "kv_consumer" in " ".join(decode.argv)
+    assert prefill.ready_url.removesuffix("/health") in proxy.argv
+    assert decode.ready_url.removesuffix("/health") in proxy.argv
+
+
+@pytest.mark.parametrize(("spec", "complaint"), [("sglang", "unknown system 'sglang'"), ("", "empty")])
+def test_bad_spec(setting, spec, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse_system(spec, setting)
+
+
+def test_missing_environment_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"bench\.peers\.setup"):
+        parse_system("vllm", Setting(tmp_path, tmp_path))
