@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from bench.peers.http_server import LAST_CHUNK, chunk, head
-from bench.serve.client import Client, Piece, Target
-from bench.serve.http import ChunkedBody, Endpoint, HttpError
+from bench.serve.client import Client, EventStream, Piece, Record, Target
+from bench.serve.http import ChunkedBody, Endpoint, HttpError, exchange
 from bench.serve.runner import drive, run_load
 from bench.serve.workload import LoadRequest, synthetic
 
@@ -52,8 +52,8 @@ async def test_request_and_record(start_server):
     record = await client(await start_server(serve), **target).send(REQUEST)
     assert record.error == ""
     assert (record.prompt_tokens, record.output_tokens, len(record.token_times)) == (3, 4, 4)
-    assert record.start < record.token_times[0] < record.token_times[-1] < record.end
-    assert record.token_times[3] - record.token_times[0] >= 0.03
+    times = [record.start, *record.token_times, record.end]
+    assert times == sorted(times)
     assert seen[0].path == "/v1/completions"
     assert seen[0].headers["authorization"] == "Bearer k"
     assert json.loads(seen[0].body) == {
@@ -66,6 +66,16 @@ async def test_request_and_record(start_server):
         "ignore_eos": True,
         "priority": 2,
     }
+
+
+def test_each_piece_is_timed_when_it_arrives():
+    record = Record()
+    stream_of_events = EventStream(record)
+    for pause in (0.0, 0.02, 0.01):
+        time.sleep(pause)
+        stream_of_events.feed(token("a"))
+    first, second, third = record.token_times
+    assert second - first >= 0.02 and third - second >= 0.01
 
 
 async def test_tokens_are_counted_by_pieces_without_usage(start_server):
@@ -153,6 +163,39 @@ async def test_broken_streams(start_server, kind, error):
     record = await client(await start_server(serve)).send(REQUEST)
     assert record.error == error
     assert record.detail
+
+
+async def fetch(url: str) -> tuple[int, bytes]:
+    endpoint = Endpoint.parse(url)
+    body = bytearray()
+    status = await exchange(endpoint, endpoint.request("GET"), lambda _, data: body.extend(data))
+    return status, bytes(body)
+
+
+async def test_a_body_without_length_ends_with_its_connection(start_server):
+    async def serve(_, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+
+    assert await fetch(await start_server(serve)) == (200, b"all of it")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        head(200, None) + chunk(b"part"),
+        head(200, None) + chunk(b"part")[:-3],
+        head(200, 10) + b"part",
+        b"HTTP/1.1 200 OK\r\ncontent-",
+        b"SSH-2.0-nothing\r\n\r\n",
+        b"",
+    ],
+)
+async def test_a_cut_response_is_an_error(start_server, answer):
+    async def serve(_, writer):
+        writer.write(answer)
+
+    with pytest.raises(HttpError):
+        await fetch(await start_server(serve))
 
 
 async def test_an_answer_without_tokens_is_a_failure(start_server):

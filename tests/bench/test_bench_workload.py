@@ -37,9 +37,9 @@ def test_equal_hash_ids_give_equal_tokens(trace_file):
 def test_trace_tokens_depend_on_seed_only(trace_file):
     lines = read_trace(trace_file)
     one, again = (to_requests(lines, TraceFit(), 5000, seed=1) for _ in range(2))
-    other = to_requests(list(reversed(lines)), TraceFit(), 5000, seed=1)
+    last_alone = to_requests(lines[2:], TraceFit(), 5000, seed=1)
     assert one == again
-    assert {tuple(r.prompt) for r in one} == {tuple(r.prompt) for r in other}
+    assert last_alone[0].prompt == one[2].prompt
     assert to_requests(lines, TraceFit(), 5000, seed=2)[0].prompt != one[0].prompt
 
 

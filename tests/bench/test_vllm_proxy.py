@@ -116,7 +116,7 @@ async def test_a_decode_that_dies_shows_as_a_broken_stream(join):
     record = await Client(Target(await join(Upstream(prefill_reply), Upstream(die)), "m")).send(
         LoadRequest([7], 3)
     )
-    assert record.error == "broken stream"
+    assert record.error == "broken stream" and "closed early" in record.detail
     assert len(record.token_times) == 1
 
 
