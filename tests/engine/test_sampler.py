@@ -1,0 +1,263 @@
+"""The sampler against its plain definition, and each parameter's own rules."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from engine.sampler import Sampler
+from protocol.sampling import check_sampling_params
+from tests.engine.sampler_reference import make_row, reference_sample
+
+EOS = [0]
+
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "hot": {"temperature": 3.0},
+    "cold": {"temperature": 0.05},
+    "nearly_greedy": {"temperature": 1e-40},
+    "top_k": {"top_k": 5},
+    "top_k_one": {"top_k": 1},
+    "top_k_off": {"top_k": -1},
+    "top_k_beyond_the_vocabulary": {"top_k": 10**6},
+    "top_p": {"top_p": 0.9},
+    "top_p_tiny": {"top_p": 1e-9},
+    "top_p_nearly_one": {"top_p": 1 - 1e-7},
+    "min_p": {"min_p": 0.1},
+    "min_p_one": {"min_p": 1.0},
+    "min_p_tiny": {"min_p": 1e-12},
+    "filters_together": {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "min_p": 0.01},
+    "top_k_and_top_p": {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition_below_one": {"repetition_penalty": 0.6, "temperature": 0.0},
+    "presence_and_frequency": {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+    "negative_frequency": {"frequency_penalty": -1.0, "top_p": 0.7},
+    "bias": {"logit_bias": {3: 4.0, 7: -100.0, 9: 2.5}},
+    "allowed": {"allowed_token_ids": [2, 5, 11, 30]},
+    "allowed_greedy": {"allowed_token_ids": [4], "temperature": 0.0},
+    "bans": {"banned_token_sequences": [[4], [3, 8], [2, 3, 9], [7, 7, 7, 7]]},
+    "min_tokens": {"min_tokens": 50, "stop_token_ids": [6, 12]},
+    "all_of_it": {
+        "temperature": 0.9,
+        "top_k": 30,
+        "top_p": 0.9,
+        "min_p": 0.001,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "logit_bias": {1: 1.0},
+        "banned_token_sequences": [[5], [1, 2]],
+        "min_tokens": 3,
+    },
+}
+
+
+def crowd(vocab_size: int, generator: random.Random):
+    """One row for every entry of PARAMS, with histories and seeds of their own."""
+    rows = []
+    for name, params in PARAMS.items():
+        prompt = [generator.randrange(min(vocab_size, 40)) for _ in range(generator.randint(1, 30))]
+        output = [generator.randrange(min(vocab_size, 40)) for _ in range(generator.randint(0, 30))]
+        if name == "bans":
+            output.append(3)
+        rows.append(make_row(name, prompt, output, seed=generator.randint(-(2**63), 2**63 - 1), **params))
+        check_sampling_params(rows[-1].params, vocab_size, 20)
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
+@pytest.mark.parametrize("vocab_size", [37, 1000, 5003])
+def test_a_mixed_batch_equals_the_plain_definition(vocab_size, spread, dtype):
+    generator = random.Random(vocab_size)
+    torch.manual_seed(vocab_size)
+    sampler = Sampler(vocab_size, "cpu", EOS)
+    for _ in range(3):
+        rows = crowd(vocab_size, generator)
+        logits = (spread * torch.randn(len(rows), vocab_size)).to(dtype)
+        for row in rows:
+            sampler.forget(row.request_id)
+        got = sampler.sample(logits, rows)
+        expected = [reference_sample(logits[i], row, EOS) for i, row in enumerate(rows)]
+        assert dict(zip(PARAMS, got.token_ids, strict=True)) == dict(zip(PARAMS, expected, strict=True))
+        assert got.failed_rows == []
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_uniform_batch_equals_the_plain_definition(name):
+    """All rows alike take the short cuts that a mixed batch does not."""
+    torch.manual_seed(1)
+    vocab_size = 3000
+    rows = [make_row(str(i), range(1, i + 2), range(2, 2 + i % 4), seed=-i, **PARAMS[name]) for i in range(8)]
+    logits = 4 * torch.randn(len(rows), vocab_size)
+    expected = [reference_sample(logits[i], row, EOS) for i, row in enumerate(rows)]
+    assert Sampler(vocab_size, "cpu", EOS).sample(logits, rows).token_ids == expected
+
+
+def test_alone_or_in_a_crowd_the_token_is_the_same():
+    generator = random.Random(5)
+    torch.manual_seed(5)
+    vocab_size = 2048
+    rows = crowd(vocab_size, generator)
+    logits = 3 * torch.randn(len(rows), vocab_size)
+    together = Sampler(vocab_size, "cpu", EOS).sample(logits, rows).token_ids
+    for index, row in enumerate(rows):
+        alone = Sampler(vocab_size, "cpu", EOS).sample(logits[index : index + 1], [row])
+        assert alone.token_ids == [together[index]], row.request_id
+    order = generator.sample(range(len(rows)), len(rows))
+    shuffled = Sampler(vocab_size, "cpu", EOS).sample(logits[order], [rows[i] for i in order])
+    assert shuffled.token_ids == [together[i] for i in order]
+
+
+def test_a_large_flat_vocabulary_is_searched_in_pieces():
+    torch.manual_seed(2)
+    vocab_size = 70_001
+    logits = torch.randn(4, vocab_size)
+    rows = [make_row(str(i), seed=i, **p) for i, p in enumerate([{}, {"top_p": 0.99}, {"min_p": 0.01}, {}])]
+    expected = [reference_sample(logits[i], row, EOS) for i, row in enumerate(rows)]
+    assert Sampler(vocab_size, "cpu", EOS).sample(logits, rows).token_ids == expected
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.5, "repetition_penalty": 2.0}])
+def test_the_callers_logits_stay_as_they_are(params):
+    logits = torch.randn(2, 50)
+    before = logits.clone()
+    Sampler(50, "cpu", EOS).sample(logits, [make_row("a", **params), make_row("b", **params)])
+    assert torch.equal(logits, before)
+
+
+def test_logits_may_be_a_slice_of_a_larger_tensor():
+    torch.manual_seed(0)
+    wide = torch.randn(8, 100)
+    rows = [make_row("a", seed=3), make_row("b", temperature=0.0)]
+    sliced = Sampler(50, "cpu", EOS).sample(wide[::4, :50], rows)
+    assert sliced.token_ids == Sampler(50, "cpu", EOS).sample(wide[::4, :50].contiguous(), rows).token_ids
+
+
+def test_no_rows_give_no_tokens():
+    assert Sampler(50, "cpu", EOS).sample(torch.empty(0, 50), []).token_ids == []
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.0, "presence_penalty": 0.1}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_among_equals_the_lowest_id_wins(params, dtype):
+    logits = torch.zeros(2, 5000, dtype=dtype)
+    logits[0, [4321, 77, 3000]] = 2.0
+    logits[1, [5, 4999]] = 1.0
+    rows = [make_row("a", **params), make_row("b", **params)]
+    assert Sampler(5000, "cpu", EOS).sample(logits, rows).token_ids == [77, 5]
+    rows[1] = make_row("b", seed=1)
+    assert Sampler(5000, "cpu", EOS).sample(logits, rows).token_ids[0] == 77
+
+
+def test_equal_values_share_one_fate_in_every_filter():
+    logits = torch.tensor([[3.0, 3.0, 3.0, 1.0, 1.0, -5.0]])
+    for params, possible in (
+        ({"top_k": 2}, {0, 1, 2}),
+        ({"top_p": 0.3}, {0, 1, 2}),
+        ({"min_p": 1.0}, {0, 1, 2}),
+        ({"top_k": 4}, {0, 1, 2, 3, 4}),
+    ):
+        drawn = {
+            Sampler(6, "cpu", EOS).sample(logits, [make_row(seed=seed, **params)]).token_ids[0]
+            for seed in range(200)
+        }
+        assert drawn == possible, params
+
+
+@pytest.mark.parametrize("other", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize("broken", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}])
+def test_rows_without_any_usable_token_are_reported(broken, other):
+    torch.manual_seed(3)
+    logits = torch.randn(4, 20)
+    logits[1, 7] = math.nan
+    logits[2, 7] = math.inf
+    rows = [make_row("good", seed=1, **other)]
+    rows += [make_row(f"bad{i}", **broken) for i in range(2)]
+    rows.append(make_row("forbidden", allowed_token_ids=[3], banned_token_sequences=[[3]], **broken))
+    got = Sampler(20, "cpu", EOS).sample(logits, rows)
+    assert got.failed_rows == [1, 2, 3]
+    assert got.token_ids[0] == reference_sample(logits[0], rows[0], EOS)
+    assert all(0 <= token < 20 for token in got.token_ids)
+
+
+def test_min_tokens_holds_the_end_back():
+    logits = torch.zeros(1, 10)
+    logits[0, [0, 6]] = torch.tensor([9.0, 8.0])
+    logits[0, 2] = 5.0
+    sampler = Sampler(10, "cpu", EOS)
+
+    def token(output, **params):
+        row = make_row(output=output, temperature=0.0, min_tokens=2, stop_token_ids=[6], **params)
+        return sampler.sample(logits, [row]).token_ids[0]
+
+    assert token([]) == 2
+    assert token([5]) == 2
+    assert token([5, 5]) == 0
+    assert token([], ignore_eos=True) == 0, "EOS means nothing to such a request"
+
+
+def test_banned_sequences_are_not_completed():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    sampler = Sampler(4, "cpu", [])
+
+    def token(prompt, output, *banned):
+        row = make_row("r", prompt, output, temperature=0.0, banned_token_sequences=list(banned))
+        return sampler.sample(logits, [row]).token_ids[0]
+
+    assert token([1], [], [3]) == 2
+    assert token([1], [2], [2, 3]) == 2
+    assert token([2], [], [2, 3]) == 2, "a sequence begun by the prompt counts"
+    assert token([1], [2, 1], [2, 3]) == 3
+    assert token([1, 2], [1], [2, 1, 3]) == 2
+    assert token([1], [], [2, 1, 1, 1, 3]) == 3, "longer than the history"
+    assert token([1], [2], [2, 3], [2, 2]) == 1
+
+
+def test_logit_bias_of_100_decides():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 30)
+    row = make_row(seed=4, logit_bias={17: 100.0})
+    assert Sampler(30, "cpu", EOS).sample(logits, [row]).token_ids == [17]
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_extreme_seeds(seed):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 64)
+    row = make_row(seed=seed)
+    assert Sampler(64, "cpu", EOS).sample(logits, [row]).token_ids == [reference_sample(logits[0], row, EOS)]
+
+
+def test_several_positions_of_one_request_in_one_batch():
+    """As when drafts are verified: each row has the output that would precede its token."""
+    torch.manual_seed(7)
+    params = {"seed": 11, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "temperature": 0.8}
+    sampler = Sampler(40, "cpu", EOS)
+    drafts = [5, 9, 5, 30]
+    rows = [make_row("r", [1, 2], drafts[:i], **params) for i in range(5)]
+    logits = torch.randn(5, 40)
+    assert sampler.sample(logits, rows).token_ids == [
+        reference_sample(logits[i], row, EOS) for i, row in enumerate(rows)
+    ]
+    after_rejection = [make_row("r", [1, 2], [5, 8, *[7] * i], **params) for i in range(3)]
+    assert sampler.sample(logits[:3], after_rejection).token_ids == [
+        reference_sample(logits[i], row, EOS) for i, row in enumerate(after_rejection)
+    ]
+
+
+def test_a_batch_that_changes_from_step_to_step():
+    generator = random.Random(9)
+    torch.manual_seed(9)
+    sampler = Sampler(100, "cpu", EOS)
+    rows = crowd(100, generator)
+    for _ in range(30):
+        present = generator.sample(rows, generator.randint(1, len(rows)))
+        logits = 2 * torch.randn(len(present), 100)
+        tokens = sampler.sample(logits, present).token_ids
+        assert tokens == [reference_sample(logits[i], row, EOS) for i, row in enumerate(present)]
+        for row, token in zip(present, tokens, strict=True):
+            row.output_token_ids.append(token)
+            row.position += 1

@@ -1,0 +1,69 @@
+"""Log-probabilities are those of the raw logits."""
+
+import math
+
+import pytest
+import torch
+
+from engine.sampler import Sampler
+from engine.sampler.logprobs import token_logprobs
+from tests.engine.sampler_reference import make_row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_are_the_log_softmax_before_any_processing(dtype):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(4, 300)).to(dtype)
+    rows = [
+        make_row("a", logprobs=5, temperature=0.3, top_k=2),
+        make_row("b"),
+        make_row("c", logprobs=0, logit_bias={3: 100.0}),
+        make_row("d", logprobs=2, temperature=0.0, repetition_penalty=2.0),
+    ]
+    got = Sampler(300, "cpu", []).sample(logits, rows)
+    expected = logits.float().log_softmax(dim=-1)
+    assert got.logprobs[1] is None
+    assert got.token_ids[2] == 3
+    for index in (0, 2, 3):
+        entry, row = got.logprobs[index], expected[index]
+        token = got.token_ids[index]
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-5)
+        assert entry.rank == 1 + int((row > row[token]).sum())
+        count = rows[index].params.logprobs
+        assert entry.top_logprobs == pytest.approx(row.topk(count).values.tolist(), abs=1e-5)
+        assert len(entry.top_token_ids) == count
+        if count and dtype == torch.float32:
+            assert entry.top_token_ids == row.topk(count).indices.tolist()
+
+
+def test_among_equals_the_lower_id_comes_first():
+    logits = torch.zeros(1, 4000)
+    logits[0, [3999, 12, 700]] = 1.0
+    (entry,) = token_logprobs(logits, [700], [5])
+    assert entry.top_token_ids == [12, 700, 3999, 0, 1]
+    assert entry.rank == 1
+
+
+def test_forbidden_tokens_have_a_number_that_json_can_hold():
+    logits = torch.tensor([[0.0, -math.inf]])
+    (entry,) = token_logprobs(logits, [1], [2])
+    assert entry.logprob == -9999.0
+    assert entry.top_logprobs == [0.0, -9999.0]
+    assert entry.rank == 2
+
+
+def test_more_alternatives_than_tokens():
+    (entry,) = token_logprobs(torch.tensor([[0.0, 1.0]]), [0], [20])
+    assert entry.top_token_ids == [1, 0]
+
+
+def test_prompt_logprobs_over_several_pieces(monkeypatch):
+    monkeypatch.setattr("engine.sampler.logprobs._MAX_ELEMENTS", 2 * 300)
+    torch.manual_seed(1)
+    logits = torch.randn(5, 300)
+    entries = Sampler(300, "cpu", []).prompt_logprobs(logits, [1, 2, 3, 4, 5], 1)
+    expected = logits.log_softmax(dim=-1)
+    assert [entry.logprob for entry in entries] == pytest.approx(
+        [expected[i, i + 1].item() for i in range(5)], abs=1e-5
+    )
+    assert [entry.top_token_ids[0] for entry in entries] == logits.argmax(dim=-1).tolist()

@@ -1,0 +1,104 @@
+"""The noise is a pure function of (seed, position, token id), the same for ever."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.sampler.noise import MAX_NOISE, MIN_NOISE, gumbel_noise, noise_bits, stream_keys, tail_probability
+from engine.sampler.race import challengers
+
+MASK = 2**64 - 1
+
+
+def splitmix_finalizer(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def plain_key(seed: int, position: int) -> int:
+    return splitmix_finalizer((splitmix_finalizer(seed & MASK) + (position + 1) * 0x9E3779B97F4A7C15) & MASK)
+
+
+def plain_bits(key: int, token: int) -> int:
+    x = (key + (token + 1) * 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x >> 32
+
+
+CASES = [
+    (0, 0, 0),
+    (1, 0, 0),
+    (0, 1, 0),
+    (0, 0, 1),
+    (-1, 7, 42),
+    (2**63 - 1, 10**6, 151_935),
+    (-(2**63), 3, 9),
+]
+
+
+@pytest.mark.parametrize(("seed", "position", "token"), CASES)
+def test_tensor_arithmetic_equals_plain_integers(seed, position, token):
+    key = stream_keys(torch.tensor([seed]), torch.tensor([position]))
+    assert key.item() & MASK == plain_key(seed, position)
+    bits = noise_bits(key, torch.tensor([token]))
+    unsigned = plain_bits(plain_key(seed, position), token)
+    assert bits.item() % 2**32 == unsigned
+    uniform = (((unsigned + 2**31) % 2**32) + 0.5) / 2**32
+    expected = np.float32(-np.log(-np.log(uniform)))
+    assert gumbel_noise(key, torch.tensor([token])).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_known_values():
+    """These must never change: an answer's seed would stand for another answer."""
+    seeds = torch.tensor([0, 1, -5, 2**63 - 1])
+    positions = torch.tensor([0, 10, 1000, 77])
+    noise = gumbel_noise(stream_keys(seeds, positions), torch.tensor([0, 17, 4095, 151_935]))
+    assert noise.tolist() == pytest.approx(KNOWN, abs=1e-6)
+
+
+KNOWN = [-0.6317655, -0.4147908, 3.3053408, -1.1153921]
+
+
+def test_noise_does_not_depend_on_what_is_computed_along_with_it():
+    keys = stream_keys(torch.arange(5), torch.full((5,), 9)).unsqueeze(1)
+    whole = gumbel_noise(keys, torch.arange(4099))
+    assert torch.equal(gumbel_noise(keys, torch.arange(1, 4099, 7)), whole[:, 1::7])
+    for row, token in ((0, 0), (3, 4098), (4, 1023)):
+        assert torch.equal(gumbel_noise(keys[row], torch.tensor([token])), whole[row, token : token + 1])
+
+
+def test_range_and_moments():
+    noise = gumbel_noise(stream_keys(torch.tensor([3]), torch.tensor([4])), torch.arange(10**6)).double()
+    assert noise.min() >= MIN_NOISE and noise.max() <= MAX_NOISE
+    assert noise.mean().item() == pytest.approx(0.57722, abs=0.006)
+    assert noise.var().item() == pytest.approx(np.pi**2 / 6, abs=0.02)
+
+
+def test_extreme_bits_give_the_extreme_noise():
+    assert pytest.approx(-3.1299, abs=1e-3) == MIN_NOISE
+    assert pytest.approx(22.8739, abs=1e-3) == MAX_NOISE
+    bits = torch.tensor([-(2**31), 2**31 - 1])
+    assert tail_probability(bits).tolist() == pytest.approx([1.0, 0.0], abs=2**-24)
+
+
+def test_tail_probability_is_that_of_greater_noise():
+    keys = stream_keys(torch.tensor([8]), torch.tensor([8]))
+    noise = gumbel_noise(keys, torch.arange(10_000)).double()
+    exact = 1 - torch.exp(-torch.exp(-noise))
+    assert (tail_probability(noise_bits(keys, torch.arange(10_000))) - exact).abs().max() < 2**-22
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 30.0])
+def test_challengers_hold_the_winner_and_few_others(spread):
+    torch.manual_seed(0)
+    values = spread * torch.randn(64, 3000)
+    values -= values.amax(dim=1, keepdim=True)
+    keys = stream_keys(torch.arange(64), torch.arange(64) * 3)
+    winners = (values + gumbel_noise(keys.unsqueeze(1), torch.arange(3000))).argmax(dim=1)
+    rows, tokens = challengers(values, keys)
+    found = set(zip(rows.tolist(), tokens.tolist(), strict=True))
+    assert all((row, token) in found for row, token in enumerate(winners.tolist()))
+    if spread == 5.0:
+        assert len(found) < 0.02 * values.numel()
