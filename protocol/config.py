@@ -16,6 +16,7 @@ from msgspec import Meta
 from protocol.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"
+BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tandem-code-10m"
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
