@@ -12,7 +12,7 @@ from kvtransfer.messages import Piece
 from tests.kvtransfer import peer_process
 from tests.kvtransfer.peer_process import BLOCK_BYTES, NUM_BLOCKS, PeerProcess
 from tests.kvtransfer.test_leases import runs
-from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool
+from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool, wait_until
 
 Closing = Callable[[Any], Any]
 PROMPT_S = 2.0  # under a second on an idle machine
@@ -148,7 +148,7 @@ def test_pushes_after_a_failure_wait_for_it_to_be_polled(closing: Closing, trans
     sender.sender.push(receiver.peer, "first", [(1, 1)], final=True)
     sender.wait_lease("first")
     sender.sender.push(receiver.peer, "lease", [(1, 1)], final=False)
-    assert sender.woken.wait(10)
+    wait_until(lambda: sender.sender.counters().get("leases_failed") == 1)
     receiver.receiver.open("lease", [2])
     sender.sender.push(receiver.peer, "lease", [(2, 2)], final=True)
     events = sender.wait_for()
