@@ -95,7 +95,7 @@ def measure_system(plan: Plan, system: System, number: int, console: Console) ->
             measurement = Measurement(
                 system.label, number, concurrency, result.summary, result.client_cpu, os.getloadavg()[0]
             )
-            console.print(describe(measurement), highlight=False)
+            console.print(describe(measurement), highlight=False, soft_wrap=True)
             measurements.append(measurement)
     return measurements
 
@@ -294,7 +294,7 @@ def main(
     console.print(as_table(compare(measurements)))
     path = output or RESULTS / f"{stamp}-{slug(model.name)}.json"
     write_results(path, plan, measurements)
-    console.print(f"written to {path}", highlight=False)
+    console.print(f"written to {path}", highlight=False, soft_wrap=True)
     if not measurements:
         raise typer.Exit(1)
 
