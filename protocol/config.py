@@ -29,8 +29,8 @@ def _doc(text: str) -> Meta:
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that `tandem serve` can be told. A field `max_model_len` is the flag `--max-model-len`."""
 
-    model: Annotated[str, _doc("Local folder or hub id of a Transformers decoder model.")] = (
-        "models/tandem-code-10m"
+    model: Annotated[str, _doc("Local folder or hub id of a Transformers decoder model.")] = str(
+        BUNDLED_MODEL
     )
     served_model_name: Annotated[str | None, _doc("Name in the API; default: the model's.")] = None
     tokenizer: Annotated[str | None, _doc("Local folder or hub id; default: the model's.")] = None
