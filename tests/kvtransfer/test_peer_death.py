@@ -155,4 +155,7 @@ def test_pushes_after_a_failure_wait_for_it_to_be_polled(closing: Closing, trans
     assert events == [Failed("lease", "unknown lease")]
     sender.sender.push(receiver.peer, "lease", [(2, 2)], final=True)
     assert isinstance(sender.wait_lease("lease"), Completed)
-    assert sender.sender.counters()[f"{transport}_pieces_sent"] == 2
+    receiver.receiver.open("last", [])
+    sender.sender.push(receiver.peer, "last", [], final=True)
+    sender.wait_lease("last")
+    assert sender.sender.counters()[f"{transport}_pieces_sent"] == 3
