@@ -27,7 +27,7 @@ class BoundedDecoder(Generic[T]):
             raise ProtocolError(f"a message of {len(raw)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
         try:
             return self._decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(str(error)) from error
 
 

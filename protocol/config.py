@@ -171,7 +171,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config: cannot read {path}: {error}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config: {path} must hold a mapping of option names to values")

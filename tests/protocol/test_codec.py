@@ -1,0 +1,284 @@
+"""Messages survive the wire, and nothing else gets through."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import codec
+from protocol.errors import ProtocolError
+from protocol.handoff import HandoffManifest, SamplingState, SegmentInfo
+from protocol.messages import (
+    Abort,
+    Drain,
+    EngineRequest,
+    Generate,
+    Handoff,
+    HandoffAck,
+    PeerAddress,
+    Register,
+    Registered,
+    Release,
+    RequestTiming,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Stale,
+    StepOutput,
+    TokenLogprobs,
+    TokenOutput,
+    TransferOffer,
+    WorkerState,
+)
+from protocol.sampling import SamplingParams
+
+SAMPLING = SamplingParams(
+    max_tokens=7,
+    seed=-(2**63),
+    temperature=0.5,
+    logit_bias={3: -1.5, 151_935: 100.0},
+    banned_token_sequences=[[1, 2], [3]],
+    allowed_token_ids=[1],
+    stop_token_ids=[9],
+    logprobs=0,
+)
+REQUEST = EngineRequest(
+    request_id="r1",
+    prompt_token_ids=[0, 1, 2**31 - 1],
+    sampling=SAMPLING,
+    output_token_ids=[4],
+    cache_salt="é",
+)
+SEGMENT = SegmentInfo(name="target", dtype="bfloat16", shape=(8, 2, 16, 4, 64))
+ADDRESS = PeerAddress(
+    worker_id="decode-0",
+    incarnation="abc",
+    control="tcp://127.0.0.1:1",
+    offers=[TransferOffer(transport="shm", host_id="h", address="@x")],
+)
+STATE = WorkerState(
+    worker_id="decode-0", incarnation="abc", role="decode", lifecycle="ready", counters={"steps": 1.5}
+)
+MANIFEST = HandoffManifest(
+    request_id="r1",
+    lease_id="l1",
+    prefill_worker="prefill-0",
+    prefill_incarnation="p",
+    decode_incarnation="abc",
+    num_tokens=3,
+    token_ids_digest=b"\x00" * 16,
+    segments=[SEGMENT],
+    block_ids=[5, 6],
+    pushed_blocks=2,
+    first_token=11,
+    first_token_position=3,
+    sampling=SamplingState(seed=-1, num_output_tokens=0),
+)
+OUTPUT = TokenOutput(
+    request_id="r1",
+    token_ids=[1, 2],
+    finish_reason="stop",
+    stop_token_id=2,
+    logprobs=[TokenLogprobs(-0.5, 1, [1, 2], [-0.5, -2.0])],
+    prompt_logprobs=[None, TokenLogprobs(-9999.0, 300)],
+    cached_tokens=16,
+    timing=RequestTiming(queue_s=0.1),
+)
+MESSAGES = [
+    (codec.router_to_worker, Registered(incarnation="abc")),
+    (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST, decode=ADDRESS)),
+    (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST)),
+    (codec.router_to_worker, Abort(request_ids=["r1", "r2"])),
+    (codec.router_to_worker, Drain()),
+    (codec.worker_to_router, STATE),
+    (
+        codec.worker_to_router,
+        Register(
+            address=ADDRESS,
+            role="decode",
+            model="m",
+            max_model_len=1024,
+            block_size=16,
+            vocab_size=4096,
+            eos_token_ids=[0],
+            state=STATE,
+            start_up={"attention": "cpu"},
+        ),
+    ),
+    (codec.worker_to_router, StepOutput(worker_id="decode-0", incarnation="abc", outputs=[OUTPUT])),
+    (
+        codec.peer_request,
+        Reserve(
+            incarnation="abc",
+            request=REQUEST,
+            prefill_worker="p0",
+            prefill_incarnation="p",
+            segments=[SEGMENT],
+            ttl_s=3.0,
+        ),
+    ),
+    (codec.peer_request, Handoff(manifest=MANIFEST)),
+    (codec.peer_request, Release(incarnation="abc", lease_id="l1", request_id="r1")),
+    (
+        codec.peer_reply,
+        Reserved(request_id="r1", lease_id="l1", incarnation="abc", block_ids=[1], cached_blocks=0),
+    ),
+    (codec.peer_reply, ReserveRefused(request_id="r1", error_kind="overloaded", reason="no room")),
+    (codec.peer_reply, HandoffAck(request_id="r1", lease_id="l1", error="no", field="segments")),
+    (codec.peer_reply, Stale(request_id="r1", incarnation="abc")),
+]
+CHANNELS = [codec.router_to_worker, codec.worker_to_router, codec.peer_request, codec.peer_reply]
+NAMES = [type(message).__name__ for _, message in MESSAGES]
+
+
+@pytest.mark.parametrize(("channel", "message"), MESSAGES, ids=NAMES)
+def test_round_trip(channel, message):
+    raw = codec.encode(message)
+    assert channel.decode(raw) == message
+    assert channel.decode(memoryview(raw)) == message
+
+
+@pytest.mark.parametrize(("channel", "message"), MESSAGES, ids=NAMES)
+def test_another_channel_refuses_it(channel, message):
+    for other in CHANNELS:
+        if other is not channel:
+            with pytest.raises(ProtocolError):
+                other.decode(codec.encode(message))
+
+
+@pytest.mark.parametrize(("channel", "message"), MESSAGES, ids=NAMES)
+def test_every_truncation_is_refused(channel, message):
+    raw = codec.encode(message)
+    for end in range(len(raw)):
+        with pytest.raises(ProtocolError):
+            channel.decode(raw[:end])
+
+
+def with_field(message: msgspec.Struct, path: str, value: object) -> bytes:
+    """The message's bytes with the field at a dotted path replaced by anything."""
+    tree = msgspec.msgpack.decode(codec.encode(message))
+    *parents, last = path.split(".")
+    node = tree
+    for name in parents:
+        node = node[name]
+    node[last] = value
+    return msgspec.msgpack.encode(tree)
+
+
+GENERATE = MESSAGES[1][1]
+OUT_OF_BOUNDS = [
+    (codec.router_to_worker, GENERATE, "incarnation", ""),
+    (codec.router_to_worker, GENERATE, "incarnation", "x" * 129),
+    (codec.router_to_worker, GENERATE, "request.request_id", 5),
+    (codec.router_to_worker, GENERATE, "request.prompt_token_ids", [-1]),
+    (codec.router_to_worker, GENERATE, "request.prompt_token_ids", [2**31]),
+    (codec.router_to_worker, GENERATE, "request.prompt_token_ids", [1.5]),
+    (codec.router_to_worker, GENERATE, "request.prompt_token_ids", "text"),
+    (codec.router_to_worker, GENERATE, "request.priority", 2**31),
+    (codec.router_to_worker, GENERATE, "request.timeout_s", -1.0),
+    (codec.router_to_worker, GENERATE, "request.cache_salt", "x" * 257),
+    (codec.router_to_worker, GENERATE, "request.sampling.temperature", "hot"),
+    (codec.router_to_worker, GENERATE, "request.sampling.max_tokens", None),
+    (codec.router_to_worker, GENERATE, "decode.offers", [{"transport": "shm"}]),
+    (codec.router_to_worker, MESSAGES[3][1], "request_ids", ["x"] * (2**16 + 1)),
+    (codec.worker_to_router, STATE, "role", "boss"),
+    (codec.worker_to_router, STATE, "free_blocks", -1),
+    (
+        codec.worker_to_router,
+        MESSAGES[7][1],
+        "outputs",
+        [{"request_id": "r", "token_ids": [1], "finish_reason": "x"}],
+    ),
+    (codec.peer_request, MESSAGES[9][1], "manifest.num_tokens", 0),
+    (codec.peer_request, MESSAGES[9][1], "manifest.first_token", -1),
+    (codec.peer_reply, MESSAGES[11][1], "block_ids", [2**31]),
+    (codec.peer_reply, MESSAGES[11][1], "cached_blocks", -1),
+]
+
+
+@pytest.mark.parametrize(
+    ("channel", "message", "path", "value"), OUT_OF_BOUNDS, ids=[c[2] for c in OUT_OF_BOUNDS]
+)
+def test_a_field_out_of_bounds_is_refused_and_named(channel, message, path, value):
+    with pytest.raises(ProtocolError, match=path.rsplit(".", 1)[-1]):
+        channel.decode(with_field(message, path, value))
+
+
+def test_unknown_fields_are_skipped_so_that_versions_may_differ():
+    assert codec.router_to_worker.decode(with_field(Drain(), "later", [1, {"x": 2}])) == Drain()
+
+
+def test_nesting_without_end_is_refused():
+    raw = codec.encode(Drain())
+    nested = b"\x82" + raw[1:] + b"\xa5later" + b"\x91" * 100_000 + b"\xc0"
+    with pytest.raises(ProtocolError):
+        codec.router_to_worker.decode(nested)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"],
+)
+def test_a_length_that_lies_is_refused(header):
+    raw = codec.encode(Abort(request_ids=["r1"]))
+    at = raw.index(b"request_ids") + len(b"request_ids")
+    with pytest.raises(ProtocolError):
+        codec.router_to_worker.decode(raw[:at] + header)
+
+
+def test_a_message_over_the_limit_is_refused(monkeypatch):
+    monkeypatch.setattr(codec, "MAX_MESSAGE_BYTES", 10)
+    with pytest.raises(ProtocolError, match="exceeds the limit of 10"):
+        codec.router_to_worker.decode(codec.encode(Abort(request_ids=["r" * 20])))
+
+
+def refused_or_decoded(channel: codec.BoundedDecoder, raw: bytes) -> None:
+    try:
+        message = channel.decode(raw)
+    except ProtocolError:
+        return
+    assert channel.decode(codec.encode(message)) == message
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(raw=st.binary(max_size=200), channel=st.sampled_from(CHANNELS))
+def test_random_bytes(raw, channel):
+    refused_or_decoded(channel, raw)
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_damaged_messages(data):
+    channel, message = data.draw(st.sampled_from(MESSAGES))
+    raw = bytearray(codec.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+        if not raw:
+            break
+    refused_or_decoded(channel, bytes(raw))
+
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_fields_of_any_other_type(data):
+    channel, message = data.draw(st.sampled_from(MESSAGES))
+    tree = msgspec.msgpack.decode(codec.encode(message))
+    field = data.draw(st.sampled_from(sorted(tree)))
+    tree[field] = data.draw(anything)
+    try:
+        channel.decode(msgspec.msgpack.encode(tree))
+    except ProtocolError:
+        return
