@@ -78,17 +78,19 @@ def main() -> None:
         byte_level_tokenizer().save(str(Path(folder) / "tokenizer.json"))
         keys = ClusterKeys.generate()
         server = RouterServer(ServeConfig(model=folder, port=0), keys)
-        thread = threading.Thread(target=server.run)
+        thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         stop = context.Event()
-        worker = context.Process(target=work, args=(server.worker_endpoint, keys, stop))
+        worker = context.Process(target=work, args=(server.worker_endpoint, keys, stop), daemon=True)
         worker.start()
         while server.state.not_ready() is not None:
             time.sleep(0.05)
         for name, body in bodies.items():
             for concurrency in (1, 4, 16, 64):
                 start, done = context.Event(), context.Event()
-                client = context.Process(target=load, args=(server.port, concurrency, body, start, done))
+                client = context.Process(
+                    target=load, args=(server.port, concurrency, body, start, done), daemon=True
+                )
                 client.start()
                 time.sleep(2.0)
                 before, wall = time.process_time(), time.monotonic()
