@@ -1,0 +1,267 @@
+"""The engine alone: chunks, priorities, deadlines, reservations, log-probabilities, what it counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.engine import Engine
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError, InvalidRequestError
+from protocol.messages import EngineRequest, TokenOutput
+from protocol.sampling import SamplingParams
+from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama
+
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+MAX_LEN = 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    return load(folder)
+
+
+@pytest.fixture
+def make_engine(folder: Path) -> Callable[..., Engine]:
+    def make(num_blocks: int = 64, **options: Any) -> Engine:
+        config = ServeConfig(
+            model=str(folder),
+            dtype="float32",
+            device="cpu",
+            compile="off",
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
+        )
+        return Engine(msgspec.structs.replace(config, **options))
+
+    return make
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
+
+
+def ask(request_id: str, prompt: list[int], max_tokens: int = 8, **fields: Any) -> EngineRequest:
+    sampling = {"temperature": 0.0, "ignore_eos": True} | fields.pop("sampling", {})
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params, **fields)
+
+
+def run(engine: Engine) -> dict[str, list[TokenOutput]]:
+    outputs: dict[str, list[TokenOutput]] = {}
+    while engine.has_work():
+        for output in engine.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens(outputs: list[TokenOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def assert_empty(engine: Engine) -> None:
+    assert engine.blocks.num_used == 0
+    assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_blocks
+    stats = engine.stats()
+    assert stats.num_running == stats.num_waiting == stats.num_reserved == stats.num_held == 0
+
+
+def test_a_long_prompt_runs_in_chunks(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
+    engine = make_engine()
+    prompt = prompt_of(150)
+    engine.add(ask("a", prompt))
+    sizes = []
+    while engine.has_work() and not (step := engine.step()).outputs:
+        sizes.append(step.num_tokens)
+    assert sizes == [64, 64]
+    assert step.num_tokens == 150 - 128
+    got = step.outputs + run(engine)["a"]
+    assert tokens(got) == greedy(reference, prompt, 8)
+    assert got[-1].finish_reason == "length"
+    assert_empty(engine)
+
+
+def test_a_block_aligned_prompt_is_found_again_whole(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    engine = make_engine()
+    prompt = prompt_of(48)
+    engine.add(ask("first", prompt))
+    run(engine)
+    engine.add(ask("again", prompt))
+    first_step = engine.step()
+    assert first_step.num_tokens == 1  # only the last token, into a copy of the cached block
+    assert first_step.outputs[0].cached_tokens == 47
+    assert tokens(first_step.outputs + run(engine)["again"]) == greedy(reference, prompt, 8)
+    engine.add(ask("third", prompt))
+    assert tokens(run(engine)["third"]) == greedy(reference, prompt, 8)
+    assert_empty(engine)
+
+
+def test_lower_priority_values_run_first(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(max_num_seqs=1)
+    for name, priority in (("late", 5), ("early", -5), ("middle", 0)):
+        engine.add(ask(name, prompt_of(5), priority=priority))
+    assert list(run(engine)) == ["early", "middle", "late"]
+
+
+def test_a_deadline_ends_a_request_with_an_error(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.add(ask("late", prompt_of(20), timeout_s=0.0))
+    engine.add(ask("fine", prompt_of(20)))
+    outputs = run(engine)
+    assert outputs["late"][0].error_kind == "timeout"
+    assert outputs["late"][0].finish_reason == "error"
+    assert len(tokens(outputs["fine"])) == 8
+    assert_empty(engine)
+
+
+def test_preemption_keeps_the_tokens(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
+    engine = make_engine(num_blocks=20)
+    prompts = [prompt_of(30, seed) for seed in range(6)]
+    for index, prompt in enumerate(prompts):
+        engine.add(ask(str(index), prompt, max_tokens=60))
+    outputs = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for index, prompt in enumerate(prompts):
+        assert tokens(outputs[str(index)]) == greedy(reference, prompt, 60)
+    assert_empty(engine)
+
+
+def test_emitted_tokens_continue_where_they_ended(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    prompt = prompt_of(20)
+    sampling = {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.5}
+    engine = make_engine()
+    engine.add(ask("whole", prompt, max_tokens=12, sampling=sampling))
+    whole = tokens(run(engine)["whole"])
+    engine.add(ask("rest", prompt, max_tokens=12, sampling=sampling, output_token_ids=whole[:5]))
+    assert tokens(run(engine)["rest"]) == whole[5:]
+
+
+def test_a_held_prefill_keeps_its_blocks_until_released(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.add(ask("a", prompt_of(40)), prefill_only=True)
+    assert len(run(engine)["a"]) == 1
+    assert engine.computed_blocks("a") == 3
+    assert engine.blocks.num_used == 3
+    engine.release("a")
+    engine.release("a")
+    assert_empty(engine)
+
+
+def test_a_reservation_is_activated_or_aborted(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    prompt = prompt_of(40)
+    prefill, decode = make_engine(), make_engine()
+    prefill.add(ask("a", prompt), prefill_only=True)
+    first = tokens(run(prefill)["a"])
+    reservation = decode.reserve(ask("a", prompt))
+    assert reservation is not None
+    assert reservation.cached_blocks == 0
+    source = prefill.block_ids("a")
+    decode.pool.tensor[reservation.block_ids] = prefill.pool.tensor[source]
+    decode.activate("a", first[0])
+    assert first + tokens(run(decode)["a"]) == greedy(reference, prompt, 8)
+    again = decode.reserve(ask("b", prompt))
+    assert again is not None
+    assert again.cached_blocks == 2
+    assert decode.abort("b")
+    assert not decode.abort("b")
+    assert_empty(decode)
+
+
+def test_no_room_for_a_reservation_now(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(num_blocks=16)
+    assert engine.reserve(ask("a", prompt_of(200))) is not None
+    assert engine.reserve(ask("b", prompt_of(200, 1))) is None
+    engine.abort("a")
+    assert engine.reserve(ask("b", prompt_of(200, 1))) is not None
+
+
+def test_prompt_logprobs_across_chunks(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    prompt = prompt_of(100)
+    engine = make_engine()
+    engine.add(ask("warm", prompt))
+    run(engine)
+    engine.add(ask("a", prompt, max_tokens=1, sampling={"prompt_logprobs": 2, "logprobs": 2}))
+    output = run(engine)["a"][0]
+    with torch.inference_mode():
+        exact = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    got = [entry.logprob for entry in output.prompt_logprobs[1:] if entry is not None]
+    want = [float(exact[index, token]) for index, token in enumerate(prompt[1:])]
+    assert got == pytest.approx(want, abs=1e-3)
+    assert output.logprobs is not None
+    assert output.logprobs[0].logprob == pytest.approx(float(exact[-1].max()), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [VOCAB_SIZE]}, "prompt"),
+        ({"max_tokens": MAX_LEN}, "max_tokens"),
+        ({"sampling": {"temperature": float("nan")}}, "temperature"),
+        ({"sampling": {"logprobs": 1000}}, "logprobs"),
+        ({"sampling": {"stop_token_ids": [VOCAB_SIZE]}}, "stop_token_ids"),
+    ],
+)
+def test_refuses_by_field(make_engine: Callable[..., Engine], changes: dict[str, Any], field: str) -> None:
+    engine = make_engine()
+    arguments: dict[str, Any] = {"prompt": [1, 2, 3], **changes}
+    with pytest.raises(InvalidRequestError) as refused:
+        engine.add(ask("a", **arguments))
+    assert refused.value.field == field
+    assert_empty(engine)
+
+
+def test_a_pool_too_small_for_one_sequence_names_the_flag(make_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
+        make_engine(num_blocks=15)
+
+
+def test_two_tenants_share_nothing(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.add(ask("a", prompt_of(64), cache_salt="one"))
+    run(engine)
+    engine.add(ask("b", prompt_of(64), cache_salt="two"))
+    assert run(engine)["b"][0].cached_tokens == 0
+    engine.add(ask("c", prompt_of(64), cache_salt="one"))
+    assert run(engine)["c"][0].cached_tokens == 63
+
+
+@pytest.mark.slow
+def test_compiled_forward_gives_the_same_tokens(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    engine = make_engine(compile="on")
+    assert engine.start_up["forward"].startswith("torch.compile")
+    prompts = [prompt_of(length, length) for length in (1, 5, 33, 150)]
+    for index, prompt in enumerate(prompts):
+        engine.add(ask(str(index), prompt))
+    outputs = run(engine)
+    for index, prompt in enumerate(prompts):
+        assert tokens(outputs[str(index)]) == greedy(reference, prompt, 8)
