@@ -85,7 +85,8 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         step = ScheduledStep()
         budget = self._max_num_batched_tokens
-        for sequence in list(self.running):
+        # A stable sort: decode rows before the chunks of prompts that are still being computed.
+        for sequence in sorted(self.running, key=lambda running: running.num_uncomputed > 1):
             if budget == 0:
                 break
             if sequence.stage is not Stage.RUNNING:
@@ -119,8 +120,7 @@ class Scheduler:
         assert sequence.table is not None
         needed = self.blocks.blocks_needed(sequence.table, sequence.num_computed, len(sequence.token_ids))
         # A spare block for each running sequence keeps a newcomer from being preempted at once.
-        spare = len(self.running)
-        if needed + spare > self.blocks.num_available:
+        if needed + len(self.running) > self.blocks.num_available:
             self.free(sequence)
             sequence.num_computed = 0
             self._blocked = (sequence.order, self.blocks.num_available)

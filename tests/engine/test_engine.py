@@ -115,6 +115,17 @@ def test_a_block_aligned_prompt_is_found_again_whole(
     assert_empty(engine)
 
 
+def test_decoding_goes_on_beside_a_long_prompt(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.add(ask("long", prompt_of(240)))
+    engine.step()
+    assert engine.reserve(ask("handed over", prompt_of(10))) is not None
+    engine.activate("handed over", 1)
+    for _ in range(2):
+        assert [output.request_id for output in engine.step().outputs] == ["handed over"]
+    assert len(run(engine)["long"]) == 8
+
+
 def test_lower_priority_values_run_first(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_num_seqs=1)
     for name, priority in (("late", 5), ("early", -5), ("middle", 0)):
