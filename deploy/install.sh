@@ -21,7 +21,7 @@ read -r -a pip_args <<<"${TANDEM_PIP_ARGS:-}"
 die() { echo "install: $*" >&2; exit 1; }
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 cuda_torch() { "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
-pip_install() { .venv/bin/python -m pip install --quiet "${pip_args[@]}" "$@"; }
+pip_install() { .venv/bin/python -m pip install --quiet --quiet "${pip_args[@]}" "$@"; }
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$PYTHON is older than Python 3.11"
 

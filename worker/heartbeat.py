@@ -39,13 +39,11 @@ class Heartbeat:
         worker_id: str,
         state: Callable[[], WorkerState],
         on_router_lost: Callable[[], None],
-        router_grace_s: float = ROUTER_GRACE_S,
     ) -> None:
         self._context = context
         self._connect = lambda: connect_dealer(context, keys, endpoint, f"{worker_id}/hb")
         self._state = state
         self._on_router_lost = on_router_lost
-        self._router_grace_s = router_grace_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -66,8 +64,8 @@ class Heartbeat:
                 lost_since = _follow(monitor, lost_since)
                 if lost_since is None:
                     self._beat(socket)
-                elif time.monotonic() - lost_since > self._router_grace_s:
-                    log.error("the router has been gone for %.0f s; this worker ends", self._router_grace_s)
+                elif time.monotonic() - lost_since > ROUTER_GRACE_S:
+                    log.error("the router has been gone for %.0f s; this worker ends", ROUTER_GRACE_S)
                     self._on_router_lost()
                     return
         finally:

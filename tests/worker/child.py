@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,14 +35,22 @@ def run_child(
     pipe: Connection,
     fault: str,
 ) -> None:
-    """Be a worker until the pipe says "stop" or closes; then say how it ended."""
+    """Be a worker until the pipe says "stop" or closes; then say how it ended.
+
+    `fault`: "fail:N" lets the first N steps fail, "slow:S" makes every step S seconds slower.
+    """
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
+    worker.heartbeat.ROUTER_GRACE_S = 1.0
+    faulthandler.dump_traceback_later(50, exit=False)
     handle = StopHandle()
 
     def make_loop(*parts: Any) -> WorkerLoop:
         loop = (PrefillLoop if role == "prefill" else DecodeLoop)(*parts)
-        if fault:
-            break_steps(loop, int(fault))
+        kind, _, value = fault.partition(":")
+        if kind == "fail":
+            break_steps(loop, int(value))
+        elif kind == "slow":
+            slow_steps(loop, float(value))
         return loop
 
     def listen() -> None:
@@ -72,3 +82,14 @@ def break_steps(loop: WorkerLoop, times: int) -> None:
         return step()
 
     loop.engine.step = failing_step  # type: ignore[method-assign]
+
+
+def slow_steps(loop: WorkerLoop, seconds: float) -> None:
+    """Let every step of the engine take this much longer."""
+    step = loop.engine.step
+
+    def slow_step() -> StepResult:
+        time.sleep(seconds)
+        return step()
+
+    loop.engine.step = slow_step  # type: ignore[method-assign]

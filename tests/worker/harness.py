@@ -163,7 +163,7 @@ class Cluster:
         self.workers.append(worker)
         self.wait(lambda: worker_id in self.registered or not worker.process.is_alive())
         assert worker_id in self.registered, worker.ended_with()
-        self.wait(lambda: worker.address.incarnation in self.states)
+        self.refresh(worker)
         return worker
 
     def start_pair(self, config: ServeConfig) -> tuple[RunningWorker, RunningWorker]:
@@ -188,10 +188,10 @@ class Cluster:
         while not done():
             assert time.monotonic() < deadline, "it does not come"
             if self._socket.poll(20):
-                identity, raw = self._socket.recv_multipart()
-                self._on_message(identity, worker_to_router.decode(raw))
+                self._on_message(*self._socket.recv_multipart())
 
-    def _on_message(self, identity: bytes, message: Register | WorkerState | StepOutput) -> None:
+    def _on_message(self, identity: bytes, raw: bytes) -> None:
+        message = worker_to_router.decode(raw)
         match message:
             case Register():
                 self.registered[message.address.worker_id] = message
@@ -224,7 +224,16 @@ class Cluster:
         assert last.finish_reason == "error"
         return last
 
+    def refresh(self, *workers: RunningWorker) -> None:
+        """Get the workers' states as of now: what was on its way, and two heartbeats more."""
+        while self._socket.poll(0):
+            self._on_message(*self._socket.recv_multipart())
+        for _ in range(2):
+            self.states.clear()
+            self.wait(lambda: all(worker.address.incarnation in self.states for worker in workers))
+
     def wait_empty(self, *workers: RunningWorker) -> None:
-        """Every block is free or cached again."""
-        self.states.clear()
-        self.wait(lambda: all(w.address.incarnation in self.states and w.used_blocks == 0 for w in workers))
+        """Wait until every block is free or cached again. The workers' states are fresh then."""
+        self.refresh(*workers)
+        self.wait(lambda: all(worker.used_blocks == 0 for worker in workers))
+        self.refresh(*workers)

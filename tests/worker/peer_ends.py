@@ -1,0 +1,197 @@
+"""One end of a hand-off in the test's own hands, the other being a real worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.engine import Engine
+from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from protocol.codec import encode, peer_reply, peer_request
+from protocol.handoff import HandoffManifest, SamplingState
+from protocol.ids import new_incarnation, token_ids_digest
+from protocol.messages import (
+    EngineRequest,
+    Handoff,
+    PeerAddress,
+    PeerReply,
+    PeerRequest,
+    Release,
+    Reserve,
+    Reserved,
+)
+from protocol.sockets import bind_router, connect_dealer
+from tests.worker.harness import WAIT_S, Cluster
+
+Message = TypeVar("Message")
+
+
+def until(done: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.005)
+
+
+class PrefillEnd:
+    """Plays the prefill worker: computes prompts with an engine of the test's own, but says what it likes."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        decode: PeerAddress,
+        engine: Engine,
+        pool: RegisteredPool,
+        name: str = "prefill-t",
+    ) -> None:
+        self.name, self.incarnation, self.decode, self.engine = name, new_incarnation(), decode, engine
+        self._socket = connect_dealer(
+            cluster.context, cluster.keys, decode.control, f"{name}:{self.incarnation}"
+        )
+        self.sender = Sender(
+            pool,
+            key=cluster.keys.transfer_key,
+            worker_id=name,
+            incarnation=self.incarnation,
+            transports=["shm", "tcp"],
+            on_event=lambda: None,
+        )
+
+    def close(self) -> None:
+        self.sender.close()
+        self._socket.close()
+
+    def send(self, message: PeerRequest) -> None:
+        self._socket.send(encode(message))
+
+    def receive(self, kind: type[Message], timeout_s: float = WAIT_S) -> Message:
+        assert self._socket.poll(int(timeout_s * 1000)), f"no {kind.__name__} comes"
+        reply: PeerReply = peer_reply.decode(self._socket.recv())
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def silent(self, seconds: float) -> bool:
+        return not self._socket.poll(int(seconds * 1000))
+
+    def reserve_message(self, request: EngineRequest, ttl_s: float = 20.0, **changes: Any) -> Reserve:
+        message = Reserve(
+            incarnation=self.decode.incarnation,
+            request=request,
+            prefill_worker=self.name,
+            prefill_incarnation=self.incarnation,
+            segments=self.engine.pool.segments,
+            ttl_s=ttl_s,
+        )
+        return msgspec.structs.replace(message, **changes)
+
+    def reserve(self, request: EngineRequest, ttl_s: float = 20.0) -> Reserved:
+        self.send(self.reserve_message(request, ttl_s))
+        return self.receive(Reserved)
+
+    def prefill(self, request: EngineRequest) -> tuple[list[int], int]:
+        """Compute the prompt here; returns its blocks and the first token."""
+        self.engine.add(request, prefill_only=True)
+        while True:
+            for output in self.engine.step().outputs:
+                return self.engine.block_ids(request.request_id), output.token_ids[0]
+
+    def push(self, grant: Reserved, blocks: list[int], first: int = 0, end: int | None = None) -> None:
+        """Push the granted blocks [first, end) and, where `end` is left out, the end of the lease."""
+        extents = list(zip(blocks, grant.block_ids, strict=True))[first:end]
+        self.sender.push(self.decode, grant.lease_id, extents, final=end is None)
+
+    def pushed(self, grant: Reserved, event: type[SendEvent] = Completed) -> None:
+        """Wait until the receiver has everything, or until another `event` of the lease."""
+        until(lambda: any(isinstance(e, event) and e.lease_id == grant.lease_id for e in self.sender.poll()))
+
+    def push_failed(self, grant: Reserved) -> None:
+        self.pushed(grant, Failed)
+
+    def manifest(
+        self, request: EngineRequest, grant: Reserved, token: int, /, **changes: Any
+    ) -> HandoffManifest:
+        tokens = request.prompt_token_ids
+        manifest = HandoffManifest(
+            request_id=request.request_id,
+            lease_id=grant.lease_id,
+            prefill_worker=self.name,
+            prefill_incarnation=self.incarnation,
+            decode_incarnation=grant.incarnation,
+            num_tokens=len(tokens),
+            token_ids_digest=token_ids_digest(tokens),
+            segments=self.engine.pool.segments,
+            block_ids=grant.block_ids,
+            pushed_blocks=len(grant.block_ids) - grant.cached_blocks,
+            first_token=token,
+            first_token_position=len(tokens),
+            sampling=SamplingState(seed=request.sampling.seed, num_output_tokens=1),
+        )
+        return msgspec.structs.replace(manifest, **changes)
+
+    def hand_off(self, request: EngineRequest, grant: Reserved, first_token: int) -> None:
+        self.send(Handoff(manifest=self.manifest(request, grant, first_token)))
+
+    def release(self, request: EngineRequest, lease_id: str) -> None:
+        incarnation = self.decode.incarnation
+        self.send(Release(incarnation=incarnation, lease_id=lease_id, request_id=request.request_id))
+
+
+class DecodeEnd:
+    """Plays the decode worker: answers what it likes, into a pool that nobody computes with."""
+
+    def __init__(self, cluster: Cluster, pool: RegisteredPool, name: str = "decode-t") -> None:
+        self._socket, endpoint = bind_router(cluster.context, cluster.keys, "127.0.0.1")
+        self.incarnation = new_incarnation()
+        self.receiver = Receiver(
+            pool,
+            key=cluster.keys.transfer_key,
+            worker_id=name,
+            incarnation=self.incarnation,
+            transports=["shm", "tcp"],
+            host="127.0.0.1",
+            on_event=lambda: None,
+        )
+        self.address = PeerAddress(
+            worker_id=name, incarnation=self.incarnation, control=endpoint, offers=self.receiver.offers
+        )
+        self._identity = b""
+
+    def close(self) -> None:
+        self.receiver.close()
+        self._socket.close()
+
+    def receive(self, kind: type[Message], timeout_s: float = WAIT_S) -> Message:
+        assert self._socket.poll(int(timeout_s * 1000)), f"no {kind.__name__} comes"
+        self._identity, raw = self._socket.recv_multipart()
+        message: PeerRequest = peer_request.decode(raw)
+        assert isinstance(message, kind), message
+        return message
+
+    def silent(self, seconds: float) -> bool:
+        return not self._socket.poll(int(seconds * 1000))
+
+    def reply(self, message: PeerReply) -> None:
+        self._socket.send_multipart([self._identity, encode(message)])
+
+    def grant(self, request: EngineRequest, lease_id: str = "lease", block_size: int = 16) -> Reserved:
+        blocks = list(range(-(-len(request.prompt_token_ids) // block_size)))
+        self.receiver.open(lease_id, blocks)
+        return Reserved(
+            request_id=request.request_id,
+            lease_id=lease_id,
+            incarnation=self.incarnation,
+            block_ids=blocks,
+            cached_blocks=0,
+        )
+
+
+def closing(end: PrefillEnd | DecodeEnd) -> Iterator[Any]:
+    try:
+        yield end
+    finally:
+        end.close()

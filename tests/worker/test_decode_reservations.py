@@ -1,0 +1,320 @@
+"""A real decode worker, with the test in the prefill worker's place: every order of events, every refusal."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import PreTrainedModel
+
+from engine.engine import Engine
+from kvtransfer.interface import RegisteredPool, Sent
+from protocol.handoff import SamplingState
+from protocol.messages import Abort, Handoff, HandoffAck, Reserved, ReserveRefused, Stale
+from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
+from tests.worker.peer_ends import PrefillEnd, closing
+from tests.worker.tiny_model import VOCAB_SIZE, greedy
+from worker.leases import ANY_LEASE
+from worker.setup import build_engine
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def source(model_folder: Path) -> tuple[Engine, RegisteredPool]:
+    return build_engine(tiny_config(model_folder))
+
+
+@pytest.fixture
+def decode(cluster: Cluster, model_folder: Path) -> RunningWorker:
+    return cluster.start("decode", "decode-0", tiny_config(model_folder))
+
+
+@pytest.fixture
+def peer(
+    cluster: Cluster, decode: RunningWorker, source: tuple[Engine, RegisteredPool]
+) -> Iterator[PrefillEnd]:
+    yield from closing(PrefillEnd(cluster, decode.address, *source))
+
+
+def new_request(length: int = 50, **changes: Any) -> Any:
+    number = next(_numbers)
+    prompt = random.Random(number).choices(range(1, VOCAB_SIZE), k=length)
+    return request(f"r{number}", prompt, **changes)
+
+
+def continuation(reference: PreTrainedModel, req: Any, first_token: int) -> list[int]:
+    """What the decode worker has to stream: all but the first token, which the prefill worker streams."""
+    expected = greedy(reference, req.prompt_token_ids, req.sampling.max_tokens)
+    assert expected[0] == first_token
+    return expected[1:]
+
+
+ORDERS = {
+    "data, then hand-off": ["first", "rest", "arrive", "hand off"],
+    "hand-off before any data": ["hand off", "first", "rest"],
+    "hand-off between the data": ["first", "hand off", "rest"],
+    "everything twice": ["again", "first", "again", "hand off", "rest", "hand off"],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+def test_every_order_gives_the_same_tokens(
+    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd, reference: PreTrainedModel, order: list[str]
+) -> None:
+    req = new_request()
+    blocks, first_token = peer.prefill(req)
+    grant = peer.reserve(req)
+    assert len(grant.block_ids) == 4 and grant.cached_blocks == 0
+    for event in order:
+        match event:
+            case "first":
+                peer.push(grant, blocks, 0, 2)
+            case "rest":
+                peer.push(grant, blocks, 2)
+            case "arrive":
+                peer.pushed(grant)
+            case "hand off":
+                peer.hand_off(req, grant, first_token)
+            case "again":
+                assert peer.reserve(req) == grant
+    assert peer.receive(HandoffAck).error is None
+    cluster.run(req.request_id)
+    assert cluster.tokens(req.request_id) == continuation(reference, req, first_token)
+    cluster.wait_empty(decode)
+    peer.engine.release(req.request_id)
+
+
+def test_hand_off_after_the_take_over_is_acknowledged_again(
+    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd
+) -> None:
+    req = new_request(max_tokens=400)
+    blocks, first_token = peer.prefill(req)
+    grant = peer.reserve(req)
+    peer.push(grant, blocks)
+    for _ in range(2):
+        peer.hand_off(req, grant, first_token)
+        assert peer.receive(HandoffAck).error is None
+    cluster.run(req.request_id)
+    assert len(cluster.tokens(req.request_id)) == 399
+    peer.engine.release(req.request_id)
+
+
+def test_a_cached_prompt_needs_no_block(
+    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd, reference: PreTrainedModel
+) -> None:
+    req = new_request(64)
+    blocks, first_token = peer.prefill(req)
+    grant = peer.reserve(req)
+    peer.push(grant, blocks)
+    peer.hand_off(req, grant, first_token)
+    peer.receive(HandoffAck)
+    cluster.run(req.request_id)
+    again = msgspec.structs.replace(req, request_id=req.request_id + "-again")
+    grant = peer.reserve(again)
+    assert grant.cached_blocks == len(grant.block_ids) == 4
+    peer.hand_off(again, grant, first_token)
+    assert peer.receive(HandoffAck).error is None
+    cluster.run(again.request_id)
+    assert cluster.tokens(again.request_id) == continuation(reference, req, first_token)
+    cluster.wait_empty(decode)
+    peer.engine.release(req.request_id)
+
+
+@pytest.mark.parametrize("how", ["abort", "release", "release any"])
+@pytest.mark.parametrize("stage", ["reserved", "data", "handed off", "running"])
+def test_it_can_be_given_up_at_every_stage(
+    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd, stage: str, how: str
+) -> None:
+    req = new_request(max_tokens=900)
+    blocks, first_token = peer.prefill(req)
+    grant = peer.reserve(req)
+    if stage in ("data", "running"):
+        peer.push(grant, blocks, 0, 3 if stage == "data" else None)
+    if stage in ("handed off", "running"):
+        peer.hand_off(req, grant, first_token)
+    if stage == "running":
+        peer.receive(HandoffAck)
+        cluster.wait(lambda: len(cluster.outputs[req.request_id]) > 2)
+    for _ in range(2):
+        if how == "abort" or (how == "release any" and stage == "running"):
+            cluster.send("decode-0", Abort(request_ids=[req.request_id]))
+        else:
+            peer.release(req, grant.lease_id if how == "release" else ANY_LEASE)
+    cluster.wait_empty(decode)
+    if stage != "running":
+        peer.push(grant, blocks, 3 if stage == "data" else 0)
+        peer.push_failed(grant)
+    assert not cluster.finished(req.request_id)
+    peer.engine.release(req.request_id)
+
+
+def test_messages_for_another_incarnation_change_nothing(
+    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd
+) -> None:
+    req = new_request()
+    peer.send(peer.reserve_message(req, incarnation="0" * 16))
+    assert peer.receive(Stale).incarnation == decode.address.incarnation
+    grant = peer.reserve(req)
+    peer.send(Handoff(manifest=peer.manifest(req, grant, 5, decode_incarnation="0" * 16)))
+    assert peer.receive(Stale).request_id == req.request_id
+    assert peer.reserve(req) == grant
+    cluster.wait(lambda: decode.counter("stale_messages_total") == 2)
+
+
+@pytest.mark.parametrize("field", ["name", "dtype", "shape"])
+def test_other_segments_are_refused_by_name(peer: PrefillEnd, field: str) -> None:
+    req = new_request()
+    segment = peer.engine.pool.segments[0]
+    other = {"name": "draft", "dtype": "bfloat16", "shape": (1, 2, 16, 2, 16)}[field]
+    changed = msgspec.structs.replace(segment, **{field: other})
+    peer.send(peer.reserve_message(req, segments=[changed]))
+    refused = peer.receive(ReserveRefused)
+    assert refused.error_kind == "transfer"
+    assert f"segments[0].{field}" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"version": 99}, "version"),
+        ({"num_tokens": 49}, "num_tokens"),
+        ({"token_ids_digest": b"0" * 16}, "token_ids_digest"),
+        ({"segments": []}, "segments"),
+        ({"block_ids": [0, 1, 2, 3]}, "block_ids"),
+        ({"pushed_blocks": 3}, "pushed_blocks"),
+        ({"first_token": VOCAB_SIZE}, "first_token"),
+        ({"first_token_position": 51}, "first_token_position"),
+        ({"prefill_incarnation": "0" * 16}, "prefill_incarnation"),
+        ({"sampling": SamplingState(seed=1, num_output_tokens=1)}, "sampling.seed"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused_by_name(
+    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd, changes: dict[str, Any], field: str
+) -> None:
+    taken, req = new_request(), new_request()
+    peer.reserve(taken)  # so that this one's blocks are not the pool's first
+    grant = peer.reserve(req)
+    peer.send(Handoff(manifest=peer.manifest(req, grant, 5, **changes)))
+    ack = peer.receive(HandoffAck)
+    assert ack.field == field
+    assert field in (ack.error or "")
+    peer.release(taken, ANY_LEASE)
+    cluster.wait_empty(decode)
+
+
+def test_a_hand_off_of_an_unknown_lease_is_refused(peer: PrefillEnd) -> None:
+    req = new_request()
+    grant = Reserved(
+        request_id=req.request_id,
+        lease_id="none",
+        incarnation=peer.decode.incarnation,
+        block_ids=[1, 2, 3, 4],
+        cached_blocks=0,
+    )
+    peer.hand_off(req, grant, 5)
+    assert "lease" in (peer.receive(HandoffAck).error or "")
+
+
+def test_a_lease_without_progress_expires(cluster: Cluster, decode: RunningWorker, peer: PrefillEnd) -> None:
+    req = new_request()
+    blocks, _ = peer.prefill(req)
+    grant = peer.reserve(req, ttl_s=0.6)
+    peer.push(grant, blocks, 0, 1)
+    ack = peer.receive(HandoffAck)
+    assert "no progress" in (ack.error or "")
+    cluster.wait_empty(decode)
+    assert decode.counter("reservations_expired_total") == 1
+    peer.push(grant, blocks, 1)
+    peer.push_failed(grant)
+    peer.engine.release(req.request_id)
+
+
+def test_asking_again_renews_a_lease(cluster: Cluster, decode: RunningWorker, peer: PrefillEnd) -> None:
+    req = new_request()
+    grant = peer.reserve(req, ttl_s=0.8)
+    until = time.monotonic() + 2.0
+    while time.monotonic() < until:
+        assert peer.silent(0.2)
+        assert peer.reserve(req) == grant
+    cluster.refresh(decode)
+    assert decode.counter("reservations_expired_total") == 0
+
+
+def test_reservations_wait_in_line(
+    cluster: Cluster, model_folder: Path, source: tuple[Engine, RegisteredPool]
+) -> None:
+    small = tiny_config(model_folder, max_model_len=256, kv_cache_memory_bytes=16 * 16 * 512)
+    decode = cluster.start("decode", "decode-0", small)
+    for peer in closing(PrefillEnd(cluster, decode.address, *source)):
+        first, second, third = new_request(200), new_request(100), new_request(16)
+        grant = peer.reserve(first)
+        peer.send(peer.reserve_message(second))
+        assert peer.silent(0.5)
+        peer.send(peer.reserve_message(third, ttl_s=0.5))  # it would fit, but must not overtake
+        refused = peer.receive(ReserveRefused)
+        assert (refused.request_id, refused.error_kind) == (third.request_id, "overloaded")
+        cluster.refresh(decode)
+        assert decode.used_blocks == len(grant.block_ids)
+        peer.release(first, grant.lease_id)
+        granted = peer.receive(Reserved)
+        assert granted.request_id == second.request_id
+        peer.release(second, granted.lease_id)
+        cluster.wait_empty(decode)
+
+
+def test_an_impossible_request_is_refused(peer: PrefillEnd) -> None:
+    req = new_request(1000, max_tokens=100)
+    peer.send(peer.reserve_message(req))
+    refused = peer.receive(ReserveRefused)
+    assert refused.error_kind == "invalid"
+    assert "max_tokens" in refused.reason
+
+
+def test_a_dead_prefill_worker_frees_its_leases_at_once(
+    cluster: Cluster, decode: RunningWorker, peer: PrefillEnd
+) -> None:
+    req = new_request()
+    blocks, _ = peer.prefill(req)
+    grant = peer.reserve(req, ttl_s=60.0)
+    peer.push(grant, blocks, 0, 2)
+    peer.pushed(grant, Sent)
+    cluster.refresh(decode)
+    assert decode.used_blocks == 4
+    peer.sender.close()
+    cluster.wait_empty(decode)
+    assert decode.counter("kv_transfer_failures_total") == 1
+    peer.engine.release(req.request_id)
+
+
+def test_another_prefill_worker_takes_a_request_over(
+    cluster: Cluster,
+    decode: RunningWorker,
+    peer: PrefillEnd,
+    source: tuple[Engine, RegisteredPool],
+    reference: PreTrainedModel,
+) -> None:
+    """The first one's late messages must not touch what the second one has."""
+    req = new_request()
+    old_grant = peer.reserve(req)
+    for other in closing(PrefillEnd(cluster, decode.address, *source, name="prefill-u")):
+        blocks, first_token = other.prefill(req)
+        grant = other.reserve(req)
+        assert grant.lease_id != old_grant.lease_id
+        peer.release(req, ANY_LEASE)
+        peer.release(req, old_grant.lease_id)
+        peer.push(old_grant, blocks)
+        peer.push_failed(old_grant)
+        other.push(grant, blocks)
+        other.hand_off(req, grant, first_token)
+        assert other.receive(HandoffAck).error is None
+        cluster.run(req.request_id)
+        assert cluster.tokens(req.request_id) == continuation(reference, req, first_token)
+        other.engine.release(req.request_id)
+    cluster.wait_empty(decode)

@@ -1,0 +1,246 @@
+"""A real prefill worker, with the test in the decode worker's place."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtransfer.interface import Progress, RegisteredPool
+from kvtransfer.memory import allocate
+from protocol.messages import (
+    Generate,
+    Handoff,
+    HandoffAck,
+    PeerAddress,
+    Release,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Stale,
+)
+from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
+from tests.worker.peer_ends import DecodeEnd, closing
+from tests.worker.tiny_model import VOCAB_SIZE
+from worker.leases import ANY_LEASE
+
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+HANDOFF_TIMEOUT_S = 1.5
+
+
+def prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(1, VOCAB_SIZE), k=length)
+
+
+@pytest.fixture
+def prefill(cluster: Cluster, model_folder: Path) -> RunningWorker:
+    return cluster.start("prefill", "prefill-0", tiny_config(model_folder, handoff_timeout=HANDOFF_TIMEOUT_S))
+
+
+@pytest.fixture
+def peer(cluster: Cluster) -> Iterator[DecodeEnd]:
+    memory = allocate(100 * BLOCK_BYTES)
+    pool = RegisteredPool(
+        buffer=memory.buffer,
+        block_bytes=BLOCK_BYTES,
+        num_blocks=100,
+        format="float32/2x2x16/16",
+        memory_fd=memory.fd,
+    )
+    yield from closing(DecodeEnd(cluster, pool))
+
+
+def start(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd, name: str = "r", length: int = 50, **more: Any
+) -> Any:
+    req = request(name, prompt(length), **more)
+    cluster.generate(prefill, req, peer.address)
+    return req
+
+
+def assert_failed(cluster: Cluster, prefill: RunningWorker, name: str, kind: str) -> str:
+    cluster.run(name)
+    error = cluster.error(name)
+    assert error.error_kind == kind
+    cluster.wait_empty(prefill)
+    return error.error or ""
+
+
+def test_the_first_token_waits_for_no_transfer(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
+) -> None:
+    req = start(cluster, prefill, peer)
+    cluster.wait(lambda: len(cluster.outputs["r"]) == 1)
+    reserve = peer.receive(Reserve)
+    peer.reply(peer.grant(reserve.request))
+    manifest = peer.receive(Handoff).manifest
+    assert manifest.first_token == cluster.outputs["r"][0][1].token_ids[0]
+    assert manifest.num_tokens == len(req.prompt_token_ids)
+    cluster.refresh(prefill)
+    assert prefill.used_blocks == 4
+    peer.reply(HandoffAck(request_id="r", lease_id="lease"))
+    cluster.wait_empty(prefill)
+    assert len(cluster.outputs["r"]) == 1
+    assert not cluster.finished("r")
+
+
+def test_chunks_are_pushed_while_the_next_one_computes(
+    cluster: Cluster, model_folder: Path, peer: DecodeEnd
+) -> None:
+    prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.05")
+    start(cluster, prefill, peer, length=640)
+    peer.reply(peer.grant(peer.receive(Reserve).request))
+    seen: list[int] = []
+
+    def first_token() -> bool:
+        seen.extend(event.blocks_received for event in peer.receiver.poll() if isinstance(event, Progress))
+        return bool(cluster.outputs["r"])
+
+    cluster.wait(first_token)
+    assert len(seen) > 4 and seen[-1] >= 30
+    assert seen == sorted(seen)
+    peer.receive(Handoff)
+
+
+def test_nothing_is_reserved_before_the_request_is_taken_up(
+    cluster: Cluster, model_folder: Path, peer: DecodeEnd
+) -> None:
+    config = tiny_config(model_folder, max_num_seqs=1)
+    prefill = cluster.start("prefill", "prefill-0", config, fault="slow:0.01")
+    cluster.generate(prefill, request("busy", prompt(10), max_tokens=60))
+    cluster.wait(lambda: len(cluster.outputs["busy"]) > 2)
+    start(cluster, prefill, peer)
+    assert peer.silent(0.2)
+    cluster.run("busy")
+    assert peer.receive(Reserve).request.request_id == "r"
+
+
+def test_a_silent_decode_worker_is_given_up(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
+) -> None:
+    started = time.monotonic()
+    start(cluster, prefill, peer)
+    assert "--handoff-timeout" in assert_failed(cluster, prefill, "r", "timeout")
+    assert time.monotonic() - started < HANDOFF_TIMEOUT_S + 2
+    peer.receive(Reserve)
+    assert peer.receive(Release).lease_id == ANY_LEASE
+    assert prefill.counter("handoffs_expired_total") == 1
+
+
+def test_an_unreachable_decode_worker_is_given_up(cluster: Cluster, prefill: RunningWorker) -> None:
+    nowhere = PeerAddress(worker_id="decode-x", incarnation="0" * 16, control="tcp://127.0.0.1:9")
+    cluster.generate(prefill, request("r", prompt(50)), nowhere)
+    assert "no common transport" in assert_failed(cluster, prefill, "r", "transfer")
+
+
+def test_a_missing_acknowledgement_is_given_up(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
+) -> None:
+    start(cluster, prefill, peer)
+    peer.reply(peer.grant(peer.receive(Reserve).request))
+    peer.receive(Handoff)
+    assert_failed(cluster, prefill, "r", "timeout")
+    assert peer.receive(Release).lease_id == "lease"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "text"),
+    [
+        (ReserveRefused(request_id="r", error_kind="overloaded", reason="full up"), "overloaded", "full up"),
+        (Stale(request_id="r", incarnation="0" * 16), "worker_lost", "restarted"),
+        (
+            Reserved(request_id="r", lease_id="l", incarnation="0" * 16, block_ids=[1, 2], cached_blocks=0),
+            "transfer",
+            "2 blocks",
+        ),
+        (
+            Reserved(
+                request_id="r", lease_id="l", incarnation="0" * 16, block_ids=[1, 2, 3, 4], cached_blocks=5
+            ),
+            "transfer",
+            "5 cached",
+        ),
+    ],
+    ids=["refused", "stale", "too few blocks", "too many cached"],
+)
+def test_bad_answers_fail_the_request(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd, answer: Any, kind: str, text: str
+) -> None:
+    start(cluster, prefill, peer)
+    peer.receive(Reserve)
+    peer.reply(answer)
+    assert text in assert_failed(cluster, prefill, "r", kind)
+
+
+def test_a_refused_manifest_fails_the_request(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
+) -> None:
+    start(cluster, prefill, peer)
+    peer.reply(peer.grant(peer.receive(Reserve).request))
+    peer.receive(Handoff)
+    peer.reply(HandoffAck(request_id="r", lease_id="other"))
+    peer.reply(HandoffAck(request_id="r", lease_id="lease", error="it does not fit", field="num_tokens"))
+    assert "it does not fit" in assert_failed(cluster, prefill, "r", "transfer")
+    cluster.wait(lambda: prefill.counter("stale_messages_total") == 1)
+
+
+def test_a_lost_connection_fails_the_request_at_once(
+    cluster: Cluster, model_folder: Path, peer: DecodeEnd
+) -> None:
+    config = tiny_config(model_folder, handoff_timeout=60.0)
+    prefill = cluster.start("prefill", "prefill-0", config, fault="slow:0.05")
+    start(cluster, prefill, peer, length=900)
+    peer.reply(peer.grant(peer.receive(Reserve).request))
+    cluster.wait(lambda: any(isinstance(event, Progress) for event in peer.receiver.poll()))
+    peer.receiver.close()
+    assert_failed(cluster, prefill, "r", "transfer")
+
+
+def test_an_answer_after_an_abort_is_released(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
+) -> None:
+    start(cluster, prefill, peer)
+    reserve = peer.receive(Reserve)
+    cluster.abort("r")
+    assert peer.receive(Release).lease_id == ANY_LEASE
+    cluster.wait_empty(prefill)
+    peer.reply(peer.grant(reserve.request))
+    assert peer.receive(Release).lease_id == "lease"
+    assert not cluster.finished("r")
+
+
+def test_a_long_prompt_renews_its_lease(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:
+    """The worker's own patience must not end while it is the engine that takes its time."""
+    config = tiny_config(model_folder, handoff_timeout=0.8)
+    prefill = cluster.start("prefill", "prefill-0", config, fault="slow:0.2")
+    start(cluster, prefill, peer, length=900)
+    grant = peer.grant(peer.receive(Reserve).request)
+    peer.reply(grant)
+    renewals = 0
+    while True:
+        message = peer.receive(object)
+        if isinstance(message, Handoff):
+            break
+        assert isinstance(message, Reserve), message
+        renewals += 1
+        peer.reply(grant)
+    assert renewals >= 3
+    peer.reply(HandoffAck(request_id="r", lease_id="lease"))
+    cluster.wait_empty(prefill)
+    assert not cluster.finished("r")
+
+
+def test_a_request_sent_twice_runs_once(cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd) -> None:
+    req = start(cluster, prefill, peer)
+    incarnation = prefill.address.incarnation
+    cluster.send("prefill-0", Generate(incarnation=incarnation, request=req, decode=peer.address))
+    peer.receive(Reserve)
+    assert peer.silent(0.2)
+    cluster.wait(lambda: prefill.counter("duplicate_messages_total") == 1)
+    cluster.wait(lambda: prefill.state.num_running == 0 and bool(cluster.outputs["r"]))
+    cluster.refresh(prefill)
+    assert len(cluster.outputs["r"]) == 1

@@ -1,0 +1,69 @@
+"""Faults of the engine, the end of the router and the worker's own end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.worker.harness import Cluster, request, tiny_config
+
+PROMPT = [5, 6, 7, 8]
+
+
+def test_a_failed_step_costs_only_its_requests(cluster: Cluster, model_folder: Path) -> None:
+    worker = cluster.start("decode", "decode-0", tiny_config(model_folder), fault="fail:1")
+    cluster.generate(worker, request("first", PROMPT))
+    cluster.run("first")
+    assert cluster.error("first").error_kind == "internal"
+    cluster.generate(worker, request("second", PROMPT))
+    cluster.run("second")
+    assert len(cluster.tokens("second")) == 12
+    cluster.wait_empty(worker)
+    assert worker.counter("step_failures_total") == 1
+
+
+def test_an_engine_that_keeps_failing_ends_the_worker(cluster: Cluster, model_folder: Path) -> None:
+    worker = cluster.start("decode", "decode-0", tiny_config(model_folder), fault="fail:100")
+    names = ["a", "b", "c"]
+    for name in names:
+        cluster.generate(worker, request(name, PROMPT))
+        cluster.run(name)
+        assert cluster.error(name).error_kind == "internal"
+    assert "BrokenEngineError" in worker.ended_with()
+
+
+def test_a_worker_without_its_router_ends(model_folder: Path) -> None:
+    cluster = Cluster()
+    worker = cluster.start("decode", "decode-0", tiny_config(model_folder))
+    cluster.close()
+    worker.join(timeout_s=15)
+
+
+def test_a_model_that_is_not_there_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="--model"):
+        cluster.start("decode", "decode-0", tiny_config(tmp_path))
+
+
+def test_an_idle_worker_uses_no_cpu(cluster: Cluster, model_folder: Path) -> None:
+    worker = cluster.start("decode", "decode-0", tiny_config(model_folder))
+    process = psutil.Process(worker.process.pid)
+
+    def seconds() -> float:
+        times = process.cpu_times()
+        return times.user + times.system
+
+    before, beats = seconds(), 0
+    cluster.states.clear()
+    while beats < 20:
+        cluster.wait(lambda: worker.address.incarnation in cluster.states)
+        cluster.states.clear()
+        beats += 1
+    assert seconds() - before < 0.25
+
+
+def test_a_worker_ends_when_told(cluster: Cluster, model_folder: Path) -> None:
+    worker = cluster.start("prefill", "prefill-0", tiny_config(model_folder))
+    worker.stop()
+    assert worker.ended_with() == ""
