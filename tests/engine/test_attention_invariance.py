@@ -1,4 +1,4 @@
-"""A row's bits do not depend on what else is in the pack, on the threads, or on how its prompt was chunked."""
+"""A row's bits depend neither on the rest of the pack, nor on the threads, nor on the chunks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,8 @@ from tests.engine.attention_packs import Pack, describe, make_pack, run
 pytestmark = pytest.mark.skipif(
     "cpu" not in available_backends(torch.device("cpu")), reason="the CPU kernel needs a C++ compiler"
 )
-CROWD = [
-    (1, 1300),
-    (1, 40),
-    (9, 700),
-    (130, 1100),
-    (64, 64),
-    (1, 513),
-    (5, 512),
-    (1, 2),
-    (40, 3000),
-    (1, 4100),
-]
-SETTINGS = [(None, None), (100, None), (700, None), (None, 4.0), (50, 4.0)]
+CROWD = [(1, 1300), (1, 40), (9, 700), (80, 600), (64, 64), (1, 513), (5, 512), (1, 2)]
+SETTINGS = [(None, None), (100, None), (700, 4.0)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -38,19 +27,15 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b)
-
-
 @pytest.mark.parametrize(("window", "softcap"), SETTINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_alone_and_in_a_crowd(dtype: torch.dtype, window: int | None, softcap: float | None) -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     together = run("cpu", make_pack(CROWD, dtype=dtype), window=window, softcap=softcap)
     row = 0
     for s, lengths in enumerate(CROWD):
         alone = run("cpu", make_pack([lengths], dtype=dtype, first_seed=s), window=window, softcap=softcap)
-        assert same_bits(together[row : row + lengths[0]], alone), lengths
+        assert torch.equal(together[row : row + lengths[0]], alone), lengths
         row += lengths[0]
 
 
@@ -61,26 +46,26 @@ def test_any_number_of_threads(
     heads: tuple[int, int], dtype: torch.dtype, window: int | None, softcap: float | None
 ) -> None:
     results = []
-    for count in (1, 2, 7):
+    for count in (1, 2, 5):
         torch.set_num_threads(count)
         pack = make_pack(CROWD, heads=heads[0], kv_heads=heads[1], dtype=dtype)
         results.append(run("cpu", pack, window=window, softcap=softcap))
-    assert same_bits(results[0], results[1])
-    assert same_bits(results[0], results[2])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize(("window", "softcap"), SETTINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("chunk", [1, 3, 16, 100, 256])
+@pytest.mark.parametrize("chunk", [1, 16, 100])
 def test_prefill_whole_in_chunks_or_row_by_row(
     chunk: int, dtype: torch.dtype, window: int | None, softcap: float | None
 ) -> None:
-    torch.set_num_threads(2)
-    length = 700
+    torch.set_num_threads(1)
+    length = 600
     whole = make_pack([(length, length)], dtype=dtype)
     expected = run("cpu", whole, window=window, softcap=softcap)
     chunked = make_pack([(length, length)], dtype=dtype)
-    assert same_bits(run_in_chunks(chunked, chunk, window, softcap), expected)
+    assert torch.equal(run_in_chunks(chunked, chunk, window, softcap), expected)
 
 
 def run_in_chunks(pack: Pack, chunk: int, window: int | None, softcap: float | None) -> Tensor:

@@ -39,9 +39,9 @@ struct Call {
     double scale, softcap;
 };
 
-// Query rows [first_query, first_query + queries) of a sequence, one KV head's group, some of the splits.
+// Query rows [first_query, first_query + queries) of a sequence for some KV heads' groups and some splits.
 struct Task {
-    int sequence, kv_head, first_query, queries, first_split, last_split;
+    int sequence, first_query, queries, first_head, heads, first_split, last_split;
     int shared;  // index of the Shared if other tasks have the rest of the splits, or -1
     int64_t cost;
 };
@@ -99,6 +99,7 @@ class Attention {
     template <class Math, class Element> void attend_as(int thread);
     template <class Math, class Element> struct Worker;
 
+    int max_rows() const { return std::max(1, TASK_ROWS / group) * group; }
     int query_len(int s) const { return step.query_start[s + 1] - step.query_start[s]; }
 
     Pool pool;
@@ -113,6 +114,7 @@ class Attention {
     std::vector<Scratch> scratch;
     std::atomic<int64_t> next_item{0};
     std::atomic<int> next_thread{0};
+    int threads_running = 1;
     void (Attention::*work)(int) = nullptr;
 };
 
@@ -156,21 +158,24 @@ void Attention::plan() {
     scratch.resize(std::max<size_t>(scratch.size(), step.threads));
 }
 
+// Cuts a tile of query rows into tasks of about the target cost: by heads, and if that isn't enough, by splits.
 void Attention::add_tasks(int sequence, int first_query, int queries, int64_t target) {
     const int64_t keys = step.context_len[sequence] - query_len(sequence) + first_query + queries;
-    const int64_t cost = keys * (queries * group + PACK_COST);
-    const int splits = int((keys + SPLIT - 1) / SPLIT);
-    const int pieces = int(std::min<int64_t>(splits, (cost + target - 1) / target));
-    for (int head = 0; head < pool.num_kv_heads; head++) {
+    const int64_t head_cost = keys * (queries * group + PACK_COST);
+    const int kv_heads = int(pool.num_kv_heads), splits = int((keys + SPLIT - 1) / SPLIT);
+    const int heads = int(std::clamp<int64_t>(target / head_cost, 1, max_rows() / (queries * group)));
+    const int pieces = int(std::clamp<int64_t>((head_cost + target - 1) / target, 1, splits));
+    for (int head = 0; head < kv_heads; head += heads) {
+        const int count = std::min(heads, kv_heads - head);
         int index = -1;
         if (pieces > 1) {
             index = int(shared.size());
             shared.emplace_back(pieces, splits, num_partials);
-            num_partials += int64_t(splits) * queries * group * (width + 2 * LANES);
+            num_partials += int64_t(splits) * count * queries * group * (width + 2 * LANES);
         }
         for (int p = 0; p < pieces; p++)
-            tasks.push_back({sequence, head, first_query, queries, splits * p / pieces, splits * (p + 1) / pieces,
-                             index, cost / pieces});
+            tasks.push_back({sequence, first_query, queries, head, count, splits * p / pieces,
+                             splits * (p + 1) / pieces, index, head_cost * count / pieces});
     }
 }
 
@@ -178,7 +183,8 @@ void Attention::run(int threads, void (Attention::*given)(int)) {
     work = given;
     next_item = 0;
     next_thread = 0;
-    if (threads <= 1 || !pool.parallel) return (this->*work)(0);
+    threads_running = pool.parallel ? threads : 1;
+    if (threads_running <= 1) return (this->*work)(0);
     auto entry = [](void* self) {
         auto* attention = static_cast<Attention*>(self);
         (attention->*attention->work)(attention->next_thread++);
@@ -218,7 +224,7 @@ template <class Math, class Element> struct Attention::Worker {
     Worker(Attention& attention, Scratch& scratch)
         : a(attention), how(float(a.call.scale), float(a.call.softcap)), head_dim(int(a.pool.head_dim)),
           words(head_dim / Math::PER_WORD), width(a.width) {
-        const int max_rows = std::max(1, TASK_ROWS / a.group) * a.group;
+        const int max_rows = a.max_rows();
         const size_t state = size_t(max_rows) * (width + 2 * LANES);
         const size_t sizes[] = {size_t(max_rows) * words, size_t(TILE) * words, size_t(TILE) * width,
                                 16 * size_t(head_dim), BLOCK_ROWS * TILE, BLOCK_ROWS * TILE, state, state};
@@ -233,103 +239,118 @@ template <class Math, class Element> struct Attention::Worker {
         weights = (Word*)scratch.take(sizes[5]);
         total = {scratch.take(sizes[6]), width};
         partial = {scratch.take(sizes[7]), width};
+        origins.resize(max_rows);
     }
 
-    void run(const Task& task) {
-        rows = task.queries * a.group;
+    // `after` is a guess at this thread's next task, whose first keys are fetched ahead.
+    void run(const Task& task, const Task* after) {
+        head_rows = task.queries * a.group;
+        rows = head_rows * task.heads;
         first_position = a.step.context_len[task.sequence] - a.query_len(task.sequence) + task.first_query;
         first_token = a.step.query_start[task.sequence] + task.first_query;
         load_queries(task);
-        if (task.shared < 0) {
-            total.clear(rows);
-            bool any = false;
-            for (int split = task.first_split; split < task.last_split; split++) {
-                if (!any) {
-                    any = attend_split(task, split, total);
-                } else {
-                    partial.clear(rows);
-                    if (attend_split(task, split, partial)) fold(total, partial, rows);
-                }
-            }
-            return finish(task, total);
-        }
-        Shared& shared = a.shared[task.shared];
+        const auto [begin, end] = keys_of(task);
+        locate(task, begin, end, *next);
+        bool first = true;
         for (int split = task.first_split; split < task.last_split; split++) {
-            RowState state = state_of(shared, split);
+            const RowState state = task.shared >= 0 ? state_of(a.shared[task.shared], split) : first ? total : partial;
             state.clear(rows);
-            attend_split(task, split, state);
+            const int64_t split_end = std::min(end, (split + 1) * int64_t(SPLIT));
+            for (int64_t key = std::max(begin, split * int64_t(SPLIT)); key < split_end; key += TILE) {
+                std::swap(tile, next);
+                if (key + TILE < end)
+                    locate(task, key + TILE, end, *next);
+                else if (after)
+                    locate(*after, keys_of(*after).first, keys_of(*after).second, *next);
+                else
+                    next->count = 0;
+                attend_tile(task, key, state);
+            }
+            if (task.shared < 0 && !first) fold(total, partial, rows);
+            first = false;
         }
+        if (task.shared < 0) return finish(total);
+        Shared& shared = a.shared[task.shared];
         if (shared.pieces_left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
         for (int split = 1; split < shared.splits; split++) fold(state_of(shared, 0), state_of(shared, split), rows);
-        finish(task, state_of(shared, 0));
+        finish(state_of(shared, 0));
     }
 
     RowState state_of(const Shared& shared, int split) const {
         return {a.partials.data() + shared.partial + int64_t(split) * rows * (width + 2 * LANES), width};
     }
 
+    // Rows are ordered by KV head, query position, head of the group.
     void load_queries(const Task& task) {
-        for (int r = 0; r < rows; r++) {
-            const Element* row = (const Element*)a.call.query + (first_token + r / a.group) * a.call.query_token +
-                                 (task.kv_head * a.group + r % a.group) * a.call.query_head;
-            memcpy(queries + r * words, as_words(row, head_dim, buffer), words * sizeof(Word));
-        }
+        for (int r = 0, head = task.first_head * a.group; head < (task.first_head + task.heads) * a.group; head += a.group)
+            for (int q = 0; q < task.queries; q++)
+                for (int g = 0; g < a.group; g++, r++) {
+                    origins[r] = {q, head + g};
+                    const Element* row = (const Element*)a.call.query + (first_token + q) * a.call.query_token +
+                                         (head + g) * a.call.query_head;
+                    memcpy(queries + r * words, as_words(row, head_dim, buffer), words * sizeof(Word));
+                }
     }
 
-    // Returns whether any of the split's keys is visible to any row.
-    bool attend_split(const Task& task, int split, const RowState& state) {
-        const int64_t end = std::min<int64_t>((split + 1) * int64_t(SPLIT), first_position + task.queries);
-        int64_t begin = split * int64_t(SPLIT);
-        if (a.call.window) begin = std::max(begin, (first_position - a.call.window + 1) & ~int64_t(TILE - 1));
-        for (int64_t first = begin; first < end; first += TILE)
-            attend_tile(task, first, int(std::min<int64_t>(TILE, end - first)), state);
-        return begin < end;
+    // The keys of a task's splits that any of its rows may see: [first, last).
+    std::pair<int64_t, int64_t> keys_of(const Task& task) const {
+        const int64_t position = a.step.context_len[task.sequence] - a.query_len(task.sequence) + task.first_query;
+        int64_t first = task.first_split * int64_t(SPLIT);
+        if (a.call.window) first = std::max(first, (position - a.call.window + 1) & ~int64_t(TILE - 1));
+        return {first, std::min<int64_t>(task.last_split * int64_t(SPLIT), position + task.queries)};
     }
 
-    void attend_tile(const Task& task, int64_t first_key, int count, const RowState& state) {
-        const Element *key_rows[TILE], *value_rows[TILE];
+    void locate(const Task& task, int64_t first_key, int64_t end, TileRows<Element>& rows) const {
         const int32_t* table = a.step.block_table + task.sequence * a.step.table_stride;
-        const Element* base = (const Element*)a.pool.data + a.call.layer * a.pool.layer_stride + task.kv_head * head_dim;
+        const Element* base =
+            (const Element*)a.pool.data + a.call.layer * a.pool.layer_stride + task.first_head * head_dim;
         int64_t block = first_key / a.pool.block_size, offset = first_key % a.pool.block_size;
-        for (int k = 0; k < count; k++) {
-            key_rows[k] = base + table[block] * a.pool.block_stride + offset * a.pool.num_kv_heads * head_dim;
-            value_rows[k] = key_rows[k] + a.pool.side_stride;
+        rows.to_value = a.pool.side_stride;
+        rows.count = int(std::clamp<int64_t>(end - first_key, 0, TILE));
+        for (int k = 0; k < rows.count; k++) {
+            rows.keys[k] = base + table[block] * a.pool.block_stride + offset * a.pool.num_kv_heads * head_dim;
             if (++offset == a.pool.block_size) block++, offset = 0;
         }
-        pack_keys<Math>(key_rows, count, head_dim, buffer, keys);
-        pack_values(value_rows, count, head_dim, width, values);
-        for (int row = 0; row < rows; row += BLOCK_ROWS)
-            attend_rows(row, std::min(BLOCK_ROWS, rows - row), first_key, count, state);
     }
 
-    void attend_rows(int row, int count, int64_t first_key, int keys_in_tile, const RowState& state) {
+    void attend_tile(const Task& task, int64_t first_key, const RowState& state) {
+        Sweep<Element> sweep{*next, head_dim * task.heads};
+        const int quota = (2 * TILE / task.heads + 11) / 12;
+        for (int head = 0; head < task.heads; head++) {
+            pack_keys<Math>(*tile, head * head_dim, head_dim, buffer, keys, sweep, quota);
+            pack_values(*tile, head * head_dim, head_dim, width, values, sweep, quota);
+            for (int row = 0; row < head_rows; row += BLOCK_ROWS)
+                attend_rows(head * head_rows + row, std::min(BLOCK_ROWS, head_rows - row), first_key, state, sweep, quota);
+        }
+    }
+
+    void attend_rows(int row, int count, int64_t first_key, const RowState& state, Sweep<Element>& sweep, int quota) {
         int low[BLOCK_ROWS], high[BLOCK_ROWS], most = 0;
         for (int r = 0; r < count; r++) {
-            const int64_t position = first_position + (row + r) / a.group;
-            high[r] = int(std::min<int64_t>(keys_in_tile, position + 1 - first_key));
+            const int64_t position = first_position + origins[row + r].query;
+            high[r] = int(std::min<int64_t>(tile->count, position + 1 - first_key));
             low[r] = a.call.window ? int(std::max<int64_t>(0, position + 1 - a.call.window - first_key)) : 0;
             most = std::max(most, low[r] < high[r] ? high[r] : 0);
         }
         if (most == 0) return;
-        const int vectors = (most + LANES - 1) / LANES;
-        product_of<Math>(count, queries + row * words, words, keys, TILE, words, nullptr, scores, TILE, vectors);
+        const int groups = (most + 15) / 16, depth = (most + Math::PER_WORD - 1) / Math::PER_WORD;
+        sweep.fetch(quota);
+        product_of<Math, false>(count, queries + row * words, words, keys, TILE, words, nullptr, scores, TILE,
+                                groups * 16 / LANES);
+        sweep.fetch(quota);
         float rescale[BLOCK_ROWS];
-        for (int r = 0; r < count; r++)
-            rescale[r] = softmax_step<Math>(scores + r * TILE, vectors, low[r], high[r], how, state.maximum(row + r),
-                                            state.sums(row + r), weights + r * TILE);
-        product_of<Math>(count, weights, TILE, values, width, (most + Math::PER_WORD - 1) / Math::PER_WORD, rescale,
-                         state.output(row), state.stride(), width / LANES);
+        softmax_of<Math>(groups, count, scores, low, high, how, state, row, weights, rescale);
+        sweep.fetch(quota);
+        product_of<Math, true>(count, weights, TILE, values, width, depth, rescale, state.output(row), state.stride(),
+                               width / LANES);
     }
 
-    void finish(const Task& task, const RowState& state) {
+    void finish(const RowState& state) {
         for (int r = 0; r < rows; r++) {
-            const int64_t token = first_token + r / a.group;
+            const int64_t token = first_token + origins[r].query;
             if (a.step.slots[token] < 0) continue;
-            Element* out = (Element*)a.call.out + token * a.call.out_token +
-                           (task.kv_head * a.group + r % a.group) * a.call.out_head;
-            const float sum = sum_of_lanes(load(state.sums(r)));
-            const float* output = state.output(r);
-            for (int d = 0; d < head_dim; d++) out[d] = from_float<Element>(output[d] / sum);
+            Element* out = (Element*)a.call.out + token * a.call.out_token + origins[r].head * a.call.out_head;
+            write_output(state.output(r), 1 / sum_of_lanes(load(state.sums(r))), head_dim, out);
         }
     }
 
@@ -339,13 +360,21 @@ template <class Math, class Element> struct Attention::Worker {
     Word *queries, *keys, *values, *buffer, *weights;
     float* scores;
     RowState total, partial;
-    int rows = 0;
+    struct Origin {
+        int query, head;
+    };
+    std::vector<Origin> origins;
+    TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1];
+    int rows = 0, head_rows = 0;
     int64_t first_position = 0, first_token = 0;
 };
 
 template <class Math, class Element> void Attention::attend_as(int thread) {
     Worker<Math, Element> worker(*this, scratch[thread]);
-    for (size_t i; (i = next_item++) < tasks.size();) worker.run(tasks[i]);
+    for (size_t i; (i = next_item++) < tasks.size();) {
+        const size_t after = i + size_t(threads_running);
+        worker.run(tasks[i], after < tasks.size() ? &tasks[after] : nullptr);
+    }
 }
 
 void Attention::attend(int thread) {
