@@ -120,6 +120,19 @@ def test_a_large_flat_vocabulary_is_searched_in_pieces():
     assert Sampler(vocab_size, "cpu", EOS).sample(logits, rows).token_ids == expected
 
 
+@pytest.mark.parametrize("params", [{}, {"min_p": 1e-12}, {"top_p": 1 - 1e-9}, {"top_k": 5999}])
+def test_many_unlikely_tokens_beat_a_likely_one_together(params):
+    """Each is 12 nats down, so only the greatest noise lifts one of them to the top."""
+    vocab_size = 100_000 if not params.get("top_k") else 6000
+    logits = torch.full((64, vocab_size), -12.0)
+    logits[:, 5] = 0.0
+    logits += 1e-3 * torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(0))
+    rows = [make_row(str(seed), seed=seed, **params) for seed in range(64)]
+    tokens = Sampler(vocab_size, "cpu", EOS).sample(logits, rows).token_ids
+    assert tokens == [reference_sample(logits[i], row, EOS) for i, row in enumerate(rows)]
+    assert len(set(tokens)) > 10 or vocab_size == 6000
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.5, "repetition_penalty": 2.0}])
 def test_the_callers_logits_stay_as_they_are(params):
     logits = torch.randn(2, 50)
