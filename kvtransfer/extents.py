@@ -25,8 +25,8 @@ RUN_BYTES = 12
 _WIRE_TYPE = np.dtype("<i4")
 NO_RUNS: Runs = np.zeros((0, 3), dtype=np.int32)
 
-BATCH_BYTES = 1024 * 1024
-MAX_BATCH_BUFFERS = 256
+BATCH_BYTES = 4 * 1024 * 1024
+MAX_BATCH_BUFFERS = 512
 """Well under IOV_MAX (1024): the kernel walks the whole list at each call, however much it then moves."""
 
 

@@ -125,6 +125,7 @@ class Link(threading.Thread):
         deadline = time.monotonic() + timeout_s
         with self._state:
             self._queues.pop(lease_id, None)
+            self._refused.pop(lease_id, None)
             pieces = [piece for _, piece in self._in_flight if piece.lease_id == lease_id]
         with self._reading:
             for piece in pieces:
@@ -150,7 +151,7 @@ class Link(threading.Thread):
         try:
             self._serve(*self._connect())
         except StoppedError:
-            pass
+            logger.debug("the link to %s is closing", self.peer.worker_id)
         except ProtocolError as error:
             reason = self._count("malformed", error)
         except TransferError as error:
@@ -262,16 +263,15 @@ class Link(threading.Thread):
 
     def _acknowledged(self, ack: Ack) -> None:
         with self._state:
-            if not self._in_flight or self._in_flight[0][0] != ack.sequence:
-                raise ProtocolError(
-                    f"an acknowledgement of piece {ack.sequence}, which is not the oldest sent"
-                )
+            sent = len(self._in_flight) - (self._current is not None)
+            if not sent or self._in_flight[0][0] != ack.sequence:
+                raise ProtocolError(f"an ack of piece {ack.sequence}, which is not the oldest one sent")
             _, piece = self._in_flight.popleft()
             lease_id = piece.lease_id
             if ack.error and piece.wanted:
                 self._refused.setdefault(lease_id, ack.error)
                 self._queues.pop(lease_id, None)
-            is_last = not any(other.lease_id == lease_id for _, other in self._in_flight)
+            is_last = not any(other.lease_id == lease_id and other.wanted for _, other in self._in_flight)
             refusal = self._refused.pop(lease_id, "") if is_last else self._refused.get(lease_id, "")
             self._state.notify_all()
         self._progress_at = time.monotonic()

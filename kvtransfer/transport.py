@@ -1,6 +1,6 @@
 """What a wire has to provide. Pieces, acks, leases and the handshake are the same for all of them.
 
-A new transport implements the four classes' methods and adds itself to the registry in `transports.py`.
+A new transport implements these three protocols and adds itself to the registry in `transports.py`.
 """
 
 from __future__ import annotations
