@@ -18,7 +18,6 @@ from decode_worker.reservations import PendingReservation, Reservation, Reservat
 from engine.engine import Engine
 from kvtransfer.interface import Failed
 from kvtransfer.receiver import Receiver
-from protocol.config import transport_names
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
 from protocol.ids import token_ids_digest
@@ -55,7 +54,7 @@ class DecodeLoop(WorkerLoop):
             key=parts.keys.transfer_key,
             worker_id=parts.worker_id,
             incarnation=parts.incarnation,
-            transports=transport_names(parts.config),
+            transports=parts.transport_names,
             host=parts.host,
             on_event=parts.wake.set,
         )
@@ -152,6 +151,8 @@ class DecodeLoop(WorkerLoop):
         return False
 
     def _segment_problem(self, message: Reserve) -> str | None:
+        if not self.address.offers:
+            return "this worker offers no transport"
         ours = self.engine.pool.segments
         if len(message.segments) != len(ours):
             return f"segments: {len(message.segments)} of them, expected {len(ours)}"

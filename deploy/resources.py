@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import msgspec
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def worker_count(config: ServeConfig) -> int:
@@ -53,11 +56,20 @@ def gpu_share(config: ServeConfig, num_gpus: float) -> float:
     return min(1.0, num_gpus / worker_count(config))
 
 
-def worker_config(config: ServeConfig, gpus: float, cores: int) -> ServeConfig:
-    """The configuration as one worker gets it: threads chosen, a shared GPU's memory divided."""
-    device = "cuda" if gpus > 0 else "cpu"
-    memory = config.gpu_memory_utilization * (gpus if 0 < gpus < 1 else 1.0)
-    threads, _ = choose_threads(config, cores)
-    return msgspec.structs.replace(
-        config, device=device, gpu_memory_utilization=memory, worker_threads=threads
+def plan_workers(config: ServeConfig, num_gpus: float, cores: int) -> tuple[ServeConfig, float]:
+    """The configuration that the workers get, and each one's share of a GPU.
+
+    Threads are chosen and a shared GPU's memory is divided. On GPUs the workers are colocated: today's
+    transports move host memory only.
+    """
+    if config.disaggregation and gpu_share(config, num_gpus) > 0:
+        log.warning("no transport here reaches GPU memory: decode workers prefill for themselves")
+        config = msgspec.structs.replace(config, disaggregation=False)
+    gpus = gpu_share(config, num_gpus)
+    planned = msgspec.structs.replace(
+        config,
+        device="cuda" if gpus > 0 else "cpu",
+        gpu_memory_utilization=config.gpu_memory_utilization * (gpus or 1.0),
+        worker_threads=choose_threads(config, cores)[0],
     )
+    return planned, gpus

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from deploy.actors import WorkerActor
 from deploy.launcher import RouterView
-from deploy.resources import available_cores, gpu_share, thread_environment, worker_config, worker_count
+from deploy.resources import available_cores, plan_workers, thread_environment, worker_count
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.ids import new_incarnation
@@ -73,13 +73,12 @@ class Supervisor:
         self._keys = keys
         self._router = router
         self._cores = available_cores()
-        self._gpus = gpu_share(config, num_gpus)
-        self._config = worker_config(config, self._gpus, self._cores)
+        self._config, self._gpus = plan_workers(config, num_gpus, self._cores)
         self._is_local = is_local
         self._stop = stop
         self._on_ready = on_ready
         self._announced = False
-        prefills = config.prefill_replicas if config.disaggregation else 0
+        prefills = config.prefill_replicas if self._config.disaggregation else 0
         self._slots = [_Slot(f"prefill-{index}", "prefill") for index in range(prefills)]
         self._slots += [_Slot(f"decode-{index}", "decode") for index in range(config.decode_replicas)]
 

@@ -14,7 +14,6 @@ from kvtransfer.interface import Completed, Failed
 from kvtransfer.sender import Sender
 from prefill_worker.handover import Handover, make_manifest
 from prefill_worker.peers import PeerLinks
-from protocol.config import transport_names
 from protocol.errors import TandemError
 from protocol.messages import (
     EngineRequest,
@@ -50,7 +49,7 @@ class PrefillLoop(WorkerLoop):
             key=parts.keys.transfer_key,
             worker_id=parts.worker_id,
             incarnation=parts.incarnation,
-            transports=transport_names(parts.config),
+            transports=parts.transport_names,
             on_event=parts.wake.set,
         )
         parts.transfer_counters = self._sender.counters

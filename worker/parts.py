@@ -33,7 +33,8 @@ _STATS = (
 class WorkerParts:
     """Everything that the loop, the heartbeat and the transfers of one worker process share.
 
-    `host` is the address that the worker's own sockets bind.
+    `host` is the address that the worker's own sockets bind. `transport_names` are those on offer,
+    `transports` those in use, by the peer's worker id.
     """
 
     config: ServeConfig
@@ -46,6 +47,7 @@ class WorkerParts:
     wake: Wakeup = field(default_factory=Wakeup)
     counters: Counters = field(default_factory=Counters)
     lifecycle: Lifecycle = "starting"
+    transport_names: list[str] = field(default_factory=list)
     transports: dict[str, str] = field(default_factory=dict)
     transfer_counters: Callable[[], dict[str, float]] = dict
     engine: Engine | None = None

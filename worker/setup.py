@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.memory import PoolMemory, allocate
-from protocol.config import ServeConfig
+from protocol.config import ServeConfig, transport_names
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,11 @@ def address_towards(endpoint: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool]:
+def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool, list[str]]:
     """Load the model and make its pool in memory that transfers can reach.
 
-    Raises what the engine raises for a model that it cannot serve.
+    GPU memory is out of their reach: there the transfers get a stand-in of one block, and `transports` is
+    empty. Raises what the engine raises for a model that it cannot serve.
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
@@ -56,11 +57,15 @@ def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool]:
         return memory[0].buffer
 
     engine = Engine(config, allocate=allocate_pool)
+    block_bytes = engine.pool.block_bytes
+    if not memory:
+        stand_in = RegisteredPool(buffer=allocate(block_bytes).buffer, block_bytes=block_bytes, num_blocks=1)
+        return engine, stand_in, []
     pool = RegisteredPool(
         buffer=memory[0].buffer,
-        block_bytes=engine.pool.block_bytes,
+        block_bytes=block_bytes,
         num_blocks=engine.pool.num_blocks,
         format=engine.kv_format,
         memory_fd=memory[0].fd,
     )
-    return engine, pool
+    return engine, pool, transport_names(config)

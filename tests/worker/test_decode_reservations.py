@@ -28,7 +28,8 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def source(model_folder: Path) -> tuple[Engine, RegisteredPool]:
-    return build_engine(tiny_config(model_folder))
+    engine, pool, _ = build_engine(tiny_config(model_folder))
+    return engine, pool
 
 
 @pytest.fixture

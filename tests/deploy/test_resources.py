@@ -1,0 +1,51 @@
+"""What workers get of their host."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.resources import choose_threads, plan_workers, thread_environment
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("cores", "changes", "threads"),
+    [
+        (2, {}, 1),
+        (2, {"disaggregation": False}, 2),
+        (16, {}, 8),
+        (16, {"prefill_replicas": 3, "decode_replicas": 2}, 3),
+        (1, {"prefill_replicas": 3}, 1),
+        (2, {"worker_threads": 5}, 5),
+    ],
+)
+def test_threads(cores: int, changes: dict[str, int], threads: int) -> None:
+    assert choose_threads(ServeConfig(**changes), cores)[0] == threads
+
+
+def test_crowded_threads_do_not_spin() -> None:
+    assert "OMP_WAIT_POLICY" not in thread_environment(1, workers=2, cores=2)
+    assert thread_environment(2, workers=2, cores=2)["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_plan_on_a_cpu() -> None:
+    config, gpus = plan_workers(ServeConfig(), num_gpus=0, cores=4)
+    assert gpus == 0
+    assert (config.device, config.worker_threads, config.disaggregation) == ("cpu", 2, True)
+    assert config.gpu_memory_utilization == ServeConfig().gpu_memory_utilization
+    config, gpus = plan_workers(ServeConfig(device="cpu"), num_gpus=8, cores=4)
+    assert (config.device, gpus) == ("cpu", 0)
+
+
+def test_plan_on_gpus() -> None:
+    config, gpus = plan_workers(ServeConfig(decode_replicas=2), num_gpus=1, cores=16)
+    assert (config.device, gpus, config.disaggregation) == ("cuda", 0.5, False)
+    assert config.gpu_memory_utilization == pytest.approx(0.45)
+    config, gpus = plan_workers(ServeConfig(decode_replicas=2), num_gpus=8, cores=16)
+    assert (gpus, config.gpu_memory_utilization) == (1.0, 0.9)
+
+
+def test_cuda_without_a_gpu_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--device"):
+        plan_workers(ServeConfig(device="cuda"), num_gpus=0, cores=4)
