@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.sampler.batch import BatchParams
-from engine.sampler.ops import at_least, column_chunks, sort_rows_descending, true_indices
+from engine.sampler.ops import at_least, column_chunks, exp_, sort_rows_descending, true_indices
 
 _FIRST_SHARE = 2.0**-14
 _SLACK = 1e-3
@@ -55,7 +55,7 @@ def _total_mass(values: Tensor, floor: Tensor, has_value_filter: bool) -> Tensor
     """float64 [n, 1]: sum of exp(value) over the values >= `floor`."""
     total = torch.zeros(len(values), 1, dtype=torch.float64, device=values.device)
     for _, chunk in column_chunks(values):
-        weights = chunk.exp()
+        weights = exp_(chunk.clone())
         if has_value_filter:
             weights.masked_fill_(chunk < floor, 0.0)
         total += weights.sum(dim=1, keepdim=True, dtype=torch.float64)

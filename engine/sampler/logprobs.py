@@ -17,7 +17,8 @@ _MAX_ELEMENTS = 2**24
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """One entry per row of `logits` [n, vocab]: the given token's log-probability and rank, the likeliest.
 
-    Among equals the lower token id comes first. Values are at least -9999, which JSON can express.
+    Among equals the lower token id comes first. Values are at least -9999, which JSON can
+    express; those of a row with NaN are all -9999.
     """
     chunk = max(1, _MAX_ELEMENTS // logits.shape[1])
     entries: list[TokenLogprobs] = []
@@ -30,6 +31,10 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
 def _chunk_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     values = logits.float().contiguous()
     normalizer = values.logsumexp(dim=1, keepdim=True)
+    unusable = ~normalizer.isfinite()
+    if unusable.any():
+        values = values.masked_fill(unusable, -torch.inf)
+        normalizer = normalizer.masked_fill(unusable, 0.0)
     chosen = values.gather(1, torch.tensor(token_ids, device=values.device).unsqueeze(1))
     ranks = ((values > chosen).sum(dim=1) + 1).tolist()
     own = (chosen - normalizer).clamp_min_(_MIN_LOGPROB).squeeze(1).tolist()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 _CPU_CHUNK = 2**16
 _DEVICE_CHUNK = 2**24
+_NEGLIGIBLE = -60.0
 
 
 def column_chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -44,6 +45,11 @@ def true_indices(mask: Tensor) -> tuple[Tensor, Tensor]:
     starts = torch.searchsorted(flat, torch.arange(num_rows + 1) * width)
     rows = torch.repeat_interleave(starts.diff())
     return rows, flat - rows * width
+
+
+def exp_(values: Tensor) -> Tensor:
+    """exp in place, at least 1e-26: a CPU takes thirty times longer where the result is denormal."""
+    return values.clamp_min_(_NEGLIGIBLE).exp_()
 
 
 def sort_rows_descending(values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.sampler.noise import gumbel_noise, noise_bits, tail_probability
-from engine.sampler.ops import argmax_rows, at_least, column_chunks, true_indices
+from engine.sampler.ops import argmax_rows, at_least, column_chunks, exp_, true_indices
 
 _SLACK = 1e-4
 _TAIL_SLACK = 2.0**-22
@@ -28,6 +28,6 @@ def challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     for start, chunk in column_chunks(values):
         token_ids = torch.arange(start, start + chunk.shape[1], device=values.device)
         tail = tail_probability(noise_bits(keys, token_ids)).sub_(_TAIL_SLACK)
-        rows, columns = true_indices(at_least((chunk - score_to_beat).exp_(), tail))
+        rows, columns = true_indices(at_least(exp_(chunk - score_to_beat), tail))
         found.append((rows, columns + start))
     return torch.cat([rows for rows, _ in found]), torch.cat([ids for _, ids in found])

@@ -52,6 +52,19 @@ def test_forbidden_tokens_have_a_number_that_json_can_hold():
     assert entry.rank == 2
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_broken_row_spoils_no_other(bad):
+    logits = torch.zeros(3, 8)
+    logits[1, 2] = bad
+    rows = [make_row(str(i), temperature=0.0, logprobs=3) for i in range(3)]
+    got = Sampler(8, "cpu", []).sample(logits, rows)
+    assert got.failed_rows == [1]
+    assert got.logprobs[1].top_logprobs == [-9999.0] * 3
+    for index in (0, 2):
+        assert got.logprobs[index].top_token_ids == [0, 1, 2]
+        assert got.logprobs[index].logprob == pytest.approx(-math.log(8))
+
+
 def test_more_alternatives_than_tokens():
     (entry,) = token_logprobs(torch.tensor([[0.0, 1.0]]), [0], [20])
     assert entry.top_token_ids == [1, 0]
