@@ -42,7 +42,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str, eos_token_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._eos_token_ids = list(eos_token_ids)
+        self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._penalties = Penalties()
         self._batch: BatchParams | None = None
 

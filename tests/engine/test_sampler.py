@@ -111,10 +111,11 @@ def test_alone_or_in_a_crowd_the_token_is_the_same():
     assert shuffled.token_ids == [together[i] for i in order]
 
 
-def test_a_large_flat_vocabulary_is_searched_in_pieces():
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_a_large_flat_vocabulary_is_searched_in_pieces(spread):
     torch.manual_seed(2)
     vocab_size = 70_001
-    logits = torch.randn(4, vocab_size)
+    logits = spread * torch.randn(4, vocab_size)
     rows = [make_row(str(i), seed=i, **p) for i, p in enumerate([{}, {"top_p": 0.99}, {"min_p": 0.01}, {}])]
     expected = [reference_sample(logits[i], row, EOS) for i, row in enumerate(rows)]
     assert Sampler(vocab_size, "cpu", EOS).sample(logits, rows).token_ids == expected
@@ -210,6 +211,12 @@ def test_min_tokens_holds_the_end_back():
     assert token([5]) == 2
     assert token([5, 5]) == 0
     assert token([], ignore_eos=True) == 0, "EOS means nothing to such a request"
+
+
+def test_an_eos_token_beyond_the_logits_harms_no_other_row():
+    logits = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    rows = [make_row("a", min_tokens=1, temperature=0.0), make_row("b", temperature=0.0)]
+    assert Sampler(2, "cpu", [3]).sample(logits, rows).token_ids == [1, 1]
 
 
 def test_banned_sequences_are_not_completed():
