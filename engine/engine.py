@@ -25,7 +25,14 @@ from engine.scheduler import ScheduledStep, Scheduler
 from engine.sequence import Sequence, Stage
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
-from protocol.messages import EngineRequest, FinishReason, RequestTiming, TokenLogprobs, TokenOutput
+from protocol.messages import (
+    EngineRequest,
+    ErrorKind,
+    FinishReason,
+    RequestTiming,
+    TokenLogprobs,
+    TokenOutput,
+)
 from protocol.sampling import check_sampling_params
 
 logger = logging.getLogger("tandem.engine")
@@ -185,13 +192,18 @@ class Engine:
         self._collect_prompt_logprobs(step, logits)
         rows = [sequence.sampling_row() for sequence in sampled]
         output = self._sampler.sample(logits[: len(rows)], rows) if rows else None
+        if output is not None:
+            for index in output.failed_rows:
+                reason = "no token has a finite score (every token forbidden, or the model computed NaN)"
+                result.outputs.append(self._fail(sampled[index], "internal", reason))
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
-            sequence.num_computed += count
-            assert sequence.table is not None
-            self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
+            if sequence.table is not None:
+                sequence.num_computed += count
+                self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
         if output is not None:
             for sequence, token_id, logprobs in zip(sampled, output.token_ids, output.logprobs, strict=True):
-                result.outputs.append(self._accept(sequence, token_id, logprobs))
+                if sequence.table is not None:
+                    result.outputs.append(self._accept(sequence, token_id, logprobs))
         return result
 
     def computed_blocks(self, request_id: str) -> int:
@@ -261,20 +273,17 @@ class Engine:
     def _expire(self) -> list[TokenOutput]:
         now = time.monotonic()
         queued = self._scheduler.running + self._scheduler.waiting
-        outputs = []
-        for sequence in [sequence for sequence in queued if now > sequence.deadline]:
-            self._forget(sequence)
-            message = f"not finished within {sequence.request.timeout_s:g} s"
-            outputs.append(
-                TokenOutput(
-                    request_id=sequence.request_id,
-                    token_ids=[],
-                    finish_reason="error",
-                    error_kind="timeout",
-                    error=message,
-                )
-            )
-        return outputs
+        return [
+            self._fail(sequence, "timeout", f"not finished within {sequence.request.timeout_s:g} s")
+            for sequence in queued
+            if now > sequence.deadline
+        ]
+
+    def _fail(self, sequence: Sequence, kind: ErrorKind, reason: str) -> TokenOutput:
+        self._forget(sequence)
+        return TokenOutput(
+            request_id=sequence.request_id, token_ids=[], finish_reason="error", error_kind=kind, error=reason
+        )
 
     def _collect_prompt_logprobs(self, step: ScheduledStep, logits: Tensor) -> None:
         """Prompt rows come after the sampled rows in `logits`, in the order of the step's sequences."""

@@ -202,7 +202,7 @@ def test_a_reservation_is_activated_or_aborted(
 
 
 def test_no_room_for_a_reservation_now(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(num_blocks=16)
+    engine = make_engine(num_blocks=17)
     assert engine.reserve(ask("a", prompt_of(200))) is not None
     assert engine.reserve(ask("b", prompt_of(200, 1))) is None
     engine.abort("a")
@@ -251,7 +251,20 @@ def test_refuses_by_field(make_engine: Callable[..., Engine], changes: dict[str,
 
 def test_a_pool_too_small_for_one_sequence_names_the_flag(make_engine: Callable[..., Engine]) -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
-        make_engine(num_blocks=15)
+        make_engine(num_blocks=16)
+
+
+def test_a_request_without_a_possible_token_fails_alone(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    engine = make_engine()
+    banned = {"allowed_token_ids": [5], "banned_token_sequences": [[5]]}
+    engine.add(ask("impossible", prompt_of(20), sampling=banned))
+    engine.add(ask("fine", prompt_of(20)))
+    outputs = run(engine)
+    assert [output.error_kind for output in outputs["impossible"]] == ["internal"]
+    assert tokens(outputs["fine"]) == greedy(reference, prompt_of(20), 8)
+    assert_empty(engine)
 
 
 def test_two_tenants_share_nothing(make_engine: Callable[..., Engine]) -> None:
