@@ -75,6 +75,7 @@ _library.define(
 )
 _library.impl("paged_attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAME}::paged_attention", _run_meta, lib=_library)
+_paged_attention = torch.ops.tandem.paged_attention.default
 
 
 def paged_attention_forward(
@@ -95,7 +96,7 @@ def paged_attention_forward(
     [1, total_tokens, num_heads, head_dim]. Raises UnsupportedModelError for what would be computed wrongly.
     """
     _refuse_unsupported(module, query, key, value, attention_mask, dropout, kwargs)
-    out = torch.ops.tandem.paged_attention(
+    out = _paged_attention(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),

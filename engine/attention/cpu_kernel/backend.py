@@ -59,9 +59,8 @@ class CpuBackend:
             raise ValueError("the cpu attention backend takes contiguous pools")
         self._library = load()
         self._pool = pool
-        self._dtype = pool.dtype
         num_blocks, self._num_layers, _, block_size, kv_heads, head_dim = pool.shape
-        self._kv_shape = (kv_heads, head_dim)
+        self._kv_shape = (0, kv_heads, head_dim)
         arguments = _Arguments("=Q 3q 4q q Q")
         arguments.fill(
             pool.data_ptr(),
@@ -79,7 +78,6 @@ class CpuBackend:
         self._call = _Arguments("=4Q 8q 3q 2d")
         self._run = self._library.tandem_attention_forward
         self._metadata: AttentionMetadata | None = None
-        self._rows = 0
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Raises ValueError where the metadata lead outside the pool."""
@@ -89,14 +87,15 @@ class CpuBackend:
         if not all(t.is_contiguous() for t in (*int32, metadata.slot_mapping)):
             raise ValueError("attention metadata must be contiguous")
         self._metadata = metadata  # the kernel reads its memory until the next step
-        self._rows = metadata.slot_mapping.shape[0]
+        rows = metadata.slot_mapping.shape[0]
+        self._kv_shape = (rows, *self._kv_shape[1:])
         num_seqs, max_blocks = metadata.block_table.shape
         self._step.fill(
             *(t.data_ptr() for t in int32),
             metadata.slot_mapping.data_ptr(),
             max_blocks,
             num_seqs,
-            self._rows,
+            rows,
             torch.get_num_threads(),
         )
         wrong = self._library.tandem_attention_begin(self._kernel, self._step.address)
@@ -116,27 +115,22 @@ class CpuBackend:
         softcap: float | None,
         out: Tensor | None = None,
     ) -> Tensor:
-        query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
+        query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
+        if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+            query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         if out is None:
-            out = torch.empty(query.shape, dtype=self._dtype)
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._check(layer, query, key, value, out)
-        query_token, query_head, _ = query.stride()
-        key_token, key_head, _ = key.stride()
-        value_token, value_head, _ = value.stride()
-        out_token, out_head, _ = out.stride()
         self._call.fill(
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
             out.data_ptr(),
-            query_token,
-            query_head,
-            key_token,
-            key_head,
-            value_token,
-            value_head,
-            out_token,
-            out_head,
+            *query_strides[:2],
+            *key_strides[:2],
+            *value_strides[:2],
+            *out.stride()[:2],
             layer,
             query.shape[1],
             sliding_window or 0,
@@ -148,23 +142,17 @@ class CpuBackend:
 
     def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """What the kernel would read or write out of bounds."""
+        shape, expected = query.shape, self._kv_shape
         if self._metadata is None:
             raise RuntimeError("begin_step must come before forward")
-        rows, heads, head_dim = query.shape
-        kv_heads = self._kv_shape[0]
-        if key.shape != (rows, *self._kv_shape) or value.shape != key.shape or rows != self._rows:
+        if key.shape != expected or value.shape != expected:
+            raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {expected}")
+        if shape[0] != expected[0] or shape[2] != expected[2] or shape[1] % expected[1] or out.shape != shape:
+            raise ValueError(f"query {tuple(shape)} or its output does not fit keys {expected}")
+        dtype = self._pool.dtype
+        if not (query.dtype is key.dtype is value.dtype is out.dtype is dtype) or out.stride(2) != 1:
             raise ValueError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit"
-                f" the step's {self._rows} rows and the pool's heads {self._kv_shape}"
+                f"query, key, value and out must be of the pool's {dtype}, their rows contiguous"
             )
-        if head_dim != self._kv_shape[1] or heads % kv_heads or out.shape != query.shape:
-            raise ValueError(f"query {tuple(query.shape)} does not fit the pool's heads {self._kv_shape}")
-        dtypes = (query.dtype, key.dtype, value.dtype, out.dtype)
-        if dtypes != (self._dtype,) * 4 or out.stride(2) != 1:
-            raise ValueError(f"query, key, value, out of {dtypes} do not fit the pool of {self._dtype}")
         if not 0 <= layer < self._num_layers:
             raise ValueError(f"layer {layer} is not among the pool's {self._num_layers}")
-
-
-def _rows_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()

@@ -23,7 +23,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).parent / "attention.cpp"
-_SOURCES = (_SOURCE, _SOURCE.with_name("tile.h"), _SOURCE.with_name("simd.h"))
+_SOURCES = [_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))]
 _FLAGS = [
     "-std=c++17",
     "-O3",

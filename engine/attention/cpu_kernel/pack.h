@@ -1,0 +1,117 @@
+// Copies a tile's keys and values out of their blocks into the order that the product kernel reads.
+#pragma once
+
+#include <algorithm>
+
+#include "product.h"
+
+// A row of elements as words of the arithmetic: in place where they are the same bits, else in the buffer.
+static inline const float* as_words(const float* row, int, float*) { return row; }
+static inline const uint32_t* as_words(const uint16_t* row, int, uint32_t*) { return (const uint32_t*)row; }
+static inline const float* as_words(const uint16_t* row, int head_dim, float* buffer) {
+    for (int d = 0; d < head_dim; d++) buffer[d] = bf16_to_float(row[d]);
+    return buffer;
+}
+
+// to[word][TILE] = from[16 keys][word]
+template <class Word>
+static inline void transpose_16(const Word* const* from, int words, Word* to) {
+    int w = 0;
+#if defined(__AVX512F__)
+    for (; w + 4 <= words; w += 4) {
+        __m512i v[4];  // v[i] holds four words of keys i, i + 4, i + 8 and i + 12
+        for (int i = 0; i < 4; i++) {
+            v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)(from[i] + w)));
+            v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const __m128i*)(from[i + 4] + w)), 1);
+            v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const __m128i*)(from[i + 8] + w)), 2);
+            v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const __m128i*)(from[i + 12] + w)), 3);
+        }
+        __m512i low01 = _mm512_unpacklo_epi32(v[0], v[1]), high01 = _mm512_unpackhi_epi32(v[0], v[1]);
+        __m512i low23 = _mm512_unpacklo_epi32(v[2], v[3]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
+        _mm512_storeu_si512(to + (w + 0) * TILE, _mm512_unpacklo_epi64(low01, low23));
+        _mm512_storeu_si512(to + (w + 1) * TILE, _mm512_unpackhi_epi64(low01, low23));
+        _mm512_storeu_si512(to + (w + 2) * TILE, _mm512_unpacklo_epi64(high01, high23));
+        _mm512_storeu_si512(to + (w + 3) * TILE, _mm512_unpackhi_epi64(high01, high23));
+    }
+#endif
+    for (; w < words; w++)
+        for (int k = 0; k < 16; k++) to[w * TILE + k] = from[k][w];
+}
+
+// Where a tile's keys lie, for the first head of a task; a key's value lies `to_value` elements behind it.
+template <class Element> struct TileRows {
+    const Element* keys[TILE];
+    int64_t to_value;
+    int count = 0;
+};
+
+// Fetches the tile after this one, all heads of the task, in the order of memory and a few rows at a time: in
+// between the work on this tile, so that the memory never waits for the arithmetic nor the other way round.
+template <class Element> struct Sweep {
+    const TileRows<Element>& rows;
+    int elements;  // of a row, all heads
+    int quota;     // rows to fetch at a time
+    int done = 0;
+
+    // Inlined by force: g++ takes a call that only prefetches for one without effect, and drops it.
+    __attribute__((always_inline)) void fetch() {
+        constexpr int LINE = 64 / sizeof(Element);
+        for (int last = std::min(done + quota, 2 * rows.count); done < last; done++) {
+            const bool value = done >= rows.count;
+            const Element* row = value ? rows.keys[done - rows.count] + rows.to_value : rows.keys[done];
+            for (int e = 0; e < elements; e += LINE) __builtin_prefetch(row + e, 0, 2);
+        }
+    }
+};
+
+// packed[word][TILE]: one column a key. Columns up to a multiple of 16 are filled (with the last key).
+template <class Math, class Element>
+static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
+                      typename Math::Word* buffer, typename Math::Word* packed) {
+    for (int first = 0; first < rows.count; first += 16) {
+        const typename Math::Word* group[16];
+        for (int k = 0; k < 16; k++) {
+            const Element* row = rows.keys[std::min(first + k, rows.count - 1)] + offset;
+            group[k] = as_words(row, head_dim, buffer + k * head_dim);
+        }
+        sweep.fetch();
+        transpose_16(group, head_dim / Math::PER_WORD, packed + first);
+    }
+}
+
+// packed[key][width]: the rows one after another, zeros from head_dim to width.
+template <class Element>
+static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
+                        int width, float* packed) {
+    offset += rows.to_value;
+    for (int k = 0; k < rows.count; k++, packed += width) {
+        if (k % 16 == 0) sweep.fetch();
+        const float* row = as_words(rows.keys[k] + offset, head_dim, packed);
+        if (row != packed) memcpy(packed, row, head_dim * sizeof(float));
+        memset(packed + head_dim, 0, (width - head_dim) * sizeof(float));
+    }
+}
+
+#if defined(BF16_PAIRS)
+// packed[pair of keys][width]: a word holds one dimension of two keys; an odd last key is paired with zeros.
+static void pack_values(const TileRows<uint16_t>& rows, int64_t offset, int head_dim, Sweep<uint16_t>& sweep,
+                        int width, uint32_t* packed) {
+    offset += rows.to_value;
+    alignas(64) uint16_t order[64];
+    for (int i = 0; i < 32; i++) order[2 * i] = i, order[2 * i + 1] = 32 + i;
+    const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
+    for (int k = 0; k < rows.count; k += 2, packed += width) {
+        if (k % 16 == 0) sweep.fetch();
+        const uint16_t* row = rows.keys[k] + offset;
+        const uint16_t* row_after = k + 1 < rows.count ? rows.keys[k + 1] + offset : nullptr;
+        for (int d = 0; d < head_dim; d += 32) {
+            __mmask32 mask = head_dim - d >= 32 ? ~0u : (1u << (head_dim - d)) - 1;
+            __m512i even = _mm512_maskz_loadu_epi16(mask, row + d);
+            __m512i odd = row_after ? _mm512_maskz_loadu_epi16(mask, row_after + d) : __m512i{};
+            _mm512_storeu_si512(packed + d, _mm512_permutex2var_epi16(even, low, odd));
+            if (d + 16 < width)
+                _mm512_storeu_si512(packed + d + 16, _mm512_permutex2var_epi16(even, high, odd));
+        }
+    }
+}
+#endif

@@ -1,0 +1,126 @@
+// What a step consists of, and how it is cut into tasks for the threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+constexpr int SPLIT = 512;      // keys; a multiple of the tile
+constexpr int TASK_ROWS = 72;   // query rows (positions times heads of the group) of one task
+constexpr int PACK_COST = 10;   // packing a key costs about as much as this many query rows
+constexpr int TASKS_EACH = 4;   // tasks per thread to aim at, so that no thread waits long for another
+
+struct Pool {
+    void* data;
+    int64_t block_stride, layer_stride, side_stride;  // in elements; a side is the keys or the values
+    int64_t num_blocks, block_size, num_kv_heads, head_dim;
+    int64_t is_bf16;
+    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null
+
+    int64_t block_bytes() const { return block_stride * (is_bf16 ? 2 : 4); }
+};
+
+// The step's metadata, as AttentionMetadata describes them.
+struct Step {
+    const int32_t *query_start, *context_len, *block_table;
+    const int64_t* slots;
+    int64_t table_stride, num_sequences, total_tokens, threads;
+
+    int query_len(int s) const { return query_start[s + 1] - query_start[s]; }
+    int64_t first_position(int s) const { return context_len[s] - query_len(s); }
+    int32_t block(int64_t s, int64_t index) const { return block_table[s * table_stride + index]; }
+
+    // The name of the field that leads outside the pool, or null.
+    const char* fault(const Pool& pool) const {
+        for (int64_t s = 0; s < num_sequences; s++) {
+            if (query_start[s] < 0 || query_len(s) < 0 || query_start[s + 1] > total_tokens)
+                return "query_start";
+            if (first_position(s) < 0 || context_len[s] > table_stride * pool.block_size)
+                return "context_len";
+            for (int64_t b = 0; b * pool.block_size < context_len[s]; b++)
+                if (block(s, b) < 0 || block(s, b) >= pool.num_blocks) return "block_table";
+        }
+        for (int64_t t = 0; t < total_tokens; t++)
+            if (slots[t] >= pool.num_blocks * pool.block_size) return "slot_mapping";
+        return nullptr;
+    }
+};
+
+// Query rows [first_query, first_query + queries) of a sequence for some KV heads' groups and some splits.
+struct Task {
+    int sequence, first_query, queries, first_head, heads, first_split, last_split;
+    int shared;  // index of the Shared if other tasks have the rest of the splits, or -1
+    int64_t cost;
+};
+
+// A task cut into pieces: their splits' partial results, and who comes last folds them.
+struct Shared {
+    int pieces, splits;
+    int64_t partial;  // where the first split's rows begin, in rows
+    std::atomic<int> pieces_left{0};
+
+    Shared(int pieces, int splits, int64_t partial) : pieces(pieces), splits(splits), partial(partial) {}
+};
+
+// The tasks of a step for layers whose KV heads have `group` query heads each, the costliest first.
+class Plan {
+  public:
+    int group = 0;
+    int64_t cost = 0;          // keys times rows
+    int64_t partial_rows = 0;  // that all Shareds need
+    std::vector<Task> tasks;
+    std::deque<Shared> shared;
+
+    int max_rows() const { return tile_queries() * group; }
+
+    void build(const Step& step, int num_kv_heads, int query_heads_per_kv_head) {
+        group = query_heads_per_kv_head;
+        cost = partial_rows = 0;
+        tasks.clear();
+        shared.clear();
+        each_tile(step, [&](int s, int q, int queries) {
+            cost += head_cost(keys_of(step, s, q, queries), queries) * num_kv_heads;
+        });
+        const int64_t target = step.threads > 1 ? cost / (step.threads * TASKS_EACH) + 1 : cost + 1;
+        each_tile(step, [&](int s, int q, int queries) {
+            add_tasks(s, q, queries, keys_of(step, s, q, queries), num_kv_heads, target);
+        });
+        auto costlier = [](const Task& a, const Task& b) { return a.cost > b.cost; };
+        std::stable_sort(tasks.begin(), tasks.end(), costlier);
+    }
+
+  private:
+    int tile_queries() const { return std::max(1, TASK_ROWS / group); }
+    int64_t head_cost(int64_t keys, int queries) const { return keys * (queries * group + PACK_COST); }
+    static int64_t keys_of(const Step& step, int s, int q, int queries) {
+        return step.first_position(s) + q + queries;
+    }
+
+    template <class Visit> void each_tile(const Step& step, Visit visit) const {
+        for (int s = 0; s < step.num_sequences; s++)
+            for (int q = 0; q < step.query_len(s); q += tile_queries())
+                visit(s, q, std::min(tile_queries(), step.query_len(s) - q));
+    }
+
+    // Cuts a tile of query rows into tasks of about the target cost: by heads, and if need be by splits.
+    void add_tasks(int sequence, int first_query, int queries, int64_t keys, int kv_heads, int64_t target) {
+        const int64_t each = head_cost(keys, queries);
+        const int splits = int((keys + SPLIT - 1) / SPLIT);
+        const int heads = int(std::clamp<int64_t>(target / each, 1, max_rows() / (queries * group)));
+        const int pieces = int(std::clamp<int64_t>((each + target - 1) / target, 1, splits));
+        for (int head = 0; head < kv_heads; head += heads) {
+            const int count = std::min(heads, kv_heads - head);
+            int index = -1;
+            if (pieces > 1) {
+                index = int(shared.size());
+                shared.emplace_back(pieces, splits, partial_rows);
+                partial_rows += int64_t(splits) * count * queries * group;
+            }
+            for (int p = 0; p < pieces; p++)
+                tasks.push_back({sequence, first_query, queries, head, count, splits * p / pieces,
+                                 splits * (p + 1) / pieces, index, each * count / pieces});
+        }
+    }
+};

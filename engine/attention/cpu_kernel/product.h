@@ -1,0 +1,89 @@
+// The product kernel: a block of query rows against a tile of packed keys or values.
+//
+// Every row goes through the same operations in the same order whatever rows it shares a block with, so a
+// row's result has the same bits alone, in a crowd, as a decode row and in a prefill chunk.
+#pragma once
+
+#include "simd.h"
+
+constexpr int TILE = 64;       // keys
+constexpr int BLOCK_ROWS = 6;  // query rows whose sums fit the registers, with BLOCK_COLS vectors each
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int BLOCK_COLS = 2;
+#else
+constexpr int BLOCK_COLS = 4;
+#endif
+
+// How two factors and a sum in float32 are combined: a word is one float32, or two bfloat16 where the CPU
+// multiplies pairs of them.
+struct FloatMath {
+    typedef float Word;
+    static constexpr int PER_WORD = 1;
+    static constexpr bool COARSE = false;
+    static inline Vec multiply_add(Vec sum, const float* a, Vec b) { return sum + *a * b; }
+    static inline Vec load_words(const float* from) { return load(from); }
+    static inline void store_weights(float* to, Vec weights) { store(to, weights); }
+};
+
+#if defined(BF16_PAIRS)
+struct PairMath {
+    typedef uint32_t Word;
+    static constexpr int PER_WORD = 2;
+    static constexpr bool COARSE = true;  // weights are rounded to bfloat16 anyway
+    static inline Vec multiply_add(Vec sum, const uint32_t* a, __m512i b) {
+        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(*a), (__m512bh)b);
+    }
+    static inline __m512i load_words(const uint32_t* from) { return _mm512_loadu_si512(from); }
+    static inline void store_weights(uint32_t* to, Vec weights) {
+        _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)weights));
+    }
+};
+#endif
+
+// sums[R][C vectors] = scale[R] * sums + a[R][depth] * b[depth][C vectors], or without the first term.
+template <class Math, bool ADD, int R, int C>
+static __attribute__((noinline)) void product(const typename Math::Word* a, int64_t a_stride,
+                                              const typename Math::Word* b, int64_t b_stride, int depth,
+                                              const float* scale, float* sums, int64_t sums_stride) {
+    Vec acc[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++)
+            acc[r][c] = ADD ? load(sums + r * sums_stride + c * LANES) * scale[r] : Vec{};
+    for (int d = 0; d < depth; d++) {
+        decltype(Math::load_words(b)) words[C];
+        for (int c = 0; c < C; c++) words[c] = Math::load_words(b + d * b_stride + c * LANES);
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++)
+                acc[r][c] = Math::multiply_add(acc[r][c], a + r * a_stride + d, words[c]);
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(sums + r * sums_stride + c * LANES, acc[r][c]);
+}
+
+template <class Math, bool ADD, int R>
+static void product_rows(const typename Math::Word* a, int64_t a_stride, const typename Math::Word* b,
+                         int64_t b_stride, int depth, const float* scale, float* sums, int64_t sums_stride,
+                         int vectors) {
+    int c = 0;
+    for (; c + BLOCK_COLS <= vectors; c += BLOCK_COLS)
+        product<Math, ADD, R, BLOCK_COLS>(a, a_stride, b + c * LANES, b_stride, depth, scale,
+                                          sums + c * LANES, sums_stride);
+    for (; c + 2 <= vectors; c += 2)
+        product<Math, ADD, R, 2>(a, a_stride, b + c * LANES, b_stride, depth, scale, sums + c * LANES,
+                                 sums_stride);
+    for (; c < vectors; c++)
+        product<Math, ADD, R, 1>(a, a_stride, b + c * LANES, b_stride, depth, scale, sums + c * LANES,
+                                 sums_stride);
+}
+
+template <class Math, bool ADD, class... Args>
+static inline void product_of(int rows, Args... args) {
+    switch (rows) {
+        case 1: return product_rows<Math, ADD, 1>(args...);
+        case 2: return product_rows<Math, ADD, 2>(args...);
+        case 3: return product_rows<Math, ADD, 3>(args...);
+        case 4: return product_rows<Math, ADD, 4>(args...);
+        case 5: return product_rows<Math, ADD, 5>(args...);
+        default: return product_rows<Math, ADD, BLOCK_ROWS>(args...);
+    }
+}

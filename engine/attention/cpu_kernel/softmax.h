@@ -1,0 +1,117 @@
+// The online softmax over the tiles of a context (Milakov and Gimelshein, 2018; FlashAttention, 2022).
+#pragma once
+
+#include <algorithm>
+
+#include "product.h"
+
+// How raw scores become base-2 logarithms of weights.
+struct ScoreScale {
+    float scale;   // applied to q.k, in units of log2
+    float inner;   // soft cap: 2 log2(e) scale / cap, or 0 for none
+    float capped;  // soft cap: log2(e) cap
+
+    ScoreScale(float qk_scale, float softcap) {
+        const float log2_e = 1.4426950408889634f;
+        inner = softcap > 0 ? 2 * log2_e * qk_scale / softcap : 0;
+        capped = log2_e * softcap;
+        scale = softcap > 0 ? 1 : qk_scale * log2_e;
+    }
+
+    Vec cap(Vec score) const {  // cap * tanh(score * scale / cap)
+        Vec x = max(-max(-(score * inner), splat(-40.0f)), splat(-40.0f));
+        return capped * (1.0f - 2.0f / (exp2(x) + 1.0f));
+    }
+};
+
+// Running results of some query rows, one after another with this stride: output [width], partial sums of
+// weights [LANES], maximum [LANES, the first used].
+struct RowState {
+    float* data;
+    int width;
+
+    static int stride(int width) { return width + 2 * LANES; }
+    int stride() const { return stride(width); }
+    float* output(int row) const { return data + int64_t(row) * stride(); }
+    float* sums(int row) const { return output(row) + width; }
+    float& maximum(int row) const { return output(row)[width + LANES]; }
+
+    void clear(int rows) const {
+        memset(data, 0, int64_t(rows) * stride() * sizeof(float));
+        for (int r = 0; r < rows; r++) maximum(r) = MINUS_INFINITY;
+    }
+};
+
+// The step of the online softmax of a block of rows over the scores of a tile's first GROUPS * 16 keys, of
+// which row r sees those in [low[r], high[r]). Writes their weights, zeros elsewhere; updates the rows'
+// maxima and sums; tells what to scale the rows' outputs by.
+template <class Math, int GROUPS>
+static void softmax_block(int rows, const float* scores, const int* low, const int* high,
+                          const ScoreScale& how, const RowState& state, int first_row,
+                          typename Math::Word* weights, float* rescale) {
+    constexpr int VECTORS = GROUPS * 16 / LANES;
+    alignas(64) float drop[LANES * ((BLOCK_ROWS + LANES - 1) / LANES)] = {};
+    Vec totals[BLOCK_ROWS];
+    for (int r = 0; r < rows; r++) {
+        Vec score[VECTORS];
+        for (int v = 0; v < VECTORS; v++) score[v] = load(scores + r * TILE + v * LANES);
+        if (how.inner > 0)
+            for (int v = 0; v < VECTORS; v++) score[v] = how.cap(score[v]);
+        if (low[r] > 0 || high[r] < GROUPS * 16)
+            for (int v = 0; v < VECTORS; v++) {
+                const IntVec key = lane_indices() + v * LANES;
+                score[v] = (key >= low[r]) & (key < high[r]) ? score[v] : splat(MINUS_INFINITY);
+            }
+        Vec largest = score[0];
+        for (int v = 1; v < VECTORS; v++) largest = max(largest, score[v]);
+        const float before = state.maximum(first_row + r);
+        const float maximum = std::max(before, largest_lane(largest) * how.scale);
+        state.maximum(first_row + r) = maximum;
+        // A row that has seen no key yet: any finite number makes all its weights 0.
+        const float subtract = maximum == MINUS_INFINITY ? 0 : maximum;
+        drop[r] = before - subtract;
+        totals[r] = Vec{};
+        for (int v = 0; v < VECTORS; v++) {
+            const Vec weight = exp2<Math::COARSE>(score[v] * how.scale - subtract);
+            totals[r] = totals[r] + weight;
+            Math::store_weights(weights + r * TILE + v * LANES / Math::PER_WORD, weight);
+        }
+    }
+    for (int i = 0; i < BLOCK_ROWS; i += LANES) store(drop + i, exp2(load(drop + i)));
+    for (int r = 0; r < rows; r++) {
+        rescale[r] = drop[r];
+        float* sums = state.sums(first_row + r);
+        store(sums, load(sums) * rescale[r] + totals[r]);
+    }
+}
+
+template <class Math, class... Args>
+static inline void softmax_of(int groups, Args... args) {
+    switch (groups) {
+        case 1: return softmax_block<Math, 1>(args...);
+        case 2: return softmax_block<Math, 2>(args...);
+        case 3: return softmax_block<Math, 3>(args...);
+        default: return softmax_block<Math, 4>(args...);
+    }
+}
+
+// The row's output divided by the sum of its weights.
+static inline void write_output(const float* output, float inverse_sum, int head_dim, float* to) {
+    for (int d = 0; d < head_dim; d++) to[d] = output[d] * inverse_sum;
+}
+static inline void write_output(const float* output, float inverse_sum, int head_dim, uint16_t* to) {
+    for (int d = 0; d < head_dim; d++) to[d] = float_to_bf16(output[d] * inverse_sum);
+}
+
+// Adds a later split's results to those of the splits before it.
+static __attribute__((noinline)) void fold(const RowState& into, const RowState& from, int rows) {
+    for (int r = 0; r < rows; r++) {
+        const float largest = std::max(into.maximum(r), from.maximum(r));
+        if (largest == MINUS_INFINITY) continue;
+        const Vec a = exp2(splat(into.maximum(r) - largest)), b = exp2(splat(from.maximum(r) - largest));
+        float *to = into.output(r), *add = from.output(r);
+        for (int i = 0; i < into.width + LANES; i += LANES)
+            store(to + i, load(to + i) * a + load(add + i) * b);
+        into.maximum(r) = largest;
+    }
+}
