@@ -39,7 +39,7 @@ class RayCluster:
         return self._address is None
 
     def start(self) -> None:
-        _quiet_environment()
+        _set_environment()
         if self.is_local:
             self._directory = make_directory()
             os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -85,12 +85,14 @@ class RayCluster:
             remove_directory(self._directory)
 
 
-def _quiet_environment() -> None:
-    """Must be set before Ray is imported."""
+def _set_environment() -> None:
+    """What Ray reads when it is imported, and what its processes inherit."""
     for name, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_COLOR_PREFIX": "0",
+        # Ray would otherwise put its workers behind every other process of the host.
+        "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }.items():
         os.environ.setdefault(name, value)
