@@ -19,7 +19,7 @@ from protocol.errors import ProtocolError
 Runs: TypeAlias = npt.NDArray[np.int32]
 BlockIndices: TypeAlias = npt.NDArray[np.int64]
 
-PIECE_BYTES = 8 * 1024 * 1024
+PIECE_BYTES = 16 * 1024 * 1024
 MAX_PIECE_BLOCKS = 4096
 RUN_BYTES = 12
 _WIRE_TYPE = np.dtype("<i4")

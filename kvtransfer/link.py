@@ -23,7 +23,7 @@ from protocol.messages import PeerAddress, TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
 
-MAX_IN_FLIGHT = 4
+MAX_IN_FLIGHT = 3
 """Pieces sent and not acknowledged. It bounds memory on the way, and how long an abort has to wait."""
 
 _ZEROS = memoryview(bytes(1024 * 1024))

@@ -61,7 +61,7 @@ def test_every_pushed_block_is_equal_and_no_other_changes(
 
 
 def test_pieces_larger_than_one_message(closing: Closing, transport: str) -> None:
-    num_blocks = 5000
+    num_blocks = 9000
     sender = closing(SenderEnd([transport], make_pool(num_blocks, 4096, seed=1)))
     receiver = closing(ReceiverEnd([transport], make_pool(num_blocks, 4096, seed=2)))
     targets = random.Random(3).sample(range(num_blocks), num_blocks)
