@@ -33,6 +33,7 @@ _FLAGS = [
     "-fPIC",
     "-shared",
 ]
+_NATIVE = ["-march=native"]
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT = 120.0  # seconds
 
@@ -77,7 +78,13 @@ def _cache_dir() -> Path:
 def build() -> Path:
     """The path of the library, compiled now unless the cache has it. Raises BuildError."""
     compiler = _compiler()
-    identity = [_run([*compiler, "--version"]), *_FLAGS, _cpu(), *(source.read_text() for source in _SOURCES)]
+    identity = [
+        _run([*compiler, "--version"]),
+        *_FLAGS,
+        *_NATIVE,
+        _cpu(),
+        *(source.read_text() for source in _SOURCES),
+    ]
     key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
     library = _cache_dir() / f"attention-{key}.so"
     if library.exists():
@@ -102,9 +109,9 @@ def build() -> Path:
 def _compile(compiler: list[str], output: str) -> None:
     command = [*compiler, *_FLAGS, str(_SOURCE), "-o", output]
     try:
-        _run([*command, "-march=native"])
+        _run([*command, *_NATIVE])
     except BuildError as error:
-        logger.info("compiling without -march=native: %s", error)
+        logger.info("compiling without %s: %s", shlex.join(_NATIVE), error)
         _run(command)
 
 

@@ -18,6 +18,7 @@ template <class Word>
 static inline void transpose_16(const Word* const* from, int words, Word* to) {
     int w = 0;
 #if defined(__AVX512F__)
+    asm volatile("" : : "r"(from) : "memory");  // keeps g++ from holding the 16 pointers in vector registers
     for (; w + 4 <= words; w += 4) {
         __m512i v[4];  // v[i] holds four words of keys i, i + 4, i + 8 and i + 12
         for (int i = 0; i < 4; i++) {
@@ -100,18 +101,24 @@ static void pack_values(const TileRows<uint16_t>& rows, int64_t offset, int head
     alignas(64) uint16_t order[64];
     for (int i = 0; i < 32; i++) order[2 * i] = i, order[2 * i + 1] = 32 + i;
     const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
+    const __mmask32 tail = (1u << head_dim % 32) - 1;
     for (int k = 0; k < rows.count; k += 2, packed += width) {
         if (k % 16 == 0) sweep.fetch();
-        const uint16_t* row = rows.keys[k] + offset;
-        const uint16_t* row_after = k + 1 < rows.count ? rows.keys[k + 1] + offset : nullptr;
-        for (int d = 0; d < head_dim; d += 32) {
-            __mmask32 mask = head_dim - d >= 32 ? ~0u : (1u << (head_dim - d)) - 1;
-            __m512i even = _mm512_maskz_loadu_epi16(mask, row + d);
-            __m512i odd = row_after ? _mm512_maskz_loadu_epi16(mask, row_after + d) : __m512i{};
+        const bool paired = k + 1 < rows.count;
+        const uint16_t *row = rows.keys[k] + offset, *row_after = rows.keys[paired ? k + 1 : k] + offset;
+        const __mmask32 odd_mask = paired ? ~0u : 0;
+        int d = 0;
+        for (; d + 32 <= head_dim; d += 32) {
+            const __m512i even = _mm512_loadu_si512(row + d);
+            const __m512i odd = _mm512_maskz_loadu_epi16(odd_mask, row_after + d);
             _mm512_storeu_si512(packed + d, _mm512_permutex2var_epi16(even, low, odd));
-            if (d + 16 < width)
-                _mm512_storeu_si512(packed + d + 16, _mm512_permutex2var_epi16(even, high, odd));
+            _mm512_storeu_si512(packed + d + 16, _mm512_permutex2var_epi16(even, high, odd));
         }
+        if (d == head_dim) continue;
+        const __m512i even = _mm512_maskz_loadu_epi16(tail, row + d);
+        const __m512i odd = _mm512_maskz_loadu_epi16(tail & odd_mask, row_after + d);
+        _mm512_storeu_si512(packed + d, _mm512_permutex2var_epi16(even, low, odd));
+        if (d + 16 < width) _mm512_storeu_si512(packed + d + 16, _mm512_permutex2var_epi16(even, high, odd));
     }
 }
 #endif

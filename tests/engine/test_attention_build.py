@@ -1,0 +1,167 @@
+"""How the CPU kernel is built, chosen and loaded, and what its Python side refuses."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention import select
+from engine.attention.cpu_kernel import build
+from engine.attention.cpu_kernel.backend import CpuBackend
+from engine.attention.select import select_backend
+from engine.attention.torch_backend import TorchBackend
+from tests.engine.attention_packs import make_pack, run
+
+CPU = torch.device("cpu")
+PLAIN: Any = {"scale": 1.0, "sliding_window": None, "softcap": None}
+has_compiler = pytest.mark.skipif(
+    "cpu" not in select.available_backends(CPU), reason="the CPU kernel needs a C++ compiler"
+)
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache, and nothing remembered from earlier choices."""
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
+    forget = (build.load.cache_clear, select._cpu_kernel_fault.cache_clear)
+    for clear in forget:
+        clear()
+    yield tmp_path
+    for clear in forget:
+        clear()
+
+
+@has_compiler
+def test_the_cpu_takes_the_kernel_and_other_dtypes_do_not() -> None:
+    assert select_backend(CPU, torch.bfloat16)[0] is CpuBackend
+    cls, reason = select_backend(CPU, torch.float16)
+    assert cls is TorchBackend
+    assert "float16" in reason
+    cls, reason = select_backend(torch.device("cuda"), torch.float32)
+    assert cls is TorchBackend
+    assert "cuda" in reason
+
+
+def test_requests_are_honoured_or_refused_by_name() -> None:
+    assert select_backend(CPU, torch.float32, "torch")[0] is TorchBackend
+    with pytest.raises(ValueError, match="cuda"):
+        select_backend(torch.device("cuda"), torch.float32, "cpu")
+    with pytest.raises(ValueError, match="'quick'"):
+        select_backend(CPU, torch.float32, "quick")
+
+
+def test_without_a_compiler_torch_serves_and_the_log_says_why(
+    forgetful: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(forgetful))
+    cls, reason = select_backend(CPU, torch.float32)
+    assert cls is TorchBackend
+    assert "no C++ compiler" in reason
+    assert "no C++ compiler" in caplog.text
+    with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
+        select_backend(CPU, torch.float32, "cpu")
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(
+    forgetful: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = forgetful / "broken"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no luck today >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    cls, reason = select_backend(CPU, torch.float32)
+    assert cls is TorchBackend
+    assert "no luck today" in reason
+    assert [path.name for path in forgetful.iterdir()] == ["broken"]
+
+
+def test_a_cache_that_cannot_be_written_is_reported(forgetful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (forgetful / "file").touch()
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(forgetful / "file" / "cache"))
+    with pytest.raises(build.BuildError, match="cache directory"):
+        build.build()
+
+
+@pytest.mark.slow
+@has_compiler
+def test_processes_that_start_together_share_one_build(forgetful: Path) -> None:
+    command = [sys.executable, "-m", "engine.attention.cpu_kernel.build"]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {process.communicate()[0].strip() for process in started}
+    assert [process.returncode for process in started] == [0, 0]
+    assert paths == {str(path) for path in forgetful.iterdir()}
+    assert str(build.build()) in paths
+
+
+@pytest.mark.slow
+@has_compiler
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_portable_code_gives_the_same_attention(
+    level: str, forgetful: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel as less able CPUs would have it, against torch."""
+    if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in build._cpu()):
+        pytest.skip(f"this CPU has no {level}")
+    monkeypatch.setattr(build, "_NATIVE", [f"-march={level}"])
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
+        pack = make_pack([(1, 300), (40, 90), (1, 17)], dtype=dtype, head_dim=72)
+        settings: list[dict[str, Any]] = [{}, {"window": 50, "softcap": 5.0}]
+        for arguments in settings:
+            torch.testing.assert_close(
+                run("cpu", pack, **arguments), run("torch", pack, **arguments), atol=tolerance, rtol=tolerance
+            )
+
+
+@has_compiler
+def test_no_second_openmp_runtime() -> None:
+    """Two would bring two pools of threads that spin against each other."""
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("needs /proc")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    run("cpu", make_pack([(64, 2000)]))
+    torch.set_num_threads(before)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    names = {Path(line.split()[-1]).name for line in maps if ".so" in line}
+    assert len([name for name in names if name.startswith(("libgomp", "libiomp", "libomp"))]) == 1
+
+
+@has_compiler
+@pytest.mark.parametrize(
+    ("field", "wrong"), [("block_table", 10_000), ("slot_mapping", 10**9), ("context_len", 10_000)]
+)
+def test_metadata_that_lead_outside_the_pool_are_refused(field: str, wrong: int) -> None:
+    pack = make_pack([(1, 20), (3, 30)])
+    getattr(pack.metadata, field).view(-1)[0] = wrong
+    with pytest.raises(ValueError, match=field):
+        CpuBackend(pack.pool).begin_step(pack.metadata)
+
+
+@has_compiler
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    pack = make_pack([(3, 30)])
+    backend = CpuBackend(pack.pool)
+    with pytest.raises(RuntimeError, match="begin_step"):
+        backend.forward(0, pack.query, pack.key, pack.value, **PLAIN)
+    backend.begin_step(pack.metadata)
+    with pytest.raises(ValueError, match="key"):
+        backend.forward(0, pack.query, pack.key[:2], pack.value, **PLAIN)
+    with pytest.raises(ValueError, match="query"):
+        backend.forward(0, pack.query[:, :3], pack.key, pack.value, **PLAIN)
+    with pytest.raises(ValueError, match="float32"):
+        backend.forward(0, pack.query.bfloat16(), pack.key, pack.value, **PLAIN)
+    with pytest.raises(ValueError, match="layer 3"):
+        backend.forward(3, pack.query, pack.key, pack.value, **PLAIN)
+    with pytest.raises(ValueError, match="contiguous"):
+        CpuBackend(pack.pool.transpose(0, 1))
+    with pytest.raises(ValueError, match="float16"):
+        CpuBackend(pack.pool.half())
