@@ -114,8 +114,8 @@ def test_held_out_bits_per_byte(
     texts = [entry["prompt"] + entry["continuation"] for entry in held_out[::8]]
     of_target, of_draft = (bits_per_byte(model, tokenizer, texts) for model in (target, draft))
     # 12 bits for each token of 3.5 bytes is what a model that knows nothing would need.
-    assert of_target < 1.4
-    assert of_target < of_draft < 2.0
+    assert of_target < 1.5
+    assert of_target < of_draft < 1.7
 
 
 def test_the_draft_agrees_with_the_target(
@@ -130,15 +130,20 @@ def test_the_draft_agrees_with_the_target(
         same = logits(target, ids).argmax(-1) == logits(draft, ids).argmax(-1)
         agreed += int(same.sum())
         total += len(same)
-    assert agreed / total > 0.5
+    assert agreed / total > 0.55
 
 
-def test_positions_up_to_the_context_are_trained(
+def last_losses(model: PreTrainedModel, ids: list[int], count: int) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(
+        logits(model, ids[:-1])[-count:], torch.tensor(ids[-count:]), reduction="none"
+    )
+
+
+def test_the_end_of_the_context_is_as_good_as_its_start(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: list[dict[str, str]]
 ) -> None:
-    ids = tokenizer("\n\n".join(entry["prompt"] for entry in held_out[:12])).input_ids[: CONTEXT + 1]
-    assert len(ids) == CONTEXT + 1
-    losses = torch.nn.functional.cross_entropy(
-        logits(target, ids[:-1]), torch.tensor(ids[1:]), reduction="none"
-    )
-    assert losses[-256:].mean() < 1.2 * losses[256:512].mean()
+    ids = tokenizer("\n\n".join(entry["prompt"] for entry in held_out)).input_ids
+    windows = [ids[start : start + CONTEXT + 1] for start in range(0, 4 * CONTEXT, CONTEXT)]
+    late = torch.cat([last_losses(target, window, 256) for window in windows])
+    early = torch.cat([last_losses(target, window[-321:], 256) for window in windows])
+    assert late.mean() < 1.05 * early.mean(), (late.mean(), early.mean())
