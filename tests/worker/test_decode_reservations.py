@@ -251,7 +251,7 @@ def test_asking_again_renews_a_lease(cluster: Cluster, decode: RunningWorker, pe
 def test_reservations_wait_in_line(
     cluster: Cluster, model_folder: Path, source: tuple[Engine, RegisteredPool]
 ) -> None:
-    small = tiny_config(model_folder, max_model_len=256, kv_cache_memory_bytes=16 * 16 * 512)
+    small = tiny_config(model_folder, max_model_len=256, kv_cache_memory_bytes=17 * 16 * 512)
     decode = cluster.start("decode", "decode-0", small)
     for peer in closing(PrefillEnd(cluster, decode.address, *source)):
         first, second, third = new_request(200), new_request(100), new_request(16)
