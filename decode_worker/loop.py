@@ -130,7 +130,7 @@ class DecodeLoop(WorkerLoop):
         if problem is not None:
             self._refuse(identity, request_id, "transfer", problem)
             return
-        pending = PendingReservation(message, identity, time.monotonic() + message.ttl_s)
+        pending = PendingReservation(message, identity, time.monotonic())
         if len(self._queue) > 0 or not self._try_reserve(pending):
             self._queue.push(pending)
 
@@ -189,6 +189,7 @@ class DecodeLoop(WorkerLoop):
         if reservation.num_expected > 0:
             self._receiver.open(reservation.lease_id, reservation.block_ids[reservation.num_cached :])
         self.counters.add("reservations_total")
+        self.counters.add("reservation_wait_seconds_total", time.monotonic() - pending.arrival)
         self._peers.reply(pending.identity, self._grant(reservation))
         return True
 

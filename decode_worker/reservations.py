@@ -55,7 +55,11 @@ class PendingReservation:
 
     message: Reserve
     identity: bytes
-    deadline: float
+    arrival: float
+
+    @property
+    def deadline(self) -> float:
+        return self.arrival + self.message.ttl_s
 
 
 @dataclass(eq=False)

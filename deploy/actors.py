@@ -6,6 +6,8 @@ import importlib
 import logging
 import os
 
+import msgspec
+
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.messages import Role
@@ -13,6 +15,17 @@ from protocol.sockets import ClusterKeys
 from worker.stop import StopHandle
 
 log = logging.getLogger(__name__)
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's process is told. It travels to the actor as msgpack, like every message of ours."""
+
+    role: Role
+    worker_id: str
+    incarnation: str
+    router_endpoint: str
+    config: ServeConfig
+    keys: ClusterKeys
 
 
 class WorkerActor:
@@ -27,24 +40,24 @@ class WorkerActor:
     def pid(self) -> int:
         return os.getpid()
 
-    def run(
-        self,
-        role: Role,
-        config: ServeConfig,
-        worker_id: str,
-        incarnation: str,
-        router_endpoint: str,
-        keys: ClusterKeys,
-    ) -> str:
-        """Serve. Returns "" when the worker ended as asked, else why it could not go on."""
+    def run(self, encoded: bytes) -> str:
+        """Serve as the `Launch` says. Returns "" when that ended as asked, else why it could not go on."""
+        launch = msgspec.msgpack.decode(encoded, type=Launch)
         try:
-            main = importlib.import_module(f"{role}_worker.main")
-            main.run(config, worker_id, router_endpoint, keys, self._stop, incarnation)
+            main = importlib.import_module(f"{launch.role}_worker.main")
+            main.run(
+                launch.config,
+                launch.worker_id,
+                launch.router_endpoint,
+                launch.keys,
+                self._stop,
+                launch.incarnation,
+            )
         except TandemError as error:
             return str(error)
         except Exception as error:
             log.exception("the worker failed")
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            return f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return "" if self._stop.requested else "the router was lost"
 
     def stop(self) -> None:

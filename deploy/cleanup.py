@@ -16,6 +16,7 @@ import psutil
 log = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36
+_KILL_ROUNDS = 3
 _DIRECTORY_PREFIX = "tandem-"
 
 
@@ -38,8 +39,9 @@ def end_descendants(grace_s: float) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill and reap every descendant, also those that are stopped."""
-    while descendants := psutil.Process().children(recursive=True):
+    """Kill and reap every descendant, also those that are stopped, and those that they start meanwhile."""
+    for _ in range(_KILL_ROUNDS):
+        descendants = psutil.Process().children(recursive=True)
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

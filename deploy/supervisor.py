@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import psutil
 import ray
 from ray.exceptions import RayError
 
-from deploy.actors import WorkerActor
+from deploy.actors import Launch, WorkerActor
 from deploy.launcher import RouterView
-from deploy.resources import available_cores, plan_workers, thread_environment, worker_count
+from deploy.resources import available_cores, plan_workers, thread_environment
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.ids import new_incarnation
@@ -97,7 +98,7 @@ class Supervisor:
     def _start(self, slot: _Slot) -> None:
         actor_class = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=3)(WorkerActor)
         threads = self._config.worker_threads or 1
-        environment = thread_environment(threads, worker_count(self._config), self._cores)
+        environment = thread_environment(threads)
         slot.incarnation = new_incarnation()
         slot.actor = actor_class.options(
             name=f"{slot.worker_id}-{slot.incarnation}",
@@ -107,9 +108,15 @@ class Supervisor:
             runtime_env={"env_vars": environment},
         ).remote()
         slot.process, slot.pid_ref = None, slot.actor.pid.remote()
-        slot.ended = slot.actor.run.remote(
-            slot.role, self._config, slot.worker_id, slot.incarnation, self._router.endpoint, self._keys
+        launch = Launch(
+            role=slot.role,
+            worker_id=slot.worker_id,
+            incarnation=slot.incarnation,
+            router_endpoint=self._router.endpoint,
+            config=self._config,
+            keys=self._keys,
         )
+        slot.ended = slot.actor.run.remote(msgspec.msgpack.encode(launch))
         slot.started = time.monotonic()
         slot.ready, slot.silent_since, slot.start_at = False, None, None
 
@@ -192,4 +199,4 @@ def _reason(ref: Any) -> str:
     try:
         return ray.get(ref) or "it ended"
     except RayError as error:
-        return f"its process died ({type(error).__name__})"
+        return f"its process died, killed or out of memory ({type(error).__name__})"

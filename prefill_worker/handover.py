@@ -22,6 +22,7 @@ class Handover:
     request: EngineRequest
     peer: PeerAddress
     deadline: float | None = None
+    reserving_since: float = 0.0
     renew_at: float = 0.0
     grant: Reserved | None = None
     pushed_from: list[int] = field(default_factory=list)

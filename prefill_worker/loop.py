@@ -132,6 +132,7 @@ class PrefillLoop(WorkerLoop):
         self._peers.send(handover.peer, message)
         handover.renew_at = now + ttl / RENEWALS_PER_LIFE
         if not handover.reserving:
+            handover.reserving_since = now
             self._progress(handover, now)
 
     def _progress(self, handover: Handover, now: float) -> None:
@@ -186,6 +187,7 @@ class PrefillLoop(WorkerLoop):
             self._fail_handover(handover, "transfer", ack.error)
         else:
             self.counters.add("handoffs_total")
+            self.counters.add("handoff_seconds_total", time.monotonic() - handover.reserving_since)
             self._forget(handover.request_id)
             self.engine.release(handover.request_id)
 

@@ -7,9 +7,11 @@ from typing import Literal, get_args
 
 Counter = Literal[
     "handoffs_total",
+    "handoff_seconds_total",
     "handoff_failures_total",
     "handoffs_expired_total",
     "reservations_total",
+    "reservation_wait_seconds_total",
     "reservations_refused_total",
     "reservations_expired_total",
     "reservations_released_total",

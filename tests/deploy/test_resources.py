@@ -25,8 +25,10 @@ def test_threads(cores: int, changes: dict[str, int], threads: int) -> None:
 
 
 def test_crowded_threads_do_not_spin() -> None:
-    assert "OMP_WAIT_POLICY" not in thread_environment(1, workers=2, cores=2)
-    assert thread_environment(2, workers=2, cores=2)["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert thread_environment(2) | {
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    } == thread_environment(2)
 
 
 def test_plan_on_a_cpu() -> None:

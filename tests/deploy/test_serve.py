@@ -153,9 +153,9 @@ def test_ctrl_c_during_the_start(started: ServerProcess, delay_s: float) -> None
     assert started.leftovers() == []
 
 
-def test_a_second_ctrl_c_ends_at_once(started: ServerProcess) -> None:
+def test_a_second_signal_ends_at_once(started: ServerProcess) -> None:
     started.wait_ready()
-    started.signal(signal.SIGINT)
+    started.process.send_signal(signal.SIGTERM)
     started.signal(signal.SIGINT)
     started.wait_end(10)
     assert started.leftovers() == []
