@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,12 @@ def forgetful(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     yield tmp_path
     for clear in forget:
         clear()
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++ in PATH")
+def test_the_kernel_builds_where_there_is_a_compiler() -> None:
+    """Otherwise every test of the kernel would be skipped, and no one the wiser."""
+    assert build.build().exists()
 
 
 @has_compiler
