@@ -7,10 +7,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from models.training.corpus import END_OF_TEXT, held_out_files, training_texts
+from models.training.shapes import CONTEXT, VOCABULARY
 
-VOCABULARY = 4096
 PAD = "<|pad|>"
-CONTEXT = 1024
 
 # Like GPT-4's split: a word keeps one leading mark or space, numbers split in threes, `):` keeps its break,
 # and indentation stops one space short of the word that follows it.
