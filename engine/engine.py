@@ -96,7 +96,7 @@ class Engine:
             model=f"{config.model_name}@{config.revision or ''}/{config.load_format}",
             kv_format=self.kv_format,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=_token_budget(config, loaded.device),
         )
         self._sequences: dict[str, Sequence] = {}
         self._order = itertools.count()
@@ -338,6 +338,13 @@ class Engine:
         if len(sequence.output_token_ids) >= params.max_tokens:
             return "length", None
         return None, None
+
+
+def _token_budget(config: ServeConfig, device: torch.device) -> int:
+    """Tokens in one step. Small steps bring first tokens sooner, and cost a CPU no throughput."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    return max(512 if device.type == "cpu" else 2048, config.max_num_seqs)
 
 
 def _num_sampled(step: ScheduledStep) -> int:

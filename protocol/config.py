@@ -88,7 +88,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_memory_bytes: Annotated[
         PositiveInt | None, _doc("KV pool size per worker; overrides the share.")
     ] = None
-    max_num_batched_tokens: Annotated[PositiveInt, _doc("Tokens in one step.")] = 2048
+    max_num_batched_tokens: Annotated[
+        PositiveInt | None, _doc("Tokens in one step; default: 2048 on a GPU, 512 on a CPU.")
+    ] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 64
     attention_backend: Annotated[Literal["auto", "cpu", "torch"], _doc("Attention kernels.")] = "auto"
     compile: Annotated[
@@ -199,7 +201,7 @@ def _check_together(config: ServeConfig) -> None:
             )
     if not transport_names(config):
         raise ConfigError("--kv-transports: name at least one transport")
-    if config.max_num_batched_tokens < config.max_num_seqs:
+    if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
             f"got {config.max_num_batched_tokens}"
