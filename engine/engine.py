@@ -187,9 +187,9 @@ class Engine:
             if self.on_scheduled is not None:
                 self.on_scheduled(sequence.request)
         result.num_tokens = step.total_tokens
-        sampled, logit_rows = _logit_rows(step)
+        sampled, prompts, logit_rows = _logit_rows(step)
         logits = self._runner.run(step, logit_rows)
-        self._collect_prompt_logprobs(step, logits)
+        self._collect_prompt_logprobs(prompts, logits[len(sampled) :])
         rows = [sequence.sampling_row() for sequence in sampled]
         output = self._sampler.sample(logits[: len(rows)], rows) if rows else None
         if output is not None:
@@ -285,19 +285,16 @@ class Engine:
             request_id=sequence.request_id, token_ids=[], finish_reason="error", error_kind=kind, error=reason
         )
 
-    def _collect_prompt_logprobs(self, step: ScheduledStep, logits: Tensor) -> None:
-        """Prompt rows come after the sampled rows in `logits`, in the order of the step's sequences."""
-        offset = _num_sampled(step)
-        for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
-            if not sequence.wants_prompt_logprobs:
-                continue
+    def _collect_prompt_logprobs(self, prompts: list[tuple[Sequence, int]], logits: Tensor) -> None:
+        """`logits` are those of the prompts' chunks, in order: (sequence, its number of rows)."""
+        for sequence, count in prompts:
             if not sequence.prompt_logprobs:
                 sequence.prompt_logprobs.append(None)
             targets = sequence.prompt_token_ids[sequence.num_computed + 1 : sequence.num_computed + 1 + count]
             num_top = sequence.params.prompt_logprobs or 0
-            rows = logits[offset : offset + len(targets)]
-            sequence.prompt_logprobs.extend(self._sampler.prompt_logprobs(rows, targets, num_top))
-            offset += count
+            rows = self._sampler.prompt_logprobs(logits[: len(targets)], targets, num_top)
+            sequence.prompt_logprobs.extend(rows)
+            logits = logits[count:]
 
     def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         sequence.append(token_id)
@@ -347,16 +344,12 @@ def _token_budget(config: ServeConfig, device: torch.device) -> int:
     return max(512 if device.type == "cpu" else 2048, config.max_num_seqs)
 
 
-def _num_sampled(step: ScheduledStep) -> int:
-    return sum(
-        count == sequence.num_uncomputed
-        for sequence, count in zip(step.sequences, step.num_tokens, strict=True)
-    )
-
-
-def _logit_rows(step: ScheduledStep) -> tuple[list[Sequence], list[int]]:
-    """The sequences that sample now, and the packed rows whose logits are wanted: theirs, then prompts'."""
+def _logit_rows(step: ScheduledStep) -> tuple[list[Sequence], list[tuple[Sequence, int]], list[int]]:
+    """Which packed rows need logits: the last ones of the sequences that sample in this step, then whole
+    chunks of the prompts that want log-probabilities. Returns (sequences that sample, (prompt, number of rows)
+    pairs, rows)."""
     sampled: list[Sequence] = []
+    prompts: list[tuple[Sequence, int]] = []
     sample_rows: list[int] = []
     prompt_rows: list[int] = []
     row = 0
@@ -365,6 +358,7 @@ def _logit_rows(step: ScheduledStep) -> tuple[list[Sequence], list[int]]:
             sampled.append(sequence)
             sample_rows.append(row + count - 1)
         if sequence.wants_prompt_logprobs:
+            prompts.append((sequence, count))
             prompt_rows.extend(range(row, row + count))
         row += count
-    return sampled, sample_rows + prompt_rows
+    return sampled, prompts, sample_rows + prompt_rows
