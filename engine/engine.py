@@ -346,7 +346,7 @@ def _token_budget(config: ServeConfig, device: torch.device) -> int:
 
 def _logit_rows(step: ScheduledStep) -> tuple[list[Sequence], list[tuple[Sequence, int]], list[int]]:
     """Which packed rows need logits: the last ones of the sequences that sample in this step, then whole
-    chunks of the prompts that want log-probabilities. Returns (sequences that sample, (prompt, number of rows)
+    chunks of the prompts that want log-probabilities. Returns (sequences that sample, (prompt, row count)
     pairs, rows)."""
     sampled: list[Sequence] = []
     prompts: list[tuple[Sequence, int]] = []
