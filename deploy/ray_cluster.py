@@ -44,6 +44,8 @@ class RayCluster:
             self._directory = make_directory()
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        elif _has_token():
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -96,3 +98,9 @@ def _set_environment() -> None:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def _has_token() -> bool:
+    """Whether this user has a token for a cluster to join; clusters that were started with one require it."""
+    given = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    return given or (Path.home() / ".ray" / "auth_token").is_file()
