@@ -114,8 +114,13 @@ class Dispatcher:
             self._metrics.generation_tokens.inc(num_tokens)
 
     def _take_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
+        if request.is_early(worker):
+            request.early.append(output)
+            return
         try:
             self._take(request, worker, output, now)
+            while request.early and request.decode is not None and self._journal.get(request.request_id):
+                self._take(request, request.decode, request.early.pop(0), now)
         except Exception:  # one request's output must not take the others down
             logger.exception("request %s failed in the router", request.request_id)
             self.fail(request.generation, failed_generation("internal", "the router failed on this request"))
@@ -170,6 +175,7 @@ class Dispatcher:
         if isinstance(decision, Refusal):
             return decision
         request.placements += 1
+        request.early.clear()
         prefill = self._registry.get(decision.prefill) if decision.prefill else None
         decode = self._registry.get(decision.decode)
         if decode is None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 
 from protocol.ids import new_request_id
-from protocol.messages import EngineRequest
+from protocol.messages import EngineRequest, TokenOutput
 from protocol.sampling import SamplingParams
 from router.choice import Choice
 from router.errors import ApiError
@@ -29,12 +29,18 @@ class LiveRequest:
         self.prefill: Worker | None = None
         self.decode: Worker | None = None
         self.output_token_ids: list[int] = []
+        self.early: list[TokenOutput] = []
+        """Outputs of the decode worker that overtook the prefill worker's token on their way here."""
         self.first_token_time = 0.0
         self.last_token_time = 0.0
 
     @property
     def has_started(self) -> bool:
         return bool(self.output_token_ids)
+
+    def is_early(self, worker: Worker) -> bool:
+        """Whether what `worker` sends comes after a token that the prefill worker has yet to bring."""
+        return self.prefill is not None and worker is self.decode and not self.has_started
 
     @property
     def holders(self) -> list[Worker]:

@@ -225,6 +225,28 @@ def test_prefill_death_after_the_hand_off_is_harmless(make_router):
     assert post(router, max_tokens=3).status_code == 200, "the decode worker serves alone"
 
 
+def test_tokens_that_overtake_the_first_one_wait_for_it(make_router, pool):
+    router = make_router()
+    prefill, decode = make_pair(router)
+    prefill.hold.set()
+    answer = pool.submit(post, router, max_tokens=3, return_token_ids=True)
+    eventually(lambda: prefill.generated)
+    request_id = prefill.generated[0].request_id
+    tokens = prefill.generated[0].prompt_token_ids[:3]
+
+    def say(worker, token, finish_reason=None):
+        output = TokenOutput(request_id=request_id, token_ids=[token], finish_reason=finish_reason)
+        message = StepOutput(worker_id=worker.worker_id, incarnation=worker.incarnation, outputs=[output])
+        worker.post(encode(message))
+
+    say(decode, tokens[1])
+    say(decode, tokens[2], "length")
+    eventually(lambda: [len(request.early) for request in router.server.state.journal] == [2])
+    say(prefill, tokens[0])
+    assert answer.result().json()["choices"][0]["token_ids"] == tokens
+    eventually(lambda: is_idle(router))
+
+
 def test_prefill_death_before_the_first_token(make_router, pool):
     router = make_router()
     prefill, decode = make_pair(router)
