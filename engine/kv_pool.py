@@ -86,7 +86,7 @@ def pool_blocks(config: ServeConfig, shape: KVShape, device: torch.device, max_m
     block_bytes = shape.block_bytes(config.block_size)
     budget, reason = _pool_budget(config, device)
     num_blocks = budget // block_bytes
-    # One more than its tokens take: a prompt found whole in the cache is extended in a copy of its last block.
+    # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
     per_sequence = math.ceil(max_model_len / config.block_size) + 1
     if num_blocks < per_sequence:
         raise ConfigError(
