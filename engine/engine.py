@@ -217,9 +217,6 @@ class Engine:
         table = self._sequences[request_id].table
         return list(table.block_ids) if table is not None else []
 
-    def knows(self, request_id: str) -> bool:
-        return request_id in self._sequences
-
     def stats(self) -> EngineStats:
         """A snapshot of the load; may be called from any thread."""
         scheduler, blocks = self._scheduler, self.blocks

@@ -139,10 +139,6 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
-    reserve_wait_s: float = 0.0
-    transfer_s: float = 0.0
-    transfer_bytes: int = 0
-    decode_queue_s: float = 0.0
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
