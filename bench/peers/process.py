@@ -1,7 +1,6 @@
 """Starts the processes of a serving system, waits until they answer, and ends them without leftovers."""
 
 import os
-import signal
 import subprocess
 import time
 import urllib.error
@@ -60,10 +59,10 @@ class ServerProcess:
             time.sleep(0.25)
 
     def stop(self) -> None:
-        """Interrupt the process, and kill what is left of it and its descendants after a while."""
+        """Ask the process to end, and kill what is left of it and its descendants after a while."""
         family = self._family()
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
         _, alive = psutil.wait_procs(family, timeout=ORPHAN_SECONDS)
