@@ -38,7 +38,7 @@ def thread_environment(threads: int) -> dict[str, str]:
     """Environment of a worker process on a CPU.
 
     Waking a sleeping thread costs more than the work between two barriers of a small model's step, so threads
-    spin for a while before they sleep; much longer, they would take the cores from the router and the clients.
+    spin for a while before they sleep; much longer, they would keep the cores from the router and clients.
     Huge pages let a core read weights faster (about a tenth of a step for a model of 29 M parameters).
     """
     return {
