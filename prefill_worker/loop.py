@@ -52,6 +52,7 @@ class PrefillLoop(WorkerLoop):
             transports=parts.transport_names,
             on_event=parts.wake.set,
         )
+        parts.transports = self._sender.transports
         parts.transfer_counters = self._sender.counters
         self._peers = PeerLinks(parts, self.poller)
         self._handovers: dict[str, Handover] = {}
@@ -272,7 +273,6 @@ class PrefillLoop(WorkerLoop):
                 self.counters.add("handoffs_expired_total")
                 reason = f"no progress for {self.config.handoff_timeout:g} s (--handoff-timeout)"
                 self._fail_handover(handover, "timeout", reason)
-        self.parts.transports = self._sender.transports()
         self._peers.close_idle(now, {handover.peer.incarnation for handover in self._handovers.values()})
 
     def _waits_for_engine(self, handover: Handover) -> bool:

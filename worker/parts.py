@@ -34,7 +34,8 @@ class WorkerParts:
     """Everything that the loop, the heartbeat and the transfers of one worker process share.
 
     `host` is the address that the worker's own sockets bind. `transport_names` are those on offer,
-    `transports` those in use, by the peer's worker id.
+    `transports` tells those in use, by the peer's worker id; it and `transfer_counters` are called from the
+    heartbeat's thread.
     """
 
     config: ServeConfig
@@ -48,7 +49,7 @@ class WorkerParts:
     counters: Counters = field(default_factory=Counters)
     lifecycle: Lifecycle = "starting"
     transport_names: list[str] = field(default_factory=list)
-    transports: dict[str, str] = field(default_factory=dict)
+    transports: Callable[[], dict[str, str]] = dict
     transfer_counters: Callable[[], dict[str, float]] = dict
     engine: Engine | None = None
     pool: RegisteredPool | None = None
@@ -66,6 +67,6 @@ class WorkerParts:
             role=self.role,
             lifecycle=self.lifecycle,
             counters=self.counters.snapshot() | transfers,
-            transports=dict(self.transports),
+            transports=self.transports(),
             **load,
         )

@@ -1,4 +1,4 @@
-"""Trains one of the pair from scratch on the corpus's text: next-token cross-entropy."""
+"""Trains one of the pair on the corpus's text, from scratch or from given weights: next-token cross-entropy."""
 
 import argparse
 from pathlib import Path
@@ -23,12 +23,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path, help="model folder: holds the tokenizer, receives the weights")
+    parser.add_argument("--init", type=Path, help="model folder with the weights to start from")
     add_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     tokenizer = Tokenizer.from_file(str(arguments.folder / "tokenizer.json"))
-    model = LlamaForCausalLM(SHAPES[arguments.shape]()).to(torch.bfloat16)
+    if arguments.init:
+        model = LlamaForCausalLM.from_pretrained(arguments.init, dtype=torch.bfloat16).train()
+    else:
+        model = LlamaForCausalLM(SHAPES[arguments.shape]()).to(torch.bfloat16)
     compiled = torch.compile(next_token_loss, dynamic=False)
     run(model, lambda tokens: compiled(model, tokens), tokenizer, arguments)
     export(model, arguments.folder)

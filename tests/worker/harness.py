@@ -138,6 +138,8 @@ class Cluster:
         self.registered: dict[str, Register] = {}
         self.states: dict[str, WorkerState] = {}
         self.outputs: dict[str, list[tuple[str, TokenOutput]]] = defaultdict(list)
+        self._first_from: dict[str, str] = {}
+        """The prefill worker of each request that has one: its token comes first, whichever socket is faster."""
         self.steps: list[StepOutput] = []
         self.workers: list[RunningWorker] = []
 
@@ -175,6 +177,8 @@ class Cluster:
     def generate(
         self, worker: RunningWorker, request: EngineRequest, decode: PeerAddress | None = None
     ) -> None:
+        if decode is not None:
+            self._first_from[request.request_id] = worker.worker_id
         message = Generate(incarnation=worker.address.incarnation, request=request, decode=decode)
         self.send(worker.worker_id, message)
 
@@ -201,16 +205,27 @@ class Cluster:
             case StepOutput():
                 self.steps.append(message)
                 for output in message.outputs:
-                    self.outputs[output.request_id].append((message.worker_id, output))
+                    self._on_output(message.worker_id, output)
+
+    def _on_output(self, worker_id: str, output: TokenOutput) -> None:
+        outputs = self.outputs[output.request_id]
+        if output.token_ids and worker_id == self._first_from.get(output.request_id):
+            outputs.insert(0, (worker_id, output))
+        else:
+            outputs.append((worker_id, output))
 
     def finished(self, request_id: str) -> bool:
-        return any(output.finish_reason for _, output in self.outputs[request_id])
+        """Whether its end has come, and the prefill worker's token, or an error in its place."""
+        reasons = {output.finish_reason for _, output in self.outputs[request_id]} - {None}
+        first_from = self._first_from.get(request_id)
+        is_whole = first_from is None or first_from in self.sources(request_id)
+        return bool(reasons) and (is_whole or bool(reasons & {"error", "abort"}))
 
     def run(self, *request_ids: str, timeout_s: float = WAIT_S) -> None:
         self.wait(lambda: all(self.finished(request_id) for request_id in request_ids), timeout_s)
 
     def tokens(self, request_id: str) -> list[int]:
-        """The tokens in the order of their arrival; the end must be there exactly once."""
+        """The tokens in their order; the end must be there exactly once."""
         outputs = [output for _, output in self.outputs[request_id]]
         assert [output.finish_reason is not None for output in outputs].count(True) == 1
         return [token for output in outputs for token in output.token_ids]
