@@ -90,9 +90,29 @@ def _vllm_command(
 _VLLM_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
 
 
-def _vllm(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
-    port = free_port()
-    return _url(port), [_vllm_command(setting, "vllm", port, extra, {}, _VLLM_SERVER)]
+def _vllm_threads(setting: Setting, threads: int) -> dict[str, str]:
+    """vLLM's server with `threads` threads bound to no core, and the OpenMP library that its manual advises.
+
+    As shipped it binds itself to cores and leaves one (with a connector, two) to its scheduler.
+    """
+    env = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    openmp = setting.env_dir / "vllm" / "lib" / "libiomp5.so"
+    return env | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
+
+
+def _vllm(tamed: bool) -> Builder:
+    """One server. Tamed, it uses all threads."""
+
+    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
+        port = free_port()
+        env = _vllm_threads(setting, setting.threads) if tamed else {}
+        return _url(port), [_vllm_command(setting, "vllm", port, extra, env, _VLLM_SERVER)]
+
+    return build
 
 
 def _vllm_disaggregated(tamed: bool) -> Builder:
@@ -106,8 +126,7 @@ def _vllm_disaggregated(tamed: bool) -> Builder:
         launcher = (str(_HERE / "vllm_tamed.py"),) if tamed else _VLLM_SERVER
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST}
         if tamed:
-            threads = str(max(1, setting.threads // 2))
-            env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
+            env |= _vllm_threads(setting, max(1, setting.threads // 2))
         commands, ports = [], []
         for role, name in (("kv_producer", "vllm-prefill"), ("kv_consumer", "vllm-decode")):
             port = free_port()
@@ -140,7 +159,8 @@ def _transformers(engine: str) -> Builder:
 SYSTEMS: dict[str, Builder] = {
     "tandem": _tandem("--prefill-replicas", "1", "--decode-replicas", "1"),
     "tandem-colocated": _tandem("--no-disaggregation"),
-    "vllm": _vllm,
+    "vllm": _vllm(tamed=False),
+    "vllm-tamed": _vllm(tamed=True),
     "vllm-disaggregated": _vllm_disaggregated(tamed=False),
     "vllm-disaggregated-tamed": _vllm_disaggregated(tamed=True),
     "transformers": _transformers("continuous-batching"),

@@ -1,8 +1,9 @@
-"""vLLM's API server with NIXL's progress thread waiting for events instead of spinning.
+"""vLLM's API server on a machine of few cores: NIXL's progress thread sleeps, and nothing is pinned.
 
-vLLM leaves the thread's delay at 0, which makes it poll without a pause: on a machine of few cores it
-takes one from the model. Run with the peer's own Python, with the arguments of vLLM's server. vLLM spawns
-its workers from this file, so the change reaches the process that owns the NIXL agent.
+vLLM leaves the thread's delay at 0, which makes it poll without a pause and takes a core from the model; and its
+connector pins the model's own thread to the machine's last core, where that of the other server already is.
+Run with the peer's own Python, with the arguments of vLLM's server. vLLM spawns its workers from this file,
+so the changes reach the process that owns the NIXL agent.
 """
 
 import os
@@ -24,6 +25,7 @@ def _tamed_agent(name: str, config: object) -> object:
 
 
 nixl_api.nixlBind.nixlAgent = _tamed_agent
+os.sched_setaffinity = lambda pid, cores: None
 
 if __name__ == "__main__":
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=False)
