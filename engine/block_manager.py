@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protocol.errors import TandemError
-from protocol.ids import BlockIdentity, child_identity
+from protocol.ids import BlockIdentity, block_identities, child_identity
 
 
 class OutOfBlocksError(TandemError):
@@ -97,10 +97,6 @@ class BlockManager:
         covered = len(table.block_ids) * self.block_size
         return table, min(covered, len(token_ids) - 1) if compute_last and token_ids else covered
 
-    def cached_prefix(self, token_ids: Sequence[int], root: BlockIdentity) -> int:
-        """How many leading tokens are cached, without touching anything."""
-        return len(self._cached_blocks(token_ids, root)) * self.block_size
-
     def blocks_needed(self, table: BlockTable, write_from: int, num_tokens: int) -> int:
         """How many blocks `grow` would take."""
         locked, missing = self._plan(table, write_from, num_tokens)
@@ -145,12 +141,6 @@ class BlockManager:
                 self._block_of[identity] = block
                 self._identity_of[block] = identity
 
-    def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same blocks; whoever writes into one of them first gets a copy."""
-        for block in table.block_ids:
-            self._references[block] += 1
-        return BlockTable(table.root, list(table.block_ids), list(table.identities))
-
     def free(self, table: BlockTable) -> None:
         """Drop all of the table's references and empty it. Safe to repeat.
 
@@ -161,21 +151,12 @@ class BlockManager:
         table.block_ids.clear()
         table.identities.clear()
 
-    def reset_cache(self) -> None:
-        """Forget every cached prefix. Blocks in use stay with their tables."""
-        self._free.extend(self._evictable)
-        self._evictable.clear()
-        self._block_of.clear()
-        self._identity_of = [None] * self.num_blocks
-
     def _cached_blocks(
         self, token_ids: Sequence[int], root: BlockIdentity
     ) -> list[tuple[BlockIdentity, int]]:
         found = []
-        identity = root
         if self._block_of:
-            for end in range(self.block_size, len(token_ids) + 1, self.block_size):
-                identity = child_identity(identity, token_ids[end - self.block_size : end])
+            for identity in block_identities(root, token_ids, self.block_size):
                 block = self._block_of.get(identity)
                 if block is None:
                     break

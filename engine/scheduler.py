@@ -1,8 +1,9 @@
 """Continuous batching: which sequences run in the next step, and how many tokens of each.
 
 Running sequences come first, so that decoding never waits for a new prompt; what is left of the token budget
-goes to waiting prompts, in chunks. When blocks run out, the sequence that would run last gives its own up and
-is computed again later (preemption by recompute).
+goes to waiting prompts, in chunks. A prompt whose next blocks another one is just computing waits for them,
+so that `n` answers to one prompt, or a batch with one preamble, compute it once. When blocks run out, the
+sequence that would run last gives its own up and is computed again later (preemption by recompute).
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence.stage is Stage.WAITING:
             self.waiting.remove(sequence)
+        sequence.stage = Stage.ENDED
         self.free(sequence)
 
     def free(self, sequence: Sequence) -> None:
@@ -92,12 +94,42 @@ class Scheduler:
             if sequence.stage is not Stage.RUNNING:
                 continue  # preempted for an earlier one of this very step
             budget -= self._schedule_running(sequence, budget, step)
-        while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
-            taken = self._admit(self.waiting[0], budget, step)
+        for sequence in list(self.waiting):
+            if budget == 0 or len(self.running) >= self._max_num_seqs:
+                break
+            if self._waits_for_a_leader(sequence):
+                continue
+            taken = self._admit(sequence, budget, step)
             if taken == 0:
                 break
             budget -= taken
         return step
+
+    def _waits_for_a_leader(self, sequence: Sequence) -> bool:
+        if not sequence.follows():
+            sequence.leader = self._find_leader(sequence)
+        return sequence.leader is not None
+
+    def _find_leader(self, sequence: Sequence) -> tuple[Sequence, int] | None:
+        if not self.blocks.enable_prefix_caching or sequence.wants_prompt_logprobs:
+            return None
+        for other in self.running:
+            if other.num_uncomputed > 1 and other.request.cache_salt == sequence.request.cache_salt:
+                num_shared = self._shared_tokens(sequence.token_ids, other.token_ids, other.num_computed)
+                if num_shared > other.num_computed:
+                    return other, num_shared
+        return None
+
+    def _shared_tokens(self, ours: list[int], theirs: list[int], computed: int) -> int:
+        """Length of the equal leading full blocks, if they reach beyond the first `computed` tokens."""
+        size = self.blocks.block_size
+        end = computed // size * size
+        if ours[:end] != theirs[:end]:
+            return 0
+        longest = min(len(ours), len(theirs)) // size * size
+        while end < longest and ours[end : end + size] == theirs[end : end + size]:
+            end += size
+        return end
 
     def _schedule_running(self, sequence: Sequence, budget: int, step: ScheduledStep) -> int:
         count = min(budget, sequence.num_uncomputed)
@@ -113,7 +145,7 @@ class Scheduler:
         return count
 
     def _admit(self, sequence: Sequence, budget: int, step: ScheduledStep) -> int:
-        """Take the first waiting sequence up if all of it fits; returns its tokens in this step."""
+        """Take a waiting sequence up if all of it fits; returns its tokens in this step."""
         if self._blocked == (sequence.order, self.blocks.num_available):
             return 0
         self._start(sequence)
@@ -126,7 +158,7 @@ class Scheduler:
             self._blocked = (sequence.order, self.blocks.num_available)
             return 0
         self._grow(sequence, len(sequence.token_ids), step)
-        self.waiting.pop(0)
+        self.waiting.remove(sequence)
         self.add_running(sequence)
         if sequence.first_scheduled is None:
             sequence.first_scheduled = time.monotonic()

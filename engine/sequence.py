@@ -19,6 +19,7 @@ class Stage(enum.Enum):
     RUNNING = "running"
     HELD = "held"
     """Prefill is done; the blocks stay until the hand-off is acknowledged."""
+    ENDED = "ended"
 
 
 @dataclass(eq=False)
@@ -43,6 +44,8 @@ class Sequence:
     arrival: float = field(default_factory=time.monotonic)
     first_scheduled: float | None = None
     first_token_time: float | None = None
+    leader: tuple[Sequence, int] | None = None
+    """Who computes a prefix that this waiting sequence can share, and that prefix's tokens."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = self.request.prompt_token_ids
@@ -82,6 +85,13 @@ class Sequence:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(
             self.prompt_token_ids
         )
+
+    def follows(self) -> bool:
+        """Whether its leader has yet to compute what they share."""
+        if self.leader is None:
+            return False
+        sequence, num_shared = self.leader
+        return sequence.stage is Stage.RUNNING and sequence.num_computed < num_shared
 
     def append(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 BlockIdentity = bytes
 """Chained 128-bit identity of a full block of committed tokens."""
@@ -40,14 +40,14 @@ def child_identity(parent: BlockIdentity, token_ids: Sequence[int]) -> BlockIden
     return hashlib.blake2b(parent + payload, digest_size=16).digest()
 
 
-def block_identities(root: BlockIdentity, token_ids: Sequence[int], block_size: int) -> list[BlockIdentity]:
+def block_identities(
+    root: BlockIdentity, token_ids: Sequence[int], block_size: int
+) -> Iterator[BlockIdentity]:
     """Identities of the full blocks of `token_ids`, in order; a partial last block has none."""
-    identities = []
-    parent = root
+    identity = root
     for end in range(block_size, len(token_ids) + 1, block_size):
-        parent = child_identity(parent, token_ids[end - block_size : end])
-        identities.append(parent)
-    return identities
+        identity = child_identity(identity, token_ids[end - block_size : end])
+        yield identity
 
 
 def token_ids_digest(token_ids: Sequence[int]) -> bytes:

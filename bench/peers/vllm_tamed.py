@@ -1,7 +1,7 @@
 """vLLM's API server on a machine of few cores: NIXL's progress thread sleeps, and nothing is pinned.
 
-vLLM leaves the thread's delay at 0, which makes it poll without a pause and takes a core from the model; and its
-connector pins the model's own thread to the machine's last core, where that of the other server already is.
+vLLM leaves the thread's delay at 0, which makes it poll without a pause and takes a core from the model;
+and its connector pins the model's own thread to the machine's last core, like that of the other server.
 Run with the peer's own Python, with the arguments of vLLM's server. vLLM spawns its workers from this file,
 so the changes reach the process that owns the NIXL agent.
 """

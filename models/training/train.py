@@ -1,4 +1,4 @@
-"""Trains one of the pair on the corpus's text, from scratch or from given weights: next-token cross-entropy."""
+"""Trains one of the pair on the corpus's text, from scratch or from given weights, for the next token."""
 
 import argparse
 from pathlib import Path

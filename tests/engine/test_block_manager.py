@@ -4,6 +4,7 @@ import pytest
 
 from engine.block_manager import BlockCopy, BlockManager, OutOfBlocksError
 from protocol.ids import root_identity
+from tests.engine.cached_prefix import cached_prefix
 
 BLOCK_SIZE = 4
 ROOT = root_identity("model", "fp32")
@@ -63,7 +64,7 @@ def test_full_blocks_of_an_equal_prefix_are_shared():
     second, covered = manager.start([*range(8), 77, 78], ROOT)
     assert covered == 8
     assert second.block_ids == first.block_ids[:2]
-    assert manager.cached_prefix([*range(8), 77, 78], ROOT) == 8
+    assert cached_prefix(manager, [*range(8), 77, 78], ROOT) == 8
     assert counts(manager) == (5, 0, 3)
 
 
@@ -71,14 +72,14 @@ def test_another_root_shares_nothing():
     manager = BlockManager(8, BLOCK_SIZE)
     computed(manager, list(range(8)))
     salted = root_identity("model", "fp32", "tenant")
-    assert manager.cached_prefix(list(range(8)), salted) == 0
+    assert cached_prefix(manager, list(range(8)), salted) == 0
 
 
 def test_equal_blocks_after_different_prefixes_differ():
     manager = BlockManager(8, BLOCK_SIZE)
     computed(manager, [1, 1, 1, 1, 5, 5, 5, 5])
-    assert manager.cached_prefix([5, 5, 5, 5], ROOT) == 0
-    assert manager.cached_prefix([2, 2, 2, 2, 5, 5, 5, 5], ROOT) == 0
+    assert cached_prefix(manager, [5, 5, 5, 5], ROOT) == 0
+    assert cached_prefix(manager, [2, 2, 2, 2, 5, 5, 5, 5], ROOT) == 0
 
 
 def test_a_wholly_cached_prompt_copies_its_last_block_on_write():
@@ -124,7 +125,7 @@ def test_uncommitted_tokens_are_not_published():
     table, _ = manager.start(list(range(12)), ROOT)
     manager.grow(table, 0, 12)
     manager.publish(table, list(range(12)), 7)
-    assert manager.cached_prefix(list(range(12)), ROOT) == 4
+    assert cached_prefix(manager, list(range(12)), ROOT) == 4
 
 
 def test_a_published_block_is_copied_even_by_its_only_holder():
@@ -133,33 +134,19 @@ def test_a_published_block_is_copied_even_by_its_only_holder():
     old = list(table.block_ids)
     assert manager.grow(table, 4, 8) == [BlockCopy(old[1], table.block_ids[1])]
     assert len(table.identities) == 1
-    assert manager.cached_prefix(list(range(8)), ROOT) == 8
+    assert cached_prefix(manager, list(range(8)), ROOT) == 8
     assert counts(manager) == (5, 1, 2)
-
-
-def test_a_fork_copies_what_it_writes():
-    manager = BlockManager(8, BLOCK_SIZE)
-    table, _ = manager.start(list(range(6)), ROOT)
-    manager.grow(table, 0, 6)
-    twin = manager.fork(table)
-    assert manager.num_used == 2
-    (copy,) = manager.grow(twin, 6, 7)
-    assert copy.source == table.block_ids[1]
-    assert manager.grow(table, 6, 7) == [], "the last holder writes in place"
-    manager.free(table)
-    manager.free(twin)
-    assert counts(manager) == (8, 0, 0)
 
 
 def test_out_of_blocks_changes_nothing():
     manager = BlockManager(3, BLOCK_SIZE)
-    table = computed(manager, list(range(8)))
-    other = manager.fork(table)
+    computed(manager, list(range(8)))
+    other, _ = manager.start(list(range(8)), ROOT)
     before = (list(other.block_ids), list(other.identities), counts(manager))
     with pytest.raises(OutOfBlocksError, match="2 KV blocks are needed, 1 are available"):
         manager.grow(other, 7, 9)
     assert (other.block_ids, other.identities, counts(manager)) == before
-    assert manager.cached_prefix(list(range(8)), ROOT) == 8
+    assert cached_prefix(manager, list(range(8)), ROOT) == 8
 
 
 def test_eviction_takes_the_least_recently_used_tail_first():
@@ -173,17 +160,8 @@ def test_eviction_takes_the_least_recently_used_tail_first():
     cached = []
     for num_tokens in (4, 8, 12, 16):
         manager.grow(table, num_tokens - 4, num_tokens)
-        cached.append((manager.cached_prefix(old, ROOT), manager.cached_prefix(young, ROOT)))
+        cached.append((cached_prefix(manager, old, ROOT), cached_prefix(manager, young, ROOT)))
     assert cached == [(8, 4), (8, 0), (4, 0), (0, 0)]
-
-
-def test_looking_up_does_not_renew():
-    manager = BlockManager(2, BLOCK_SIZE)
-    manager.free(computed(manager, [1] * 4))
-    manager.free(computed(manager, [2] * 4))
-    assert manager.cached_prefix([1] * 4, ROOT) == 4
-    computed(manager, [3] * 4)
-    assert manager.cached_prefix([1] * 4, ROOT) == 0
 
 
 def test_free_is_idempotent():
@@ -197,17 +175,6 @@ def test_free_is_idempotent():
 def test_without_prefix_caching_nothing_is_kept():
     manager = BlockManager(4, BLOCK_SIZE, enable_prefix_caching=False)
     table = computed(manager, list(range(8)))
-    assert manager.cached_prefix(list(range(8)), ROOT) == 0
+    assert cached_prefix(manager, list(range(8)), ROOT) == 0
     manager.free(table)
-    assert counts(manager) == (4, 0, 0)
-
-
-def test_reset_forgets_but_leaves_running_tables():
-    manager = BlockManager(4, BLOCK_SIZE)
-    manager.free(computed(manager, [1] * 4))
-    running = computed(manager, [2] * 8)
-    manager.reset_cache()
-    assert counts(manager) == (2, 0, 2)
-    assert manager.cached_prefix([2] * 8, ROOT) == 0
-    manager.free(running)
     assert counts(manager) == (4, 0, 0)

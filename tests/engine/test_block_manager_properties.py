@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
 from protocol.ids import block_identities, root_identity
+from tests.engine.cached_prefix import cached_prefix
 
 ROOTS = [root_identity("model", "fp32"), root_identity("model", "fp32", "salt")]
 Prefix = tuple[int, ...]
@@ -93,7 +94,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(self, root: int, token_ids: list[int], compute_last: bool, now: bool) -> None:
         expected = self.cached_blocks(root, token_ids)
         covered = len(expected) * self.block_size
-        assert self.manager.cached_prefix(token_ids, ROOTS[root]) == covered
+        assert cached_prefix(self.manager, token_ids, ROOTS[root]) == covered
         real, num_covered = self.manager.start(token_ids, ROOTS[root], compute_last=compute_last)
         assert num_covered == (min(covered, len(token_ids) - 1) if compute_last else covered)
         table = ModelTable(root, token_ids, real, expected, num_covered, len(expected))
@@ -179,16 +180,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         table.num_published = max(table.num_published, num_committed // self.block_size)
 
     @precondition(lambda self: self.live)
-    @rule(choice=st.integers(0, 7))
-    def fork(self, choice: int) -> None:
-        table = self.a_table(choice)
-        twin = ModelTable(
-            table.root, list(table.token_ids), self.manager.fork(table.real), list(table.blocks)
-        )
-        twin.num_written, twin.num_published = table.num_written, table.num_published
-        self.live.append(twin)
-
-    @precondition(lambda self: self.live)
     @rule(choice=st.integers(0, 7), twice=st.booleans())
     def free(self, choice: int, twice: bool) -> None:
         table = self.a_table(choice)
@@ -206,15 +197,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         while self.live:
             self.free(0, False)
         assert self.manager.num_free + self.manager.num_cached == self.manager.num_blocks
-
-    @precondition(lambda self: len(self.ever_published) > 6)
-    @rule()
-    def reset_cache(self) -> None:
-        self.manager.reset_cache()
-        for block in self.cache.values():
-            block.published_as = None
-        self.cache.clear()
-        self.ever_published.clear()
 
     # --- what must always hold ---
 
@@ -238,7 +220,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 block = table.real.block_ids[position // self.block_size]
                 slot = self.content[block][position % self.block_size]
                 assert slot == table.prefix(position + 1)
-            known = block_identities(ROOTS[table.root], table.token_ids, self.block_size)
+            known = list(block_identities(ROOTS[table.root], table.token_ids, self.block_size))
             assert table.real.identities == known[: table.num_published]
 
     @invariant()
@@ -246,7 +228,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """So every eviction took what the model's order says."""
         for root, *token_ids in getattr(self, "ever_published", ()):
             expected = len(self.cached_blocks(root, token_ids)) * self.block_size
-            assert self.manager.cached_prefix(token_ids, ROOTS[root]) == expected
+            assert cached_prefix(self.manager, token_ids, ROOTS[root]) == expected
 
 
 TestBlockManagerAgainstModel = BlockManagerMachine.TestCase

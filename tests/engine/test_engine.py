@@ -115,6 +115,59 @@ def test_a_block_aligned_prompt_is_found_again_whole(
     assert_empty(engine)
 
 
+def test_one_prompt_asked_for_many_times_is_computed_once(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    engine = make_engine()
+    prompt = prompt_of(150)
+    for index in range(4):
+        engine.add(ask(f"same-{index}", prompt))
+    engine.add(ask("other", prompt_of(20, seed=2)))
+    engine.add(ask("longer", [*prompt[:100], *prompt_of(60, seed=1)]))
+    prefilled = 0
+    outputs: dict[str, list[TokenOutput]] = {}
+    while engine.has_work():
+        step = engine.step()
+        num_decoded = sum(output.request_id in outputs for output in step.outputs)
+        prefilled += step.num_tokens - num_decoded
+        for output in step.outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+    # Of 150 tokens 144 are in full blocks; of the first 100, 96.
+    assert prefilled == 150 + 3 * 6 + (160 - 96) + 20
+    assert list(outputs)[:2] == ["same-0", "other"]  # one that shares nothing waits for nobody
+    assert all(tokens(outputs[f"same-{index}"]) == greedy(reference, prompt, 8) for index in range(4))
+    assert_empty(engine)
+
+
+def test_followers_outlive_their_leader(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    engine = make_engine()
+    prompt = prompt_of(150)
+    for name in ("leader", "second", "third"):
+        engine.add(ask(name, prompt))
+    engine.step()
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (1, 2)
+    engine.abort("leader")
+    outputs = run(engine)
+    assert tokens(outputs["second"]) == tokens(outputs["third"]) == greedy(reference, prompt, 8)
+    assert_empty(engine)
+
+
+def test_nobody_waits_for_what_cannot_be_shared(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(max_num_batched_tokens=512)
+    prompt = prompt_of(40)
+    engine.add(ask("plain", prompt))
+    engine.add(ask("salted", prompt, cache_salt="another tenant"))
+    engine.add(ask("scored", prompt, sampling={"prompt_logprobs": 0}))
+    assert engine.step().num_tokens == 120
+    run(engine)
+    uncached = make_engine(max_num_batched_tokens=512, enable_prefix_caching=False)
+    for name in ("a", "b"):
+        uncached.add(ask(name, prompt))
+    assert uncached.step().num_tokens == 80
+
+
 def test_decoding_goes_on_beside_a_long_prompt(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     engine.add(ask("long", prompt_of(240)))

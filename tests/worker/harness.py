@@ -139,7 +139,7 @@ class Cluster:
         self.states: dict[str, WorkerState] = {}
         self.outputs: dict[str, list[tuple[str, TokenOutput]]] = defaultdict(list)
         self._first_from: dict[str, str] = {}
-        """The prefill worker of each request that has one: its token comes first, whichever socket is faster."""
+        """The prefill worker of each request that has one: its token is the first, however it travels."""
         self.steps: list[StepOutput] = []
         self.workers: list[RunningWorker] = []
 

@@ -1,0 +1,13 @@
+"""Looks into a block manager without changing it."""
+
+import copy
+from collections.abc import Sequence
+
+from engine.block_manager import BlockManager
+from protocol.ids import BlockIdentity
+
+
+def cached_prefix(manager: BlockManager, token_ids: Sequence[int], root: BlockIdentity) -> int:
+    """How many leading tokens are cached."""
+    _, covered = copy.deepcopy(manager).start(token_ids, root, compute_last=False)
+    return covered
