@@ -5,6 +5,8 @@ Precedence: flag, then environment, then file, then default. Names follow vLLM's
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
+
+logger = logging.getLogger("tandem.config")
 
 ENV_PREFIX = "TANDEM_"
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tandem-code-10m"
@@ -151,11 +155,12 @@ def load_config(
             field = str(key).replace("-", "_")
             values[field], sources[field] = value, f"{config_file}: {key}"
     known = set(ServeConfig.__struct_fields__)
-    for field in known:
-        variable = ENV_PREFIX + field.upper()
-        text = (os.environ if environ is None else environ).get(variable)
-        if text is not None:
+    for variable, text in (os.environ if environ is None else environ).items():
+        field = variable.removeprefix(ENV_PREFIX).lower()
+        if field in known and variable == ENV_PREFIX + field.upper():
             values[field], sources[field] = _parse_text(text), variable
+        elif variable.startswith(ENV_PREFIX) and (meant := difflib.get_close_matches(field, known, 1)):
+            logger.warning("%s is no option; is %s%s meant?", variable, ENV_PREFIX, meant[0].upper())
     for field, value in (flags or {}).items():
         if value is not None:
             values[field], sources[field] = value, flag_name(field)

@@ -156,3 +156,10 @@ def test_the_models_name_in_the_api(tmp_path):
     assert load_config({"model": str(tmp_path)}, {}).model_name == tmp_path.name
     assert load_config({"model": "org/model"}, {}).model_name == "org/model"
     assert load_config({"model": "org/model", "served_model_name": "x"}, {}).model_name == "x"
+
+
+def test_a_mistyped_variable_is_told(caplog):
+    load_config(environ={"TANDEM_MAX_NUM_SEQ": "3", "TANDEM_URL": "http://127.0.0.1:8000"})
+    assert [record.message for record in caplog.records] == [
+        "TANDEM_MAX_NUM_SEQ is no option; is TANDEM_MAX_NUM_SEQS meant?"
+    ]
