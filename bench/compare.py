@@ -66,9 +66,9 @@ class Plan:
     log_dir: Path
 
     def requests(self, number: int, concurrency: int) -> list[LoadRequest]:
-        """The load of one round: `waves` times the concurrency, but at least 8 requests."""
+        """The load of one round: `waves` times the concurrency, but at least 4 requests."""
         seed = self.seed + 1000 * number + concurrency
-        count = max(8, self.waves * concurrency)
+        count = max(4, self.waves * concurrency)
         load = Load(count, self.input_len, self.output_len, vocab_size=self.vocab_size, seed=seed)
         return load.requests()
 
@@ -260,7 +260,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     input_len: Annotated[int, typer.Option(min=1, help="random tokens per prompt")] = 256,
     output_len: Annotated[int, typer.Option(min=1, help="tokens generated")] = 128,
-    waves: Annotated[int, typer.Option(min=1, help="requests: waves x concurrency, 8 at least")] = 4,
+    waves: Annotated[int, typer.Option(min=1, help="requests: waves x concurrency, 4 at least")] = 4,
     threads: Annotated[int, typer.Option(min=1, help="cores for each system")] = os.cpu_count() or 1,
     max_model_len: Annotated[int, typer.Option(min=1)] = 2048,
     seed: Annotated[int, typer.Option(min=0)] = 0,
