@@ -135,7 +135,12 @@ def announcement(config: ServeConfig, server: RouterServer) -> str:
 
 
 def curl_line(config: ServeConfig, url: str) -> str:
-    body = {"model": config.model_name, "prompt": "def read_file(path):\n", "max_tokens": 64, "temperature": 0}
+    body = {
+        "model": config.model_name,
+        "prompt": "def read_file(path):\n",
+        "max_tokens": 64,
+        "temperature": 0,
+    }
     parts = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json"]
     if config.api_key is not None:
         parts += ["-H", "Authorization: Bearer <--api-key>"]

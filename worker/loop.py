@@ -60,6 +60,8 @@ class WorkerLoop(ABC):
         self.computing: set[str] = set()
         """Requests that the engine still has to compute something for."""
         self._stop = threading.Event()
+        self._advancing = True
+        """False after a step that had nothing to run: what waits for room gets it through some message."""
         self._failed_steps = 0
         self._next_housekeeping = 0.0
 
@@ -113,7 +115,8 @@ class WorkerLoop(ABC):
             self.close()
 
     def _turn(self) -> None:
-        timeout_ms = 0 if self.engine.has_work() else int(HOUSEKEEPING_INTERVAL_S * 1000)
+        busy = self._advancing and self.engine.has_work()
+        timeout_ms = 0 if busy else int(HOUSEKEEPING_INTERVAL_S * 1000)
         events = dict(self.poller.poll(timeout_ms))
         started = time.perf_counter()
         if events:
@@ -140,7 +143,7 @@ class WorkerLoop(ABC):
         """One engine step; returns the seconds that the engine took."""
         started = time.perf_counter()
         try:
-            outputs = self.engine.step().outputs
+            result = self.engine.step()
         except Exception:
             log.exception("an engine step failed")
             self._on_failed_step()
@@ -148,6 +151,8 @@ class WorkerLoop(ABC):
         seconds = time.perf_counter() - started
         self.counters.add("engine_seconds_total", seconds)
         self._failed_steps = 0
+        outputs = result.outputs
+        self._advancing = bool(result.num_tokens or outputs)
         if outputs:
             for output in outputs:
                 if output.finish_reason is not None:

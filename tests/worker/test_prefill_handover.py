@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvtransfer.interface import Progress, RegisteredPool
@@ -244,3 +245,20 @@ def test_a_request_sent_twice_runs_once(cluster: Cluster, prefill: RunningWorker
     cluster.wait(lambda: prefill.state.num_running == 0 and bool(cluster.outputs["r"]))
     cluster.refresh(prefill)
     assert len(cluster.outputs["r"]) == 1
+
+
+def test_waiting_for_room_costs_no_core(cluster: Cluster, model_folder: Path, peer: DecodeEnd) -> None:
+    config = tiny_config(model_folder, max_model_len=640, kv_cache_memory_bytes=60 * BLOCK_BYTES)
+    prefill = cluster.start("prefill", "prefill-0", config)
+    start(cluster, prefill, peer, name="held", length=600)
+    peer.reply(peer.grant(peer.receive(Reserve).request))
+    peer.receive(Handoff)
+    start(cluster, prefill, peer, name="waiting", length=500)
+    cluster.wait(lambda: prefill.state.num_waiting == 1)
+    process = psutil.Process(prefill.process.pid)
+    before = sum(process.cpu_times()[:2])
+    started = time.monotonic()
+    cluster.refresh(prefill)
+    assert sum(process.cpu_times()[:2]) - before < 0.3 * (time.monotonic() - started)
+    peer.reply(HandoffAck(request_id="held", lease_id="lease"))
+    cluster.wait(lambda: bool(cluster.outputs["waiting"]))
