@@ -1,29 +1,41 @@
-"""Pool memory that a process of the same host can map, and that vanishes with its last user."""
+"""Memory for KV pools: private, or shared with processes of the same host that were handed its descriptor.
+
+Huge pages spare an attention kernel that walks a large pool most of its address translations. Linux gives
+them to private memory that asks; to shared memory only where an administrator set
+`/sys/kernel/mm/transparent_hugepage/shmem_enabled` to `advise`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
 
 
 class PoolMemory:
-    """Anonymous shared memory: `buffer` is a writable view of `nbytes` zeros, `fd` the file behind it.
+    """Anonymous memory: `buffer` is a writable view of `nbytes` zeros, `fd` the file behind it if `shared`.
 
     No name in any file system: after a SIGKILL nothing is left behind. The size is sealed, so that a peer
     which maps it can't be hit by its truncation. `fd` is None where the platform has no `memfd_create`.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, shared: bool = True) -> None:
         if nbytes < 1:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         self.nbytes = nbytes
         self.fd: int | None = None
-        if hasattr(os, "memfd_create"):
+        if shared and hasattr(os, "memfd_create"):
             self.fd = os.memfd_create("tandem-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self.buffer = memoryview(mmap.mmap(-1 if self.fd is None else self.fd, nbytes))
+            pages = mmap.mmap(self.fd, nbytes)
+        else:
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel built without them
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        self.buffer = memoryview(pages)
 
     def close(self) -> None:
         """Drop this object's hold. The memory itself goes when the last view of it does. Idempotent."""
@@ -33,9 +45,9 @@ class PoolMemory:
             self.fd = None
 
 
-def allocate(nbytes: int) -> PoolMemory:
+def allocate(nbytes: int, *, shared: bool = True) -> PoolMemory:
     """`nbytes` zeroed bytes for a pool, physically allocated as they are first touched."""
-    return PoolMemory(nbytes)
+    return PoolMemory(nbytes, shared=shared)
 
 
 def map_peer_pool(fd: int, nbytes: int) -> mmap.mmap:

@@ -51,9 +51,11 @@ def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool, list[str]
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
+    transports = transport_names(config)
+    shared = config.disaggregation and "shm" in transports
 
     def allocate_pool(nbytes: int) -> memoryview:
-        memory.append(allocate(nbytes))
+        memory.append(allocate(nbytes, shared=shared))
         return memory[0].buffer
 
     engine = Engine(config, allocate=allocate_pool)
@@ -68,4 +70,4 @@ def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool, list[str]
         format=engine.kv_format,
         memory_fd=memory[0].fd,
     )
-    return engine, pool, transport_names(config)
+    return engine, pool, transports
