@@ -69,7 +69,7 @@ def run_worker(
     heartbeat.start()
     link = RouterLink(context, keys, router_endpoint, worker_id, parts.incarnation, parts.counters)
     try:
-        engine, parts.pool, parts.transport_names = build_engine(config)
+        engine, parts.pool, parts.transport_names = build_engine(config, role)
         parts.engine = engine
         loop = make_loop(parts, engine, link)
         parts.lifecycle = "ready"

@@ -14,6 +14,7 @@ from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.memory import PoolMemory, allocate
 from protocol.config import ServeConfig, transport_names
+from protocol.messages import Role
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +44,17 @@ def address_towards(endpoint: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool, list[str]]:
+def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPool, list[str]]:
     """Load the model and make its pool in memory that transfers can reach.
 
-    GPU memory is out of their reach: there the transfers get a stand-in of one block, and `transports` is
-    empty. Raises what the engine raises for a model that it cannot serve.
+    With `shm` the receiver reads the sender's pool, so only a sender's must be shared memory. GPU memory is
+    out of the transfers' reach: there they get a stand-in of one block, and `transports` is empty. Raises
+    what the engine raises for a model that it cannot serve.
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
     transports = transport_names(config)
-    shared = config.disaggregation and "shm" in transports
+    shared = role == "prefill" and "shm" in transports
 
     def allocate_pool(nbytes: int) -> memoryview:
         memory.append(allocate(nbytes, shared=shared))

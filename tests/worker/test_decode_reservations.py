@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def source(model_folder: Path) -> tuple[Engine, RegisteredPool]:
-    engine, pool, _ = build_engine(tiny_config(model_folder))
+    engine, pool, _ = build_engine(tiny_config(model_folder), "prefill")
     return engine, pool
 
 
