@@ -64,7 +64,7 @@ def measures(shape: tuple[int, ...]) -> dict[str, Callable[[], object]]:
         wire = wire_segments(side.segments, wire_dtype)
         converter = Converter(wire, ours, target)
         filled = memoryview(bytearray(PIECE_BYTES))
-        if wire_dtype == "none":
+        if wire_dtype == "auto":
             filled[: side.piece * side.block_bytes] = side.pool[: side.piece * side.block_bytes]
         else:
             Quantizer(side.segments, wire_dtype).pack(side.pool, positions, full, filled)
@@ -80,9 +80,9 @@ def measures(shape: tuple[int, ...]) -> dict[str, Callable[[], object]]:
         found[f"place {wire_dtype}"] = placing(wire_dtype, side.segments)
     reblocked = (SegmentInfo(name="target", dtype="bfloat16", shape=other_size),)
     wide = (SegmentInfo(name="target", dtype="float32", shape=shape),)
-    found["place in blocks of 24"] = placing("none", reblocked)
+    found["place in blocks of 24"] = placing("auto", reblocked)
     found["place int8 in blocks of 24"] = placing("int8", reblocked)
-    found["place as float32"] = placing("none", wide)
+    found["place as float32"] = placing("auto", wide)
     ones = np.ones(side.piece, dtype=np.int32)
     for mode in ("sampled", "full"):
         found[f"checksum {mode}"] = lambda mode=mode: piece_checksum(

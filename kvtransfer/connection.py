@@ -55,7 +55,7 @@ class Connection(threading.Thread):
             logger.debug("a %s connection is closing", self._transport.name)
         except HandshakeRefusedError as error:
             self._core.counters.add("handshakes_refused")
-            logger.warning("refused a %s connection: %s", self._transport.name, error)
+            logger.warning("refused a %s connection: %s", self._transport.name, str(error))
         except ProtocolError as error:
             self._count("malformed", error)
         except TimeoutError as error:
@@ -70,16 +70,14 @@ class Connection(threading.Thread):
 
     def _count(self, kind: str, error: Exception) -> None:
         self._core.counters.add(f"failures_{kind}")
-        logger.warning("a %s connection was lost: %s", self._transport.name, error)
+        logger.warning("a %s connection was lost: %s", self._transport.name, str(error))
 
     def _serve(self) -> None:
         core = self._core
         deadline = time.monotonic() + core.handshake_timeout_s
         hello = examine(self._channel, core.identity, self._transport.name, deadline)
         inlet = incoming(core.identity.pool, hello)
-        reader = self._transport.reader(
-            self._channel, inlet.target, hello, deadline, core.progress_timeout_s
-        )
+        reader = self._transport.reader(self._channel, inlet.target, hello, deadline, core.progress_timeout_s)
         sender = f"{hello.worker_id} {hello.incarnation}"
         core.leases.connected(sender)
         try:

@@ -123,16 +123,21 @@ def block_bytes(segments: Sequence[SegmentInfo]) -> int:
 
 
 def wire_segments(segments: Sequence[SegmentInfo], wire_dtype: str) -> tuple[SegmentInfo, ...]:
-    """What a pool's segments look like on the wire; `wire_dtype` is "none", "int8" or "fp8". Raises LayoutError."""
-    if wire_dtype == "none":
+    """What a pool's segments look like on the wire; `wire_dtype` is "auto", "int8" or "fp8". Raises LayoutError."""
+    if wire_dtype == "auto":
         return tuple(segments)
     if wire_dtype not in CODE_DTYPES:
-        raise LayoutError("quantization", f"{wire_dtype!r} is none of none, {', '.join(CODE_DTYPES)}")
+        raise LayoutError("quantization", f"{wire_dtype!r} is none of auto, {', '.join(CODE_DTYPES)}")
     if any(segment.quantization != "none" for segment in segments):
         raise LayoutError("quantization", "the pool itself is quantized")
     wire = tuple(msgspec.structs.replace(segment, quantization=wire_dtype) for segment in segments)
     BlockLayout(wire)
     return wire
+
+
+def wire_block_bytes(segments: Sequence[SegmentInfo], pool_block_bytes: int, wire_dtype: str) -> int:
+    """Bytes that a block of such a pool, be it opaque, takes on the wire. Raises LayoutError."""
+    return pool_block_bytes if wire_dtype == "auto" else block_bytes(wire_segments(segments, wire_dtype))
 
 
 def needs_conversion(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> bool:

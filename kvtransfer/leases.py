@@ -150,7 +150,9 @@ class LeaseTable:
             if lease_id in self._leases or lease_id in self._closing:
                 raise ValueError(f"lease {lease_id} is open already")
             if self._leased[written].any() or len(np.unique(written)) < len(written):
-                raise ValueError(f"block_ids of lease {lease_id} include some twice, or of another open lease")
+                raise ValueError(
+                    f"block_ids of lease {lease_id} include some twice, or of another open lease"
+                )
             self._leased[written] = True
             self._leases[lease_id] = lease
 

@@ -212,7 +212,7 @@ class Link(threading.Thread):
 
     def _put_off(self, candidate: Candidate, error: Exception) -> None:
         name = candidate.transport.name
-        logger.warning("cannot reach %s over %s: %s", self.peer.worker_id, name, error)
+        logger.warning("cannot reach %s over %s: %s", self.peer.worker_id, name, str(error))
         candidate.try_at = time.monotonic() + self._core.retry_interval_s
 
     def _open(self, candidate: Candidate) -> None:
@@ -224,7 +224,7 @@ class Link(threading.Thread):
             except (OSError, TransferError, ProtocolError) as error:
                 if number == 0:
                     raise
-                logger.warning("only %d streams to %s: %s", number, self.peer.worker_id, error)
+                logger.warning("only %d streams to %s: %s", number, self.peer.worker_id, str(error))
                 break
         with self.state:
             retired, self._streams = self._streams, self._streams + opened

@@ -75,7 +75,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     index: Number
     runs: Annotated[bytes, Meta(max_length=MAX_PIECE_BLOCKS * RUN_BYTES)]
     final: bool
-    checksum: Annotated[int, Meta(ge=0, lt=2**64)] | None = None
+    checksum: Annotated[bytes, Meta(min_length=8, max_length=8)] | None = None
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):

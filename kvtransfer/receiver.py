@@ -139,8 +139,8 @@ class Receiver:
 
     def _accept(self) -> None:
         poll = select.poll()
-        for watched in (self._stop, self._disconnected, *self._listeners):
-            poll.register(watched, select.POLLIN)
+        for descriptor in (self._stop.fileno(), self._disconnected.fileno(), *self._listeners):
+            poll.register(descriptor, select.POLLIN)
         look_again: float | None = None
         while True:
             timeout_ms = None if look_again is None else max(0.0, look_again - time.monotonic()) * 1000

@@ -116,7 +116,9 @@ class Sender:
         forgotten; until it is polled, further pushes under the lease are ignored. Raises ValueError for
         blocks out of range.
         """
-        all_runs = cut(blocks, first_position, self._pool.num_blocks, blocks_per_piece(self._pool.block_bytes))
+        all_runs = cut(
+            blocks, first_position, self._pool.num_blocks, blocks_per_piece(self._pool.block_bytes)
+        )
         if num_tokens is None:
             num_tokens = (first_position + len(blocks)) * self._pool.block_size
         with self._lock:

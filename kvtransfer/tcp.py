@@ -11,8 +11,8 @@ import time
 from kvtransfer.channel import Channel
 from kvtransfer.extents import Runs, ScatterList, blocks_per_piece, expand, num_blocks, views
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.leases import WriteGate
 from kvtransfer.layout import tokens_in_blocks
+from kvtransfer.leases import WriteGate
 from kvtransfer.messages import Hello
 from kvtransfer.quantize import Quantizer
 from kvtransfer.transport import PieceWriter

@@ -90,7 +90,10 @@ def test_a_wire_that_breaks_at_every_try_fails_the_lease(closing: Closing, trans
         assert raw_receiver.piece(raw).index == 0
         raw.close()
     event = sender.wait_lease("lease")
-    assert isinstance(event, Failed) and "closed the connection" in event.reason
+    assert isinstance(event, Failed)
+    assert any(
+        reason in event.reason for reason in ("closed the connection", "Connection reset", "Broken pipe")
+    )
     assert sender.sender.counters()["pieces_sent_again"] == MAX_ATTEMPTS - 1
 
 
@@ -106,7 +109,9 @@ def test_a_piece_whose_ack_was_lost_is_acknowledged_again(closing: Closing, is_c
         raw.send_bytes(bytes([attempt]) * 2 * BLOCK + GOOD)
         assert raw.ack().error == ""
         raw.close()
-        receiver.wait_for(lambda event: isinstance(event, Progress) and event.complete) if not attempt else None
+        receiver.wait_for(
+            lambda event: isinstance(event, Progress) and event.complete
+        ) if not attempt else None
         if is_closed:
             assert receiver.receiver.close_lease("lease")
     expected = 0 if is_closed else 1
@@ -126,7 +131,9 @@ def test_a_sender_that_comes_back_in_time_is_not_given_up(closing: Closing) -> N
         assert peer.ack().error == ""
         peer.close()
     again = closing(RawPeer.connect(receiver, "tcp", source))
-    assert receiver.wait_for(lambda event: isinstance(event, Failed))[-1] == Failed("gone", "the sender is gone")
+    assert receiver.wait_for(lambda event: isinstance(event, Failed))[-1] == Failed(
+        "gone", "the sender is gone"
+    )
     again.send(Piece(1, "back", 1, runs((1, 1, 1)), True))
     again.send_bytes(bytes(BLOCK) + GOOD)
     assert receiver.wait_for() == [Progress("back", 2, complete=True)]

@@ -49,8 +49,12 @@ def test_pieces_hold_the_same_blocks_in_order(
     sources, ours = [source for source, _ in pairs], np.asarray([target for _, target in pairs])
     pieces = cut(sources, first, NUM_BLOCKS, max_blocks)
     assert all(1 <= num_blocks(runs) <= max_blocks for runs in pieces)
-    assert [pair for runs in pieces for pair in unrolled(runs)] == list(zip(sources, count(first), strict=False))
-    targets = [pair for runs in cut(sources, 0, NUM_BLOCKS, max_blocks) for pair in unrolled(targets_of(runs, ours))]
+    assert [pair for runs in pieces for pair in unrolled(runs)] == list(
+        zip(sources, count(first), strict=False)
+    )
+    targets = [
+        pair for runs in cut(sources, 0, NUM_BLOCKS, max_blocks) for pair in unrolled(targets_of(runs, ours))
+    ]
     assert targets == pairs
     for runs in pieces:
         assert unrolled(packed(runs)) == list(zip(expand(runs[:, 0], runs[:, 2]), count(), strict=False))

@@ -16,6 +16,7 @@ from kvtransfer.layout import (
     conversion_problem,
     needs_conversion,
     tokens_in_blocks,
+    wire_block_bytes,
     wire_segments,
 )
 from protocol.handoff import SegmentInfo
@@ -25,7 +26,7 @@ TARGET = segment(3, 16, 2, 8, dtype="bfloat16")
 DRAFT = segment(1, 16, 1, 4, name="draft", dtype="float32")
 
 
-@pytest.mark.parametrize("wire_dtype", ["none", "int8", "fp8"])
+@pytest.mark.parametrize("wire_dtype", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("segments", [(TARGET,), (TARGET, DRAFT), (DRAFT, TARGET)])
 def test_views_show_what_the_bytes_say(segments: tuple[SegmentInfo, ...], wire_dtype: str) -> None:
     wire = wire_segments(segments, wire_dtype)
@@ -54,15 +55,25 @@ def test_a_quantized_block_of_bf16_takes_at_most_0_53_of_its_bytes() -> None:
 def test_the_wire_keeps_all_but_the_quantization() -> None:
     (wire,) = wire_segments([TARGET], "int8")
     assert wire == msgspec.structs.replace(TARGET, quantization="int8")
-    assert wire_segments([TARGET], "none") == (TARGET,)
+    assert wire_segments([TARGET], "auto") == (TARGET,)
     assert needs_conversion([wire], (TARGET,))
     assert not needs_conversion([TARGET], (TARGET,))
 
 
 @pytest.mark.parametrize("wire_dtype", ["int4", "INT8", ""])
 def test_an_unknown_wire_dtype_is_refused_by_name(wire_dtype: str) -> None:
-    with pytest.raises(LayoutError, match="quantization: .* is none of none, int8, fp8"):
+    with pytest.raises(LayoutError, match="quantization: .* is none of auto, int8, fp8"):
         wire_segments([TARGET], wire_dtype)
+
+
+def test_only_a_quantized_wire_changes_a_blocks_size() -> None:
+    assert wire_block_bytes((), 4096, "auto") == 4096
+    assert wire_block_bytes([TARGET], block_bytes([TARGET]), "auto") == block_bytes([TARGET])
+    assert wire_block_bytes([TARGET], block_bytes([TARGET]), "fp8") == plain_block_bytes(
+        wire_segments([TARGET], "fp8")
+    )
+    with pytest.raises(LayoutError, match="opaque"):
+        wire_block_bytes((), 4096, "int8")
 
 
 def test_a_quantized_pool_is_not_quantized_again() -> None:

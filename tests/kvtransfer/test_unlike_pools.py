@@ -94,9 +94,7 @@ def test_blocks_are_converted_at_the_receiver(
 @pytest.mark.parametrize("wire_dtype", ["int8", "fp8"])
 def test_a_quantized_wire_halves_the_bytes(closing: Closing, wire_dtype: str) -> None:
     options = TransportOptions(wire_dtype=wire_dtype)
-    sent, arrived, sender = transfer(
-        closing, "tcp", ("bfloat16", 16), ("bfloat16", 16), 75, 0, options
-    )
+    sent, arrived, sender = transfer(closing, "tcp", ("bfloat16", 16), ("bfloat16", 16), 75, 0, options)
     error = (arrived[:75] - sent[:75]).square().mean().sqrt() / sent[:75].square().mean().sqrt()
     assert 0 < error < (0.01 if wire_dtype == "int8" else 0.04)
     nbytes = sender.sender.counters()["tcp_bytes_sent"]
