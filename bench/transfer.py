@@ -23,6 +23,7 @@ import numpy as np
 from kvtransfer import Completed, Failed, Receiver, RegisteredPool, Sender, allocate
 from kvtransfer.memory import map_peer_pool
 from kvtransfer.tcp import TcpTransport
+from kvtransfer.transports import open_transports
 from protocol.messages import PeerAddress
 
 TOTAL_BYTES = 256 * 1024 * 1024
@@ -34,7 +35,7 @@ CHUNK_BYTES = 4 * 1024 * 1024
 def make_pool(nbytes: int, block_bytes: int) -> RegisteredPool:
     memory = allocate(nbytes)
     np.frombuffer(memory.buffer, dtype=np.uint8).fill(1)  # touches every page
-    return RegisteredPool(memory.buffer, block_bytes, nbytes // block_bytes, "bench", memory.fd)
+    return RegisteredPool(memory.buffer, block_bytes, nbytes // block_bytes, memory_fd=memory.fd)
 
 
 def address(buffer: object) -> int:
@@ -49,7 +50,7 @@ def receiving_side(pipe: Connection, block_bytes: int) -> None:
         key=KEY,
         worker_id="decode",
         incarnation="1",
-        transports=["shm", "tcp"],
+        transports=open_transports(["shm", "tcp"], pool, "decode"),
         host="127.0.0.1",
         on_event=lambda: None,
     )
@@ -104,15 +105,13 @@ class Bench:
                 key=KEY,
                 worker_id=f"prefill-{name}",
                 incarnation="1",
-                transports=[name],
+                transports=open_transports([name], self.pool, "prefill"),
                 on_event=self.woken.set,
             )
             for name in ("shm", "tcp")
         }
-        targets = list(range(self.pool.num_blocks))
-        sources = list(range(self.pool.num_blocks))
-        random.Random(0).shuffle(sources)
-        self.extents = list(zip(sources, targets, strict=True))
+        self.blocks = list(range(self.pool.num_blocks))
+        random.Random(0).shuffle(self.blocks)
         self.num_leases = 0
 
     def close(self) -> None:
@@ -148,7 +147,7 @@ class Bench:
 
     def push(self, sender: Sender, lease_id: str) -> float:
         started = time.perf_counter()
-        sender.push(self.peer, lease_id, self.extents, final=True)
+        sender.push(self.peer, lease_id, self.blocks, 0, final=True)
         while True:
             self.woken.wait()
             self.woken.clear()

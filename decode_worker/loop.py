@@ -14,9 +14,11 @@ import time
 import zmq
 
 from decode_worker.peers import PeerSocket
-from decode_worker.reservations import PendingReservation, Reservation, ReservationQueue
+from decode_worker.reservations import PendingReservation, Reservation, ReservationQueue, blocks_between
+from engine.block_manager import BlockTable
 from engine.engine import Engine
-from kvtransfer.interface import Failed
+from kvtransfer.interface import Closed, Failed
+from kvtransfer.layout import conversion_problem
 from kvtransfer.receiver import Receiver
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
@@ -54,7 +56,7 @@ class DecodeLoop(WorkerLoop):
             key=parts.keys.transfer_key,
             worker_id=parts.worker_id,
             incarnation=parts.incarnation,
-            transports=parts.transport_names,
+            transports=parts.wires,
             host=parts.host,
             on_event=parts.wake.set,
         )
@@ -65,6 +67,8 @@ class DecodeLoop(WorkerLoop):
         self._room_at_last_try = -1
         self._reservations: dict[str, Reservation] = {}
         self._by_lease: dict[str, Reservation] = {}
+        self._ending: dict[str, Reservation | BlockTable] = {}
+        """Closed leases that are still written to: reservations to take over afterwards, or blocks to free."""
         self._taken_over: dict[str, str] = {}
         """Requests that run here after a hand-off, with the lease they came under."""
         self.address = PeerAddress(
@@ -85,7 +89,9 @@ class DecodeLoop(WorkerLoop):
 
     def abort(self, request_id: str) -> None:
         self._queue.remove(request_id)
-        self._close_lease(request_id)
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is not None and not self._close_lease(reservation):
+            self._ending[reservation.lease_id] = self.engine.detach(request_id)
         self._taken_over.pop(request_id, None)
         self.computing.discard(request_id)
         self.engine.abort(request_id)
@@ -153,15 +159,8 @@ class DecodeLoop(WorkerLoop):
     def _segment_problem(self, message: Reserve) -> str | None:
         if not self.address.offers:
             return "this worker offers no transport"
-        ours = self.engine.pool.segments
-        if len(message.segments) != len(ours):
-            return f"segments: {len(message.segments)} of them, expected {len(ours)}"
-        for index, (got, want) in enumerate(zip(message.segments, ours, strict=True)):
-            for field in ("name", "dtype", "shape", "quantization"):
-                theirs, expected = getattr(got, field), getattr(want, field)
-                if theirs != expected:
-                    return f"segments[{index}].{field} is {theirs!r}, expected {expected!r}"
-        return None
+        problem = conversion_problem(message.segments, self.engine.pool.segments)
+        return f"{problem[0]}: {problem[1]}" if problem is not None else None
 
     def _try_reserve(self, pending: PendingReservation) -> bool:
         """Answer the reservation if it can be answered now."""
@@ -174,6 +173,7 @@ class DecodeLoop(WorkerLoop):
             return True
         if blocks is None:
             return False
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         reservation = Reservation(
             request=request,
             identity=pending.identity,
@@ -182,12 +182,21 @@ class DecodeLoop(WorkerLoop):
             lease_id=secrets.token_hex(8),
             block_ids=list(blocks.block_ids),
             num_cached=blocks.cached_blocks,
+            num_expected=blocks_between(
+                blocks.cached_blocks * self.config.block_size, num_tokens, message.segments[0].shape[2]
+            ),
+            segments=message.segments,
             deadline=time.monotonic() + message.ttl_s,
         )
         self._reservations[request.request_id] = reservation
         self._by_lease[reservation.lease_id] = reservation
         if reservation.num_expected > 0:
-            self._receiver.open(reservation.lease_id, reservation.block_ids[reservation.num_cached :])
+            self._receiver.open(
+                reservation.lease_id,
+                reservation.block_ids,
+                first_block=reservation.num_cached,
+                num_tokens=num_tokens,
+            )
         self.counters.add("reservations_total")
         self.counters.add("reservation_wait_seconds_total", time.monotonic() - pending.arrival)
         self._peers.reply(pending.identity, self._grant(reservation))
@@ -198,6 +207,7 @@ class DecodeLoop(WorkerLoop):
             request_id=reservation.request_id,
             lease_id=reservation.lease_id,
             incarnation=self.parts.incarnation,
+            block_size=self.config.block_size,
             block_ids=reservation.block_ids,
             cached_blocks=reservation.num_cached,
         )
@@ -247,7 +257,7 @@ class DecodeLoop(WorkerLoop):
             incarnation=self.parts.incarnation,
             token_ids_digest=token_ids_digest(token_ids),
             num_tokens=len(token_ids),
-            segments=self.engine.pool.segments,
+            segments=reservation.segments,
             block_ids=reservation.block_ids,
             seed=reservation.request.sampling.seed,
         )
@@ -263,9 +273,15 @@ class DecodeLoop(WorkerLoop):
     def _take_over_if_complete(self, reservation: Reservation) -> None:
         if not reservation.complete:
             return
+        if self._close_lease(reservation):
+            self._take_over(reservation)
+        else:
+            self._ending[reservation.lease_id] = reservation
+
+    def _take_over(self, reservation: Reservation) -> None:
         assert reservation.manifest is not None
         request_id = reservation.request_id
-        self._close_lease(request_id)
+        del self._reservations[request_id]
         self.engine.activate(request_id, reservation.manifest.first_token)
         self.computing.add(request_id)
         self._taken_over[request_id] = reservation.lease_id
@@ -275,6 +291,9 @@ class DecodeLoop(WorkerLoop):
 
     def handle_transfers(self) -> None:
         for event in self._receiver.poll():
+            if isinstance(event, Closed):
+                self._on_closed(event.lease_id)
+                continue
             reservation = self._by_lease.get(event.lease_id)
             if reservation is None:
                 continue
@@ -289,12 +308,18 @@ class DecodeLoop(WorkerLoop):
 
     # --- the end of a reservation -----------------------------------------------------------------
 
-    def _close_lease(self, request_id: str) -> None:
-        """After this nobody writes to the reservation's blocks any more."""
-        reservation = self._reservations.pop(request_id, None)
-        if reservation is not None:
-            del self._by_lease[reservation.lease_id]
-            self._receiver.close_lease(reservation.lease_id)
+    def _close_lease(self, reservation: Reservation) -> bool:
+        """No write to the reservation's blocks begins after this. Whether none is under way either."""
+        self._by_lease.pop(reservation.lease_id, None)
+        self._ending.pop(reservation.lease_id, None)
+        return self._receiver.close_lease(reservation.lease_id)
+
+    def _on_closed(self, lease_id: str) -> None:
+        ending = self._ending.pop(lease_id, None)
+        if isinstance(ending, Reservation):
+            self._take_over(ending)
+        elif ending is not None:
+            self.engine.blocks.free(ending)
 
     def _give_up(self, reservation: Reservation, reason: str, field: str | None = None) -> None:
         self.counters.add("handoff_failures_total")

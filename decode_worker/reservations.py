@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.handoff import HandoffManifest
+from protocol.handoff import HandoffManifest, SegmentInfo
 from protocol.messages import EngineRequest, Reserve
 
 
@@ -13,7 +13,7 @@ class Reservation:
     """Blocks that a prefill worker may fill, until `deadline` (monotonic seconds), which progress renews.
 
     `identity` addresses the prefill worker on the peers' socket. `num_cached` of `block_ids` were filled
-    before and are not written.
+    before and are not written. `num_expected` of its own blocks, as `segments` describe them, are pushed.
     """
 
     request: EngineRequest
@@ -23,6 +23,8 @@ class Reservation:
     lease_id: str
     block_ids: list[int]
     num_cached: int
+    num_expected: int
+    segments: list[SegmentInfo]
     deadline: float
     num_received: int = 0
     final_piece_received: bool = False
@@ -31,11 +33,6 @@ class Reservation:
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    @property
-    def num_expected(self) -> int:
-        """Blocks that the prefill worker pushes."""
-        return len(self.block_ids) - self.num_cached
 
     @property
     def complete(self) -> bool:
@@ -47,6 +44,11 @@ class Reservation:
     @property
     def token_ids(self) -> list[int]:
         return self.request.prompt_token_ids + self.request.output_token_ids
+
+
+def blocks_between(first_token: int, num_tokens: int, block_size: int) -> int:
+    """How many blocks of `block_size` tokens hold some of the tokens [first_token, num_tokens)."""
+    return max(0, -(-num_tokens // block_size) - first_token // block_size)
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.select import select_backend
-from engine.block_manager import BlockManager, OutOfBlocksError
+from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
 from engine.forward import Forward
 from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.loader import load_model
@@ -170,6 +170,14 @@ class Engine:
             return False
         self._forget(sequence)
         return True
+
+    def detach(self, request_id: str) -> BlockTable:
+        """Drop a reserved request, but not its blocks: they are to be freed when nobody writes to them."""
+        sequence = self._sequences[request_id]
+        assert sequence.table is not None
+        table, sequence.table = sequence.table, None
+        self._forget(sequence)
+        return table
 
     # --- tokens out ---------------------------------------------------------------------------------
 

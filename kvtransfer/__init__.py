@@ -1,6 +1,7 @@
 """Moves KV blocks between the pools of two workers, whatever the wire."""
 
 from kvtransfer.interface import (
+    Closed,
     Completed,
     Failed,
     Progress,
@@ -15,6 +16,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 
 __all__ = [
+    "Closed",
     "Completed",
     "Failed",
     "PoolMemory",

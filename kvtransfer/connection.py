@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from kvtransfer.channel import Channel, StoppedError, Wake, decode
 from kvtransfer.counters import Counters
-from kvtransfer.extents import blocks_per_piece, expand, from_wire
+from kvtransfer.extents import blocks_per_piece, from_wire, num_blocks
 from kvtransfer.handshake import HandshakeRefusedError, Identity, examine
-from kvtransfer.interface import Failed, Progress, ReceiveEvent
+from kvtransfer.incoming import Incoming, incoming
+from kvtransfer.interface import Progress, ReceiveEvent
 from kvtransfer.leases import LeaseTable
 from kvtransfer.messages import Ack, Hello, Piece
 from kvtransfer.transport import PieceReader, Transport
@@ -32,6 +33,7 @@ class ReceiverCore:
     counters: Counters
     stop: Wake
     emit: Callable[[ReceiveEvent], None]
+    on_disconnect: Callable[[], None]
     progress_timeout_s: float
     handshake_timeout_s: float
 
@@ -47,52 +49,51 @@ class Connection(threading.Thread):
         self._core = core
 
     def run(self) -> None:
-        reason = f"{self._transport.name}: the sender closed the connection"
         try:
             self._serve()
         except StoppedError:
-            reason = "the receiver is closing"
+            logger.debug("a %s connection is closing", self._transport.name)
         except HandshakeRefusedError as error:
-            reason = str(error)
             self._core.counters.add("handshakes_refused")
             logger.warning("refused a %s connection: %s", self._transport.name, error)
         except ProtocolError as error:
-            reason = self._count("malformed", error)
+            self._count("malformed", error)
         except TimeoutError as error:
-            reason = self._count("timeout", error)
+            self._count("timeout", error)
         except OSError as error:
-            reason = self._count("lost", error)
+            self._count("lost", error)
         except Exception as error:
             logger.exception("a %s connection ended by a defect", self._transport.name)
-            reason = self._count("internal", error)
+            self._count("internal", error)
         finally:
             self._channel.close()
-            for lease_id in self._core.leases.fail_written_by(self):
-                self._core.emit(Failed(lease_id, reason))
 
-    def _count(self, kind: str, error: Exception) -> str:
+    def _count(self, kind: str, error: Exception) -> None:
         self._core.counters.add(f"failures_{kind}")
-        return f"{self._transport.name}: {error}"
+        logger.warning("a %s connection was lost: %s", self._transport.name, error)
 
     def _serve(self) -> None:
         core = self._core
         deadline = time.monotonic() + core.handshake_timeout_s
         hello = examine(self._channel, core.identity, self._transport.name, deadline)
+        inlet = incoming(core.identity.pool, hello)
         reader = self._transport.reader(
-            self._channel, core.identity.pool, hello, deadline, core.progress_timeout_s
+            self._channel, inlet.target, hello, deadline, core.progress_timeout_s
         )
+        sender = f"{hello.worker_id} {hello.incarnation}"
+        core.leases.connected(sender)
         try:
             self.authenticated = True
             core.counters.add("connections_accepted")
-            logger.info(
-                "%s connection from %s (%s)", self._transport.name, hello.worker_id, hello.incarnation
-            )
-            while self._next_piece(reader, hello):
+            logger.info("%s connection from %s", self._transport.name, sender)
+            while self._next_piece(reader, inlet, hello, sender):
                 pass
         finally:
             reader.close()
+            core.leases.disconnected(sender)
+            core.on_disconnect()
 
-    def _next_piece(self, reader: PieceReader, hello: Hello) -> bool:
+    def _next_piece(self, reader: PieceReader, inlet: Incoming, hello: Hello, sender: str) -> bool:
         """Take one piece. False: the sender has closed the connection, between pieces."""
         channel, core = self._channel, self._core
         channel.wait(select.POLLIN, None)
@@ -100,24 +101,27 @@ class Connection(threading.Thread):
         if channel.at_end():
             return False
         piece = decode(channel.recv_frame(started + core.progress_timeout_s), Piece)
-        pool = core.identity.pool
-        runs = from_wire(piece.runs, hello.num_blocks, blocks_per_piece(pool.block_bytes))
-        targets = expand(runs[:, 1], runs[:, 2])
-        lease, refusal = core.leases.admit(piece.lease_id, targets, self)
-        in_place = reader.read(runs, lease)
+        runs = from_wire(piece.runs, hello.num_blocks, blocks_per_piece(hello.block_bytes))
+        lease, refusal = core.leases.admit(piece, runs, sender, _block_size(hello))
+        in_place = inlet.take(reader, runs, lease)
         if lease is not None and not in_place:
-            refusal = "given up by the sender" if lease.open else "unknown lease"
+            refusal = "given up by the sender" if lease.gate.is_open else "unknown lease"
+        # Before anything is believed: a sender that has given us up has closed the connection first.
+        channel.send(Ack(piece.sequence, refusal), time.monotonic() + core.progress_timeout_s)
         if refusal:
             core.counters.add("failures_" + refusal.replace(" ", "_"))
-        channel.send(Ack(piece.sequence, refusal), time.monotonic() + core.progress_timeout_s)
-        if lease is not None and in_place:
-            self._account(len(targets), time.monotonic() - started)
-            received = core.leases.record(lease, targets, piece.final)
-            core.emit(Progress(lease.lease_id, received, lease.complete))
+        elif lease is not None:
+            self._account(num_blocks(runs) * inlet.target.block_bytes, time.monotonic() - started)
+            received = core.leases.record(lease, piece, runs)
+            core.emit(Progress(lease.lease_id, received, lease.is_complete))
         return True
 
-    def _account(self, num_blocks: int, seconds: float) -> None:
+    def _account(self, nbytes: int, seconds: float) -> None:
         counters, name = self._core.counters, self._transport.name
-        counters.add(f"{name}_bytes_received", num_blocks * self._core.identity.pool.block_bytes)
+        counters.add(f"{name}_bytes_received", nbytes)
         counters.add(f"{name}_pieces_received")
         counters.add(f"{name}_receive_seconds", seconds)
+
+
+def _block_size(hello: Hello) -> int:
+    return hello.segments[0].shape[2] if hello.segments else 1

@@ -1,7 +1,7 @@
-"""Lists of (source block, target block) pairs: cut into pieces, coalesced into runs, laid out as buffers.
+"""Lists of pairs of blocks: cut into pieces, coalesced into runs, laid out as buffers.
 
-Runs are an int32 array [num_runs, 3] of (first source block, first target block, number of blocks); on the
-wire they are its bytes.
+Runs are an int32 array [num_runs, 3] of (first source block, first target, number of blocks). On the wire,
+as those bytes, a target is the block's position within the prompt; the receiver maps it to a block of its own.
 """
 
 from __future__ import annotations
@@ -35,15 +35,30 @@ def blocks_per_piece(block_bytes: int) -> int:
     return min(MAX_PIECE_BLOCKS, max(1, PIECE_BYTES // block_bytes))
 
 
-def cut(extents: Sequence[tuple[int, int]], source_blocks: int, max_blocks: int) -> list[Runs]:
+def cut(source: Sequence[int], first_position: int, source_blocks: int, max_blocks: int) -> list[Runs]:
     """The runs of each piece of at most `max_blocks` blocks, in order. Nothing to move gives no piece.
 
-    Raises ValueError for a block that the source does not have, or no pool can have.
+    Raises ValueError for a block that the source does not have, or positions that no prompt can have.
     """
-    pairs = np.asarray(extents, dtype=np.int64).reshape(-1, 2)
-    if len(pairs) and (pairs.min() < 0 or pairs[:, 0].max() >= source_blocks or pairs.max() >= 2**31):
-        raise ValueError(f"source blocks must be in [0, {source_blocks}), target blocks in [0, 2**31)")
+    blocks = np.asarray(source, dtype=np.int64).reshape(-1)
+    if len(blocks) and (blocks.min() < 0 or blocks.max() >= source_blocks):
+        raise ValueError(f"source blocks must be in [0, {source_blocks})")
+    if first_position < 0 or first_position + len(blocks) > 2**31:
+        raise ValueError("positions must be in [0, 2**31)")
+    pairs = np.column_stack((blocks, np.arange(first_position, first_position + len(blocks))))
     return [coalesce(pairs[start : start + max_blocks]) for start in range(0, len(pairs), max_blocks)]
+
+
+def targets_of(runs: Runs, blocks: BlockIndices) -> Runs:
+    """The same runs with each position replaced by the block that `blocks` has there."""
+    source = expand(runs[:, 0], runs[:, 2])
+    return coalesce(np.column_stack((source, blocks[expand(runs[:, 1], runs[:, 2])])))
+
+
+def packed(runs: Runs) -> Runs:
+    """The same source blocks, the targets one after the other from 0."""
+    starts = np.cumsum(runs[:, 2]) - runs[:, 2]
+    return np.column_stack((runs[:, 0], starts, runs[:, 2])).astype(np.int32)
 
 
 def coalesce(pairs: BlockIndices) -> Runs:

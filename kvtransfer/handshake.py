@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 from kvtransfer.channel import Channel, decode, encode, frame
 from kvtransfer.interface import RegisteredPool, TransferError
+from kvtransfer.layout import conversion_problem, wire_segments
 from kvtransfer.messages import NONCE_BYTES, WIRE_VERSION, Challenge, Hello, Proof, SealedVerdict, Verdict
+from kvtransfer.transport import Transport
 from protocol.errors import ProtocolError
 
 KEY_BYTES = 32
@@ -51,19 +53,22 @@ def _digest(key: bytes, role: bytes, *transcript: bytes | bytearray) -> bytes:
 
 
 def introduce(
-    channel: Channel, ours: Identity, transport: str, receiver_incarnation: str, deadline: float
+    channel: Channel, ours: Identity, transport: Transport, receiver_incarnation: str, deadline: float
 ) -> None:
     """The sender's side. Raises HandshakeRefusedError."""
+    pool = ours.pool
     hello = Hello(
         version=WIRE_VERSION,
         nonce=os.urandom(NONCE_BYTES),
-        transport=transport,
+        transport=transport.name,
         worker_id=ours.worker_id,
         incarnation=ours.incarnation,
         receiver_incarnation=receiver_incarnation,
-        block_bytes=ours.pool.block_bytes,
-        num_blocks=ours.pool.num_blocks,
-        format=ours.pool.format,
+        block_bytes=pool.block_bytes,
+        num_blocks=pool.num_blocks,
+        segments=list(pool.segments),
+        wire=list(wire_segments(pool.segments, transport.wire_dtype)),
+        tensor_parallel=pool.tensor_parallel,
     )
     spoken = encode(hello)
     channel.send_all(frame(spoken), deadline)
@@ -107,11 +112,12 @@ def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
         "version": (WIRE_VERSION, ""),
         "transport": (transport, ""),
         "receiver_incarnation": (ours.incarnation, "stale, "),
-        "block_bytes": (ours.pool.block_bytes, ""),
-        "format": (ours.pool.format, ""),
+        "tensor_parallel": (ours.pool.tensor_parallel, ""),
     }
+    if not ours.pool.segments:
+        expected["block_bytes"] = (ours.pool.block_bytes, "")
     for field, (here, remark) in expected.items():
         there = getattr(hello, field)
         if there != here:
             return field, f"{remark}the sender says {there!r:.200}, here it is {here!r:.200}"
-    return "", ""
+    return conversion_problem(hello.wire, ours.pool.segments) or ("", "")

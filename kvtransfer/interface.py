@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.errors import TandemError
+from protocol.handoff import SegmentInfo
 
 
 class TransferError(TandemError):
@@ -15,15 +16,17 @@ class TransferError(TandemError):
 class RegisteredPool:
     """A KV pool as the wires see it: `num_blocks` blocks of `block_bytes` bytes each, one after the other.
 
-    `format` describes what a block holds; two pools exchange blocks only if it is equal. `memory_fd` is the
-    file behind `buffer` (from offset 0) where there is one: without it the `shm` transport is not used.
+    `segments` describe what a block holds; without them the bytes mean nothing here, and only a pool of equal
+    blocks fits. `memory_fd` is the file behind `buffer` (from offset 0) where there is one: without it the
+    `shm` transport is not used.
     """
 
     buffer: memoryview
     block_bytes: int
     num_blocks: int
-    format: str = ""
+    segments: tuple[SegmentInfo, ...] = ()
     memory_fd: int | None = None
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or self.num_blocks < 1:
@@ -41,14 +44,26 @@ class RegisteredPool:
     def nbytes(self) -> int:
         return self.block_bytes * self.num_blocks
 
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block; of a pool without segments a block counts as one."""
+        return self.segments[0].shape[2] if self.segments else 1
+
 
 @dataclass(frozen=True)
 class Progress:
-    """Receiver: `blocks_received` blocks of the lease are in place; `complete` after the final piece."""
+    """Receiver: `blocks_received` of the sender's blocks are in place; `complete` after every piece."""
 
     lease_id: str
     blocks_received: int
     complete: bool = False
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Receiver: the last write under a closed lease is over; its blocks may be used again."""
+
+    lease_id: str
 
 
 @dataclass(frozen=True)
@@ -61,11 +76,21 @@ class Sent:
 
 @dataclass(frozen=True)
 class Completed:
-    """Sender: the peer has every piece of the lease. `seconds` since the lease's first push."""
+    """Sender: the peer has every piece of the lease.
+
+    `seconds` since the lease's first push. Some piece was on its way for `busy_s` of them, `hidden_s` of
+    these before the final push, that is while the prompt was still being computed; `wait_s` is the time that
+    pieces waited for their turn, summed. `nbytes` and `num_extents` are what the wire carried.
+    """
 
     lease_id: str
-    bytes: int
+    transport: str
+    nbytes: int
+    num_extents: int
     seconds: float
+    busy_s: float
+    hidden_s: float
+    wait_s: float
 
 
 @dataclass(frozen=True)
@@ -76,5 +101,5 @@ class Failed:
     reason: str
 
 
-ReceiveEvent = Progress | Failed
+ReceiveEvent = Progress | Closed | Failed
 SendEvent = Sent | Completed | Failed

@@ -1,101 +1,248 @@
-"""Leases of the receiver: which blocks may be written, under which name, and until when."""
+"""Leases of the receiver: which blocks may be written, under which name, and by whom."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
-from kvtransfer.extents import BlockIndices
+from kvtransfer.extents import BlockIndices, Runs, expand
+from kvtransfer.messages import Piece
 
-_FREE = 0
+REMEMBERED_LEASES = 4096
+"""Completed leases whose names are kept: a piece that is sent again because its ack was lost is no error."""
+
+
+class WriteGate:
+    """Lets writers in until it is closed, and knows when the last one has left."""
+
+    def __init__(self, on_empty: Callable[[], None] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._writers = 0
+        self._on_empty = on_empty
+        self.is_open = True
+
+    def enter(self) -> bool:
+        """Whether the caller may write now; if so it must `leave` afterwards."""
+        with self._lock:
+            self._writers += self.is_open
+            return self.is_open
+
+    def leave(self) -> None:
+        with self._lock:
+            self._writers -= 1
+            emptied = not self._writers and not self.is_open
+        if emptied and self._on_empty is not None:
+            self._on_empty()
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Around one bounded write; yields whether it is allowed."""
+        allowed = self.enter()
+        try:
+            yield allowed
+        finally:
+            if allowed:
+                self.leave()
+
+    def close(self) -> bool:
+        """No write begins after this. Whether none is under way either; if one is, `on_empty` tells its end."""
+        with self._lock:
+            self.is_open = False
+            return not self._writers
 
 
 class Lease:
-    """Some blocks that may be written. Whoever writes holds `lock` and has seen `open` true under it.
+    """Blocks of one prompt, in order, and what has come of them.
 
-    The lock is held for one bounded copy at a time, so that closing waits for no peer.
+    Only tokens in [`first_token`, `num_tokens`) are written: those before are cached, and maybe shared. A
+    *position* is the index of one of the sender's blocks within the prompt.
     """
 
-    def __init__(self, lease_id: str, number: int, blocks: BlockIndices) -> None:
+    def __init__(
+        self, lease_id: str, blocks: BlockIndices, first_token: int, num_tokens: int, gate: WriteGate
+    ) -> None:
         self.lease_id = lease_id
-        self.number = number
         self.blocks = blocks
-        self.lock = threading.Lock()
-        self.open = True
-        self.complete = False
-        self.writer: object | None = None
+        self.first_token = first_token
+        self.num_tokens = num_tokens
+        self.gate = gate
+        self.sender: str | None = None
+        self.lost_at: float | None = None
+        self._source_block_size = 0
+        self._received = np.zeros(0, dtype=bool)
+        self._first_position = 0
+        self._pieces: set[int] = set()
+        self._num_pieces: int | None = None
 
-    def end(self) -> bool:
-        """No write after this. Whether it was open until now."""
-        with self.lock:
-            was_open, self.open = self.open, False
-        return was_open
+    @property
+    def is_complete(self) -> bool:
+        """Every piece has come, the final one among them."""
+        return len(self._pieces) == self._num_pieces
+
+    def refusal(self, positions: BlockIndices, sender: str, source_block_size: int) -> str:
+        """Why these positions may not come from this sender; empty if they may."""
+        if self.sender is None:
+            self._begin(sender, source_block_size)
+        if (sender, source_block_size) != (self.sender, self._source_block_size):
+            return "the lease belongs to another sender"
+        inside = positions - self._first_position
+        if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received)):
+            return "blocks outside of the lease"
+        return ""
+
+    def record(self, piece: Piece, positions: BlockIndices) -> int:
+        """Note that a piece is in place; returns how many of the sender's blocks are."""
+        self._received[positions - self._first_position] = True
+        self._pieces.add(piece.index)
+        if piece.final:
+            self._num_pieces = piece.index + 1
+        return int(self._received.sum())
+
+    def _begin(self, sender: str, source_block_size: int) -> None:
+        self.sender = sender
+        self._source_block_size = source_block_size
+        self._first_position = self.first_token // source_block_size
+        end = -(-self.num_tokens // source_block_size)
+        self._received = np.zeros(max(0, end - self._first_position), dtype=bool)
 
 
 class LeaseTable:
     """All leases of one receiver, for use from every thread. A block belongs to at most one of them."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, on_emptied: Callable[[str], None]) -> None:
+        self._block_size = block_size
+        self._on_emptied = on_emptied
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
-        self._owner = np.zeros(num_blocks, dtype=np.int64)
-        self._received = np.zeros(num_blocks, dtype=bool)
-        self._last_number = _FREE
+        self._closing: dict[str, Lease] = {}
+        self._completed: OrderedDict[str, None] = OrderedDict()
+        self._leased = np.zeros(num_blocks, dtype=bool)
+        self._connections: Counter[str] = Counter()
 
     def __contains__(self, lease_id: str) -> bool:
         return lease_id in self._leases
 
-    def open(self, lease_id: str, block_ids: Sequence[int]) -> None:
-        blocks = np.asarray(block_ids, dtype=np.int64).reshape(-1)
-        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < len(self._owner)):
-            raise ValueError(f"block_ids of lease {lease_id} must be in [0, {len(self._owner)})")
-        with self._lock:
-            if lease_id in self._leases:
-                raise ValueError(f"lease {lease_id} is open already")
-            if (self._owner[blocks] != _FREE).any():
-                raise ValueError(f"block_ids of lease {lease_id} include some of another open lease")
-            self._last_number += 1
-            self._owner[blocks] = self._last_number
-            self._received[blocks] = False
-            self._leases[lease_id] = Lease(lease_id, self._last_number, blocks)
+    @property
+    def num_closing(self) -> int:
+        """Closed leases whose blocks are still being written to."""
+        return len(self._closing)
 
-    def close(self, lease_id: str) -> None:
-        """After this returns nothing is written under the lease any more. Idempotent."""
+    def open(
+        self, lease_id: str, block_ids: Sequence[int], first_block: int = 0, num_tokens: int | None = None
+    ) -> None:
+        """Raises ValueError for a known lease, or blocks that are not there or leased."""
+        blocks = np.asarray(block_ids, dtype=np.int64).reshape(-1)
+        written = blocks[first_block:]
+        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < len(self._leased)):
+            raise ValueError(f"block_ids of lease {lease_id} must be in [0, {len(self._leased)})")
+        capacity = len(blocks) * self._block_size
+        end = capacity if num_tokens is None else num_tokens
+        if end > capacity:
+            raise ValueError(f"num_tokens of lease {lease_id} is {end}, its blocks hold {capacity}")
+        gate = WriteGate(lambda: self._emptied(lease_id))
+        lease = Lease(lease_id, blocks, first_block * self._block_size, end, gate)
+        with self._lock:
+            if lease_id in self._leases or lease_id in self._closing:
+                raise ValueError(f"lease {lease_id} is open already")
+            if self._leased[written].any() or len(np.unique(written)) < len(written):
+                raise ValueError(f"block_ids of lease {lease_id} include some twice, or of another open lease")
+            self._leased[written] = True
+            self._leases[lease_id] = lease
+
+    def close(self, lease_id: str) -> bool:
+        """No write begins under the lease after this; idempotent. Whether its blocks are free at once.
+
+        If not, `on_emptied` is called when they are.
+        """
         with self._lock:
             lease = self._leases.pop(lease_id, None)
-            if lease is not None:
-                lease.end()
-                self._owner[lease.blocks] = _FREE
+            if lease is None:
+                return lease_id not in self._closing
+            if lease.is_complete:
+                self._remember(lease_id)
+            self._closing[lease_id] = lease
+        if not lease.gate.close():
+            return False
+        self._unlease(lease_id)
+        return True
 
     def close_all(self) -> None:
         for lease_id in list(self._leases):
             self.close(lease_id)
 
-    def admit(self, lease_id: str, targets: BlockIndices, writer: object) -> tuple[Lease | None, str]:
-        """The lease under which these blocks may be written, or None and the reason."""
+    def admit(
+        self, piece: Piece, runs: Runs, sender: str, source_block_size: int
+    ) -> tuple[Lease | None, str]:
+        """The lease under which the piece may be written; None with the reason, or with none if it came before."""
+        positions = expand(runs[:, 1], runs[:, 2])
         with self._lock:
-            lease = self._leases.get(lease_id)
-            if lease is None or not lease.open:
+            if piece.lease_id in self._completed:
+                return None, ""
+            lease = self._leases.get(piece.lease_id)
+            if lease is None or not lease.gate.is_open:
                 return None, "unknown lease"
-            inside = not len(targets) or targets.max() < len(self._owner)
-            if not inside or (self._owner[targets] != lease.number).any():
-                return None, "blocks outside of the lease"
-            lease.writer = writer
-        return lease, ""
+            refusal = lease.refusal(positions, sender, source_block_size)
+            return (None, refusal) if refusal else (lease, "")
 
-    def record(self, lease: Lease, targets: BlockIndices, final: bool) -> int:
-        """Note that these blocks are in place; returns how many of the lease are. Nothing if it is closed."""
+    def record(self, lease: Lease, piece: Piece, runs: Runs) -> int:
+        """Note that the piece is in place; returns how many of the sender's blocks are."""
+        positions = expand(runs[:, 1], runs[:, 2])
         with self._lock:
-            if not lease.open:
-                return 0
-            self._received[targets] = True
-            lease.complete = lease.complete or final
-            return int(self._received[lease.blocks].sum())
+            return lease.record(piece, positions)
 
-    def fail_written_by(self, writer: object) -> list[str]:
-        """End the writer's incomplete leases, and name them."""
+    def connected(self, sender: str) -> None:
+        """One more connection from this sender."""
         with self._lock:
-            lost = [lease for lease in self._leases.values() if lease.writer is writer and not lease.complete]
-        return [lease.lease_id for lease in lost if lease.end()]
+            self._connections[sender] += 1
+            for lease in self._leases.values():
+                if lease.sender == sender:
+                    lease.lost_at = None
+
+    def disconnected(self, sender: str) -> None:
+        with self._lock:
+            self._connections[sender] -= 1
+            if self._connections[sender] > 0:
+                return
+            del self._connections[sender]
+            now = time.monotonic()
+            for lease in self._leases.values():
+                if lease.sender == sender and not lease.is_complete:
+                    lease.lost_at = now
+
+    def fail_lost(self, grace_s: float) -> tuple[list[str], float | None]:
+        """End the leases whose sender has been gone for so long. Returns them, and when to look again."""
+        now, lost, next_at = time.monotonic(), [], None
+        with self._lock:
+            for lease in self._leases.values():
+                if lease.lost_at is None or not lease.gate.is_open:
+                    continue
+                if now >= lease.lost_at + grace_s:
+                    lost.append(lease)
+                else:
+                    next_at = min(next_at or lease.lost_at + grace_s, lease.lost_at + grace_s)
+        for lease in lost:
+            lease.gate.close()
+        return [lease.lease_id for lease in lost], next_at
+
+    def _remember(self, lease_id: str) -> None:
+        self._completed[lease_id] = None
+        if len(self._completed) > REMEMBERED_LEASES:
+            self._completed.popitem(last=False)
+
+    def _emptied(self, lease_id: str) -> None:
+        """The last writer has left a closed gate."""
+        if self._unlease(lease_id):
+            self._on_emptied(lease_id)
+
+    def _unlease(self, lease_id: str) -> bool:
+        """Whether this call is the one that made the closed lease's blocks free."""
+        with self._lock:
+            lease = self._closing.pop(lease_id, None)
+            if lease is not None:
+                self._leased[lease.blocks[lease.first_token // self._block_size :]] = False
+            return lease is not None

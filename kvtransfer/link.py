@@ -1,302 +1,298 @@
-"""The sender's end of one data connection: a thread that connects, sends pieces and takes their acks."""
+"""The way to one peer incarnation: opens streams over the best transport that works, and over the next one
+when a wire breaks.
+"""
 
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvtransfer.channel import LENGTH_BYTES, Channel, StoppedError, Wake, decode, encode, frame, frame_length
+from kvtransfer.channel import StoppedError
 from kvtransfer.counters import Counters
-from kvtransfer.extents import Runs, ScatterList, num_blocks, to_wire
-from kvtransfer.handshake import Identity, introduce
+from kvtransfer.handshake import Identity
 from kvtransfer.interface import TransferError
-from kvtransfer.messages import Ack, Piece
-from kvtransfer.tcp import SPOILED
-from kvtransfer.transport import PieceWriter, Transport
+from kvtransfer.messages import Ack
+from kvtransfer.pieces import PieceQueue, QueuedPiece
+from kvtransfer.stream import Stream
+from kvtransfer.transport import Transport
 from protocol.errors import ProtocolError
 from protocol.messages import PeerAddress, TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
 
-MAX_IN_FLIGHT = 3
-"""Pieces sent and not acknowledged. It bounds memory on the way, and how long an abort has to wait."""
-
-_ZEROS = memoryview(bytes(1024 * 1024))
-
-
-@dataclass(eq=False)
-class QueuedPiece:
-    """Some runs of a lease on their way. `wanted` turns false when the lease is aborted."""
-
-    lease_id: str
-    runs: Runs
-    final: bool
-    wanted: bool = True
-
-    @property
-    def num_blocks(self) -> int:
-        return num_blocks(self.runs)
+MAX_ATTEMPTS = 4
+"""How often a piece is sent before its lease is given up."""
 
 
 @dataclass(frozen=True)
 class LinkCore:
-    """What the links of one sender share. The callbacks are called from the links' threads."""
+    """What the links of one sender share. The callbacks are called from the streams' threads."""
 
     identity: Identity
     counters: Counters
-    on_ack: Callable[[QueuedPiece], None]
+    on_ack: Callable[[QueuedPiece, str, int], None]
     on_refused: Callable[[str, str], None]
     on_down: Callable[[Link, str], None]
     progress_timeout_s: float
     connect_timeout_s: float
+    retry_interval_s: float
 
 
-class _Transmission:
-    """A piece that is being written to the connection."""
+@dataclass(eq=False)
+class Candidate:
+    """One way to reach the peer, and when it is worth a try (monotonic seconds)."""
 
-    def __init__(self, piece: QueuedPiece, header: bytes, payload: list[memoryview]) -> None:
-        self.piece = piece
-        self._header = memoryview(header)
-        self._padded = False
-        self.rest = ScatterList([self._header, *payload])
-
-    def pad(self) -> None:
-        """Send zeros instead of what is left of the blocks, and say so in the trailer."""
-        if self._padded:
-            return
-        self._padded = True
-        header = self._header[self.rest.done :]
-        missing = self.rest.remaining - len(header) - len(SPOILED)
-        zeros = [_ZEROS[: min(len(_ZEROS), missing - at)] for at in range(0, missing, len(_ZEROS))]
-        self.rest = ScatterList([header, *zeros, memoryview(SPOILED)])
+    offer: TransferOffer
+    transport: Transport
+    try_at: float = 0.0
 
 
 class Link(threading.Thread):
-    """One peer incarnation, reached over the first of `candidates` that works."""
+    """Keeps streams open over the first of `candidates` that works, until none does.
 
-    def __init__(
-        self, peer: PeerAddress, candidates: list[tuple[TransferOffer, Transport]], core: LinkCore
-    ) -> None:
-        super().__init__(name=f"kv-send-{peer.worker_id}", daemon=True)
+    A transport that failed is tried again every `retry_interval_s` seconds; when it works, it takes over
+    between two pieces.
+    """
+
+    def __init__(self, peer: PeerAddress, candidates: list[Candidate], core: LinkCore) -> None:
+        super().__init__(name=f"kv-link-{peer.worker_id}", daemon=True)
         self.peer = peer
-        self.transport = candidates[0][1].name
-        self.connected = False
         self.down = False
+        self.state = threading.Condition()
         self._candidates = candidates
         self._core = core
-        self._wake = Wake()
-        self._queues: OrderedDict[str, deque[QueuedPiece]] = OrderedDict()
-        self._in_flight: deque[tuple[int, QueuedPiece]] = deque()
+        self._queue = PieceQueue()
+        self._streams: list[Stream] = []
+        self._opening: Stream | None = None
+        self._active: Candidate | None = None
         self._refused: dict[str, str] = {}
-        self._state = threading.Condition()
-        self._reading = threading.Lock()  # held while source blocks are read here
-        self._current: _Transmission | None = None
-        self._remote_reads = False
-        self._channel: Channel | None = None
-        self._acks = bytearray()
-        self._sequence = 0
-        self._progress_at = time.monotonic()
+        self._stopping = False
+        self._reason = "the link is closing"
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._streams)
+
+    @property
+    def transport(self) -> str:
+        """The transport in use, or tried first."""
+        return (self._active or self._candidates[0]).transport.name
 
     # --- for any thread ---------------------------------------------------------------------------
 
     def enqueue(self, pieces: Iterable[QueuedPiece]) -> None:
-        """Send these pieces of one lease in order, taking turns with other leases.
+        """Send these pieces of one lease, taking turns with other leases.
 
         Without effect on a link that is down: `on_down` is what tells.
         """
-        with self._state:
+        with self.state:
             if self.down:
                 return
-            for piece in pieces:
-                if piece.lease_id not in self._refused:
-                    self._queues.setdefault(piece.lease_id, deque()).append(piece)
-            self._wake.set()
+            self._queue.put(piece for piece in pieces if piece.lease_id not in self._refused)
+            self._wake_streams()
 
     def abort(self, lease_id: str, timeout_s: float) -> None:
-        """Drop a lease's pieces. After it returns none of its source blocks is read any more.
-
-        Where the peer reads them by itself, this waits for it to be past them, then cuts the connection.
-        """
+        """Drop a lease's pieces. After it returns none of its source blocks is read any more."""
         deadline = time.monotonic() + timeout_s
-        with self._state:
-            self._queues.pop(lease_id, None)
+        with self.state:
+            self._queue.drop(lease_id)
             self._refused.pop(lease_id, None)
-            pieces = [piece for _, piece in self._in_flight if piece.lease_id == lease_id]
-        with self._reading:
-            for piece in pieces:
-                piece.wanted = False
-        if not self._remote_reads:
-            return
-        with self._state:
-            while not self.down and any(piece in pieces for _, piece in self._in_flight):
-                if not self._state.wait(deadline - time.monotonic()):
-                    self._core.counters.add("failures_abort_timeout")
-                    self._cut()
-                    return
+            streams = list(self._streams)
+        for stream in streams:
+            if not stream.abort(lease_id, deadline):
+                self._core.counters.add("failures_abort_timeout")
 
     def stop(self) -> None:
-        with self._state:
-            if not self.down:
-                self._wake.stop()
+        with self.state:
+            self._stopping = True
+            for stream in [*self._streams, *([self._opening] if self._opening else [])]:
+                stream.stop()
+            self.state.notify_all()
+
+    # --- for the streams --------------------------------------------------------------------------
+
+    def take(self) -> QueuedPiece | None:
+        return self._queue.take()
+
+    def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None:
+        if ack.error:
+            self._core.counters.add("failures_" + ack.error.replace(" ", "_"))
+        with self.state:
+            refusals = self._settle([piece], ack.error, ack.again)
+        if not ack.error:
+            nbytes = piece.num_blocks * stream.wire_block_bytes
+            self._core.counters.add(f"{stream.transport_name}_bytes_sent", nbytes)
+            self._core.counters.add(f"{stream.transport_name}_pieces_sent")
+            if piece.wanted and piece.lease_id not in self._refused and not refusals:
+                self._core.on_ack(piece, stream.transport_name, nbytes)
+        self._tell(refusals)
+
+    def ended(self, stream: Stream, kind: str, reason: str) -> None:
+        if kind:
+            self._core.counters.add(f"failures_{kind}")
+        with self.state:
+            pieces = [piece for _, piece in stream.in_flight]
+            stream.in_flight.clear()
+            self._streams.remove(stream)
+            refusals = self._settle(pieces, reason, again=True)
+            if kind:
+                self._note_failure(stream, reason)
+            self.state.notify_all()
+        self._tell(refusals)
+
+    def _settle(self, pieces: list[QueuedPiece], error: str, again: bool) -> list[tuple[str, str]]:
+        """Send pieces that failed once more, or refuse their leases; returns the refusals that are final.
+
+        A lease is refused when none of its pieces is on its way any more: until then its blocks are read.
+        """
+        retried = []
+        for piece in pieces:
+            if not error or not piece.wanted:
+                continue
+            piece.attempts += 1
+            if again and piece.attempts < MAX_ATTEMPTS and piece.lease_id not in self._refused:
+                retried.append(piece)
+            else:
+                self._refused.setdefault(piece.lease_id, error)
+                self._queue.drop(piece.lease_id)
+        self._queue.put_back([piece for piece in retried if piece.lease_id not in self._refused])
+        if retried:
+            self._core.counters.add("pieces_sent_again", len(retried))
+            self._wake_streams()
+        busy = {piece.lease_id for stream in self._streams for _, piece in stream.in_flight if piece.wanted}
+        over = {piece.lease_id for piece in pieces} & (self._refused.keys() - busy)
+        return [(lease_id, self._refused.pop(lease_id)) for lease_id in over]
+
+    def _note_failure(self, stream: Stream, reason: str) -> None:
+        self._reason = reason
+        logger.warning("the wire to %s broke: %s", self.peer.worker_id, reason)
+        for candidate in self._candidates:
+            if candidate.transport.name == stream.transport_name:
+                candidate.try_at = time.monotonic() + self._core.retry_interval_s
+
+    def _tell(self, refusals: list[tuple[str, str]]) -> None:
+        for lease_id, error in refusals:
+            self._core.on_refused(lease_id, error)
+
+    def _wake_streams(self) -> None:
+        for stream in self._streams:
+            stream.wake()
 
     # --- the link's own thread --------------------------------------------------------------------
 
     def run(self) -> None:
-        reason = "the link is closing"
         try:
-            self._serve(*self._connect())
+            while self._open_some():
+                self._watch()
         except StoppedError:
             logger.debug("the link to %s is closing", self.peer.worker_id)
-        except ProtocolError as error:
-            reason = self._count("malformed", error)
-        except TransferError as error:
-            self._core.counters.add("failures_connect")
-            reason = str(error)
-        except TimeoutError as error:
-            reason = self._count("timeout", error)
-        except OSError as error:
-            reason = self._count("lost", error)
         except Exception as error:
             logger.exception("the link to %s ended by a defect", self.peer.worker_id)
-            reason = self._count("internal", error)
+            self._core.counters.add("failures_internal")
+            self._reason = str(error)
         finally:
-            self._close(reason)
+            self._close()
 
-    def _count(self, kind: str, error: Exception) -> str:
-        self._core.counters.add(f"failures_{kind}")
-        return f"{self.transport}: {error}"
-
-    def _connect(self) -> tuple[Channel, PieceWriter]:
-        reasons: list[str] = []
-        for offer, transport in self._candidates:
-            self.transport = transport.name
+    def _open_some(self) -> bool:
+        """Open streams over the best transport that works; those that failed lately come last."""
+        now, reasons = time.monotonic(), []
+        for candidate in sorted(self._candidates, key=lambda candidate: candidate.try_at > now):
             try:
-                found = self._connect_over(offer, transport)
+                self._open(candidate)
+                return True
             except (OSError, TransferError, ProtocolError) as error:
-                reasons.append(f"{transport.name}: {error}")
-                logger.warning("cannot reach %s over %s: %s", self.peer.worker_id, transport.name, error)
-                continue
-            if reasons:
-                self._core.counters.add("fallbacks")
-            self.connected = True
-            self._core.counters.add("connections_made")
-            logger.info("link to %s over %s", self.peer.worker_id, transport.name)
-            return found
-        raise TransferError("; ".join(reasons))
+                reasons.append(f"{candidate.transport.name}: {error}")
+                self._put_off(candidate, error)
+        self._core.counters.add("failures_connect")
+        self._reason = "; ".join(reasons)
+        return False
 
-    def _connect_over(self, offer: TransferOffer, transport: Transport) -> tuple[Channel, PieceWriter]:
-        identity = self._core.identity
-        deadline = time.monotonic() + self._core.connect_timeout_s
-        channel = Channel(transport.connect(offer.address), self._wake)
-        try:
-            channel.finish_connect(deadline)
-            introduce(channel, identity, transport.name, self.peer.incarnation, deadline)
-            writer = transport.writer(channel, identity.pool, deadline)
-        except BaseException:
-            channel.close()
-            raise
-        with self._state:
-            self._channel = channel
-            self._remote_reads = writer.remote_reads
-        return channel, writer
+    def _put_off(self, candidate: Candidate, error: Exception) -> None:
+        name = candidate.transport.name
+        logger.warning("cannot reach %s over %s: %s", self.peer.worker_id, name, error)
+        candidate.try_at = time.monotonic() + self._core.retry_interval_s
 
-    def _serve(self, channel: Channel, writer: PieceWriter) -> None:
-        while True:
-            if self._current is None:
-                self._current = self._take(writer)
-            if self._current is not None and self._write(channel, self._current):
-                continue
-            events = select.POLLIN | (select.POLLOUT if self._current is not None else 0)
-            deadline = self._progress_at + self._core.progress_timeout_s if self._in_flight else None
-            if channel.wait(events, deadline) & ~select.POLLOUT:
-                self._read_acks(channel)
-
-    def _take(self, writer: PieceWriter) -> _Transmission | None:
-        """The next piece, of the lease whose turn it is."""
-        with self._state:
-            if not self._queues or len(self._in_flight) >= MAX_IN_FLIGHT:
-                return None
-            lease_id, queue = self._queues.popitem(last=False)
-            queued = queue.popleft()
-            if queue:
-                self._queues[lease_id] = queue
-            self._sequence += 1
-            self._in_flight.append((self._sequence, queued))
-        self._progress_at = time.monotonic()
-        piece = Piece(self._sequence, lease_id, to_wire(queued.runs), queued.final)
-        return _Transmission(queued, frame(encode(piece)), writer.payload(queued.runs))
-
-    def _write(self, channel: Channel, transmission: _Transmission) -> bool:
-        """Write some of the piece; False if the connection takes nothing now."""
-        with self._reading:
-            if not transmission.piece.wanted and not self._remote_reads:
-                transmission.pad()
+    def _open(self, candidate: Candidate) -> None:
+        """All of a transport's streams, or as many as can be had; raises what the first one fails with."""
+        opened: list[Stream] = []
+        for number in range(candidate.transport.streams):
             try:
-                sent = channel.socket.sendmsg(transmission.rest.batch())
-            except BlockingIOError:
-                return False
-        transmission.rest.advance(sent)
-        if not transmission.rest.remaining:
-            self._current = None
-        self._progress_at = time.monotonic()
-        return True
+                opened.append(self._open_stream(candidate))
+            except (OSError, TransferError, ProtocolError) as error:
+                if number == 0:
+                    raise
+                logger.warning("only %d streams to %s: %s", number, self.peer.worker_id, error)
+                break
+        with self.state:
+            retired, self._streams = self._streams, self._streams + opened
+            previous, self._active = self._active, candidate
+        for stream in opened:
+            stream.start()
+        for stream in retired:
+            stream.retire()
+        self._log_change(previous, candidate, len(opened))
 
-    def _read_acks(self, channel: Channel) -> None:
+    def _open_stream(self, candidate: Candidate) -> Stream:
+        core = self._core
+        stream = Stream(self.peer, candidate.transport, core.identity, self, core.progress_timeout_s)
+        with self.state:
+            if self._stopping:
+                stream.close()
+                raise StoppedError
+            self._opening = stream
         try:
-            received = channel.socket.recv(4096)
-        except BlockingIOError:
-            return
-        if not received:
-            raise ConnectionResetError("the peer closed the connection")
-        self._acks += received
-        while len(self._acks) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + frame_length(self._acks)
-            if len(self._acks) < end:
-                return
-            self._acknowledged(decode(self._acks[LENGTH_BYTES:end], Ack))
-            del self._acks[:end]
+            stream.open(candidate.offer, time.monotonic() + core.connect_timeout_s)
+        finally:
+            self._opening = None
+        return stream
 
-    def _acknowledged(self, ack: Ack) -> None:
-        with self._state:
-            sent = len(self._in_flight) - (self._current is not None)
-            if not sent or self._in_flight[0][0] != ack.sequence:
-                raise ProtocolError(f"an ack of piece {ack.sequence}, which is not the oldest one sent")
-            _, piece = self._in_flight.popleft()
-            lease_id = piece.lease_id
-            if ack.error and piece.wanted:
-                self._refused.setdefault(lease_id, ack.error)
-                self._queues.pop(lease_id, None)
-            is_last = not any(other.lease_id == lease_id and other.wanted for _, other in self._in_flight)
-            refusal = self._refused.pop(lease_id, "") if is_last else self._refused.get(lease_id, "")
-            self._state.notify_all()
-        self._progress_at = time.monotonic()
-        if not ack.error:
-            nbytes = piece.num_blocks * self._core.identity.pool.block_bytes
-            self._core.counters.add(f"{self.transport}_bytes_sent", nbytes)
-            self._core.counters.add(f"{self.transport}_pieces_sent")
-        if refusal and is_last:
-            self._core.on_refused(lease_id, refusal)
-        elif piece.wanted and not refusal:
-            self._core.on_ack(piece)
+    def _log_change(self, previous: Candidate | None, candidate: Candidate, streams: int) -> None:
+        counters, name = self._core.counters, candidate.transport.name
+        counters.add("connections_made", streams)
+        rank = self._candidates.index
+        if previous is not None and rank(candidate) < rank(previous):
+            counters.add("recoveries")
+        elif rank(candidate) > (rank(previous) if previous is not None else 0):
+            counters.add("fallbacks")
+        logger.info("link to %s over %s, %d streams", self.peer.worker_id, name, streams)
 
-    def _cut(self) -> None:
-        if self._channel is not None:
-            self._channel.shutdown()
+    def _watch(self) -> None:
+        """Until no stream is left, trying better transports when it is time. Raises StoppedError."""
+        while True:
+            with self.state:
+                if self._stopping:
+                    raise StoppedError
+                if not any(not stream.retired for stream in self._streams):
+                    return
+                better = self._better()
+                now = time.monotonic()
+                due = [candidate for candidate in better if candidate.try_at <= now]
+                if not due:
+                    next_at = min((candidate.try_at for candidate in better), default=None)
+                    self.state.wait(None if next_at is None else next_at - now)
+                    continue
+            self._try(due[0])
 
-    def _close(self, reason: str) -> None:
-        """Close the connection first: the peer then believes no block that is still to be copied."""
-        with self._state:
+    def _better(self) -> list[Candidate]:
+        assert self._active is not None
+        return self._candidates[: self._candidates.index(self._active)]
+
+    def _try(self, candidate: Candidate) -> None:
+        try:
+            self._open(candidate)
+        except (OSError, TransferError, ProtocolError) as error:
+            self._put_off(candidate, error)
+
+    def _close(self) -> None:
+        with self.state:
             self.down = True
-            self.connected = False
-            if self._channel is not None:
-                self._channel.close()
-            self._queues.clear()
-            self._in_flight.clear()
-            self._wake.close()
-            self._state.notify_all()
-        self._core.on_down(self, reason)
+            self._queue.clear()
+            streams = list(self._streams)
+        for stream in streams:
+            stream.stop()
+        for stream in streams:
+            stream.join()
+        self._core.on_down(self, self._reason)

@@ -8,19 +8,21 @@ import msgspec
 from msgspec import Meta
 
 from kvtransfer.extents import MAX_PIECE_BLOCKS, RUN_BYTES
+from protocol.handoff import SegmentInfo
 from protocol.messages import Id
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 NONCE_BYTES = 32
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Reason = Annotated[str, Meta(max_length=512)]
 Number = Annotated[int, Meta(ge=0, lt=2**62)]
+Segments = Annotated[list[SegmentInfo], Meta(max_length=8)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Sender to receiver: who calls, whom it wants, and what its pool holds."""
+    """Sender to receiver: who calls, whom it wants, what its pool holds and how that looks on the wire."""
 
     version: int
     nonce: Nonce
@@ -30,7 +32,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     receiver_incarnation: Id
     block_bytes: Number
     num_blocks: Number
-    format: Annotated[str, Meta(max_length=4096)]
+    segments: Segments
+    wire: Segments
+    tensor_parallel: Number = 1
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -60,16 +64,23 @@ class SealedVerdict(msgspec.Struct, frozen=True, tag="sealed"):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one lease that come now; `runs` as in `extents`."""
+    """Blocks of one lease that come now.
+
+    `runs` as in `extents`. `index` counts the lease's pieces from 0, `final` is on the last one; a piece that
+    is sent again keeps its index. `checksum` as in `checksum`.
+    """
 
     sequence: Number
     lease_id: Id
+    index: Number
     runs: Annotated[bytes, Meta(max_length=MAX_PIECE_BLOCKS * RUN_BYTES)]
     final: bool
+    checksum: Annotated[int, Meta(ge=0, lt=2**64)] | None = None
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
-    """The piece is in place, or it is not and never will be (`error`)."""
+    """The piece is in place, or it is not (`error`); with `again` it may be sent once more."""
 
     sequence: Number
     error: Reason = ""
+    again: bool = False

@@ -15,10 +15,9 @@ from kvtransfer.connection import Connection, ReceiverCore
 from kvtransfer.counters import Counters
 from kvtransfer.handshake import Identity
 from kvtransfer.host import host_id
-from kvtransfer.interface import Failed, ReceiveEvent, RegisteredPool
+from kvtransfer.interface import Closed, Failed, ReceiveEvent, RegisteredPool
 from kvtransfer.leases import LeaseTable
 from kvtransfer.transport import Transport
-from kvtransfer.transports import by_name
 from protocol.messages import TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -30,9 +29,11 @@ _ACCEPT_PAUSE_S = 0.1
 class Receiver:
     """Receives blocks into `pool` under leases, over every transport of `transports` at once.
 
-    `key` is the cluster's 32-byte transfer key. `host` is the address to listen on, as peers reach it.
-    `on_event` is called from an I/O thread whenever `poll` has something new; it must not block.
-    A peer that stops in the middle of a piece is dropped after `progress_timeout_s` seconds.
+    The caller opened the transports, and closes them. `key` is the cluster's 32-byte transfer key, `host` the
+    address to listen on, as peers reach it. `on_event` is called from an I/O thread whenever `poll` has
+    something new; it must not block. A connection that stands in the middle of a piece is dropped after
+    `progress_timeout_s` seconds. A sender without a connection gets `reconnect_grace_s` seconds to come back
+    over another wire before its leases fail.
     """
 
     def __init__(
@@ -42,16 +43,21 @@ class Receiver:
         key: bytes,
         worker_id: str,
         incarnation: str,
-        transports: Sequence[str],
+        transports: Sequence[Transport],
         host: str,
         on_event: Callable[[], None],
         progress_timeout_s: float = 30.0,
         handshake_timeout_s: float = 5.0,
+        reconnect_grace_s: float = 2.0,
         max_pending_handshakes: int = 16,
     ) -> None:
-        self._leases = LeaseTable(pool.num_blocks)
+        self._leases = LeaseTable(
+            pool.num_blocks, pool.block_size, lambda lease_id: self._emit(Closed(lease_id))
+        )
+        self._reconnect_grace_s = reconnect_grace_s
         self._counters = Counters()
         self._stop = Wake()
+        self._disconnected = Wake()
         self._events: deque[ReceiveEvent] = deque()
         self._on_event = on_event
         self._max_pending = max_pending_handshakes
@@ -61,13 +67,14 @@ class Receiver:
             counters=self._counters,
             stop=self._stop,
             emit=self._emit,
+            on_disconnect=self._disconnected.set,
             progress_timeout_s=progress_timeout_s,
             handshake_timeout_s=handshake_timeout_s,
         )
         self._connections: list[Connection] = []
         self._listeners: dict[int, tuple[socket.socket, Transport]] = {}
         self.offers: list[TransferOffer] = []
-        for transport in by_name(transports):
+        for transport in transports:
             listener, address = transport.listen(host)
             listener.setblocking(False)
             self._listeners[listener.fileno()] = (listener, transport)
@@ -75,25 +82,39 @@ class Receiver:
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
 
-    def open(self, lease_id: str, block_ids: Sequence[int]) -> None:
-        """Let these blocks be written under this lease. Raises ValueError for bad blocks or a known lease."""
-        self._leases.open(lease_id, block_ids)
+    def open(
+        self,
+        lease_id: str,
+        block_ids: Sequence[int],
+        *,
+        first_block: int = 0,
+        num_tokens: int | None = None,
+    ) -> None:
+        """Let a prompt's blocks be written under this lease, those before `first_block` excepted.
+
+        `num_tokens` is the prompt's length, by default what the blocks hold. Raises ValueError for bad blocks
+        or a known lease.
+        """
+        self._leases.open(lease_id, block_ids, first_block, num_tokens)
 
     def poll(self) -> list[ReceiveEvent]:
-        """What happened since the last call, of leases that are not closed."""
+        """What happened since the last call, of open leases; and which closed ones are over."""
         events = []
         while self._events:
             event = self._events.popleft()
-            if event.lease_id in self._leases:
+            if isinstance(event, Closed) or event.lease_id in self._leases:
                 events.append(event)
         return events
 
-    def close_lease(self, lease_id: str) -> None:
-        """Forget a lease; idempotent. After it returns no byte is written under it any more."""
-        self._leases.close(lease_id)
+    def close_lease(self, lease_id: str) -> bool:
+        """Forget a lease; idempotent. No write begins under it after this.
+
+        Whether none is under way either. If one is, the blocks are to be left alone until a Closed event.
+        """
+        return self._leases.close(lease_id)
 
     def counters(self) -> dict[str, float]:
-        return self._counters.snapshot()
+        return self._counters.snapshot() | {"leases_closing": float(self._leases.num_closing)}
 
     def close(self) -> None:
         """Drop every connection and lease. Idempotent; leaves no thread or descriptor behind."""
@@ -107,24 +128,37 @@ class Receiver:
         for listener, _ in self._listeners.values():
             listener.close()
         self._stop.close()
+        self._disconnected.close()
 
     def _emit(self, event: ReceiveEvent) -> None:
         self._events.append(event)
         if isinstance(event, Failed):
+            self._counters.add("leases_lost")
             logger.warning("lease %s failed: %s", event.lease_id, event.reason)
         self._on_event()
 
     def _accept(self) -> None:
         poll = select.poll()
-        poll.register(self._stop, select.POLLIN)
-        for descriptor in self._listeners:
-            poll.register(descriptor, select.POLLIN)
+        for watched in (self._stop, self._disconnected, *self._listeners):
+            poll.register(watched, select.POLLIN)
+        look_again: float | None = None
         while True:
-            ready = [descriptor for descriptor, _ in poll.poll()]
+            timeout_ms = None if look_again is None else max(0.0, look_again - time.monotonic()) * 1000
+            ready = [descriptor for descriptor, _ in poll.poll(timeout_ms)]
             if self._stop.stopped:
                 return
+            self._disconnected.clear()
+            look_again = self._fail_lost()
             for descriptor in ready:
-                self._accept_one(*self._listeners[descriptor])
+                if descriptor in self._listeners:
+                    self._accept_one(*self._listeners[descriptor])
+
+    def _fail_lost(self) -> float | None:
+        """Fail the leases whose sender is gone for good; returns when to look again."""
+        lost, look_again = self._leases.fail_lost(self._reconnect_grace_s)
+        for lease_id in lost:
+            self._emit(Failed(lease_id, "the sender is gone"))
+        return look_again
 
     def _accept_one(self, listener: socket.socket, transport: Transport) -> None:
         try:

@@ -7,17 +7,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtransfer.counters import Counters
-from kvtransfer.extents import NO_RUNS, blocks_per_piece, cut
+from kvtransfer.extents import NO_RUNS, Runs, blocks_per_piece, cut
 from kvtransfer.handshake import Identity
 from kvtransfer.host import host_id
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
-from kvtransfer.link import Link, LinkCore, QueuedPiece
+from kvtransfer.link import Candidate, Link, LinkCore
+from kvtransfer.pieces import QueuedPiece, TransferTime
 from kvtransfer.transport import Transport
-from kvtransfer.transports import by_name
-from protocol.messages import PeerAddress, TransferOffer
+from protocol.messages import PeerAddress
 
 logger = logging.getLogger("tandem.kvtransfer")
 
@@ -29,20 +29,29 @@ class _Lease:
     """What is on its way under one lease. A failed one stays until its event has been polled."""
 
     peer: PeerAddress
-    started: float
     link: Link | None = None
+    time: TransferTime = field(default_factory=TransferTime)
+    pushed_pieces: int = 0
     pushed_final: bool = False
     failed: bool = False
+    pieces_in_place: int = 0
     blocks_in_place: int = 0
+    nbytes: int = 0
+    num_extents: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.pushed_final and self.pieces_in_place == self.pushed_pieces
 
 
 class Sender:
     """Pushes blocks of `pool` into leased blocks of other workers.
 
-    `transports` is the order of preference. Only `abort` and `close` ever wait for a peer: links are made by
-    threads of their own, at the first `push` or `connect` to a peer. `on_event` is called from an I/O thread
-    whenever `poll` has something new; it must not block. A peer that acknowledges nothing for
-    `progress_timeout_s` seconds is given up, with all its leases.
+    `transports`, which the caller opened and closes, are in order of preference. Only `abort` and `close` ever
+    wait for a peer: links are made by threads of their own, at the first `push` or `connect` to a peer.
+    `on_event` is called from an I/O thread whenever `poll` has something new; it must not block. A wire on
+    which nothing is acknowledged for `progress_timeout_s` seconds counts as broken: what is on its way goes
+    over the next one, and the broken one is tried again every `retry_interval_s` seconds.
     """
 
     def __init__(
@@ -52,14 +61,15 @@ class Sender:
         key: bytes,
         worker_id: str,
         incarnation: str,
-        transports: Sequence[str],
+        transports: Sequence[Transport],
         on_event: Callable[[], None],
         progress_timeout_s: float = 30.0,
         connect_timeout_s: float = 5.0,
         abort_timeout_s: float = 1.0,
+        retry_interval_s: float = 30.0,
     ) -> None:
         self._pool = pool
-        self._transports = by_name(transports)
+        self._transports = transports
         self._on_event = on_event
         self._abort_timeout_s = abort_timeout_s
         self._counters = Counters()
@@ -72,6 +82,7 @@ class Sender:
             on_down=self._link_down,
             progress_timeout_s=progress_timeout_s,
             connect_timeout_s=connect_timeout_s,
+            retry_interval_s=retry_interval_s,
         )
         self._lock = threading.RLock()
         self._links: dict[tuple[str, str], Link] = {}
@@ -89,25 +100,34 @@ class Sender:
             return self._link(peer).transport
 
     def push(
-        self, peer: PeerAddress, lease_id: str, extents: Sequence[tuple[int, int]], *, final: bool
+        self,
+        peer: PeerAddress,
+        lease_id: str,
+        blocks: Sequence[int],
+        first_position: int,
+        *,
+        num_tokens: int | None = None,
+        final: bool,
     ) -> None:
-        """Queue (source block, target block) pairs under the peer's lease; `final` ends the lease.
+        """Queue blocks of a prompt under the peer's lease: those that follow each other from `first_position`.
 
-        The source blocks must stay untouched until a Sent event covers them. With `final`, `extents` may be
-        empty. What goes wrong later comes as a Failed event, after which the lease is forgotten; until it is
-        polled, further pushes under the lease are ignored. Raises ValueError for blocks out of range.
+        `num_tokens` of the prompt are there, by default all that the blocks have room for. `final` ends the lease; with it, `blocks` may be empty. The blocks must stay untouched until Completed,
+        or until `abort` returns. What goes wrong later comes as a Failed event, after which the lease is
+        forgotten; until it is polled, further pushes under the lease are ignored. Raises ValueError for
+        blocks out of range.
         """
-        pieces = self._pieces(lease_id, extents, final)
+        all_runs = cut(blocks, first_position, self._pool.num_blocks, blocks_per_piece(self._pool.block_bytes))
+        if num_tokens is None:
+            num_tokens = (first_position + len(blocks)) * self._pool.block_size
         with self._lock:
-            lease = self._leases.setdefault(lease_id, _Lease(peer, time.monotonic()))
+            lease = self._leases.setdefault(lease_id, _Lease(peer))
             if lease.failed:
                 return
             if lease.pushed_final or lease.peer.incarnation != peer.incarnation:
                 raise ValueError(f"lease {lease_id} is complete, or belongs to another peer")
             try:
                 lease.link = lease.link or self._link(peer)
-                lease.link.enqueue(pieces)
-                lease.pushed_final = final
+                lease.link.enqueue(self._pieces(lease_id, lease, all_runs, num_tokens, final))
             except TransferError as error:
                 self._fail(lease_id, str(error))
         if lease.failed:
@@ -155,12 +175,18 @@ class Sender:
         for link in links:
             link.join(_JOIN_S)
 
-    def _pieces(self, lease_id: str, extents: Sequence[tuple[int, int]], final: bool) -> list[QueuedPiece]:
-        pieces = cut(extents, self._pool.num_blocks, blocks_per_piece(self._pool.block_bytes))
-        if final and not pieces:
-            pieces = [NO_RUNS]
-        last = len(pieces) - 1
-        return [QueuedPiece(lease_id, runs, final and index == last) for index, runs in enumerate(pieces)]
+    def _pieces(
+        self, lease_id: str, lease: _Lease, all_runs: list[Runs], num_tokens: int, final: bool
+    ) -> list[QueuedPiece]:
+        if final:
+            all_runs = all_runs or [NO_RUNS]
+            lease.pushed_final, lease.time.final_push = True, time.monotonic()
+        first = lease.pushed_pieces
+        lease.pushed_pieces = end = first + len(all_runs)
+        return [
+            QueuedPiece(lease_id, index, runs, num_tokens, final and index == end - 1)
+            for index, runs in enumerate(all_runs, first)
+        ]
 
     def _link(self, peer: PeerAddress) -> Link:
         if self._closed:
@@ -172,7 +198,7 @@ class Sender:
             link.start()
         return link
 
-    def _candidates(self, peer: PeerAddress) -> list[tuple[TransferOffer, Transport]]:
+    def _candidates(self, peer: PeerAddress) -> list[Candidate]:
         """The peer's offers that can work, best first."""
         offers = {offer.transport: offer for offer in peer.offers}
         candidates, reasons = [], []
@@ -183,33 +209,48 @@ class Sender:
             elif transport.same_host and offer.host_id != self._host_id:
                 reasons.append(f"{transport.name}: another host")
             else:
-                candidates.append((offer, transport))
+                candidates.append(Candidate(offer, transport))
         if reasons:
             logger.info("transports to %s ruled out: %s", peer.worker_id, "; ".join(reasons))
         if not candidates:
             raise TransferError(f"no common transport with {peer.worker_id}: {'; '.join(reasons)}")
         return candidates
 
-    def _acknowledged(self, piece: QueuedPiece) -> None:
+    def _acknowledged(self, piece: QueuedPiece, transport: str, nbytes: int) -> None:
+        now = time.monotonic()
         with self._lock:
             lease = self._leases.get(piece.lease_id)
-            if lease is None:
+            if lease is None or lease.failed:
                 return
+            lease.time.add(piece, now)
+            lease.pieces_in_place += 1
             lease.blocks_in_place += piece.num_blocks
+            lease.nbytes += nbytes
+            lease.num_extents += len(piece.runs)
             self._events.append(Sent(piece.lease_id, lease.blocks_in_place))
-            if piece.final:
+            if lease.is_complete:
                 del self._leases[piece.lease_id]
-                seconds = time.monotonic() - lease.started
-                nbytes = lease.blocks_in_place * self._pool.block_bytes
-                self._events.append(Completed(piece.lease_id, nbytes, seconds))
-                self._counters.add("leases_completed")
-                self._counters.add("lease_seconds", seconds)
+                self._events.append(self._completed(piece.lease_id, lease, transport, now))
         self._on_event()
+
+    def _completed(self, lease_id: str, lease: _Lease, transport: str, now: float) -> Completed:
+        busy_s, seconds = lease.time.busy_s(), now - lease.time.started
+        self._counters.add("leases_completed")
+        self._counters.add("lease_seconds", seconds)
+        return Completed(
+            lease_id=lease_id,
+            transport=transport,
+            nbytes=lease.nbytes,
+            num_extents=lease.num_extents,
+            seconds=seconds,
+            busy_s=busy_s,
+            hidden_s=lease.time.busy_s(until=lease.time.final_push),
+            wait_s=lease.time.wait_s,
+        )
 
     def _refused(self, lease_id: str, reason: str) -> None:
         with self._lock:
             self._fail(lease_id, reason)
-            self._counters.add("failures_" + reason.replace(" ", "_"))
         self._on_event()
 
     def _link_down(self, link: Link, reason: str) -> None:

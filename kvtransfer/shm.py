@@ -21,7 +21,7 @@ import numpy as np
 from kvtransfer.channel import Channel
 from kvtransfer.extents import Runs
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.leases import Lease
+from kvtransfer.leases import WriteGate
 from kvtransfer.memory import map_peer_pool
 from kvtransfer.messages import Hello
 from protocol.errors import ProtocolError
@@ -34,8 +34,11 @@ _GIL_FREE_BYTES = 64 * 1024
 class ShmWriter:
     remote_reads = True
 
-    def payload(self, runs: Runs) -> list[memoryview]:
+    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
         return []
+
+    def close(self) -> None:
+        return
 
 
 class ShmReader:
@@ -46,12 +49,12 @@ class ShmReader:
         self._source_address = _address(self._source)
         self._target_address = _address(pool.buffer)
 
-    def read(self, runs: Runs, lease: Lease | None) -> bool:
-        if lease is None:
+    def read(self, runs: Runs, gate: WriteGate | None) -> bool:
+        if gate is None:
             return False
         size = self._pool.block_bytes
         return all(
-            self._copy(source * size, target * size, length * size, lease)
+            self._copy(source * size, target * size, length * size, gate)
             for source, target, length in runs.tolist()
         )
 
@@ -59,11 +62,11 @@ class ShmReader:
         self._source.release()
         self._mapping.close()
 
-    def _copy(self, source: int, target: int, nbytes: int, lease: Lease) -> bool:
+    def _copy(self, source: int, target: int, nbytes: int, gate: WriteGate) -> bool:
         for start in range(0, nbytes, _SLICE_BYTES):
             size = min(_SLICE_BYTES, nbytes - start)
-            with lease.lock:
-                if not lease.open:
+            with gate.writing() as is_open:
+                if not is_open:
                     return False
                 self._copy_slice(source + start, target + start, size)
         return True
@@ -82,6 +85,11 @@ def _address(buffer: memoryview) -> int:
 class ShmTransport:
     name = "shm"
     same_host = True
+    streams = 1
+    wire_dtype = "auto"
+
+    def close(self) -> None:
+        return
 
     def listen(self, host: str) -> tuple[socket.socket, str]:
         address = f"tandem-kv-{secrets.token_hex(16)}"

@@ -9,10 +9,13 @@ import socket
 import time
 
 from kvtransfer.channel import Channel
-from kvtransfer.extents import Runs, ScatterList, num_blocks, views
+from kvtransfer.extents import Runs, ScatterList, blocks_per_piece, expand, num_blocks, views
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.leases import Lease
+from kvtransfer.leases import WriteGate
+from kvtransfer.layout import tokens_in_blocks
 from kvtransfer.messages import Hello
+from kvtransfer.quantize import Quantizer
+from kvtransfer.transport import PieceWriter
 
 GOOD, SPOILED = b"\x01", b"\x00"
 """The byte after a piece's blocks. Spoiled: the sender gave the blocks up midway and padded the rest."""
@@ -45,9 +48,33 @@ class TcpWriter:
     def __init__(self, pool: RegisteredPool) -> None:
         self._pool = pool
 
-    def payload(self, runs: Runs) -> list[memoryview]:
+    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
         blocks = views(self._pool.buffer, self._pool.block_bytes, runs[:, 0], runs[:, 2])
         return [*blocks, memoryview(GOOD)]
+
+    def close(self) -> None:
+        return
+
+
+class QuantizingWriter:
+    """Packs each piece as one byte a value and some scales. One piece is written at a time, so one buffer does."""
+
+    remote_reads = False
+
+    def __init__(self, pool: RegisteredPool, wire_dtype: str) -> None:
+        self._pool = pool
+        self._quantizer = Quantizer(pool.segments, wire_dtype)
+        size = blocks_per_piece(pool.block_bytes) * self._quantizer.wire_block_bytes
+        self._packed = memoryview(bytearray(size))
+
+    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
+        blocks, positions = expand(runs[:, 0], runs[:, 2]), expand(runs[:, 1], runs[:, 2])
+        valid = tokens_in_blocks(positions, self._pool.block_size, num_tokens)
+        self._quantizer.pack(self._pool.buffer, blocks, valid, self._packed)
+        return [self._packed[: len(blocks) * self._quantizer.wire_block_bytes], memoryview(GOOD)]
+
+    def close(self) -> None:
+        return
 
 
 class TcpReader:
@@ -57,16 +84,15 @@ class TcpReader:
         self._progress_timeout_s = progress_timeout_s
         self._scratch: memoryview | None = None
 
-    def read(self, runs: Runs, lease: Lease | None) -> bool:
+    def read(self, runs: Runs, gate: WriteGate | None) -> bool:
         trailer = bytearray(1)
-        if lease is None:
+        if gate is None:
             self._discard(num_blocks(runs) * self._pool.block_bytes + len(trailer))
             return False
         blocks = views(self._pool.buffer, self._pool.block_bytes, runs[:, 1], runs[:, 2])
         rest = ScatterList([*blocks, memoryview(trailer)])
         while rest.remaining:
-            with lease.lock:
-                still_open = lease.open
+            with gate.writing() as still_open:
                 received = self._receive(rest.batch()) if still_open else 0
             if not still_open:
                 self._discard(rest.remaining)
@@ -107,6 +133,13 @@ class TcpTransport:
     name = "tcp"
     same_host = False
 
+    def __init__(self, streams: int = 1, wire_dtype: str = "auto") -> None:
+        self.streams = streams
+        self.wire_dtype = wire_dtype
+
+    def close(self) -> None:
+        return
+
     def listen(self, host: str) -> tuple[socket.socket, str]:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -128,8 +161,10 @@ class TcpTransport:
             raise OSError(code, os.strerror(code))
         return sock
 
-    def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> TcpWriter:
-        return TcpWriter(pool)
+    def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> PieceWriter:
+        if self.wire_dtype == "auto":
+            return TcpWriter(pool)
+        return QuantizingWriter(pool, self.wire_dtype)
 
     def reader(
         self, channel: Channel, pool: RegisteredPool, hello: Hello, deadline: float, progress_timeout_s: float

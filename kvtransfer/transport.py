@@ -11,7 +11,7 @@ from typing import Protocol
 from kvtransfer.channel import Channel
 from kvtransfer.extents import Runs
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.leases import Lease
+from kvtransfer.leases import WriteGate
 from kvtransfer.messages import Hello
 
 
@@ -21,17 +21,23 @@ class PieceWriter(Protocol):
     remote_reads: bool
     """The peer reads our pool by itself, up to its acknowledgement of a piece."""
 
-    def payload(self, runs: Runs) -> list[memoryview]:
-        """What follows the piece's message on the connection: views of the source blocks, then a trailer."""
+    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
+        """What follows the piece's message on the connection: views of the source blocks, then a trailer.
+
+        `num_tokens` of the prompt are valid; what a block at its end holds beyond them means nothing.
+        """
+
+    def close(self) -> None: ...
 
 
 class PieceReader(Protocol):
     """The receiver's end of one connection."""
 
-    def read(self, runs: Runs, lease: Lease | None) -> bool:
-        """Bring a piece's blocks into place, as long as the lease is open; None discards them.
+    def read(self, runs: Runs, gate: WriteGate | None) -> bool:
+        """Bring blocks (source block, target block, count) into place while the gate is open.
 
-        Returns whether all of them are in place. Either way the connection stands before the next message.
+        Without a gate they are discarded. Returns whether all of them are in place; either way the connection
+        stands before the next message. Raises OSError for a broken wire, TimeoutError for one that stands.
         """
 
     def close(self) -> None: ...
@@ -40,6 +46,10 @@ class PieceReader(Protocol):
 class Transport(Protocol):
     name: str
     same_host: bool
+    streams: int
+    """Connections per pair of workers."""
+    wire_dtype: str
+    """How values travel: `auto` as they lie in the pool, or quantized (`layout.wire_segments`)."""
 
     def listen(self, host: str) -> tuple[socket.socket, str]:
         """A listening socket, and the address at which peers reach it."""
@@ -51,6 +61,13 @@ class Transport(Protocol):
         """Right after the handshake, on the sender."""
 
     def reader(
-        self, channel: Channel, pool: RegisteredPool, hello: Hello, deadline: float, progress_timeout_s: float
+        self,
+        channel: Channel,
+        target: RegisteredPool,
+        hello: Hello,
+        deadline: float,
+        progress_timeout_s: float,
     ) -> PieceReader:
-        """Right after the handshake, on the receiver."""
+        """Right after the handshake, on the receiver. `target` has blocks as the wire carries them."""
+
+    def close(self) -> None: ...

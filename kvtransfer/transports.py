@@ -1,20 +1,69 @@
-"""The transports by name."""
+"""The transports by name, best first where nothing else is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.shm import ShmTransport
 from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import Transport
+from protocol.config import KV_TRANSPORTS
 
-TRANSPORTS: dict[str, Transport] = {"shm": ShmTransport(), "tcp": TcpTransport()}
+logger = logging.getLogger("tandem.kvtransfer")
 
 
-def by_name(names: Sequence[str]) -> list[Transport]:
-    """The named transports in that order; raises ValueError for an unknown one, or none."""
-    unknown = [name for name in names if name not in TRANSPORTS]
+@dataclass(frozen=True)
+class TransportOptions:
+    """`streams`: connections per pair over `tcp`. `wire_dtype`: how `tcp` carries values, `auto` for as they are."""
+
+    tcp_streams: int = 1
+    wire_dtype: str = "auto"
+
+
+def _shm(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    return ShmTransport()
+
+
+def _ucx(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    from kvtransfer.ucx import UcxTransport
+
+    return UcxTransport(pool, name)
+
+
+def _tcp(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    return TcpTransport(options.tcp_streams, options.wire_dtype)
+
+
+_OPEN: dict[str, Callable[[RegisteredPool, str, TransportOptions], Transport]] = {
+    "shm": _shm,
+    "ucx": _ucx,
+    "tcp": _tcp,
+}
+assert set(_OPEN) == set(KV_TRANSPORTS)
+
+
+def open_transports(
+    names: Sequence[str], pool: RegisteredPool, name: str, options: TransportOptions = TransportOptions()
+) -> list[Transport]:
+    """The named transports in that order, ready for `pool` under this worker's unique `name`.
+
+    One that cannot be had here is left out, and logged. Raises ValueError for an unknown one, TransferError if
+    none is left.
+    """
+    unknown = [other for other in names if other not in _OPEN]
     if unknown or not names:
-        known = ", ".join(TRANSPORTS)
+        known = ", ".join(_OPEN)
         raise ValueError(f"transports must name some of {known}, not {', '.join(unknown) or 'none'}")
-    return [TRANSPORTS[name] for name in dict.fromkeys(names)]
+    opened, reasons = [], []
+    for transport in dict.fromkeys(names):
+        try:
+            opened.append(_OPEN[transport](pool, name, options))
+        except (TransferError, OSError) as error:
+            reasons.append(f"{transport}: {error}")
+            logger.warning("transport %s is not available: %s", transport, error)
+    if not opened:
+        raise TransferError(f"no transport is available: {'; '.join(reasons)}")
+    return opened

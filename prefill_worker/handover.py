@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protocol.handoff import HandoffManifest, SamplingState, SegmentInfo
 from protocol.ids import token_ids_digest
@@ -13,8 +13,7 @@ from protocol.messages import EngineRequest, PeerAddress, Reserved
 class Handover:
     """Where a request stands between its arrival and the decode worker's acknowledgement.
 
-    `pushed_from` lists our blocks whose content is queued for the decode worker or there: the prompt's blocks
-    after those that it had cached.
+    `num_pushed` of our blocks, after those that it had cached, are queued for the decode worker or there.
     `deadline` (monotonic seconds) is None while the request waits for its turn in the engine, whose own
     deadline then holds.
     """
@@ -25,7 +24,7 @@ class Handover:
     reserving_since: float = 0.0
     renew_at: float = 0.0
     grant: Reserved | None = None
-    pushed_from: list[int] = field(default_factory=list)
+    num_pushed: int = 0
     first_token: int | None = None
 
     @property
@@ -41,6 +40,11 @@ class Handover:
     def token_ids(self) -> list[int]:
         """The tokens whose KV is handed over: the prompt, and what was emitted before a failover."""
         return self.request.prompt_token_ids + self.request.output_token_ids
+
+    def first_pushed(self, block_size: int) -> int:
+        """Which of our blocks, of `block_size` tokens, is the first that the decode worker lacks a part of."""
+        assert self.grant is not None
+        return self.grant.cached_blocks * self.grant.block_size // block_size
 
 
 def make_manifest(
@@ -59,7 +63,7 @@ def make_manifest(
         token_ids_digest=token_ids_digest(token_ids),
         segments=segments,
         block_ids=handover.grant.block_ids,
-        pushed_blocks=len(handover.grant.block_ids) - handover.grant.cached_blocks,
+        pushed_blocks=handover.num_pushed,
         first_token=handover.first_token,
         first_token_position=len(token_ids),
         sampling=SamplingState(

@@ -49,7 +49,7 @@ class PrefillLoop(WorkerLoop):
             key=parts.keys.transfer_key,
             worker_id=parts.worker_id,
             incarnation=parts.incarnation,
-            transports=parts.transport_names,
+            transports=parts.wires,
             on_event=parts.wake.set,
         )
         parts.transports = self._sender.transports
@@ -167,8 +167,7 @@ class PrefillLoop(WorkerLoop):
             if grant.lease_id != handover.grant.lease_id:
                 self._fail_handover(handover, "transfer", "the lease was lost")
             return
-        block_size = self.config.block_size
-        wanted = -(-len(handover.token_ids) // block_size)
+        wanted = -(-len(handover.token_ids) // grant.block_size)
         if len(grant.block_ids) != wanted or grant.cached_blocks > wanted:
             reason = f"{len(grant.block_ids)} blocks, {grant.cached_blocks} cached, where {wanted} are needed"
             self._fail_handover(handover, "transfer", f"the reservation has {reason}")
@@ -219,18 +218,16 @@ class PrefillLoop(WorkerLoop):
         assert grant is not None
         final = handover.first_token is not None
         computed = self.engine.computed_blocks(handover.request_id)
-        source = self.engine.block_ids(handover.request_id)[grant.cached_blocks : computed]
-        first = len(handover.pushed_from)
-        if source[:first] != handover.pushed_from:
-            # Preempted: the blocks may have been overwritten on their way. They are pushed once more.
-            first = 0
-        if len(source) > first:
-            target = grant.block_ids[grant.cached_blocks : computed]
-            extents = list(zip(source[first:], target[first:], strict=True))
-            self._sender.push(handover.peer, grant.lease_id, extents, final=final)
-            self.counters.add("kv_blocks_pushed_total", len(extents))
+        first = handover.first_pushed(self.config.block_size) + handover.num_pushed
+        blocks = self.engine.block_ids(handover.request_id)[first:computed]
+        if blocks:
+            num_tokens = len(handover.token_ids)
+            self._sender.push(
+                handover.peer, grant.lease_id, blocks, first, num_tokens=num_tokens, final=final
+            )
+            handover.num_pushed += len(blocks)
+            self.counters.add("kv_blocks_pushed_total", len(blocks))
             self._progress(handover, time.monotonic())
-        handover.pushed_from = source
         if final:
             self._send_manifest(handover)
 
@@ -248,8 +245,12 @@ class PrefillLoop(WorkerLoop):
             match event:
                 case Completed():
                     self.counters.add("kv_transfers_total")
-                    self.counters.add("kv_transfer_bytes_total", event.bytes)
+                    self.counters.add("kv_transfer_bytes_total", event.nbytes)
                     self.counters.add("kv_transfer_seconds_total", event.seconds)
+                    self.counters.add("kv_transfer_busy_seconds_total", event.busy_s)
+                    self.counters.add("kv_transfer_hidden_seconds_total", event.hidden_s)
+                    self.counters.add("kv_transfer_wait_seconds_total", event.wait_s)
+                    self.counters.add("kv_transfer_extents_total", event.num_extents)
                 case Failed():
                     self.counters.add("kv_transfer_failures_total")
             if handover is None:

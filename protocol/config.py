@@ -22,6 +22,8 @@ logger = logging.getLogger("tandem.config")
 ENV_PREFIX = "TANDEM_"
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tandem-code-10m"
 
+KV_TRANSPORTS = ("shm", "ucx", "tcp")
+
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
 
@@ -101,7 +103,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "on", "off"], _doc("Compile the forward with torch.compile; `auto` where it pays.")
     ] = "auto"
 
-    kv_transports: Annotated[str, _doc("Transports to offer, best first, comma-separated.")] = "shm,tcp"
+    kv_transports: Annotated[str, _doc("Transports to offer, best first, comma-separated.")] = "shm,ucx,tcp"
+    kv_tcp_streams: Annotated[int, Meta(ge=1, le=64), _doc("Connections per pair of workers over tcp.")] = 1
+    kv_wire_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        _doc("How tcp carries KV: `auto` as it is; `int8` and `fp8` halve the bytes and cost accuracy."),
+    ] = "auto"
     handoff_timeout: Annotated[
         PositiveSeconds, _doc("Seconds without progress after which a hand-off fails.")
     ] = 30.0
@@ -198,11 +205,10 @@ def _check_field(field: str, value: Any, source: str) -> None:
 
 
 def _check_together(config: ServeConfig) -> None:
-    known = {"shm", "tcp"}
     for name in transport_names(config):
-        if name not in known:
+        if name not in KV_TRANSPORTS:
             raise ConfigError(
-                f"--kv-transports: unknown transport {name!r}; known: {', '.join(sorted(known))}"
+                f"--kv-transports: unknown transport {name!r}; known: {', '.join(KV_TRANSPORTS)}"
             )
     if not transport_names(config):
         raise ConfigError("--kv-transports: name at least one transport")

@@ -35,8 +35,9 @@ class DraftState(msgspec.Struct, frozen=True, kw_only=True):
 class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a prompt's blocks in the decode worker's pool.
 
-    `num_tokens` counts the tokens whose KV was sent; `first_token` is the one sampled from them, at absolute
-    position `first_token_position` (equal to `num_tokens`). `block_ids` are the decode worker's.
+    `num_tokens` counts the tokens whose KV is described; `first_token` is the one sampled from them, at
+    absolute position `first_token_position` (equal to `num_tokens`). `segments` and `pushed_blocks` are the
+    prefill worker's, `block_ids` the decode worker's.
     """
 
     version: int = MANIFEST_VERSION

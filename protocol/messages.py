@@ -196,11 +196,12 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
-    """The request's blocks on the decode worker, of which the first `cached_blocks` are already filled."""
+    """The request's blocks on the decode worker, of `block_size` tokens; `cached_blocks` are filled already."""
 
     request_id: Id
     lease_id: Id
     incarnation: Id
+    block_size: Annotated[int, Meta(ge=1, le=2**16)]
     block_ids: BlockIds
     cached_blocks: Count
 

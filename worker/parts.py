@@ -9,6 +9,7 @@ import zmq
 
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
+from kvtransfer.transport import Transport
 from protocol.config import ServeConfig
 from protocol.messages import Lifecycle, Role, WorkerState
 from protocol.sockets import ClusterKeys
@@ -33,7 +34,7 @@ _STATS = (
 class WorkerParts:
     """Everything that the loop, the heartbeat and the transfers of one worker process share.
 
-    `host` is the address that the worker's own sockets bind. `transport_names` are those on offer,
+    `host` is the address that the worker's own sockets bind. `wires` are the open transports, best first;
     `transports` tells those in use, by the peer's worker id; it and `transfer_counters` are called from the
     heartbeat's thread.
     """
@@ -48,7 +49,7 @@ class WorkerParts:
     wake: Wakeup = field(default_factory=Wakeup)
     counters: Counters = field(default_factory=Counters)
     lifecycle: Lifecycle = "starting"
-    transport_names: list[str] = field(default_factory=list)
+    wires: list[Transport] = field(default_factory=list)
     transports: Callable[[], dict[str, str]] = dict
     transfer_counters: Callable[[], dict[str, float]] = dict
     engine: Engine | None = None

@@ -21,7 +21,7 @@ from worker.heartbeat import Heartbeat
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
-from worker.setup import address_towards, build_engine, set_up_logging, set_up_threads
+from worker.setup import address_towards, build_engine, open_wires, set_up_logging, set_up_threads
 from worker.stop import StopHandle
 
 log = logging.getLogger(__name__)
@@ -69,8 +69,9 @@ def run_worker(
     heartbeat.start()
     link = RouterLink(context, keys, router_endpoint, worker_id, parts.incarnation, parts.counters)
     try:
-        engine, parts.pool, parts.transport_names = build_engine(config, role)
+        engine, parts.pool = build_engine(config, role)
         parts.engine = engine
+        parts.wires = open_wires(config, engine, parts.pool, f"{worker_id} {parts.incarnation}")
         loop = make_loop(parts, engine, link)
         parts.lifecycle = "ready"
         try:
@@ -84,6 +85,8 @@ def run_worker(
     finally:
         heartbeat.stop()
         link.close()
+        for wire in parts.wires:
+            wire.close()
         context.destroy(linger=500)
         parts.wake.close()
 

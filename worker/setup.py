@@ -13,6 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.memory import PoolMemory, allocate
+from kvtransfer.transport import Transport
+from kvtransfer.transports import TransportOptions, open_transports
 from protocol.config import ServeConfig, transport_names
 from protocol.messages import Role
 
@@ -44,17 +46,16 @@ def address_towards(endpoint: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPool, list[str]]:
+def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPool]:
     """Load the model and make its pool in memory that transfers can reach.
 
     With `shm` the receiver reads the sender's pool, so only a sender's must be shared memory. GPU memory is
-    out of the transfers' reach: there they get a stand-in of one block, and `transports` is empty. Raises
-    what the engine raises for a model that it cannot serve.
+    out of the transfers' reach: there they get a stand-in of one block. Raises what the engine raises for a
+    model that it cannot serve.
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
-    transports = transport_names(config)
-    shared = role == "prefill" and "shm" in transports
+    shared = role == "prefill" and "shm" in transport_names(config)
 
     def allocate_pool(nbytes: int) -> memoryview:
         memory.append(allocate(nbytes, shared=shared))
@@ -63,13 +64,21 @@ def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPoo
     engine = Engine(config, allocate=allocate_pool)
     block_bytes = engine.pool.block_bytes
     if not memory:
-        stand_in = RegisteredPool(buffer=allocate(block_bytes).buffer, block_bytes=block_bytes, num_blocks=1)
-        return engine, stand_in, []
+        stand_in = allocate(block_bytes, shared=False)
+        return engine, RegisteredPool(buffer=stand_in.buffer, block_bytes=block_bytes, num_blocks=1)
     pool = RegisteredPool(
         buffer=memory[0].buffer,
         block_bytes=block_bytes,
         num_blocks=engine.pool.num_blocks,
-        format=engine.kv_format,
+        segments=tuple(engine.pool.segments),
         memory_fd=memory[0].fd,
     )
-    return engine, pool, transports
+    return engine, pool
+
+
+def open_wires(config: ServeConfig, engine: Engine, pool: RegisteredPool, name: str) -> list[Transport]:
+    """The transports that this worker offers under its unique `name`; none where its pool is out of reach."""
+    if engine.pool.tensor.is_cuda:
+        return []
+    options = TransportOptions(tcp_streams=config.kv_tcp_streams, wire_dtype=config.kv_wire_dtype)
+    return open_transports(transport_names(config), pool, name, options)

@@ -33,9 +33,8 @@ def send(pipe: Connection, transports: list[str]) -> None:
     sender = SenderEnd(transports, make_pool(NUM_BLOCKS, BLOCK_BYTES, seed=1))
     peer: PeerAddress
     peer, lease_id = pipe.recv()
-    everything = [(index, index) for index in range(NUM_BLOCKS)]
     while True:
-        sender.sender.push(peer, lease_id, everything, final=False)
+        sender.push(peer, lease_id, range(NUM_BLOCKS), final=False)
         sender.wait_for(lambda event: True)
 
 

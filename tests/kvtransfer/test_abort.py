@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import Completed, Failed, Progress
+from kvtransfer import Failed, Progress
 from kvtransfer.messages import Ack
 from kvtransfer.tcp import SPOILED
 from tests.kvtransfer.transfer_sides import (
@@ -31,7 +31,7 @@ def test_tcp_pads_the_piece_that_was_on_its_way(closing: Closing) -> None:
     pool.buffer[:] = b"\x11" * len(pool.buffer)
     sender = closing(SenderEnd(["tcp"], pool))
     raw_receiver = closing(RawReceiver("tcp", make_pool(2, size)))
-    sender.sender.push(raw_receiver.peer, "lease", [(0, 0), (1, 1)], final=True)
+    sender.push(raw_receiver.peer, "lease", [0, 1])
     raw = closing(raw_receiver.accept())
     first = raw_receiver.piece(raw)
     start = raw.channel.recv_exact(MIB, raw.deadline())
@@ -48,7 +48,7 @@ def test_tcp_pads_the_piece_that_was_on_its_way(closing: Closing) -> None:
     assert b"\x00" in rest
     assert trailer == SPOILED
     raw.send(Ack(first.sequence))
-    sender.sender.push(raw_receiver.peer, "next", [(0, 0)], final=True)
+    sender.push(raw_receiver.peer, "next", [0])
     following = raw_receiver.piece(raw)
     assert following.lease_id == "next", "the connection should survive, without further pieces of the lease"
     assert raw.channel.recv_exact(size, raw.deadline()) == b"\x99" * size
@@ -58,7 +58,7 @@ def test_tcp_pads_the_piece_that_was_on_its_way(closing: Closing) -> None:
 def test_shm_waits_for_the_reader(closing: Closing) -> None:
     sender = closing(SenderEnd(["shm"], make_pool(4, MIB), abort_timeout_s=20))
     raw_receiver = closing(RawReceiver("shm", make_pool(4, MIB)))
-    sender.sender.push(raw_receiver.peer, "lease", [(0, 0)], final=True)
+    sender.push(raw_receiver.peer, "lease", [0])
     raw = closing(raw_receiver.accept())
     piece = raw_receiver.piece(raw)
 
@@ -75,8 +75,8 @@ def test_shm_waits_for_the_reader(closing: Closing) -> None:
 def test_shm_cuts_off_a_reader_that_does_not_answer(closing: Closing) -> None:
     sender = closing(SenderEnd(["shm"], make_pool(4, MIB), abort_timeout_s=0.2))
     raw_receiver = closing(RawReceiver("shm", make_pool(4, MIB)))
-    sender.sender.push(raw_receiver.peer, "lease", [(0, 0)], final=True)
-    sender.sender.push(raw_receiver.peer, "other", [(1, 1)], final=False)
+    sender.push(raw_receiver.peer, "lease", [0])
+    sender.push(raw_receiver.peer, "other", [1], final=False)
     raw = closing(raw_receiver.accept())
     raw_receiver.piece(raw)
     sender.sender.abort("lease")
@@ -96,29 +96,19 @@ def test_aborts_in_a_stream_of_pieces_leave_only_believed_blocks(closing: Closin
         sender.pool.buffer[:] = b"\x11" * count * size
         receiver.pool.buffer[:] = bytes(count * size)
         receiver.receiver.open(lease, range(count))
-        sender.sender.push(receiver.peer, lease, [(index, index) for index in range(count)], final=True)
+        sender.push(receiver.peer, lease, range(count))
         wait_until(lambda: any(receiver.pool.buffer[:: size // 2]))
         sender.sender.abort(lease)
         sender.sender.abort(lease)
         sender.pool.buffer[:] = b"\x99" * count * size
         receiver.receiver.open(f"check-{number}", [])
-        sender.sender.push(receiver.peer, f"check-{number}", [], final=True)
+        sender.push(receiver.peer, f"check-{number}", [])
         events = receiver.wait_for(lambda event, n=number: event.lease_id == f"check-{n}" and is_over(event))
         assert b"\x99" not in bytes(receiver.pool.buffer)
         believed = max((e.blocks_received for e in events if isinstance(e, Progress)), default=0)
         assert bytes(receiver.pool.buffer[: believed * size]) == b"\x11" * believed * size
         assert all(event.lease_id != lease for event in sender.wait_for())
         receiver.receiver.close_lease(lease)
-
-
-def test_an_aborted_lease_can_be_pushed_anew(closing: Closing, transport: str) -> None:
-    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
-    receiver.receiver.open("lease", [1, 2])
-    sender.sender.push(receiver.peer, "lease", [(1, 1)], final=False)
-    sender.sender.abort("lease")
-    sender.sender.push(receiver.peer, "lease", [(1, 1), (2, 2)], final=True)
-    assert isinstance(sender.wait_lease("lease"), Completed)
-    assert receiver.wait_lease("lease") == Progress("lease", 2, complete=True)
 
 
 def test_aborting_what_was_never_pushed_is_nothing(closing: Closing) -> None:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.extents import ScatterList, coalesce, cut, expand, from_wire, num_blocks, to_wire, views
+from kvtransfer.extents import (
+    Runs,
+    ScatterList,
+    coalesce,
+    cut,
+    expand,
+    from_wire,
+    num_blocks,
+    packed,
+    targets_of,
+    to_wire,
+    views,
+)
 from protocol.errors import ProtocolError
 
 NUM_BLOCKS = 40
@@ -23,18 +37,23 @@ def extents(draw: st.DrawFn) -> list[tuple[int, int]]:
     return pairs
 
 
-@given(extents(), st.integers(1, 30))
-def test_pieces_hold_the_same_pairs_in_order(pairs: list[tuple[int, int]], max_blocks: int) -> None:
-    pieces = cut(pairs, NUM_BLOCKS, max_blocks)
+def unrolled(runs: Runs) -> list[tuple[int, int]]:
+    first, second = expand(runs[:, 0], runs[:, 2]).tolist(), expand(runs[:, 1], runs[:, 2]).tolist()
+    return list(zip(first, second, strict=True))
+
+
+@given(extents(), st.integers(0, 9), st.integers(1, 30))
+def test_pieces_hold_the_same_blocks_in_order(
+    pairs: list[tuple[int, int]], first: int, max_blocks: int
+) -> None:
+    sources, ours = [source for source, _ in pairs], np.asarray([target for _, target in pairs])
+    pieces = cut(sources, first, NUM_BLOCKS, max_blocks)
     assert all(1 <= num_blocks(runs) <= max_blocks for runs in pieces)
-    unrolled = [
-        pair
-        for runs in pieces
-        for pair in zip(
-            expand(runs[:, 0], runs[:, 2]).tolist(), expand(runs[:, 1], runs[:, 2]).tolist(), strict=True
-        )
-    ]
-    assert unrolled == pairs
+    assert [pair for runs in pieces for pair in unrolled(runs)] == list(zip(sources, count(first), strict=False))
+    targets = [pair for runs in cut(sources, 0, NUM_BLOCKS, max_blocks) for pair in unrolled(targets_of(runs, ours))]
+    assert targets == pairs
+    for runs in pieces:
+        assert unrolled(packed(runs)) == list(zip(expand(runs[:, 0], runs[:, 2]), count(), strict=False))
 
 
 @given(extents())
@@ -46,7 +65,7 @@ def test_no_two_neighbouring_runs_could_be_one(pairs: list[tuple[int, int]]) -> 
 
 @given(extents(), st.integers(1, 5))
 def test_wire_form_round_trips(pairs: list[tuple[int, int]], max_blocks: int) -> None:
-    for runs in cut(pairs, NUM_BLOCKS, max_blocks):
+    for runs in cut([source for source, _ in pairs], 0, NUM_BLOCKS, max_blocks):
         assert (from_wire(to_wire(runs), NUM_BLOCKS, max_blocks) == runs).all()
 
 

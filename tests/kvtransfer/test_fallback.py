@@ -27,7 +27,7 @@ def with_offer(receiver: ReceiverEnd, transport: str, **changes: str) -> PeerAdd
 
 def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress) -> Any:
     receiver.receiver.open("lease", [1])
-    sender.sender.push(peer, "lease", [(2, 1)], final=True)
+    sender.push(peer, "lease", [2])
     event = sender.wait_lease("lease")
     if isinstance(event, Completed):
         assert block(receiver.pool, 1) == block(sender.pool, 2)
@@ -51,7 +51,7 @@ def test_another_host_means_tcp(closing: Closing) -> None:
 
 
 def test_a_pool_outside_of_shared_memory_means_tcp(closing: Closing) -> None:
-    pool = RegisteredPool(memoryview(bytearray(64 * 4096)), 4096, 64, "test")
+    pool = RegisteredPool(memoryview(bytearray(64 * 4096)), 4096, 64)
     sender, receiver = closing(SenderEnd(["shm", "tcp"], pool)), closing(ReceiverEnd(["shm", "tcp"]))
     assert isinstance(transfer(sender, receiver, receiver.peer), Completed)
     assert sender.sender.transports() == {"decode-0": "tcp"}
@@ -107,7 +107,7 @@ def test_an_unusable_tcp_address_is_a_failure_not_a_crash(closing: Closing, addr
 
 
 def transfer_to_nobody(sender: SenderEnd, peer: PeerAddress) -> Failed:
-    sender.sender.push(peer, "lease", [(2, 1)], final=True)
+    sender.push(peer, "lease", [2])
     event = sender.wait_lease("lease")
     assert isinstance(event, Failed)
     return event

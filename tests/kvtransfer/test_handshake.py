@@ -6,6 +6,7 @@ import hmac
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from kvtransfer import Completed, Failed
 from kvtransfer.channel import decode, encode, frame
 from kvtransfer.handshake import HandshakeRefusedError, Identity, introduce
-from kvtransfer.messages import Challenge, Hello, Proof, SealedVerdict
+from kvtransfer.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedVerdict
+from kvtransfer.shm import ShmTransport
+from protocol.handoff import SegmentInfo
 from protocol.messages import PeerAddress
 from tests.kvtransfer.transfer_sides import (
     KEY,
@@ -32,7 +35,7 @@ OTHER_KEY = bytes(32)
 def push_one(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None = None) -> Any:
     """The event that ends a lease of one block."""
     receiver.receiver.open("lease", [1])
-    sender.sender.push(peer or receiver.peer, "lease", [(1, 1)], final=True)
+    sender.push(peer or receiver.peer, "lease", [1])
     event = sender.wait_lease("lease")
     receiver.receiver.close_lease("lease")
     return event
@@ -52,7 +55,7 @@ def test_a_receiver_without_the_key_is_not_believed(closing: Closing, transport:
     """One that waves every sender through still can't prove that it is ours."""
     sender = closing(SenderEnd([transport]))
     impostor = closing(RawReceiver(transport, make_pool()))
-    sender.sender.push(impostor.peer, "lease", [(1, 1)], final=True)
+    sender.push(impostor.peer, "lease", [1])
     raw = closing(impostor.accept_unexamined())
     raw.channel.recv(Hello, raw.deadline())
     raw.send(Challenge(bytes(32)))
@@ -67,7 +70,7 @@ def test_a_proof_cannot_be_reflected(closing: Closing, transport: str) -> None:
     """An impostor relays nothing and returns the sender's own proof as its own."""
     sender = closing(SenderEnd([transport]))
     impostor = closing(RawReceiver(transport, make_pool()))
-    sender.sender.push(impostor.peer, "lease", [(1, 1)], final=True)
+    sender.push(impostor.peer, "lease", [1])
     raw = closing(impostor.accept_unexamined())
     raw.channel.recv(Hello, raw.deadline())
     raw.send(Challenge(bytes(32)))
@@ -76,10 +79,14 @@ def test_a_proof_cannot_be_reflected(closing: Closing, transport: str) -> None:
     assert "does not hold" in sender.wait_lease("lease").reason
 
 
+def a_hello(transport: str, incarnation: str) -> Hello:
+    return Hello(WIRE_VERSION, bytes(32), transport, "raw", "raw-1", incarnation, 4096, 64, [], [])
+
+
 def test_a_proof_cannot_be_replayed(closing: Closing, transport: str) -> None:
     """The same Hello and Proof as in an earlier good handshake: the receiver's nonce has changed."""
     receiver = closing(ReceiverEnd([transport]))
-    hello = encode(Hello(1, bytes(32), transport, "raw", "raw-1", receiver.incarnation, 4096, 64, "test"))
+    hello = encode(a_hello(transport, receiver.incarnation))
     first = closing(RawPeer.connect_only(receiver, transport))
     first.send_bytes(frame(hello))
     challenge = bytes(first.channel.recv_frame(first.deadline()))
@@ -101,7 +108,7 @@ def test_a_proof_cannot_be_replayed(closing: Closing, transport: str) -> None:
 def test_an_intruder_sees_only_a_random_nonce(closing: Closing, transport: str) -> None:
     receiver = closing(ReceiverEnd([transport]))
     raw = closing(RawPeer.connect_only(receiver, transport))
-    raw.send(Hello(1, bytes(32), transport, "raw", "raw-1", "guess", 1, 1, ""))
+    raw.send(a_hello(transport, "guess"))
     decode(raw.channel.recv_frame(raw.deadline()), Challenge)
     raw.send(Proof(bytes(32)))
     assert raw.is_closed_by_peer()
@@ -117,14 +124,23 @@ def test_another_incarnation_is_stale(closing: Closing, transport: str) -> None:
     assert isinstance(push_one(sender, receiver), Completed)
 
 
+BF16 = SegmentInfo(name="target", dtype="bfloat16", shape=(1, 2, 16, 4, 16))
+
+
 @pytest.mark.parametrize(
-    ("field", "pool"), [("block_bytes", {"block_bytes": 2048}), ("format", {"fmt": "bf16[8,2,16,4,64]"})]
+    ("field", "theirs", "ours"),
+    [
+        ("block_bytes", {"block_bytes": 2048}, {}),
+        ("tensor_parallel", {"tensor_parallel": 2}, {"tensor_parallel": 1}),
+        ("segments", {"segments": (BF16,)}, {}),
+        ("segments", {"segments": (BF16,)}, {"segments": (BF16, BF16)}),
+    ],
 )
 def test_pools_that_do_not_fit_are_refused_by_name(
-    closing: Closing, transport: str, field: str, pool: dict[str, Any]
+    closing: Closing, transport: str, field: str, theirs: dict[str, Any], ours: dict[str, Any]
 ) -> None:
-    sender = closing(SenderEnd([transport], make_pool(**pool)))
-    receiver = closing(ReceiverEnd([transport]))
+    sender = closing(SenderEnd([transport], replace(make_pool(), **theirs)))
+    receiver = closing(ReceiverEnd([transport], replace(make_pool(), **ours)))
     event = push_one(sender, receiver)
     assert isinstance(event, Failed) and f"refused for {field}" in event.reason
     wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
@@ -194,4 +210,4 @@ def test_our_side_of_the_handshake_names_the_refusal(closing: Closing) -> None:
     raw = closing(RawPeer.connect_only(receiver, "tcp"))
     identity = Identity(KEY, "raw", "raw-1", make_pool())
     with pytest.raises(HandshakeRefusedError, match="transport"):
-        introduce(raw.channel, identity, "shm", receiver.incarnation, raw.deadline())
+        introduce(raw.channel, identity, ShmTransport(), receiver.incarnation, raw.deadline())

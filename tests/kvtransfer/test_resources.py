@@ -32,7 +32,7 @@ def test_close_leaves_nothing_behind(transport: str) -> None:
         sender, receiver = SenderEnd([transport]), ReceiverEnd([transport, "tcp"])
         intruder = RawPeer.connect_only(receiver, transport)
         receiver.receiver.open("lease", [1])
-        sender.sender.push(receiver.peer, "lease", [(1, 1)], final=True)
+        sender.push(receiver.peer, "lease", [1])
         assert isinstance(sender.wait_lease("lease"), Completed)
         threads, descriptors, pools = held()
         assert len(threads) >= 3 and descriptors > before[1] and pools >= 2 + (transport == "shm")
@@ -51,7 +51,7 @@ def test_close_in_the_middle_of_things_leaves_nothing_behind(transport: str) -> 
     sender = SenderEnd([transport], make_pool(64, 512 * 1024))
     receiver = ReceiverEnd([transport], make_pool(64, 512 * 1024))
     receiver.receiver.open("lease", range(64))
-    sender.sender.push(receiver.peer, "lease", [(index, index) for index in range(64)], final=True)
+    sender.push(receiver.peer, "lease", range(64))
     receiver.wait_for(lambda event: True)
     receiver.close()
     assert isinstance(sender.wait_lease("lease"), (Failed, Completed))
@@ -65,9 +65,9 @@ def test_a_dead_peers_link_leaves_nothing_behind(closing: Closing, transport: st
     sender = closing(SenderEnd([transport]))
     before = held()
     for _ in range(3):
-        receiver = ReceiverEnd([transport], RegisteredPool(memoryview(bytearray(2 * 4096)), 4096, 2, "test"))
+        receiver = ReceiverEnd([transport], RegisteredPool(memoryview(bytearray(2 * 4096)), 4096, 2))
         receiver.receiver.open("lease", [1])
-        sender.sender.push(receiver.peer, "lease", [(1, 1)], final=False)
+        sender.push(receiver.peer, "lease", [1], final=False)
         sender.wait_for(lambda event: True)
         receiver.close()
         sender.wait_lease("lease")
@@ -94,7 +94,7 @@ def test_close_does_not_wait_for_a_peer_that_does_not_answer(transport: str) -> 
 def test_an_idle_pair_costs_nothing(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
     receiver.receiver.open("lease", [1])
-    sender.sender.push(receiver.peer, "lease", [(1, 1)], final=True)
+    sender.push(receiver.peer, "lease", [1])
     sender.wait_lease("lease")
     receiver.wait_lease("lease")
     before = time.process_time()
@@ -102,8 +102,8 @@ def test_an_idle_pair_costs_nothing(closing: Closing, transport: str) -> None:
     assert time.process_time() - before < 0.005
 
 
-def test_it_imports_neither_ray_nor_torch_nor_zmq() -> None:
-    code = "import sys, kvtransfer; print(*{'ray', 'torch', 'zmq', 'fastapi', 'engine'} & set(sys.modules))"
+def test_it_imports_neither_ray_nor_zmq_nor_fastapi() -> None:
+    code = "import sys, kvtransfer; print(*{'ray', 'zmq', 'fastapi', 'engine'} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

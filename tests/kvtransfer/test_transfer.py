@@ -40,18 +40,17 @@ def test_every_pushed_block_is_equal_and_no_other_changes(
     before = [block(receiver.pool, index) for index in range(130)]
     receiver.receiver.open("lease", [target for _, target in extents])
 
-    position = 0
-    while position < len(extents):
+    sources, position = [source for source, _ in extents], 0
+    while position < len(sources):
         step = rng.randrange(1, 40)
-        sender.sender.push(
-            receiver.peer, "lease", extents[position : position + step], final=position + step >= len(extents)
-        )
+        some = sources[position : position + step]
+        sender.push(receiver.peer, "lease", some, position, final=position + step >= len(sources))
         position += step
     completed = sender.wait_lease("lease")
     progress = receiver.wait_lease("lease")
 
     assert isinstance(completed, Completed)
-    assert completed.bytes == len(extents) * block_bytes
+    assert completed.nbytes == len(extents) * block_bytes
     assert progress == Progress("lease", len(extents), complete=True)
     expected = dict(enumerate(before)) | {target: block(sender.pool, source) for source, target in extents}
     assert all(block(receiver.pool, index) == content for index, content in expected.items())
@@ -66,7 +65,7 @@ def test_pieces_larger_than_one_message(closing: Closing, transport: str) -> Non
     receiver = closing(ReceiverEnd([transport], make_pool(num_blocks, 4096, seed=2)))
     targets = random.Random(3).sample(range(num_blocks), num_blocks)
     receiver.receiver.open("lease", targets)
-    sender.sender.push(receiver.peer, "lease", list(enumerate(targets)), final=True)
+    sender.push(receiver.peer, "lease", range(num_blocks))
     events = sender.wait_for()
     sent = [event.blocks for event in events if isinstance(event, Sent)]
     assert sent == sorted(sent) and sent[-1] == num_blocks and len(sent) > 2
@@ -78,17 +77,17 @@ def test_pieces_larger_than_one_message(closing: Closing, transport: str) -> Non
 def test_everything_cached_needs_only_an_empty_final_push(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
     receiver.receiver.open("lease", [])
-    sender.sender.push(receiver.peer, "lease", [], final=True)
-    assert sender.wait_lease("lease").bytes == 0
+    sender.push(receiver.peer, "lease", [])
+    assert sender.wait_lease("lease").nbytes == 0
     assert receiver.wait_lease("lease") == Progress("lease", 0, complete=True)
 
 
 def test_completed_comes_last_and_progress_counts_distinct_blocks(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
     receiver.receiver.open("lease", [1, 2, 3])
-    sender.sender.push(receiver.peer, "lease", [(5, 1), (6, 2)], final=False)
-    sender.sender.push(receiver.peer, "lease", [(7, 2)], final=False)
-    sender.sender.push(receiver.peer, "lease", [(8, 3)], final=True)
+    sender.push(receiver.peer, "lease", [5, 6], final=False)
+    sender.push(receiver.peer, "lease", [7], 1, final=False)
+    sender.push(receiver.peer, "lease", [8], 2)
     events = sender.wait_for()
     assert [event.blocks for event in events[:-1]] == [2, 3, 4]
     assert isinstance(events[-1], Completed) and events[-1].seconds > 0
@@ -105,7 +104,7 @@ def test_two_senders_to_one_receiver(closing: Closing, transport: str) -> None:
     for number, sender in enumerate(senders):
         targets = range(number * 64, number * 64 + 64)
         receiver.receiver.open(f"lease-{number}", targets)
-        sender.sender.push(receiver.peer, f"lease-{number}", list(enumerate(targets)), final=True)
+        sender.push(receiver.peer, f"lease-{number}", range(64))
     for number, sender in enumerate(senders):
         assert isinstance(sender.wait_lease(f"lease-{number}"), Completed)
         for source in range(64):
@@ -117,7 +116,7 @@ def test_one_sender_to_two_receivers(closing: Closing, transport: str) -> None:
     receivers = [closing(ReceiverEnd([transport], make_pool(seed=seed))) for seed in (1, 2)]
     for number, receiver in enumerate(receivers):
         receiver.receiver.open(f"lease-{number}", [9])
-        sender.sender.push(receiver.peer, f"lease-{number}", [(number, 9)], final=True)
+        sender.push(receiver.peer, f"lease-{number}", [number])
     for number, receiver in enumerate(receivers):
         receiver.wait_lease(f"lease-{number}")
         assert block(receiver.pool, 9) == block(sender.pool, number)
@@ -130,8 +129,8 @@ def test_a_huge_lease_does_not_starve_a_small_one(closing: Closing, transport: s
     huge = range(num_blocks - 1)
     receiver.receiver.open("huge", huge)
     receiver.receiver.open("small", [num_blocks - 1])
-    sender.sender.push(receiver.peer, "huge", list(zip(huge, huge, strict=True)), final=True)
-    sender.sender.push(receiver.peer, "small", [(0, num_blocks - 1)], final=True)
+    sender.push(receiver.peer, "huge", huge)
+    sender.push(receiver.peer, "small", [0])
     events = sender.wait_for(lambda event: is_over(event) and event.lease_id == "huge")
     order = [event.lease_id for event in events if is_over(event)]
     assert order == ["small", "huge"]
@@ -139,9 +138,9 @@ def test_a_huge_lease_does_not_starve_a_small_one(closing: Closing, transport: s
 
 def test_bad_arguments_are_refused_by_name(closing: Closing) -> None:
     sender, receiver = closing(SenderEnd(["shm"])), closing(ReceiverEnd(["shm"]))
-    for extents in ([(64, 0)], [(-1, 0)], [(0, -1)], [(0, 2**31)]):
-        with pytest.raises(ValueError, match="source blocks"):
-            sender.sender.push(receiver.peer, "lease", extents, final=True)
+    for blocks, first in (([64], 0), ([-1], 0), ([0], -1), ([0], 2**31)):
+        with pytest.raises(ValueError, match="source blocks|positions"):
+            sender.push(receiver.peer, "lease", blocks, first)
     for block_ids in ([64], [-1]):
         with pytest.raises(ValueError, match="block_ids"):
             receiver.receiver.open("lease", block_ids)
@@ -150,6 +149,10 @@ def test_bad_arguments_are_refused_by_name(closing: Closing) -> None:
         receiver.receiver.open("lease", [3])
     with pytest.raises(ValueError, match="another open lease"):
         receiver.receiver.open("other", [2, 3])
+    with pytest.raises(ValueError, match="some twice"):
+        receiver.receiver.open("other", [3, 3])
+    with pytest.raises(ValueError, match="num_tokens"):
+        receiver.receiver.open("other", [3, 4], num_tokens=3)
     with pytest.raises(ValueError, match="carrier-pigeon"):
         SenderEnd(["carrier-pigeon"])
     with pytest.raises(ValueError, match="32 bytes"):

@@ -15,23 +15,23 @@ from kvtransfer.channel import Channel, Wake
 from kvtransfer.handshake import Identity, examine, introduce
 from kvtransfer.host import host_id
 from kvtransfer.messages import Ack, Piece
-from kvtransfer.transports import TRANSPORTS
+from kvtransfer.transport import Transport
+from kvtransfer.transports import TransportOptions, open_transports
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress, TransferOffer
 
 KEY = bytes(range(32))
 WAIT_S = 20.0
+PLAIN = TransportOptions()
 
 _memories: list[PoolMemory] = []
 
 
-def make_pool(
-    num_blocks: int = 64, block_bytes: int = 4096, seed: int = 0, fmt: str = "test"
-) -> RegisteredPool:
+def make_pool(num_blocks: int = 64, block_bytes: int = 4096, seed: int = 0) -> RegisteredPool:
     memory = allocate(num_blocks * block_bytes)
     memory.buffer[:] = np.random.default_rng(seed).bytes(num_blocks * block_bytes)
     _memories.append(memory)
-    return RegisteredPool(memory.buffer, block_bytes, num_blocks, fmt, memory.fd)
+    return RegisteredPool(memory.buffer, block_bytes, num_blocks, memory_fd=memory.fd)
 
 
 def close_memories() -> None:
@@ -61,8 +61,12 @@ class End:
 
     end: Any
 
-    def __init__(self, pool: RegisteredPool | None) -> None:
+    def __init__(
+        self, transports: Sequence[str], pool: RegisteredPool | None, wire_options: TransportOptions
+    ) -> None:
         self.pool = pool or make_pool()
+        self.incarnation = new_incarnation()
+        self.wires = open_transports(transports, self.pool, self.incarnation, wire_options)
         self.woken = threading.Event()
 
     def wait_for(self, until: Callable[[Any], bool] = is_over, timeout_s: float = WAIT_S) -> list[Any]:
@@ -83,18 +87,25 @@ class End:
 
     def close(self) -> None:
         self.end.close()
+        for wire in self.wires:
+            wire.close()
 
 
 class ReceiverEnd(End):
-    def __init__(self, transports: Sequence[str], pool: RegisteredPool | None = None, **options: Any) -> None:
-        super().__init__(pool)
-        self.incarnation = new_incarnation()
+    def __init__(
+        self,
+        transports: Sequence[str],
+        pool: RegisteredPool | None = None,
+        wire_options: TransportOptions = PLAIN,
+        **options: Any,
+    ) -> None:
+        super().__init__(transports, pool, wire_options)
         self.end = self.receiver = Receiver(
             self.pool,
             key=options.pop("key", KEY),
             worker_id="decode-0",
             incarnation=self.incarnation,
-            transports=transports,
+            transports=self.wires,
             host="127.0.0.1",
             on_event=self.woken.set,
             **options,
@@ -108,17 +119,40 @@ class ReceiverEnd(End):
 
 
 class SenderEnd(End):
-    def __init__(self, transports: Sequence[str], pool: RegisteredPool | None = None, **options: Any) -> None:
-        super().__init__(pool)
+    def __init__(
+        self,
+        transports: Sequence[str],
+        pool: RegisteredPool | None = None,
+        wire_options: TransportOptions = PLAIN,
+        **options: Any,
+    ) -> None:
+        super().__init__(transports, pool, wire_options)
         self.end = self.sender = Sender(
             self.pool,
             key=options.pop("key", KEY),
             worker_id=options.pop("worker_id", "prefill-0"),
-            incarnation=new_incarnation(),
-            transports=transports,
+            incarnation=self.incarnation,
+            transports=self.wires,
             on_event=self.woken.set,
             **options,
         )
+
+    def push(
+        self, peer: PeerAddress, lease_id: str, blocks: Sequence[int], first: int = 0, *, final: bool = True
+    ) -> None:
+        self.sender.push(peer, lease_id, blocks, first, final=final)
+
+
+def cut(sender: SenderEnd, stream: int = 0) -> None:
+    """Break one of the sender's connections, as a network would."""
+    (link,) = sender.sender._links.values()
+    channel = link._streams[stream]._channel
+    assert channel is not None
+    channel.shutdown()
+
+
+def wire(transport: str, pool: RegisteredPool) -> Transport:
+    return open_transports([transport], pool, "raw-1")[0]
 
 
 class RawPeer:
@@ -130,19 +164,21 @@ class RawPeer:
 
     @classmethod
     def connect(
-        cls, receiver: ReceiverEnd, transport: str, pool: RegisteredPool, key: bytes = KEY
+        cls, receiver: ReceiverEnd, transport: str, pool: RegisteredPool, incarnation: str = "raw-1"
     ) -> RawPeer:
         """Authenticate as a sender."""
         raw = cls.connect_only(receiver, transport)
-        raw.authenticate(receiver, transport, pool)
-        TRANSPORTS[transport].writer(raw.channel, pool, raw.deadline())
+        raw.authenticate(receiver, transport, pool, incarnation)
+        wire(transport, pool).writer(raw.channel, pool, raw.deadline())
         return raw
 
-    def authenticate(self, receiver: ReceiverEnd, transport: str, pool: RegisteredPool) -> None:
+    def authenticate(
+        self, receiver: ReceiverEnd, transport: str, pool: RegisteredPool, incarnation: str = "raw-1"
+    ) -> None:
         introduce(
             self.channel,
-            Identity(KEY, "raw", "raw-1", pool),
-            transport,
+            Identity(KEY, "raw", incarnation, pool),
+            wire(transport, pool),
             receiver.incarnation,
             self.deadline(),
         )
@@ -151,7 +187,7 @@ class RawPeer:
     def connect_only(cls, receiver: ReceiverEnd, transport: str) -> RawPeer:
         offer = next(offer for offer in receiver.receiver.offers if offer.transport == transport)
         wake = Wake()
-        channel = Channel(TRANSPORTS[transport].connect(offer.address), wake)
+        channel = Channel(wire(transport, receiver.pool).connect(offer.address), wake)
         raw = cls(channel, wake)
         channel.finish_connect(raw.deadline())
         return raw
@@ -186,7 +222,7 @@ class RawReceiver:
     """A listening receiver that authenticates one sender and then does only what a test tells it."""
 
     def __init__(self, transport: str, pool: RegisteredPool) -> None:
-        self._transport = TRANSPORTS[transport]
+        self._transport = wire(transport, pool)
         self._pool = pool
         self._listener, self._address = self._transport.listen("127.0.0.1")
 

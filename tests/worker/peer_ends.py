@@ -12,6 +12,7 @@ from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
+from kvtransfer.transports import open_transports
 from protocol.codec import encode, peer_reply, peer_request
 from protocol.handoff import HandoffManifest, SamplingState
 from protocol.ids import new_incarnation, token_ids_digest
@@ -53,12 +54,13 @@ class PrefillEnd:
         self._socket = connect_dealer(
             cluster.context, cluster.keys, decode.control, f"{name}:{self.incarnation}"
         )
+        self._wires = open_transports(["shm", "tcp"], pool, self.incarnation)
         self.sender = Sender(
             pool,
             key=cluster.keys.transfer_key,
             worker_id=name,
             incarnation=self.incarnation,
-            transports=["shm", "tcp"],
+            transports=self._wires,
             on_event=lambda: None,
         )
 
@@ -102,8 +104,7 @@ class PrefillEnd:
 
     def push(self, grant: Reserved, blocks: list[int], first: int = 0, end: int | None = None) -> None:
         """Push the granted blocks [first, end) and, where `end` is left out, the end of the lease."""
-        extents = list(zip(blocks, grant.block_ids, strict=True))[first:end]
-        self.sender.push(self.decode, grant.lease_id, extents, final=end is None)
+        self.sender.push(self.decode, grant.lease_id, blocks[first:end], first, final=end is None)
 
     def pushed(self, grant: Reserved, event: type[SendEvent] = Completed) -> None:
         """Wait until the receiver has everything, or until another `event` of the lease."""
@@ -147,12 +148,13 @@ class DecodeEnd:
     def __init__(self, cluster: Cluster, pool: RegisteredPool, name: str = "decode-t") -> None:
         self._socket, endpoint = bind_router(cluster.context, cluster.keys, "127.0.0.1")
         self.incarnation = new_incarnation()
+        self._wires = open_transports(["shm", "tcp"], pool, self.incarnation)
         self.receiver = Receiver(
             pool,
             key=cluster.keys.transfer_key,
             worker_id=name,
             incarnation=self.incarnation,
-            transports=["shm", "tcp"],
+            transports=self._wires,
             host="127.0.0.1",
             on_event=lambda: None,
         )
@@ -185,6 +187,7 @@ class DecodeEnd:
             request_id=request.request_id,
             lease_id=lease_id,
             incarnation=self.incarnation,
+            block_size=block_size,
             block_ids=blocks,
             cached_blocks=0,
         )

@@ -28,8 +28,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def source(model_folder: Path) -> tuple[Engine, RegisteredPool]:
-    engine, pool, _ = build_engine(tiny_config(model_folder), "prefill")
-    return engine, pool
+    return build_engine(tiny_config(model_folder), "prefill")
 
 
 @pytest.fixture
@@ -169,16 +168,22 @@ def test_messages_for_another_incarnation_change_nothing(
     cluster.wait(lambda: decode.counter("stale_messages_total") == 2)
 
 
-@pytest.mark.parametrize("field", ["name", "dtype", "shape"])
+@pytest.mark.parametrize("field", ["segments", "dtype", "layers", "shape", "quantization"])
 def test_other_segments_are_refused_by_name(peer: PrefillEnd, field: str) -> None:
     req = new_request()
     segment = peer.engine.pool.segments[0]
-    other = {"name": "draft", "dtype": "bfloat16", "shape": (1, 2, 16, 2, 16)}[field]
-    changed = msgspec.structs.replace(segment, **{field: other})
+    other: dict[str, Any] = {
+        "segments": {"name": "draft"},
+        "dtype": {"dtype": "complex64"},
+        "layers": {"shape": (99, *segment.shape[1:])},
+        "shape": {"shape": segment.shape[:-1]},
+        "quantization": {"quantization": "int3"},
+    }
+    changed = msgspec.structs.replace(segment, **other[field])
     peer.send(peer.reserve_message(req, segments=[changed]))
     refused = peer.receive(ReserveRefused)
     assert refused.error_kind == "transfer"
-    assert f"segments[0].{field}" in refused.reason
+    assert refused.reason.startswith(f"{field}: ")
 
 
 @pytest.mark.parametrize(
@@ -216,6 +221,7 @@ def test_a_hand_off_of_an_unknown_lease_is_refused(peer: PrefillEnd) -> None:
         request_id=req.request_id,
         lease_id="none",
         incarnation=peer.decode.incarnation,
+        block_size=16,
         block_ids=[1, 2, 3, 4],
         cached_blocks=0,
     )

@@ -13,6 +13,7 @@ import pytest
 
 from kvtransfer.interface import Progress, RegisteredPool
 from kvtransfer.memory import allocate
+from protocol.handoff import SegmentInfo
 from protocol.messages import (
     Generate,
     Handoff,
@@ -49,7 +50,7 @@ def peer(cluster: Cluster) -> Iterator[DecodeEnd]:
         buffer=memory.buffer,
         block_bytes=BLOCK_BYTES,
         num_blocks=100,
-        format="float32/2x2x16/16",
+        segments=(SegmentInfo(name="target", dtype="float32", shape=(2, 2, 16, 2, 16)),),
         memory_fd=memory.fd,
     )
     yield from closing(DecodeEnd(cluster, pool))
@@ -148,20 +149,22 @@ def test_a_missing_acknowledgement_is_given_up(
     assert peer.receive(Release).lease_id == "lease"
 
 
+def reserved(**changes: Any) -> Reserved:
+    return Reserved(request_id="r", lease_id="l", incarnation="0" * 16, block_size=16, **changes)
+
+
 @pytest.mark.parametrize(
     ("answer", "kind", "text"),
     [
         (ReserveRefused(request_id="r", error_kind="overloaded", reason="full up"), "overloaded", "full up"),
         (Stale(request_id="r", incarnation="0" * 16), "worker_lost", "restarted"),
         (
-            Reserved(request_id="r", lease_id="l", incarnation="0" * 16, block_ids=[1, 2], cached_blocks=0),
+            reserved(block_ids=[1, 2], cached_blocks=0),
             "transfer",
             "2 blocks",
         ),
         (
-            Reserved(
-                request_id="r", lease_id="l", incarnation="0" * 16, block_ids=[1, 2, 3, 4], cached_blocks=5
-            ),
+            reserved(block_ids=[1, 2, 3, 4], cached_blocks=5),
             "transfer",
             "5 cached",
         ),

@@ -1,0 +1,90 @@
+"""Pieces on their way: the queue that they wait in, and the time that they took."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvtransfer.extents import Runs, num_blocks
+
+
+@dataclass(eq=False)
+class QueuedPiece:
+    """Some runs of a lease. `wanted` turns false when the lease is aborted.
+
+    `num_tokens` of the prompt were valid when it was pushed.
+    """
+
+    lease_id: str
+    index: int
+    runs: Runs
+    num_tokens: int
+    final: bool
+    wanted: bool = True
+    attempts: int = 0
+    queued_at: float = field(default_factory=time.monotonic)
+    sent_at: float = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return num_blocks(self.runs)
+
+
+class PieceQueue:
+    """Pieces that wait for a stream. Leases take turns, so that a long prompt does not hold up a short one."""
+
+    def __init__(self) -> None:
+        self._by_lease: OrderedDict[str, deque[QueuedPiece]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._by_lease)
+
+    def put(self, pieces: Iterable[QueuedPiece]) -> None:
+        for piece in pieces:
+            self._by_lease.setdefault(piece.lease_id, deque()).append(piece)
+
+    def put_back(self, pieces: list[QueuedPiece]) -> None:
+        """These were taken, and come first again."""
+        for piece in reversed(pieces):
+            self._by_lease.setdefault(piece.lease_id, deque()).appendleft(piece)
+
+    def take(self) -> QueuedPiece | None:
+        """The next piece of the lease whose turn it is."""
+        if not self._by_lease:
+            return None
+        lease_id, queue = self._by_lease.popitem(last=False)
+        piece = queue.popleft()
+        if queue:
+            self._by_lease[lease_id] = queue
+        return piece
+
+    def drop(self, lease_id: str) -> None:
+        self._by_lease.pop(lease_id, None)
+
+    def clear(self) -> None:
+        self._by_lease.clear()
+
+
+@dataclass
+class TransferTime:
+    """When one lease's pieces were queued, sent and acknowledged, in monotonic seconds."""
+
+    started: float = field(default_factory=time.monotonic)
+    final_push: float | None = None
+    wait_s: float = 0.0
+    _spans: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, piece: QueuedPiece, acknowledged_at: float) -> None:
+        self.wait_s += piece.sent_at - piece.queued_at
+        self._spans.append((piece.sent_at, acknowledged_at))
+
+    def busy_s(self, until: float | None = None) -> float:
+        """Seconds, up to `until`, in which some piece was on its way."""
+        busy, reached = 0.0, self.started
+        for sent, acknowledged in sorted(self._spans):
+            end = acknowledged if until is None else min(acknowledged, until)
+            busy += max(0.0, end - max(sent, reached))
+            reached = max(reached, end)
+        return busy

@@ -1,0 +1,261 @@
+"""The sender's end of one data connection: a thread that sends pieces and takes their acks."""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+from kvtransfer.channel import LENGTH_BYTES, Channel, StoppedError, Wake, decode, encode, frame, frame_length
+from kvtransfer.extents import ScatterList, to_wire
+from kvtransfer.handshake import Identity, introduce
+from kvtransfer.layout import wire_block_bytes
+from kvtransfer.messages import Ack, Piece
+from kvtransfer.pieces import QueuedPiece
+from kvtransfer.tcp import SPOILED
+from kvtransfer.transport import PieceWriter, Transport
+from protocol.errors import ProtocolError
+from protocol.messages import PeerAddress, TransferOffer
+
+logger = logging.getLogger("tandem.kvtransfer")
+
+MAX_IN_FLIGHT = 3
+"""Pieces sent and not acknowledged. It bounds memory on the way, and how long an abort has to wait."""
+
+_ZEROS = memoryview(bytes(1024 * 1024))
+
+
+class StreamOwner(Protocol):
+    """What a stream needs of its link. `state` guards the queue and every stream's `in_flight`."""
+
+    state: threading.Condition
+
+    def take(self) -> QueuedPiece | None:
+        """The piece that comes next; called with `state` held."""
+
+    def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None: ...
+
+    def ended(self, stream: Stream, kind: str, reason: str) -> None:
+        """The connection is closed. `kind` of failure, or empty if it ended as asked."""
+
+
+class _Transmission:
+    """A piece that is being written to the connection."""
+
+    def __init__(self, piece: QueuedPiece, header: bytes, payload: list[memoryview]) -> None:
+        self.piece = piece
+        self._header = memoryview(header)
+        self._padded = False
+        self.rest = ScatterList([self._header, *payload])
+
+    def pad(self) -> None:
+        """Send zeros instead of what is left of the blocks, and say so in the trailer."""
+        if self._padded:
+            return
+        self._padded = True
+        header = self._header[self.rest.done :]
+        missing = self.rest.remaining - len(header) - len(SPOILED)
+        zeros = [_ZEROS[: min(len(_ZEROS), missing - at)] for at in range(0, missing, len(_ZEROS))]
+        self.rest = ScatterList([header, *zeros, memoryview(SPOILED)])
+
+
+class Stream(threading.Thread):
+    """One connection to a peer incarnation. `open` connects, `start` begins to send."""
+
+    def __init__(
+        self,
+        peer: PeerAddress,
+        transport: Transport,
+        identity: Identity,
+        owner: StreamOwner,
+        progress_timeout_s: float,
+    ) -> None:
+        super().__init__(name=f"kv-send-{transport.name}-{peer.worker_id}", daemon=True)
+        self.in_flight: deque[tuple[int, QueuedPiece]] = deque()
+        self.retired = False
+        self._closed = False
+        self._peer = peer
+        self._transport = transport
+        self._identity = identity
+        self._owner = owner
+        self._progress_timeout_s = progress_timeout_s
+        self._wake = Wake()
+        self._reading = threading.Lock()  # held while source blocks are read here
+        self._current: _Transmission | None = None
+        self._channel: Channel | None = None
+        self._writer: PieceWriter | None = None
+        self._acks = bytearray()
+        self._sequence = 0
+        self._progress_at = time.monotonic()
+
+    @property
+    def transport_name(self) -> str:
+        return self._transport.name
+
+    @property
+    def wire_block_bytes(self) -> int:
+        """What a block takes on the wire."""
+        pool = self._identity.pool
+        return wire_block_bytes(pool.segments, pool.block_bytes, self._transport.wire_dtype)
+
+    # --- for any thread ---------------------------------------------------------------------------
+
+    def open(self, offer: TransferOffer, deadline: float) -> None:
+        """Connect and authenticate. Raises OSError, TransferError, ProtocolError or StoppedError."""
+        try:
+            self._channel = channel = Channel(self._transport.connect(offer.address), self._wake)
+            channel.finish_connect(deadline)
+            introduce(channel, self._identity, self._transport, self._peer.incarnation, deadline)
+            self._writer = self._transport.writer(channel, self._identity.pool, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def wake(self) -> None:
+        with self._owner.state:
+            if not self._closed:
+                self._wake.set()
+
+    def stop(self) -> None:
+        with self._owner.state:
+            if not self._closed:
+                self._wake.stop()
+
+    def retire(self) -> None:
+        """Take no further piece, and end when those in flight are acknowledged."""
+        self.retired = True
+        self.wake()
+
+    def abort(self, lease_id: str, deadline: float) -> bool:
+        """Drop a lease's pieces. After it returns none of its source blocks is read any more.
+
+        Where the peer reads them by itself, this waits for it to be past them, then cuts the connection:
+        False. A peer whose connection is cut believes nothing that it still reads.
+        """
+        state = self._owner.state
+        with state:
+            pieces = [piece for _, piece in self.in_flight if piece.lease_id == lease_id]
+        with self._reading:
+            for piece in pieces:
+                piece.wanted = False
+        if self._writer is None or not self._writer.remote_reads:
+            return True
+        with state:
+            while any(piece in pieces for _, piece in self.in_flight):
+                if not state.wait(deadline - time.monotonic()):
+                    assert self._channel is not None
+                    self._channel.shutdown()
+                    return False
+        return True
+
+    # --- the stream's own thread ------------------------------------------------------------------
+
+    def run(self) -> None:
+        kind, reason = "", "the link is closing"
+        try:
+            self._serve()
+        except StoppedError:
+            logger.debug("a %s stream to %s is closing", self.transport_name, self._peer.worker_id)
+        except ProtocolError as error:
+            kind, reason = "malformed", str(error)
+        except TimeoutError as error:
+            kind, reason = "timeout", str(error)
+        except OSError as error:
+            kind, reason = "lost", str(error)
+        except Exception as error:
+            logger.exception("a stream to %s ended by a defect", self._peer.worker_id)
+            kind, reason = "internal", str(error)
+        finally:
+            # First of all: the peer then believes no block that it has yet to copy.
+            self.close()
+            self._owner.ended(self, kind, f"{self.transport_name}: {reason}")
+
+    def close(self) -> None:
+        """For a stream that was never started; a running one ends by `stop` or `retire`."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._writer is not None:
+            self._writer.close()
+        with self._owner.state:
+            self._closed = True
+            self._wake.close()
+
+    def _serve(self) -> None:
+        channel, writer = self._channel, self._writer
+        assert channel is not None and writer is not None
+        while True:
+            if self._current is None and not self.retired:
+                self._current = self._take(writer)
+            if self._current is not None and self._write(channel, writer, self._current):
+                continue
+            if self.retired and not self.in_flight:
+                return
+            events = select.POLLIN | (select.POLLOUT if self._current is not None else 0)
+            deadline = self._progress_at + self._progress_timeout_s if self.in_flight else None
+            if channel.wait(events, deadline) & ~select.POLLOUT:
+                self._read_acks(channel)
+
+    def _take(self, writer: PieceWriter) -> _Transmission | None:
+        """The next piece, of the lease whose turn it is."""
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
+            return None
+        with self._owner.state:
+            queued = self._owner.take()
+            if queued is None:
+                return None
+            self._sequence += 1
+            self.in_flight.append((self._sequence, queued))
+        self._progress_at = queued.sent_at = time.monotonic()
+        piece = Piece(
+            sequence=self._sequence,
+            lease_id=queued.lease_id,
+            index=queued.index,
+            runs=to_wire(queued.runs),
+            final=queued.final,
+        )
+        with self._reading:
+            payload = writer.payload(queued.runs, queued.num_tokens)
+        return _Transmission(queued, frame(encode(piece)), payload)
+
+    def _write(self, channel: Channel, writer: PieceWriter, transmission: _Transmission) -> bool:
+        """Write some of the piece; False if the connection takes nothing now."""
+        with self._reading:
+            if not transmission.piece.wanted and not writer.remote_reads:
+                transmission.pad()
+            try:
+                sent = channel.socket.sendmsg(transmission.rest.batch())
+            except BlockingIOError:
+                return False
+        transmission.rest.advance(sent)
+        if not transmission.rest.remaining:
+            self._current = None
+        self._progress_at = time.monotonic()
+        return True
+
+    def _read_acks(self, channel: Channel) -> None:
+        try:
+            received = channel.socket.recv(4096)
+        except BlockingIOError:
+            return
+        if not received:
+            raise ConnectionResetError("the peer closed the connection")
+        self._acks += received
+        while len(self._acks) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + frame_length(self._acks)
+            if len(self._acks) < end:
+                return
+            self._acknowledged(decode(self._acks[LENGTH_BYTES:end], Ack))
+            del self._acks[:end]
+
+    def _acknowledged(self, ack: Ack) -> None:
+        with self._owner.state:
+            sent = len(self.in_flight) - (self._current is not None)
+            if not sent or self.in_flight[0][0] != ack.sequence:
+                raise ProtocolError(f"an ack of piece {ack.sequence}, which is not the oldest one sent")
+            _, piece = self.in_flight.popleft()
+            self._owner.state.notify_all()
+        self._progress_at = time.monotonic()
+        self._owner.acknowledged(self, piece, ack)

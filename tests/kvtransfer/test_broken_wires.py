@@ -1,0 +1,143 @@
+"""A wire that breaks costs nothing but time: what is on its way goes on over the next one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtransfer import Completed, Failed, Progress
+from kvtransfer.link import MAX_ATTEMPTS
+from kvtransfer.messages import Piece
+from kvtransfer.tcp import GOOD
+from kvtransfer.transports import TransportOptions
+from tests.kvtransfer.test_leases import BLOCK, runs
+from tests.kvtransfer.transfer_sides import (
+    RawPeer,
+    RawReceiver,
+    ReceiverEnd,
+    SenderEnd,
+    cut,
+    make_pool,
+    wait_until,
+)
+
+Closing = Callable[[Any], Any]
+NUM_BLOCKS, BLOCK_BYTES = 96, 1024 * 1024
+
+
+def big_pool(seed: int) -> Any:
+    return make_pool(NUM_BLOCKS, BLOCK_BYTES, seed=seed)
+
+
+def push_and_cut(sender: SenderEnd, receiver: ReceiverEnd, lease: str, stream: int = 0) -> list[Any]:
+    """Transfer the whole pool, with a cut in the middle; the events up to its end."""
+    receiver.receiver.open(lease, range(NUM_BLOCKS))
+    sender.push(receiver.peer, lease, range(NUM_BLOCKS))
+    events = sender.wait_for(lambda event: event.lease_id == lease)
+    cut(sender, stream)
+    if not any(isinstance(event, (Completed, Failed)) for event in events):
+        events += sender.wait_for()
+    return events
+
+
+def test_the_next_transport_takes_over_in_the_middle_of_a_lease(closing: Closing) -> None:
+    sender = closing(SenderEnd(["shm", "tcp"], big_pool(1)))
+    receiver = closing(ReceiverEnd(["shm", "tcp"], big_pool(2)))
+    events = push_and_cut(sender, receiver, "lease")
+    assert isinstance(events[-1], Completed) and events[-1].transport == "tcp"
+    assert receiver.wait_lease("lease") == Progress("lease", NUM_BLOCKS, complete=True)
+    assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
+    assert sender.sender.transports() == {"decode-0": "tcp"}
+    counters = sender.sender.counters()
+    assert counters["fallbacks"] == 1 and counters["pieces_sent_again"] >= 1
+    assert "leases_failed" not in counters
+
+
+def test_a_better_transport_is_tried_again_later(closing: Closing) -> None:
+    sender = closing(SenderEnd(["shm", "tcp"], big_pool(1), retry_interval_s=0.2))
+    receiver = closing(ReceiverEnd(["shm", "tcp"], big_pool(2)))
+    assert isinstance(push_and_cut(sender, receiver, "lease")[-1], Completed)
+    wait_until(lambda: sender.sender.transports() == {"decode-0": "shm"})
+    assert sender.sender.counters()["recoveries"] == 1
+    receiver.receiver.close_lease("lease")
+    receiver.pool.buffer[:] = bytes(len(receiver.pool.buffer))
+    receiver.receiver.open("next", range(NUM_BLOCKS))
+    sender.push(receiver.peer, "next", range(NUM_BLOCKS))
+    assert sender.wait_lease("next").transport == "shm"
+    assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
+    wait_until(lambda: sum(thread.name.startswith("kv-send") for thread in threading.enumerate()) == 1)
+
+
+def test_the_only_transport_is_connected_again(closing: Closing, transport: str) -> None:
+    sender = closing(SenderEnd([transport], big_pool(1)))
+    receiver = closing(ReceiverEnd([transport], big_pool(2)))
+    assert isinstance(push_and_cut(sender, receiver, "lease")[-1], Completed)
+    assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
+    assert sender.sender.counters()["connections_made"] == 2
+    assert "fallbacks" not in sender.sender.counters()
+    assert not any(isinstance(event, Failed) for event in receiver.receiver.poll())
+
+
+def test_a_wire_that_breaks_at_every_try_fails_the_lease(closing: Closing, transport: str) -> None:
+    sender = closing(SenderEnd([transport]))
+    raw_receiver = closing(RawReceiver(transport, make_pool()))
+    sender.push(raw_receiver.peer, "lease", [0])
+    for _ in range(MAX_ATTEMPTS):
+        raw = raw_receiver.accept()
+        assert raw_receiver.piece(raw).index == 0
+        raw.close()
+    event = sender.wait_lease("lease")
+    assert isinstance(event, Failed) and "closed the connection" in event.reason
+    assert sender.sender.counters()["pieces_sent_again"] == MAX_ATTEMPTS - 1
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_piece_whose_ack_was_lost_is_acknowledged_again(closing: Closing, is_closed: bool) -> None:
+    """Also when the request has been taken over since: its blocks then hold newer tokens."""
+    receiver = closing(ReceiverEnd(["tcp"]))
+    source = make_pool(seed=3)
+    receiver.receiver.open("lease", [4, 5])
+    for attempt in range(2):
+        raw = closing(RawPeer.connect(receiver, "tcp", source))
+        raw.send(Piece(1, "lease", 0, runs((0, 0, 2)), True))
+        raw.send_bytes(bytes([attempt]) * 2 * BLOCK + GOOD)
+        assert raw.ack().error == ""
+        raw.close()
+        receiver.wait_for(lambda event: isinstance(event, Progress) and event.complete) if not attempt else None
+        if is_closed:
+            assert receiver.receiver.close_lease("lease")
+    expected = 0 if is_closed else 1
+    assert receiver.pool.buffer[4 * BLOCK] == receiver.pool.buffer[6 * BLOCK - 1] == expected
+
+
+def test_a_sender_that_comes_back_in_time_is_not_given_up(closing: Closing) -> None:
+    receiver = closing(ReceiverEnd(["tcp"], reconnect_grace_s=1.0))
+    receiver.receiver.open("back", [1, 2])
+    receiver.receiver.open("gone", [3, 4])
+    source = make_pool()
+    raw = closing(RawPeer.connect(receiver, "tcp", source))
+    other = closing(RawPeer.connect(receiver, "tcp", source, incarnation="raw-2"))
+    for peer, lease in ((raw, "back"), (other, "gone")):
+        peer.send(Piece(1, lease, 0, runs((0, 0, 1)), False))
+        peer.send_bytes(bytes(BLOCK) + GOOD)
+        assert peer.ack().error == ""
+        peer.close()
+    again = closing(RawPeer.connect(receiver, "tcp", source))
+    assert receiver.wait_for(lambda event: isinstance(event, Failed))[-1] == Failed("gone", "the sender is gone")
+    again.send(Piece(1, "back", 1, runs((1, 1, 1)), True))
+    again.send_bytes(bytes(BLOCK) + GOOD)
+    assert receiver.wait_for() == [Progress("back", 2, complete=True)]
+
+
+def test_several_streams_share_the_work_and_survive_each_other(closing: Closing) -> None:
+    sender = closing(SenderEnd(["tcp"], big_pool(1), TransportOptions(tcp_streams=4)))
+    receiver = closing(ReceiverEnd(["tcp"], big_pool(2)))
+    assert isinstance(push_and_cut(sender, receiver, "lease", stream=2)[-1], Completed)
+    assert receiver.wait_lease("lease") == Progress("lease", NUM_BLOCKS, complete=True)
+    assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
+    assert sender.sender.counters()["connections_made"] == 4
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("kv-receive-tcp") >= 3
