@@ -28,11 +28,12 @@ from kvtransfer.leases import WriteGate
 from kvtransfer.memory import map_peer_pool
 from kvtransfer.messages import WIRE_VERSION, Hello
 from kvtransfer.ucx import UcxTransport
+from kvtransfer.ucx.agent import ENGINE_CONFIG
 from kvtransfer.ucx.bindings import bindings
 
 TOTAL_BYTES = 256 * 1024 * 1024
 BLOCK_BYTES = (1792 * 1024, 16 * 1024)
-TLS = ("tcp", "sm,cma", "all")
+TLS = ("tcp", "cma,tcp", "all")
 WAYS = ("memcpy", "write", "read", "ours")
 _WAIT_S = 60.0
 _POLL_S = 0.0002
@@ -72,7 +73,8 @@ class _Side:
         config = nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, 50_000
         self.agent = nixl.nixlAgent(f"bare-{name}", config)
-        self.backend = self.agent.createBackend("UCX", self.agent.getPluginParams("UCX")[0])
+        parameters, _ = self.agent.getPluginParams("UCX")
+        self.backend = self.agent.createBackend("UCX", {**parameters, "engine_config": ENGINE_CONFIG})
         region = nixl.nixlRegDList(nixl.DRAM_SEG, [(self.address, TOTAL_BYTES, 0, "")])
         self.agent.registerMem(region, [self.backend])
 

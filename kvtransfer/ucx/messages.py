@@ -15,6 +15,6 @@ class Introduction(msgspec.Struct, frozen=True, tag="ucx"):
 
     agent: Annotated[str, Meta(min_length=1, max_length=256)]
     metadata: Annotated[bytes, Meta(min_length=1, max_length=MAX_METADATA_BYTES)]
-    address: Annotated[int, Meta(ge=0, lt=2**63)]
+    address: Annotated[int, Meta(ge=0, lt=2**62)]
     kind: Literal["cpu", "cuda"]
     device_id: Annotated[int, Meta(ge=0, lt=1024)]

@@ -7,25 +7,21 @@ import select
 import threading
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from kvtransfer.channel import Channel
 from kvtransfer.extents import Runs, expand
+from kvtransfer.leases import WriteGate
 from kvtransfer.ucx.agent import Agent, Memory, Transfer
 from kvtransfer.ucx.limbo import Limbo
-
-if TYPE_CHECKING:
-    from kvtransfer.leases import WriteGate
 
 logger = logging.getLogger("tandem.kvtransfer")
 
 _FIRST_PAUSE_S = 50e-6
-_PAUSE_GROWTH = 1.2
+_PAUSE_GROWTH = 1.06
 _LONGEST_PAUSE_S = 2e-3
-_CHANNEL_PAUSE_S = 1e-3
-"""From pauses of this length on the connection is watched meanwhile: shorter ones it can't wait for."""
+_LOOK_S = 10e-3
+"""How often the connection is looked at during a read: its end means that the sender has given up on us."""
 
 
 class UcxReader:
@@ -109,20 +105,24 @@ class UcxReader:
             raise
 
     def _wait(self, transfer: Transfer, deadline: float) -> None:
-        """Ask at growing intervals: a short transfer is noticed soon, a long one costs little."""
+        """Ask at intervals that grow with the time waited: a short read ends soon, a long one costs little."""
         pause = _FIRST_PAUSE_S
+        look_at = time.monotonic() + _LOOK_S
         while not self._agent.poll(transfer):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise TimeoutError("the peer made no progress in time")
-            if pause < _CHANNEL_PAUSE_S:
-                time.sleep(pause)
-            elif self._hung_up(pause):
-                raise ConnectionResetError("the sender hung up during a read")
+            if now > look_at:
+                look_at = now + _LOOK_S
+                self._look()
+            time.sleep(pause)
             pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
 
-    def _hung_up(self, pause: float) -> bool:
-        """Whether the sender closes the connection during the pause. Raises StoppedError."""
+    def _look(self) -> None:
+        """Raises ConnectionResetError if the sender has hung up, StoppedError if our own side is closing."""
         try:
-            return bool(self._channel.wait(select.POLLRDHUP, time.monotonic() + pause))
+            hung_up = self._channel.wait(select.POLLRDHUP, time.monotonic())
         except TimeoutError:
-            return False
+            return
+        if hung_up:
+            raise ConnectionResetError("the sender hung up during a read")

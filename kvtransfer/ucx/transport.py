@@ -15,6 +15,7 @@ import mmap
 import secrets
 import socket
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -34,8 +35,9 @@ _SCRATCH_BYTES = 4096
 
 def memory_of(pool: RegisteredPool) -> Memory:
     """Where a pool lies; `device` is `cpu`, `cuda` or `cuda:<index>`."""
-    kind, _, index = getattr(pool, "device", "cpu").partition(":")
+    device, _, index = getattr(pool, "device", "cpu").partition(":")
     address = getattr(pool, "address", None) or _address(pool.buffer)
+    kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
     return Memory(address, pool.block_bytes, pool.num_blocks, kind, int(index or 0))
 
 

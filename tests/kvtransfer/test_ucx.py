@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from kvtransfer.interface import TransferError
 from kvtransfer.ucx import bindings
 from tests.kvtransfer.ucx_processes import Process, Receiver, Sender, join, shared_memory_of_ucx
 
-pytest.importorskip("nixl", reason="NIXL is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
 Closing = Callable[[Any], Any]
 NUM_BLOCKS = 64
@@ -23,7 +25,7 @@ EVERYTHING = [(0, 0, NUM_BLOCKS)]
 NOTHING_LEFT: dict[str, list[str]] = {"threads": [], "descriptors": [], "shared memory": []}
 
 
-@pytest.fixture(params=["tcp", "sm,cma", "all"])
+@pytest.fixture(params=["tcp", "cma,tcp", "all"])
 def tls(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -188,20 +190,21 @@ def test_a_host_without_nixl_is_told_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_loading_nixl_leaves_logging_alone(tmp_path: Path) -> None:
-    handler = logging.FileHandler(tmp_path / "log", mode="w")
-    logger = logging.getLogger("tandem.test")
-    logger.addHandler(handler)
-    try:
-        bindings.bindings()
-        assert handler.stream is not None and not handler.stream.closed
-        logger.error("still here")
-        assert "still here" in (tmp_path / "log").read_text()
-    finally:
-        logger.removeHandler(handler)
-        handler.close()
+    code = """if True:
+        import logging, sys
+        from kvtransfer.ucx.bindings import bindings
+        handler = logging.FileHandler(sys.argv[1], mode="w")
+        logging.getLogger().addHandler(handler)
+        logging.warning("before")
+        bindings()
+        logging.warning("after")
+    """
+    log = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", code, str(log)], check=True, timeout=60)
+    assert log.read_text().split() == ["before", "after"]
 
 
-@pytest.mark.parametrize("wire", ["sm", "sysv,cma", "posix,cma", "tcp", "all"])
+@pytest.mark.parametrize("wire", ["sm,tcp", "tcp", "all"])
 def test_sigkill_leaves_no_shared_memory(closing: Closing, wire: str) -> None:
     shared = shared_memory_of_ucx()
     sender, receiver = pair(closing, wire)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 
 from tests.kvtransfer.ucx_processes import WAIT_S, Process, Receiver, Sender, join, shared_memory_of_ucx
 
-pytest.importorskip("nixl", reason="NIXL is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
 Closing = Callable[[Any], Any]
 NUM_BLOCKS = 64
@@ -20,7 +21,7 @@ EVERYTHING = [(0, 0, NUM_BLOCKS)]
 NOTHING_LEFT: dict[str, list[str]] = {"threads": [], "descriptors": [], "shared memory": []}
 
 
-@pytest.fixture(params=["tcp", "sm,cma", "all"])
+@pytest.fixture(params=["tcp", "cma,tcp", "all"])
 def tls(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -103,15 +103,15 @@ class Sender(Side):
         from kvtransfer.channel import Channel
 
         deadline = time.monotonic() + WAIT_S
-        self.channel = Channel(self.transport.connect(address), self.wake)
-        self.channel.finish_connect(deadline)
-        self.transport.writer(self.channel, self.pool, deadline)
+        self.outgoing = Channel(self.transport.connect(address), self.wake)
+        self.outgoing.finish_connect(deadline)
+        self.transport.writer(self.outgoing, self.pool, deadline)
 
     def hang_up(self) -> None:
-        self.channel.close()
+        self.outgoing.close()
 
 
-class Receiver(Side):
+class Receiver(Sender):
     """Reads from the sender that has connected last, on a thread, under one gate."""
 
     def open(self) -> None:
