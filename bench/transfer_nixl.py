@@ -58,14 +58,12 @@ class _Side:
     """One process: a pool, a bare agent and a transport of ours."""
 
     def __init__(self, tls: str, block_bytes: int, name: str) -> None:
-        os.environ["UCX_TLS"] = tls
+        os.environ.update(UCX_TLS=tls, UCX_PROTO_EMULATION_ENABLE="y")  # plain TCP is measured too
         self.block_bytes = block_bytes
         self.num_blocks = TOTAL_BYTES // block_bytes
         self.memory = allocate(TOTAL_BYTES)
         np.frombuffer(self.memory.buffer, dtype=np.uint8).fill(1)  # touches every page
-        self.pool = RegisteredPool(
-            self.memory.buffer, block_bytes, self.num_blocks, memory_fd=self.memory.fd
-        )
+        self.pool = RegisteredPool(self.memory.buffer, block_bytes, self.num_blocks, memory_fd=self.memory.fd)
         self.address = int(np.frombuffer(self.memory.buffer, dtype=np.uint8).ctypes.data)
         self.transport = UcxTransport(self.pool, name)
         self.wake = Wake()
@@ -79,7 +77,9 @@ class _Side:
         self.agent.registerMem(region, [self.backend])
 
     def prepare(self, owner: str | bytes, address: int) -> int:
-        blocks = np.array([[address, self.block_bytes, 0, self.block_bytes, self.num_blocks]], dtype=np.uint64)
+        blocks = np.array(
+            [[address, self.block_bytes, 0, self.block_bytes, self.num_blocks]], dtype=np.uint64
+        )
         return int(self.agent.prepXferDlist(owner, self.nixl.DRAM_SEG, blocks, [self.backend]))
 
 
@@ -119,9 +119,7 @@ class _Active(_Side):
             segments=[],
             wire=[],
         )
-        self.reader = self.transport.reader(
-            channel, self.pool, hello, time.monotonic() + _WAIT_S, _WAIT_S
-        )
+        self.reader = self.transport.reader(channel, self.pool, hello, time.monotonic() + _WAIT_S, _WAIT_S)
         descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
         self.source = map_peer_pool(descriptor, TOTAL_BYTES)
         self.there = np.arange(self.num_blocks, dtype=np.int32)
@@ -180,7 +178,9 @@ def _active(pipe: Connection, results: Connection, tls: str, block_bytes: int, r
             timings[way].append((seconds, cpu() - used))
     results.send(
         [
-            Measured(tls, block_bytes, way, *(statistics.median(column) for column in zip(*rows[1:], strict=True)))
+            Measured(
+                tls, block_bytes, way, *(statistics.median(column) for column in zip(*rows[1:], strict=True))
+            )
             for way, rows in timings.items()
         ]
     )
@@ -210,7 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--block-bytes", nargs="+", type=int, default=BLOCK_BYTES)
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args(arguments)
-    print(f"{'UCX_TLS':10} {'block':>9} " + " ".join(f"{way:>8} {'cpu s':>6}" for way in WAYS) + "  ours/best")
+    print(
+        f"{'UCX_TLS':10} {'block':>9} " + " ".join(f"{way:>8} {'cpu s':>6}" for way in WAYS) + "  ours/best"
+    )
     for tls in chosen.tls:
         for block_bytes in chosen.block_bytes:
             rows = {row.way: row for row in measure(tls, block_bytes, chosen.rounds)}

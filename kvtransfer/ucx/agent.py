@@ -12,6 +12,7 @@ releasing one that is under way only forgets it, and its bytes still land. So it
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,12 +34,13 @@ It waits in `poll` for UCX's event descriptor and wakes as soon as something arr
 it is there for transports whose events UCX misses. NIXL's own default of 0 never sleeps: it costs a core.
 """
 
-ENGINE_CONFIG = "TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
-"""UCX settings that differ from its defaults; the environment (`UCX_TCP_TX_SEG_SIZE`) still wins.
+ENGINE_CONFIG = "PROTO_EMULATION_ENABLE=n,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
+"""UCX settings that differ from its defaults; the environment (`UCX_PROTO_EMULATION_ENABLE=y`) still wins.
 
-Over TCP the peer answers a read with messages of this size, each copied on both sides. UCX's own 8 KiB make
-that slower than half the wire; at this size it is as fast as a write, or faster. A receiver's must not be
-less than the sender's.
+Where the wire has no one-sided read (plain TCP), UCX lets the peer's process answer it, and in that code a
+failed send is fatal: a reader that dies at the wrong moment takes the sender's process with it. A pair that has
+nothing better is refused, and our own `tcp` serves it. For those who want it all the same, larger segments make
+such a read as fast as a write or faster; a receiver's must not be less than the sender's.
 """
 
 
@@ -102,7 +104,11 @@ class Agent:
             parameters, _ = self._agent.getPluginParams("UCX")
             self._backend = self._agent.createBackend("UCX", {**parameters, "engine_config": ENGINE_CONFIG})
         except self._errors as error:
-            raise OSError(f"NIXL has no working UCX: {error}") from error
+            chosen = os.environ.get("UCX_TLS", "all")
+            raise OSError(
+                f"UCX does not work with UCX_TLS={chosen} ({error}); it needs tcp or RDMA among them, "
+                "since shared memory alone does not notice a peer's death"
+            ) from error
 
     def register(self, memory: Memory) -> None:
         """Let UCX use this memory. To be undone by `deregister` as many times."""
@@ -162,9 +168,7 @@ class Agent:
         with self._calling("cannot release a list of blocks") as agent:
             agent.releasedDlistH(prepared)
 
-    def read(
-        self, remote: Remote, theirs: int, sources: Indices, ours: int, targets: Indices
-    ) -> Transfer:
+    def read(self, remote: Remote, theirs: int, sources: Indices, ours: int, targets: Indices) -> Transfer:
         """Begin to read the blocks `sources` of one prepared list into the blocks `targets` of another.
 
         NIXL merges blocks that follow each other on both sides by itself.
@@ -178,10 +182,8 @@ class Agent:
             remote.in_flight += 1
             try:
                 agent.postXferReq(handle)
-            except self._errors:
-                remote.lost = True
-                self._forget(transfer)
-                raise
+            except self._errors as error:
+                raise self._failed(transfer, error) from error
             return transfer
 
     def poll(self, transfer: Transfer) -> bool:
@@ -196,9 +198,7 @@ class Agent:
                 if agent.getXferStatus(transfer.handle) == self._nixl.NIXL_IN_PROG:
                     return False
             except self._errors as error:
-                transfer.remote.lost = True
-                self._forget(transfer)
-                raise ConnectionResetError(f"reading from {transfer.remote.name} failed: {error}") from error
+                raise self._failed(transfer, error) from error
             self._forget(transfer)
             return True
 
@@ -210,6 +210,11 @@ class Agent:
             for transfer in list(self._transfers):
                 self._forget(transfer)
             self._agent = None  # its destructor closes the connections, joins the threads, unpins the memory
+
+    def _failed(self, transfer: Transfer, error: Exception) -> ConnectionResetError:
+        transfer.remote.lost = True
+        self._forget(transfer)
+        return ConnectionResetError(f"reading from {transfer.remote.name} failed: {error}")
 
     def _forget(self, transfer: Transfer) -> None:
         transfer.is_over = True

@@ -26,11 +26,15 @@ from kvtransfer.messages import Hello
 from kvtransfer.tcp import TcpTransport, _tune
 from kvtransfer.ucx.agent import Agent, Memory
 from kvtransfer.ucx.limbo import Limbo
-from kvtransfer.ucx.messages import Introduction
+from kvtransfer.ucx.messages import Introduction, Welcome
 from kvtransfer.ucx.reader import UcxReader
 from protocol.errors import ProtocolError
 
 _SCRATCH_BYTES = 4096
+_NO_READ = (
+    "UCX cannot read from the sender by RDMA, cuda_ipc or cma ({error}); "
+    "UCX_PROTO_EMULATION_ENABLE=y allows it over TCP, at the risk of the sender's process"
+)
 
 
 def memory_of(pool: RegisteredPool) -> Memory:
@@ -74,7 +78,9 @@ class UcxTransport:
         memory = memory_of(pool)
         try:
             self._agent.register(memory)
-            metadata = self._agent.metadata()  # before anything else is registered: only the pool is to be read
+            metadata = (
+                self._agent.metadata()
+            )  # before anything else is registered: only the pool is to be read
             self._introduction = Introduction(
                 self._agent.name, metadata, memory.address, memory.kind, memory.device_id
             )
@@ -100,6 +106,9 @@ class UcxTransport:
         if memory_of(pool) != memory_of(self._pool):
             raise OSError("the pool is not the one that this transport was opened for")
         channel.send(self._introduction, deadline)
+        refusal = channel.recv(Welcome, deadline).refusal
+        if refusal:
+            raise OSError(refusal)
         return UcxWriter()
 
     def reader(
@@ -110,7 +119,10 @@ class UcxTransport:
         deadline: float,
         progress_timeout_s: float,
     ) -> UcxReader:
-        """Raises ProtocolError for a sender that describes itself badly, OSError if it can't be read from."""
+        """Raises ProtocolError for a sender that describes itself badly, OSError if it can't be read from.
+
+        UCX connects at the first read, so that one is made here. The sender waits for it.
+        """
         _tune(channel.socket)
         if hello.block_bytes != target.block_bytes:
             raise ProtocolError(f"block_bytes is {hello.block_bytes}, expected {target.block_bytes}")
@@ -130,6 +142,11 @@ class UcxTransport:
         scratch = replace(self._scratch_memory, block_bytes=start.block_bytes)
         try:
             reader.warm_up(start, scratch, deadline)
+            channel.send(Welcome(), deadline)
+        except ConnectionError as error:
+            reader.close()
+            channel.send(Welcome(_NO_READ.format(error=error)[:512]), deadline)
+            raise
         except BaseException:
             reader.close()
             raise

@@ -76,6 +76,24 @@ def test_the_first_read_costs_no_more_than_the_next(closing: Closing, tls: str) 
     assert seconds[0] < 0.02, seconds
 
 
+def test_plain_tcp_is_refused_unless_asked_for(closing: Closing) -> None:
+    """UCX would have the sender's process answer reads, and ends it when a reader dies in between."""
+    sender = closing(Process(Sender, "tcp", emulate=False))
+    receiver = closing(Process(Receiver, "tcp", emulate=False))
+    sender.tell("connect", receiver.ask("listen"))
+    receiver.ask("accept")
+    with pytest.raises(ConnectionResetError):
+        receiver.ask("set_up", NUM_BLOCKS, 10)
+    with pytest.raises(OSError, match="UCX cannot read .* by RDMA, cuda_ipc or cma"):
+        sender.answer()
+    assert receiver.ask("left_after_close") == sender.ask("left_after_close") == NOTHING_LEFT
+
+
+def test_shared_memory_alone_is_refused(closing: Closing) -> None:
+    with pytest.raises(OSError, match="UCX_TLS=sm .* needs tcp or RDMA"):
+        Process(Sender, "sm")
+
+
 def test_without_a_gate_or_with_a_closed_one_nothing_is_read(closing: Closing) -> None:
     sender, receiver = pair(closing, "tcp")
     join(sender, receiver)

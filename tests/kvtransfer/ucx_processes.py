@@ -6,12 +6,15 @@ import gc
 import hashlib
 import multiprocessing
 import os
+import select
 import signal
 import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 WAIT_S = 30.0
 
@@ -65,6 +68,7 @@ class Side:
         from tests.kvtransfer.transfer_sides import make_pool
 
         self.wake = Wake()
+        self.channels: list[Any] = []
         self.pool = make_pool(num_blocks, block_bytes, seed)
         self.before = held()
         self.open()
@@ -78,6 +82,8 @@ class Side:
         """What is there now, and was not before the transport was opened."""
         self.transport.close()
         self.transport.close()
+        for channel in self.channels:
+            channel.close()
         now = held()
         return {
             kind: [f"{what} x{now[kind].count(what)}" for what in sorted(set(now[kind]))
@@ -104,6 +110,7 @@ class Sender(Side):
 
         deadline = time.monotonic() + WAIT_S
         self.outgoing = Channel(self.transport.connect(address), self.wake)
+        self.channels.append(self.outgoing)
         self.outgoing.finish_connect(deadline)
         self.transport.writer(self.outgoing, self.pool, deadline)
 
@@ -126,17 +133,26 @@ class Receiver(Sender):
     def listen(self) -> str:
         return self.address
 
-    def accept(self, num_blocks: int, progress_timeout_s: float = WAIT_S) -> float:
-        """Returns the seconds that the set-up took."""
+    def accept(self) -> None:
+        """Take the next connection, on which the sender has introduced itself."""
         from kvtransfer.channel import Channel
 
         self.listener.settimeout(WAIT_S)
         accepted, _ = self.listener.accept()
         self.channel = Channel(accepted, self.wake)
+        self.channels.append(self.channel)
+        self.channel.ready(select.POLLIN, time.monotonic() + WAIT_S)
+
+    def set_up(self, num_blocks: int, timeout_s: float) -> float:
+        """Returns the seconds that it took. Reads have `timeout_s` too."""
         hello = hello_of(num_blocks, self.pool.block_bytes)
         started = time.monotonic()
-        deadline = started + progress_timeout_s
-        self.reader = self.transport.reader(self.channel, self.pool, hello, deadline, progress_timeout_s)
+        deadline = started + timeout_s
+        try:
+            self.reader = self.transport.reader(self.channel, self.pool, hello, deadline, timeout_s)
+        except Exception:
+            self.channel.close()
+            raise
         return time.monotonic() - started
 
     def begin(self, runs: list[tuple[int, int, int]], repeat: bool = False, gated: bool = True) -> None:
@@ -187,10 +203,8 @@ class Receiver(Sender):
     def metadata_of_another_agent(self) -> bytes:
         from kvtransfer.ucx.agent import Agent
 
-        other = Agent("other")
-        metadata = other.metadata()
-        other.close()
-        return metadata
+        self.other = Agent("other")
+        return self.other.metadata()
 
     def connect_agent(self, name: str, metadata: bytes) -> None:
         from kvtransfer.ucx.agent import Agent
@@ -220,7 +234,11 @@ class Receiver(Sender):
 
 def _serve(pipe: Connection, kind: type[Side], options: dict[str, Any], environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    side = kind(**options)
+    try:
+        side = kind(**options)
+    except Exception as error:
+        pipe.send(error)
+        return
     pipe.send("ready")
     while True:
         command, *arguments = pipe.recv()
@@ -231,15 +249,24 @@ def _serve(pipe: Connection, kind: type[Side], options: dict[str, Any], environm
 
 
 class Process:
-    """A `Side` in a spawned process."""
+    """A `Side` in a spawned process. `emulate`: it may read over TCP too."""
 
     def __init__(
-        self, kind: type[Side], tls: str, *, num_blocks: int = 64, block_bytes: int = 65536, seed: int = 0
+        self,
+        kind: type[Side],
+        tls: str,
+        *,
+        num_blocks: int = 64,
+        block_bytes: int = 65536,
+        seed: int = 0,
+        emulate: bool = True,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         options = {"num_blocks": num_blocks, "block_bytes": block_bytes, "seed": seed}
-        environment = {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"} if tls == "tcp" else {"UCX_TLS": tls}
+        environment = {"UCX_TLS": tls}
+        if emulate:
+            environment["UCX_PROTO_EMULATION_ENABLE"] = "y"
         self._process = context.Process(target=_serve, args=(theirs, kind, options, environment), daemon=True)
         self._process.start()
         theirs.close()
@@ -281,7 +308,13 @@ class Process:
 
 def join(sender: Process, receiver: Process, num_blocks: int = 64, timeout_s: float = WAIT_S) -> float:
     """Connect the two; returns the seconds that it took the receiver. Its reads have `timeout_s`."""
-    address = receiver.ask("listen")
-    receiver.tell("accept", num_blocks, timeout_s)
-    sender.ask("connect", address)
-    return float(receiver.answer())
+    sender.tell("connect", receiver.ask("listen"))
+    receiver.ask("accept")
+    try:
+        seconds = receiver.ask("set_up", num_blocks, timeout_s)
+    except Exception:
+        with pytest.raises(OSError):
+            sender.answer()
+        raise
+    sender.answer()
+    return float(seconds)
