@@ -11,7 +11,6 @@ import argparse
 import ctypes
 import multiprocessing
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -123,7 +122,7 @@ class _Active(_Side):
         descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
         self.source = map_peer_pool(descriptor, TOTAL_BYTES)
         self.there = np.arange(self.num_blocks, dtype=np.int32)
-        random.Random(0).shuffle(self.there)
+        np.random.default_rng(0).shuffle(self.there)
         self.here = np.arange(self.num_blocks, dtype=np.int32)
 
     def memcpy(self) -> None:

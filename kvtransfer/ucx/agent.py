@@ -38,9 +38,9 @@ ENGINE_CONFIG = "PROTO_EMULATION_ENABLE=n,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=2
 """UCX settings that differ from its defaults; the environment (`UCX_PROTO_EMULATION_ENABLE=y`) still wins.
 
 Where the wire has no one-sided read (plain TCP), UCX lets the peer's process answer it, and in that code a
-failed send is fatal: a reader that dies at the wrong moment takes the sender's process with it. A pair that has
-nothing better is refused, and our own `tcp` serves it. For those who want it all the same, larger segments make
-such a read as fast as a write or faster; a receiver's must not be less than the sender's.
+failed send is fatal: a reader that dies at the wrong moment takes the sender's process with it. A pair that
+has nothing better is refused, and our own `tcp` serves it. For those who want it all the same, larger
+segments make such a read as fast as a write or faster; a receiver's must not be less than the sender's.
 """
 
 
@@ -57,6 +57,12 @@ class Memory:
     @property
     def nbytes(self) -> int:
         return self.block_bytes * self.num_blocks
+
+
+def _errors_of(nixl: Any) -> tuple[type[Exception], ...]:
+    """What its calls raise: a class for each status, with no base of their own."""
+    kinds = [kind for kind in vars(nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    return (RuntimeError, *kinds)
 
 
 class Remote:
@@ -88,8 +94,7 @@ class Agent:
     def __init__(self, name: str) -> None:
         self.name = name
         self._nixl = bindings()
-        raised = [kind for kind in vars(self._nixl).values() if isinstance(kind, type)]
-        self._errors = (RuntimeError, *(kind for kind in raised if issubclass(kind, Exception)))
+        self._errors = _errors_of(self._nixl)
         self._lock = threading.Lock()
         self._remotes: dict[str, Remote] = {}
         self._transfers: set[Transfer] = set()

@@ -16,8 +16,8 @@ _LOOK_S = 0.02
 class Limbo:
     """Asks for such transfers until they are over, then closes what they held.
 
-    Its thread runs only while there are any. It ends with them: UCX gives up a peer that is dead, and one that
-    is merely frozen goes on, or dies.
+    Its thread runs only while there are any, and ends with them: UCX gives up a peer that is dead, and one
+    that is merely frozen goes on some day, or dies.
     """
 
     def __init__(self, agent: Agent) -> None:

@@ -7,6 +7,7 @@ import select
 import threading
 import time
 from contextlib import ExitStack
+
 import numpy as np
 
 from kvtransfer.channel import Channel
@@ -105,7 +106,11 @@ class UcxReader:
             raise
 
     def _wait(self, transfer: Transfer, deadline: float) -> None:
-        """Ask at intervals that grow with the time waited: a short read ends soon, a long one costs little."""
+        """Ask at intervals that grow with the time waited: a short read ends soon, a long one costs little.
+
+        Asking also does UCX's work, so the bytes that are there are taken in by this thread, or by NIXL's own
+        while this one sleeps.
+        """
         pause = _FIRST_PAUSE_S
         look_at = time.monotonic() + _LOOK_S
         while not self._agent.poll(transfer):

@@ -84,13 +84,13 @@ def test_plain_tcp_is_refused_unless_asked_for(closing: Closing) -> None:
     receiver.ask("accept")
     with pytest.raises(ConnectionResetError):
         receiver.ask("set_up", NUM_BLOCKS, 10)
-    with pytest.raises(OSError, match="UCX cannot read .* by RDMA, cuda_ipc or cma"):
+    with pytest.raises(OSError, match=r"UCX cannot read .* by RDMA, cuda_ipc or cma"):
         sender.answer()
     assert receiver.ask("left_after_close") == sender.ask("left_after_close") == NOTHING_LEFT
 
 
 def test_shared_memory_alone_is_refused(closing: Closing) -> None:
-    with pytest.raises(OSError, match="UCX_TLS=sm .* needs tcp or RDMA"):
+    with pytest.raises(OSError, match=r"UCX_TLS=sm .* needs tcp or RDMA"):
         Process(Sender, "sm")
 
 

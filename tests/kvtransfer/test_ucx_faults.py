@@ -1,4 +1,4 @@
-"""`ucx` peers that are killed, frozen, restarted or hang up: reads end, blocks stay guarded, processes live."""
+"""`ucx` peers that are killed, frozen, restarted or hang up: reads end, blocks stay guarded, nobody dies."""
 
 from __future__ import annotations
 
