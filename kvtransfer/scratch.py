@@ -1,0 +1,41 @@
+"""Work over many values in chunks that stay in the cache, in buffers that are made once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK_VALUES = 256 * 1024
+"""A float32 buffer of as many is 1 MiB: small enough for a core's cache, large enough for the cost of a call."""
+
+
+class Scratch:
+    """Named buffers that grow to what was asked of them. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialized contiguous tensor, valid until the same name is asked for again."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes].view(dtype).view(shape)
+
+
+def chunks(blocks: int, planes: int, plane_values: int) -> Iterator[tuple[slice, slice]]:
+    """Cut [blocks, planes, plane_values] into (blocks, planes) ranges: several blocks, or a part of one."""
+    block_values = planes * plane_values
+    if block_values <= CHUNK_VALUES:
+        step = CHUNK_VALUES // block_values
+        for start in range(0, blocks, step):
+            yield slice(start, min(start + step, blocks)), slice(0, planes)
+    else:
+        step = max(1, CHUNK_VALUES // plane_values)
+        for block in range(blocks):
+            for start in range(0, planes, step):
+                yield slice(block, block + 1), slice(start, min(start + step, planes))
