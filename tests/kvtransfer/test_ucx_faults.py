@@ -1,0 +1,209 @@
+"""`ucx` peers that are killed, frozen, restarted or hang up: reads end, blocks stay guarded, nobody dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.kvtransfer.ucx_processes import WAIT_S, Process, Receiver, Sender, join, shared_memory_of_ucx
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+
+Closing = Callable[[Any], Any]
+NUM_BLOCKS = 64
+BIG = 1024 * 1024
+EVERYTHING = [(0, 0, NUM_BLOCKS)]
+NOTHING_LEFT: dict[str, list[str]] = {"threads": [], "descriptors": [], "shared memory": []}
+
+
+@pytest.fixture(params=["tcp", "cma,tcp", "all"])
+def tls(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["cma,tcp", "all"])
+def one_sided(request: pytest.FixtureRequest) -> str:
+    """Only what has reads of its own: with plain TCP, UCX ends a sender whose reader dies."""
+    return str(request.param)
+
+
+def side(closing: Closing, kind: type, tls: str, seed: int) -> Process:
+    return closing(Process(kind, tls, num_blocks=NUM_BLOCKS, block_bytes=BIG, seed=seed))
+
+
+def wait_until_moving(receiver: Process, before: str) -> None:
+    """Until the read that was begun has brought something."""
+    deadline = time.monotonic() + WAIT_S
+    while receiver.ask("digest") == before:
+        assert time.monotonic() < deadline
+
+
+def wait_until_over(receiver: Process) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while receiver.ask("in_limbo"):
+        assert time.monotonic() < deadline, "a read stays in limbo"
+        time.sleep(0.01)
+
+
+def test_a_killed_senders_successor_works(closing: Closing, tls: str) -> None:
+    """Others' decode workers crash here: NIXL forgets a dead peer, and lists prepared for it dangle."""
+    receiver = side(closing, Receiver, tls, 2)
+    for seed in (3, 4, 5):
+        sender = side(closing, Sender, tls, seed)
+        join(sender, receiver, NUM_BLOCKS, 10)
+        before = receiver.ask("digest")
+        receiver.ask("begin", EVERYTHING, True)
+        wait_until_moving(receiver, before)
+        sender.signal(signal.SIGKILL)
+        killed = time.monotonic()
+        outcome, _ = receiver.ask("end")
+        assert isinstance(outcome, OSError), outcome
+        assert time.monotonic() - killed < 12
+        with pytest.raises(OSError):
+            receiver.ask("read", EVERYTHING)
+        wait_until_over(receiver)
+        receiver.ask("close_reader")
+        sender.close()
+    sender = side(closing, Sender, tls, 6)
+    join(sender, receiver, NUM_BLOCKS)
+    assert receiver.ask("read", EVERYTHING) is True
+    assert receiver.ask("digest") == sender.ask("digest")
+    assert receiver.is_alive()
+
+
+def test_a_killed_receivers_successor_works(closing: Closing, one_sided: str) -> None:
+    sender = side(closing, Sender, one_sided, 1)
+    for seed in (2, 3):
+        receiver = side(closing, Receiver, one_sided, seed)
+        join(sender, receiver, NUM_BLOCKS)
+        before = receiver.ask("digest")
+        receiver.ask("begin", EVERYTHING, True)
+        wait_until_moving(receiver, before)
+        receiver.signal(signal.SIGKILL)
+        receiver.close()
+    receiver = side(closing, Receiver, one_sided, 4)
+    join(sender, receiver, NUM_BLOCKS)
+    assert receiver.ask("read", EVERYTHING) is True
+    assert receiver.ask("digest") == sender.ask("digest")
+    assert sender.ask("left_after_close") == NOTHING_LEFT
+
+
+def test_a_frozen_sender_times_out_and_its_blocks_stay_guarded(closing: Closing) -> None:
+    """Over tcp the sender's process has to answer; over cma the kernel copies, frozen or not."""
+    sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
+    join(sender, receiver, NUM_BLOCKS, 0.5)
+    sender.signal(signal.SIGSTOP)
+    receiver.ask("begin", EVERYTHING)
+    outcome, seconds = receiver.ask("end")
+    assert isinstance(outcome, TimeoutError) and "no progress" in str(outcome)
+    assert 0.4 < seconds < 2
+    assert receiver.ask("in_limbo") == 1
+    assert receiver.ask("close_gate") is False
+    receiver.ask("close_reader")
+    assert receiver.ask("gate_emptied", 0.3) is False
+    before = receiver.ask("digest")
+
+    sender.signal(signal.SIGCONT)
+    assert receiver.ask("gate_emptied", WAIT_S) is True
+    assert receiver.ask("in_limbo") == 0
+    after = receiver.ask("digest")
+    assert after != before, "nothing landed: the guard guarded nothing"
+    time.sleep(0.2)
+    assert receiver.ask("digest") == after, "something landed after the gate was left"
+    assert receiver.ask("left_after_close") == NOTHING_LEFT
+
+
+def test_a_sender_that_is_killed_while_frozen_frees_the_blocks(closing: Closing) -> None:
+    sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
+    join(sender, receiver, NUM_BLOCKS, 0.3)
+    sender.signal(signal.SIGSTOP)
+    receiver.ask("begin", EVERYTHING)
+    assert isinstance(receiver.ask("end")[0], TimeoutError)
+    assert receiver.ask("close_gate") is False
+    sender.kill()
+    assert receiver.ask("gate_emptied", WAIT_S) is True
+    assert receiver.ask("in_limbo") == 0
+
+
+def test_close_does_not_wait_for_a_frozen_sender(closing: Closing) -> None:
+    shared = shared_memory_of_ucx()
+    sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
+    join(sender, receiver, NUM_BLOCKS, 0.2)
+    sender.signal(signal.SIGSTOP)
+    receiver.ask("begin", EVERYTHING)
+    assert isinstance(receiver.ask("end")[0], TimeoutError)
+    assert receiver.ask("close_gate") is False
+    began = time.monotonic()
+    assert receiver.ask("left_after_close") == NOTHING_LEFT
+    assert time.monotonic() - began < 2
+    assert receiver.ask("gate_emptied", 0) is True
+    before = receiver.ask("digest")
+    sender.signal(signal.SIGCONT)
+    time.sleep(0.2)
+    assert receiver.ask("digest") == before
+    assert shared_memory_of_ucx() == shared
+
+
+def test_joining_a_frozen_sender_fails_in_bounded_time(closing: Closing) -> None:
+    sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
+    sender.tell("connect", receiver.ask("listen"))
+    receiver.ask("accept")
+    sender.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        receiver.ask("set_up", NUM_BLOCKS, 0.5)
+    assert time.monotonic() - began < 2
+    assert receiver.ask("in_limbo") == 1
+    sender.signal(signal.SIGCONT)
+    wait_until_over(receiver)
+    assert receiver.ask("left_after_close") == NOTHING_LEFT
+
+
+def test_a_sender_that_hangs_up_ends_the_read(closing: Closing) -> None:
+    """It may use its blocks for something else from then on, so what was read is not believed."""
+    sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
+    join(sender, receiver, NUM_BLOCKS)
+    receiver.ask("begin", EVERYTHING, True)
+    sender.ask("hang_up")
+    outcome, _ = receiver.ask("end")
+    assert isinstance(outcome, ConnectionResetError)
+    wait_until_over(receiver)
+    receiver.ask("close_reader")
+    join(sender, receiver, NUM_BLOCKS)
+    assert receiver.ask("read", EVERYTHING) is True
+    assert receiver.ask("digest") == sender.ask("digest")
+
+
+def test_a_closing_receiver_does_not_wait_for_a_frozen_sender(closing: Closing) -> None:
+    sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
+    join(sender, receiver, NUM_BLOCKS)
+    sender.signal(signal.SIGSTOP)
+    receiver.ask("begin", EVERYTHING)
+    began = time.monotonic()
+    receiver.ask("stop")
+    outcome, _ = receiver.ask("end")
+    assert type(outcome).__name__ == "StoppedError"
+    assert time.monotonic() - began < 1
+    assert receiver.ask("in_limbo") == 1
+
+
+def test_a_frozen_receiver_holds_nobody_up(closing: Closing, one_sided: str) -> None:
+    """One sender, two receivers, one of them frozen in the middle of a read."""
+    sender = side(closing, Sender, one_sided, 1)
+    frozen, other = side(closing, Receiver, one_sided, 2), side(closing, Receiver, one_sided, 3)
+    join(sender, frozen, NUM_BLOCKS)
+    before = frozen.ask("digest")
+    frozen.ask("begin", EVERYTHING, True)
+    wait_until_moving(frozen, before)
+    frozen.signal(signal.SIGSTOP)
+    join(sender, other, NUM_BLOCKS)
+    assert other.ask("read", EVERYTHING) is True
+    assert other.ask("digest") == sender.ask("digest")
+    frozen.kill()
+    assert other.ask("read", EVERYTHING) is True
+    assert sender.ask("left_after_close") == NOTHING_LEFT

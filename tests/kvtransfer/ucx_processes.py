@@ -1,0 +1,320 @@
+"""Senders and receivers over `ucx` in processes of their own: told what to do, killed, frozen, looked at."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WAIT_S = 30.0
+
+
+def held() -> dict[str, list[str]]:
+    """What a process has that could be left behind: threads, descriptors, shared memory."""
+    gc.collect()
+    tasks = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
+    links = [f"/proc/self/fd/{descriptor}" for descriptor in os.listdir("/proc/self/fd")]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "threads": sorted(path.read_text().strip() for path in tasks if path.exists()),
+        "descriptors": sorted(os.readlink(link).split(":")[0] for link in links if os.path.lexists(link)),
+        "shared memory": sorted({line.split()[-1] for line in maps if "SYSV" in line or "/dev/shm" in line}),
+    }
+
+
+def shared_memory_of_ucx() -> set[str]:
+    """Every name of UCX's in the file system of POSIX shared memory, and every System V segment."""
+    segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+    files = {name for name in os.listdir("/dev/shm") if name.startswith("ucx")}
+    return files | {f"sysv {line.split()[1]}" for line in segments}
+
+
+def hello_of(num_blocks: int, block_bytes: int) -> Any:
+    from kvtransfer.messages import WIRE_VERSION, Hello
+
+    return Hello(
+        version=WIRE_VERSION,
+        nonce=bytes(32),
+        transport="ucx",
+        worker_id="sender",
+        incarnation="1",
+        receiver_incarnation="1",
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+        segments=[],
+        wire=[],
+    )
+
+
+def digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class Side:
+    """What both kinds of process do. Methods are commands, answered with what they return or raise."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
+        from kvtransfer.channel import Wake
+        from tests.kvtransfer.transfer_sides import make_pool
+
+        self.wake = Wake()
+        self.channels: list[Any] = []
+        self.pool = make_pool(num_blocks, block_bytes, seed)
+        self.before = held()
+        self.open()
+
+    def open(self) -> None:
+        from kvtransfer.ucx import UcxTransport
+
+        self.transport = UcxTransport(self.pool, type(self).__name__)
+
+    def left_after_close(self) -> dict[str, list[str]]:
+        """What is there now, and was not before the transport was opened."""
+        self.transport.close()
+        self.transport.close()
+        for channel in self.channels:
+            channel.close()
+        now = held()
+        return {
+            kind: [f"{what} x{now[kind].count(what)}" for what in sorted(set(now[kind]))
+                   if now[kind].count(what) > self.before[kind].count(what)]
+            for kind in now
+        }  # fmt: skip
+
+    def digest(self) -> str:
+        return digest(self.pool.buffer)
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
+
+    def block_digests(self) -> list[str]:
+        size = self.pool.block_bytes
+        return [digest(self.pool.buffer[at : at + size]) for at in range(0, self.pool.nbytes, size)]
+
+
+class Sender(Side):
+    """Connects to receivers and offers its pool to them."""
+
+    def connect(self, address: str) -> None:
+        from kvtransfer.channel import Channel
+
+        deadline = time.monotonic() + WAIT_S
+        self.outgoing = Channel(self.transport.connect(address), self.wake)
+        self.channels.append(self.outgoing)
+        self.outgoing.finish_connect(deadline)
+        self.transport.writer(self.outgoing, self.pool, deadline)
+
+    def hang_up(self) -> None:
+        self.outgoing.close()
+
+
+class Receiver(Sender):
+    """Reads from the sender that has connected last, on a thread, under one gate."""
+
+    def open(self) -> None:
+        from kvtransfer.leases import WriteGate
+
+        super().open()
+        self.listener, self.address = self.transport.listen("127.0.0.1")
+        self.emptied = threading.Event()
+        self.gate = WriteGate(self.emptied.set)
+        self.reading: threading.Thread | None = None
+
+    def listen(self) -> str:
+        return self.address
+
+    def accept(self) -> None:
+        """Take the next connection, on which the sender has introduced itself."""
+        from kvtransfer.channel import Channel
+
+        self.listener.settimeout(WAIT_S)
+        accepted, _ = self.listener.accept()
+        self.channel = Channel(accepted, self.wake)
+        self.channels.append(self.channel)
+        self.channel.ready(select.POLLIN, time.monotonic() + WAIT_S)
+
+    def set_up(self, num_blocks: int, timeout_s: float) -> float:
+        """Returns the seconds that it took. Reads have `timeout_s` too."""
+        hello = hello_of(num_blocks, self.pool.block_bytes)
+        started = time.monotonic()
+        deadline = started + timeout_s
+        try:
+            self.reader = self.transport.reader(self.channel, self.pool, hello, deadline, timeout_s)
+        except Exception:
+            self.channel.close()
+            raise
+        return time.monotonic() - started
+
+    def begin(self, runs: list[tuple[int, int, int]], repeat: bool = False, gated: bool = True) -> None:
+        import numpy as np
+
+        table = np.array(runs, dtype=np.int32).reshape(-1, 3)
+        gate = self.gate if gated else None
+
+        def read() -> None:
+            started = time.monotonic()
+            try:
+                outcome: Any = self.reader.read(table, gate)
+                while repeat and outcome is True:
+                    outcome = self.reader.read(table, gate)
+            except Exception as error:
+                outcome = error
+            self.outcome = outcome, time.monotonic() - started
+
+        self.reading = threading.Thread(target=read)
+        self.reading.start()
+
+    def end(self) -> tuple[Any, float]:
+        """What the read that was begun returned or raised, and after how many seconds."""
+        assert self.reading is not None
+        self.reading.join(WAIT_S)
+        assert not self.reading.is_alive(), "the read does not end"
+        return self.outcome
+
+    def read(self, runs: list[tuple[int, int, int]], gated: bool = True) -> Any:
+        self.begin(runs, gated=gated)
+        outcome, _ = self.end()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close_reader(self) -> None:
+        self.reader.close()
+        self.channel.close()
+
+    def keep_reader(self) -> None:
+        """Set the reader aside; the next one will be used."""
+        self.kept = self.reader, self.channel
+
+    def close_kept_reader(self) -> None:
+        for thing in self.kept:
+            thing.close()
+
+    def metadata_of_another_agent(self) -> bytes:
+        from kvtransfer.ucx.agent import Agent
+
+        self.other = Agent("other")
+        return self.other.metadata()
+
+    def connect_agent(self, name: str, metadata: bytes) -> None:
+        from kvtransfer.ucx.agent import Agent
+
+        agent = Agent("tester")
+        try:
+            agent.connect(name, metadata)
+        finally:
+            agent.close()
+
+    def close_gate(self) -> bool:
+        return self.gate.close()
+
+    def gate_emptied(self, timeout_s: float) -> bool:
+        return self.emptied.wait(timeout_s)
+
+    def stop(self) -> None:
+        self.wake.stop()
+
+    def in_limbo(self) -> int:
+        return self.transport.in_limbo
+
+    def left_after_close(self) -> dict[str, list[str]]:
+        self.listener.close()
+        return super().left_after_close()
+
+
+def _serve(pipe: Connection, kind: type[Side], options: dict[str, Any], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    try:
+        side = kind(**options)
+    except Exception as error:
+        pipe.send(error)
+        return
+    pipe.send("ready")
+    while True:
+        command, *arguments = pipe.recv()
+        try:
+            pipe.send(getattr(side, command)(*arguments))
+        except Exception as error:
+            pipe.send(error)
+
+
+class Process:
+    """A `Side` in a spawned process. `emulate`: it may read over TCP too."""
+
+    def __init__(
+        self,
+        kind: type[Side],
+        tls: str,
+        *,
+        num_blocks: int = 64,
+        block_bytes: int = 65536,
+        seed: int = 0,
+        emulate: bool = True,
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        options = {"num_blocks": num_blocks, "block_bytes": block_bytes, "seed": seed}
+        environment = {"UCX_TLS": tls}
+        if emulate:
+            environment["UCX_PROTO_EMULATION_ENABLE"] = "y"
+        self._process = context.Process(target=_serve, args=(theirs, kind, options, environment), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self.answer() == "ready"
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        self.pipe.send((command, *arguments))
+
+    def ask(self, command: str, *arguments: Any) -> Any:
+        self.tell(command, *arguments)
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.pipe.poll(WAIT_S), "the process does not answer"
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(WAIT_S)
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        self.kill()
+        self.pipe.close()
+
+
+def join(sender: Process, receiver: Process, num_blocks: int = 64, timeout_s: float = WAIT_S) -> float:
+    """Connect the two; returns the seconds that it took the receiver. Its reads have `timeout_s`."""
+    sender.tell("connect", receiver.ask("listen"))
+    receiver.ask("accept")
+    try:
+        seconds = receiver.ask("set_up", num_blocks, timeout_s)
+    except Exception:
+        with pytest.raises(OSError):
+            sender.answer()
+        raise
+    sender.answer()
+    return float(seconds)
