@@ -68,7 +68,7 @@ class DecodeLoop(WorkerLoop):
         self._reservations: dict[str, Reservation] = {}
         self._by_lease: dict[str, Reservation] = {}
         self._ending: dict[str, Reservation | BlockTable] = {}
-        """Closed leases that are still written to: reservations to take over afterwards, or blocks to free."""
+        """Closed leases that are still written to: reservations to take over then, or blocks to free."""
         self._taken_over: dict[str, str] = {}
         """Requests that run here after a hand-off, with the lease they came under."""
         self.address = PeerAddress(
@@ -343,7 +343,8 @@ class DecodeLoop(WorkerLoop):
         claim = self._reservations.get(request_id) or self._queue.get(request_id)
         if lease_id == ANY_LEASE:
             return claim is not None and claim.identity == identity
-        return lease_id in self._by_lease or self._taken_over.get(request_id) == lease_id
+        ends = isinstance(self._ending.get(lease_id), Reservation)
+        return ends or lease_id in self._by_lease or self._taken_over.get(request_id) == lease_id
 
     def expire(self, now: float) -> None:
         for pending in self._queue.expired(now):

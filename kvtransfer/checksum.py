@@ -23,17 +23,17 @@ Mode = Literal["off", "sampled", "full"]
 SHARES = 16
 
 
-def checksum(buffers: Iterable[memoryview]) -> int:
-    """Of the buffers' bytes one after the other, however they are cut."""
+def checksum(buffers: Iterable[memoryview]) -> bytes:
+    """Eight bytes of the buffers' bytes one after the other, however they are cut."""
     state = xxhash.xxh3_64()
     for buffer in buffers:
         state.update(buffer)
-    return state.intdigest()
+    return state.digest()
 
 
 def piece_checksum(
     mode: Mode, buffer: memoryview, block_bytes: int, first: Runs, lengths: Runs, lease_id: str, index: int
-) -> int | None:
+) -> bytes | None:
     """Of a piece whose blocks lie in `buffer` as runs of `lengths` blocks from block `first`; None if `off`.
 
     The sender passes the columns of its source blocks, the receiver those of its target blocks.

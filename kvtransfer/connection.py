@@ -11,13 +11,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.channel import Channel, StoppedError, Wake, decode
+from kvtransfer.checksum import piece_checksum
+from kvtransfer.convert import RangeError
 from kvtransfer.counters import Counters
-from kvtransfer.extents import blocks_per_piece, from_wire, num_blocks
+from kvtransfer.extents import Runs, blocks_per_piece, from_wire, num_blocks, packed
 from kvtransfer.handshake import HandshakeRefusedError, Identity, examine
 from kvtransfer.incoming import Incoming, incoming
 from kvtransfer.interface import Progress, ReceiveEvent
-from kvtransfer.leases import LeaseTable
-from kvtransfer.messages import Ack, Hello, Piece
+from kvtransfer.leases import Lease, LeaseTable
+from kvtransfer.messages import (
+    CHECKSUM_MISMATCH,
+    GIVEN_UP,
+    OUT_OF_RANGE,
+    STILL_WRITTEN,
+    TRANSIENT,
+    UNKNOWN_LEASE,
+    Ack,
+    Hello,
+    Piece,
+    failure_counter,
+)
 from kvtransfer.transport import PieceReader, Transport
 from protocol.errors import ProtocolError
 
@@ -101,18 +114,51 @@ class Connection(threading.Thread):
         piece = decode(channel.recv_frame(started + core.progress_timeout_s), Piece)
         runs = from_wire(piece.runs, hello.num_blocks, blocks_per_piece(hello.block_bytes))
         lease, refusal = core.leases.admit(piece, runs, sender, _block_size(hello))
-        in_place = inlet.take(reader, runs, lease)
-        if lease is not None and not in_place:
-            refusal = "given up by the sender" if lease.gate.is_open else "unknown lease"
+        if lease is None:
+            reader.read(packed(runs), None)
+        else:
+            refusal = self._take(reader, inlet, hello, piece, runs, lease)
         # Before anything is believed: a sender that has given us up has closed the connection first.
-        channel.send(Ack(piece.sequence, refusal), time.monotonic() + core.progress_timeout_s)
+        ack = Ack(piece.sequence, refusal, again=refusal in TRANSIENT)
+        channel.send(ack, time.monotonic() + core.progress_timeout_s)
         if refusal:
-            core.counters.add("failures_" + refusal.replace(" ", "_"))
+            core.counters.add(failure_counter(refusal))
+            logger.warning("piece %d of lease %s from %s: %s", piece.index, piece.lease_id, sender, refusal)
         elif lease is not None:
             self._account(num_blocks(runs) * inlet.target.block_bytes, time.monotonic() - started)
             received = core.leases.record(lease, piece, runs)
             core.emit(Progress(lease.lease_id, received, lease.is_complete))
         return True
+
+    def _take(
+        self, reader: PieceReader, inlet: Incoming, hello: Hello, piece: Piece, runs: Runs, lease: Lease
+    ) -> str:
+        """Bring a piece into its lease's blocks; returns why it is not there, or an empty string."""
+        gate = lease.attempt(piece.index, time.monotonic() + self._core.progress_timeout_s / 2)
+        if gate is None:
+            reader.read(packed(runs), None)
+            return STILL_WRITTEN
+        targets = inlet.targets(runs, lease)
+        if reader.read(targets, gate):
+            target = inlet.target
+            found = piece_checksum(
+                hello.checksum,
+                target.buffer,
+                target.block_bytes,
+                targets[:, 1],
+                targets[:, 2],
+                piece.lease_id,
+                piece.index,
+            )
+            try:
+                if found != piece.checksum and gate.is_open:
+                    return CHECKSUM_MISMATCH
+                if inlet.place(runs, lease, gate):
+                    return ""
+            except RangeError as error:
+                logger.warning("lease %s: %s", lease.lease_id, error)
+                return OUT_OF_RANGE
+        return GIVEN_UP if gate.is_open else UNKNOWN_LEASE
 
     def _account(self, nbytes: int, seconds: float) -> None:
         counters, name = self._core.counters, self._transport.name
@@ -122,4 +168,4 @@ class Connection(threading.Thread):
 
 
 def _block_size(hello: Hello) -> int:
-    return hello.segments[0].shape[2] if hello.segments else 1
+    return hello.wire[0].shape[2] if hello.wire else 1

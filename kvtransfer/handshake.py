@@ -17,8 +17,9 @@ import os
 from dataclasses import dataclass
 
 from kvtransfer.channel import Channel, decode, encode, frame
+from kvtransfer.checksum import Mode
 from kvtransfer.interface import RegisteredPool, TransferError
-from kvtransfer.layout import conversion_problem, wire_segments
+from kvtransfer.layout import LayoutError, block_bytes, conversion_problem, wire_segments
 from kvtransfer.messages import NONCE_BYTES, WIRE_VERSION, Challenge, Hello, Proof, SealedVerdict, Verdict
 from kvtransfer.transport import Transport
 from protocol.errors import ProtocolError
@@ -32,12 +33,13 @@ class HandshakeRefusedError(TransferError):
 
 @dataclass(frozen=True)
 class Identity:
-    """What one side brings to every handshake."""
+    """What one side brings to every handshake. `checksum` goes with what it sends."""
 
     key: bytes
     worker_id: str
     incarnation: str
     pool: RegisteredPool
+    checksum: Mode = "off"
 
     def __post_init__(self) -> None:
         if len(self.key) != KEY_BYTES:
@@ -69,6 +71,7 @@ def introduce(
         segments=list(pool.segments),
         wire=list(wire_segments(pool.segments, transport.wire_dtype)),
         tensor_parallel=pool.tensor_parallel,
+        checksum=ours.checksum,
     )
     spoken = encode(hello)
     channel.send_all(frame(spoken), deadline)
@@ -116,8 +119,24 @@ def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
     }
     if not ours.pool.segments:
         expected["block_bytes"] = (ours.pool.block_bytes, "")
+        expected["segments"] = ([], "")
     for field, (here, remark) in expected.items():
         there = getattr(hello, field)
         if there != here:
             return field, f"{remark}the sender says {there!r:.200}, here it is {here!r:.200}"
-    return conversion_problem(hello.wire, ours.pool.segments) or ("", "")
+    return conversion_problem(hello.wire, ours.pool.segments) or _contradiction(hello) or ("", "")
+
+
+def _contradiction(hello: Hello) -> tuple[str, str] | None:
+    """What can't be true of any pool: its block's size does not follow from its segments, which the wire keeps."""
+    if not hello.wire:
+        return None
+    try:
+        wire_dtype = hello.wire[0].quantization if hello.wire != hello.segments else "auto"
+        if list(wire_segments(hello.segments, wire_dtype)) != hello.wire:
+            return "wire", "it is not what the segments look like on any wire"
+        if block_bytes(hello.segments) != hello.block_bytes:
+            return "block_bytes", f"the sender says {hello.block_bytes}, its segments make another number"
+    except LayoutError as error:
+        return "segments", str(error)
+    return None

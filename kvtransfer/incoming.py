@@ -11,15 +11,17 @@ from kvtransfer.layout import block_bytes, needs_conversion
 from kvtransfer.leases import Lease, WriteGate
 from kvtransfer.memory import allocate
 from kvtransfer.messages import Hello
-from kvtransfer.transport import PieceReader
 
 
 class Incoming(Protocol):
     target: RegisteredPool
     """Where the connection's reader writes to."""
 
-    def take(self, reader: PieceReader, runs: Runs, lease: Lease | None) -> bool:
-        """Bring a piece in and into place; None discards it. Returns whether it is in place."""
+    def targets(self, runs: Runs, lease: Lease) -> Runs:
+        """Where in `target` the reader is to bring a piece."""
+
+    def place(self, runs: Runs, lease: Lease, gate: WriteGate) -> bool:
+        """Bring it from there into the lease's blocks, if the gate is open still."""
 
 
 class Direct:
@@ -28,10 +30,11 @@ class Direct:
     def __init__(self, pool: RegisteredPool) -> None:
         self.target = pool
 
-    def take(self, reader: PieceReader, runs: Runs, lease: Lease | None) -> bool:
-        if lease is None:
-            return reader.read(packed(runs), None)
-        return reader.read(targets_of(runs, lease.blocks), lease.gate)
+    def targets(self, runs: Runs, lease: Lease) -> Runs:
+        return targets_of(runs, lease.blocks)
+
+    def place(self, runs: Runs, lease: Lease, gate: WriteGate) -> bool:
+        return True
 
 
 class Converting:
@@ -44,12 +47,12 @@ class Converting:
         self.target = RegisteredPool(self._memory.buffer, wire_bytes, max_blocks, tuple(hello.wire))
         self._converter = Converter(hello.wire, pool.segments, pool.buffer)
 
-    def take(self, reader: PieceReader, runs: Runs, lease: Lease | None) -> bool:
-        staging = WriteGate() if lease is not None else None
-        if not reader.read(packed(runs), staging) or lease is None:
-            return False
+    def targets(self, runs: Runs, lease: Lease) -> Runs:
+        return packed(runs)
+
+    def place(self, runs: Runs, lease: Lease, gate: WriteGate) -> bool:
         staged = self.target.buffer[: num_blocks(runs) * self.target.block_bytes]
-        with lease.gate.writing() as is_open:
+        with gate.writing() as is_open:
             if is_open:
                 positions = expand(runs[:, 1], runs[:, 2])
                 self._converter.place(staged, positions, lease.blocks, lease.first_token, lease.num_tokens)

@@ -68,7 +68,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Sent:
-    """Sender: the first `blocks` blocks pushed under the lease are in place there and free again here."""
+    """Sender: so many of the blocks pushed under the lease are in place there."""
 
     lease_id: str
     blocks: int

@@ -4,40 +4,57 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from kvtransfer.extents import BlockIndices, Runs, expand
-from kvtransfer.messages import Piece
+from kvtransfer.messages import OTHER_SENDER, OUTSIDE, UNKNOWN_LEASE, Piece
 
 REMEMBERED_LEASES = 4096
 """Completed leases whose names are kept: a piece that is sent again because its ack was lost is no error."""
 
 
 class WriteGate:
-    """Lets writers in until it is closed, and knows when the last one has left."""
+    """Lets writers in until it is closed, and knows when the last one has left.
 
-    def __init__(self, on_empty: Callable[[], None] | None = None) -> None:
-        self._lock = threading.Lock()
+    One `within` another lets nobody in whom that one does not.
+    """
+
+    def __init__(self, on_empty: Callable[[], None] | None = None, within: WriteGate | None = None) -> None:
+        self._state = threading.Condition()
         self._writers = 0
+        self._open = True
         self._on_empty = on_empty
-        self.is_open = True
+        self._within = within
+
+    @property
+    def is_open(self) -> bool:
+        return self._open and (self._within is None or self._within.is_open)
 
     def enter(self) -> bool:
         """Whether the caller may write now; if so it must `leave` afterwards."""
-        with self._lock:
-            self._writers += self.is_open
-            return self.is_open
+        if self._within is not None and not self._within.enter():
+            return False
+        with self._state:
+            if self._open:
+                self._writers += 1
+                return True
+        if self._within is not None:
+            self._within.leave()
+        return False
 
     def leave(self) -> None:
-        with self._lock:
+        with self._state:
             self._writers -= 1
-            emptied = not self._writers and not self.is_open
+            emptied = not self._writers and not self._open
+            self._state.notify_all()
         if emptied and self._on_empty is not None:
             self._on_empty()
+        if self._within is not None:
+            self._within.leave()
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
@@ -50,10 +67,15 @@ class WriteGate:
                 self.leave()
 
     def close(self) -> bool:
-        """No write begins after this. Whether none is under way either; if one is, `on_empty` tells its end."""
-        with self._lock:
-            self.is_open = False
+        """No write begins after this. Whether none is under way either; if not, `on_empty` tells."""
+        with self._state:
+            self._open = False
             return not self._writers
+
+    def wait_empty(self, deadline: float) -> bool:
+        """Whether the last writer leaves by then (monotonic seconds)."""
+        with self._state:
+            return self._state.wait_for(lambda: not self._writers, max(0.0, deadline - time.monotonic()))
 
 
 class Lease:
@@ -77,6 +99,8 @@ class Lease:
         self._received = np.zeros(0, dtype=bool)
         self._first_position = 0
         self._pieces: set[int] = set()
+        self._attempts_lock = threading.Lock()
+        self._attempts: defaultdict[int, list[WriteGate]] = defaultdict(list)
         self._num_pieces: int | None = None
 
     @property
@@ -89,11 +113,23 @@ class Lease:
         if self.sender is None:
             self._begin(sender, source_block_size)
         if (sender, source_block_size) != (self.sender, self._source_block_size):
-            return "the lease belongs to another sender"
+            return OTHER_SENDER
         inside = positions - self._first_position
         if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received)):
-            return "blocks outside of the lease"
+            return OUTSIDE
         return ""
+
+    def attempt(self, index: int, deadline: float) -> WriteGate | None:
+        """The gate for one more attempt at a piece, behind which no earlier attempt writes any more.
+
+        An earlier one, whose wire the sender gave up, may still be reading what the sender has since reused.
+        None if it does not come to its end by the deadline.
+        """
+        gate = WriteGate(within=self.gate)
+        with self._attempts_lock:
+            earlier = [other for other in self._attempts[index] if not other.close()]
+            self._attempts[index] = [*earlier, gate]
+        return gate if all(other.wait_empty(deadline) for other in earlier) else None
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
         """Note that a piece is in place; returns how many of the sender's blocks are."""
@@ -168,10 +204,7 @@ class LeaseTable:
             if lease.is_complete:
                 self._remember(lease_id)
             self._closing[lease_id] = lease
-        if not lease.gate.close():
-            return False
-        self._unlease(lease_id)
-        return True
+        return lease.gate.close() and self._unlease(lease_id)
 
     def close_all(self) -> None:
         for lease_id in list(self._leases):
@@ -180,14 +213,14 @@ class LeaseTable:
     def admit(
         self, piece: Piece, runs: Runs, sender: str, source_block_size: int
     ) -> tuple[Lease | None, str]:
-        """The lease under which the piece may be written; None with the reason, or with none if it came before."""
+        """The lease that the piece may be written under; None with the reason, or with none if it came before."""
         positions = expand(runs[:, 1], runs[:, 2])
         with self._lock:
             if piece.lease_id in self._completed:
                 return None, ""
             lease = self._leases.get(piece.lease_id)
             if lease is None or not lease.gate.is_open:
-                return None, "unknown lease"
+                return None, UNKNOWN_LEASE
             refusal = lease.refusal(positions, sender, source_block_size)
             return (None, refusal) if refusal else (lease, "")
 

@@ -14,7 +14,7 @@ from kvtransfer.channel import StoppedError
 from kvtransfer.counters import Counters
 from kvtransfer.handshake import Identity
 from kvtransfer.interface import TransferError
-from kvtransfer.messages import Ack
+from kvtransfer.messages import Ack, failure_counter
 from kvtransfer.pieces import PieceQueue, QueuedPiece
 from kvtransfer.stream import Stream
 from kvtransfer.transport import Transport
@@ -48,6 +48,11 @@ class Candidate:
     offer: TransferOffer
     transport: Transport
     try_at: float = 0.0
+    openings: int = 0
+    """How often it was opened since a piece came through."""
+
+    def is_hopeless(self, now: float) -> bool:
+        return self.openings >= MAX_ATTEMPTS and self.try_at > now
 
 
 class Link(threading.Thread):
@@ -69,6 +74,7 @@ class Link(threading.Thread):
         self._opening: Stream | None = None
         self._active: Candidate | None = None
         self._refused: dict[str, str] = {}
+        self._telling: set[str] = set()
         self._stopping = False
         self._reason = "the link is closing"
 
@@ -101,8 +107,10 @@ class Link(threading.Thread):
             self._queue.drop(lease_id)
             self._refused.pop(lease_id, None)
             streams = list(self._streams)
+            for piece in (piece for stream in streams for _, piece in stream.in_flight):
+                piece.wanted = piece.wanted and piece.lease_id != lease_id
         for stream in streams:
-            if not stream.abort(lease_id, deadline):
+            if not stream.let_go(lease_id, deadline):
                 self._core.counters.add("failures_abort_timeout")
 
     def stop(self) -> None:
@@ -119,10 +127,11 @@ class Link(threading.Thread):
 
     def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None:
         if ack.error:
-            self._core.counters.add("failures_" + ack.error.replace(" ", "_"))
+            self._core.counters.add(failure_counter(ack.error))
         with self.state:
             refusals = self._settle([piece], ack.error, ack.again)
         if not ack.error:
+            self._candidate(stream).openings = 0
             nbytes = piece.num_blocks * stream.wire_block_bytes
             self._core.counters.add(f"{stream.transport_name}_bytes_sent", nbytes)
             self._core.counters.add(f"{stream.transport_name}_pieces_sent")
@@ -163,19 +172,25 @@ class Link(threading.Thread):
             self._core.counters.add("pieces_sent_again", len(retried))
             self._wake_streams()
         busy = {piece.lease_id for stream in self._streams for _, piece in stream.in_flight if piece.wanted}
-        over = {piece.lease_id for piece in pieces} & (self._refused.keys() - busy)
-        return [(lease_id, self._refused.pop(lease_id)) for lease_id in over]
+        over = {piece.lease_id for piece in pieces} & (self._refused.keys() - busy - self._telling)
+        self._telling |= over
+        return [(lease_id, self._refused[lease_id]) for lease_id in over]
 
     def _note_failure(self, stream: Stream, reason: str) -> None:
         self._reason = reason
         logger.warning("the wire to %s broke: %s", self.peer.worker_id, reason)
-        for candidate in self._candidates:
-            if candidate.transport.name == stream.transport_name:
-                candidate.try_at = time.monotonic() + self._core.retry_interval_s
+        self._candidate(stream).try_at = time.monotonic() + self._core.retry_interval_s
+
+    def _candidate(self, stream: Stream) -> Candidate:
+        return next(each for each in self._candidates if each.transport.name == stream.transport_name)
 
     def _tell(self, refusals: list[tuple[str, str]]) -> None:
+        """Until the sender knows, pieces that it pushes under a refused lease are dropped."""
         for lease_id, error in refusals:
             self._core.on_refused(lease_id, error)
+            with self.state:
+                self._refused.pop(lease_id, None)
+                self._telling.discard(lease_id)
 
     def _wake_streams(self) -> None:
         for stream in self._streams:
@@ -199,7 +214,8 @@ class Link(threading.Thread):
     def _open_some(self) -> bool:
         """Open streams over the best transport that works; those that failed lately come last."""
         now, reasons = time.monotonic(), []
-        for candidate in sorted(self._candidates, key=lambda candidate: candidate.try_at > now):
+        hopeful = [candidate for candidate in self._candidates if not candidate.is_hopeless(now)]
+        for candidate in sorted(hopeful, key=lambda candidate: candidate.try_at > now):
             try:
                 self._open(candidate)
                 return True
@@ -207,7 +223,7 @@ class Link(threading.Thread):
                 reasons.append(f"{candidate.transport.name}: {error}")
                 self._put_off(candidate, error)
         self._core.counters.add("failures_connect")
-        self._reason = "; ".join(reasons)
+        self._reason = "; ".join(reasons) or self._reason
         return False
 
     def _put_off(self, candidate: Candidate, error: Exception) -> None:
@@ -218,6 +234,23 @@ class Link(threading.Thread):
     def _open(self, candidate: Candidate) -> None:
         """All of a transport's streams, or as many as can be had; raises what the first one fails with."""
         opened: list[Stream] = []
+        try:
+            self._open_streams(candidate, opened)
+        except BaseException:
+            for stream in opened:
+                stream.close()
+            raise
+        candidate.openings += 1
+        self._log_change(candidate, len(opened))
+        with self.state:
+            retired, self._streams = self._streams, self._streams + opened
+            self._active = candidate
+        for stream in opened:
+            stream.start()
+        for stream in retired:
+            stream.retire()
+
+    def _open_streams(self, candidate: Candidate, opened: list[Stream]) -> None:
         for number in range(candidate.transport.streams):
             try:
                 opened.append(self._open_stream(candidate))
@@ -225,15 +258,7 @@ class Link(threading.Thread):
                 if number == 0:
                     raise
                 logger.warning("only %d streams to %s: %s", number, self.peer.worker_id, str(error))
-                break
-        with self.state:
-            retired, self._streams = self._streams, self._streams + opened
-            previous, self._active = self._active, candidate
-        for stream in opened:
-            stream.start()
-        for stream in retired:
-            stream.retire()
-        self._log_change(previous, candidate, len(opened))
+                return
 
     def _open_stream(self, candidate: Candidate) -> Stream:
         core = self._core
@@ -249,8 +274,8 @@ class Link(threading.Thread):
             self._opening = None
         return stream
 
-    def _log_change(self, previous: Candidate | None, candidate: Candidate, streams: int) -> None:
-        counters, name = self._core.counters, candidate.transport.name
+    def _log_change(self, candidate: Candidate, streams: int) -> None:
+        counters, name, previous = self._core.counters, candidate.transport.name, self._active
         counters.add("connections_made", streams)
         rank = self._candidates.index
         if previous is not None and rank(candidate) < rank(previous):
@@ -294,5 +319,8 @@ class Link(threading.Thread):
         for stream in streams:
             stream.stop()
         for stream in streams:
-            stream.join()
+            if stream.ident is None:
+                stream.close()  # out of threads
+            else:
+                stream.join()
         self._core.on_down(self, self._reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,34 @@ from protocol.messages import Id
 
 WIRE_VERSION = 2
 NONCE_BYTES = 32
+
+UNKNOWN_LEASE = "unknown lease"
+OTHER_SENDER = "the lease belongs to another sender"
+OUTSIDE = "blocks outside of the lease"
+GIVEN_UP = "given up by the sender"
+STILL_WRITTEN = "an earlier attempt at the piece is still writing"
+CHECKSUM_MISMATCH = "checksum mismatch"
+OUT_OF_RANGE = "a value beyond the range of the pool's dtype"
+NOT_QUANTIZABLE = "a value that can't be quantized"
+REFUSALS = {
+    UNKNOWN_LEASE: "unknown_lease",
+    OTHER_SENDER: "other_sender",
+    OUTSIDE: "outside_of_lease",
+    GIVEN_UP: "given_up",
+    STILL_WRITTEN: "still_written",
+    CHECKSUM_MISMATCH: "checksum_mismatch",
+    OUT_OF_RANGE: "out_of_range",
+    NOT_QUANTIZABLE: "not_quantizable",
+}
+"""Why a piece does not count, and as what it is counted."""
+TRANSIENT = {STILL_WRITTEN, CHECKSUM_MISMATCH}
+"""Sending the piece once more may help."""
+
+
+def failure_counter(refusal: str) -> str:
+    """Bounded in number, whatever a peer answers."""
+    return f"failures_{REFUSALS.get(refusal, 'refused')}"
+
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -35,6 +63,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     segments: Segments
     wire: Segments
     tensor_parallel: Number = 1
+    checksum: Literal["off", "sampled", "full"] = "off"
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -67,7 +96,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of one lease that come now.
 
     `runs` as in `extents`. `index` counts the lease's pieces from 0, `final` is on the last one; a piece that
-    is sent again keeps its index. `checksum` as in `checksum`.
+    is sent again keeps its index. `checksum` covers what travels, in the mode that the Hello names.
     """
 
     sequence: Number

@@ -166,9 +166,7 @@ class Receiver:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:  # out of descriptors or memory
-            self._counters.add("failures_accept")
-            logger.error("cannot accept a connection: %s", error)
-            time.sleep(_ACCEPT_PAUSE_S)
+            self._cannot_accept(error)
             return
         connection = Connection(accepted, transport, self._core)
         self._connections = [other for other in self._connections if other.is_alive()]
@@ -176,5 +174,15 @@ class Receiver:
             self._counters.add("handshakes_dropped")
             accepted.close()
             return
+        try:
+            connection.start()
+        except RuntimeError as error:  # out of threads
+            accepted.close()
+            self._cannot_accept(error)
+            return
         self._connections.append(connection)
-        connection.start()
+
+    def _cannot_accept(self, error: Exception) -> None:
+        self._counters.add("failures_accept")
+        logger.error("cannot accept a connection: %s", str(error))
+        time.sleep(_ACCEPT_PAUSE_S)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvtransfer.checksum import Mode
 from kvtransfer.counters import Counters
 from kvtransfer.extents import NO_RUNS, Runs, blocks_per_piece, cut
 from kvtransfer.handshake import Identity
@@ -47,11 +48,12 @@ class _Lease:
 class Sender:
     """Pushes blocks of `pool` into leased blocks of other workers.
 
-    `transports`, which the caller opened and closes, are in order of preference. Only `abort` and `close` ever
-    wait for a peer: links are made by threads of their own, at the first `push` or `connect` to a peer.
+    `transports`, which the caller opened and closes, are in order of preference. Only `abort` and `close`
+    ever wait for a peer: links are made by threads of their own, at the first `push` or `connect` to a peer.
     `on_event` is called from an I/O thread whenever `poll` has something new; it must not block. A wire on
     which nothing is acknowledged for `progress_timeout_s` seconds counts as broken: what is on its way goes
     over the next one, and the broken one is tried again every `retry_interval_s` seconds.
+    `checksum` goes with each piece: of none of its bytes (`off`), a sample, or all of them.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Sender:
         connect_timeout_s: float = 5.0,
         abort_timeout_s: float = 1.0,
         retry_interval_s: float = 30.0,
+        checksum: Mode = "off",
     ) -> None:
         self._pool = pool
         self._transports = transports
@@ -75,7 +78,7 @@ class Sender:
         self._counters = Counters()
         self._host_id = host_id()
         self._core = LinkCore(
-            identity=Identity(key, worker_id, incarnation, pool),
+            identity=Identity(key, worker_id, incarnation, pool, checksum),
             counters=self._counters,
             on_ack=self._acknowledged,
             on_refused=self._refused,
@@ -109,12 +112,12 @@ class Sender:
         num_tokens: int | None = None,
         final: bool,
     ) -> None:
-        """Queue blocks of a prompt under the peer's lease: those that follow each other from `first_position`.
+        """Queue blocks of a prompt under the peer's lease, which follow each other from `first_position`.
 
-        `num_tokens` of the prompt are there, by default all that the blocks have room for. `final` ends the lease; with it, `blocks` may be empty. The blocks must stay untouched until Completed,
-        or until `abort` returns. What goes wrong later comes as a Failed event, after which the lease is
-        forgotten; until it is polled, further pushes under the lease are ignored. Raises ValueError for
-        blocks out of range.
+        `num_tokens` of the prompt are there, by default all that the blocks have room for. `final` ends the
+        lease; with it, `blocks` may be empty. The blocks must stay untouched until Completed, or until `abort`
+        returns. What goes wrong later comes as a Failed event, after which the lease is forgotten; until it is
+        polled, further pushes under the lease are ignored. Raises ValueError for blocks out of range.
         """
         all_runs = cut(
             blocks, first_position, self._pool.num_blocks, blocks_per_piece(self._pool.block_bytes)
@@ -196,8 +199,9 @@ class Sender:
         name = (peer.worker_id, peer.incarnation)
         link = self._links.get(name)
         if link is None or link.down:
-            link = self._links[name] = Link(peer, self._candidates(peer), self._core)
+            link = Link(peer, self._candidates(peer), self._core)
             link.start()
+            self._links[name] = link
         return link
 
     def _candidates(self, peer: PeerAddress) -> list[Candidate]:

@@ -33,6 +33,7 @@ _GIL_FREE_BYTES = 64 * 1024
 
 class ShmWriter:
     remote_reads = True
+    packed = None
 
     def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
         return []
@@ -123,7 +124,7 @@ class ShmTransport:
         if not fds:
             raise ProtocolError("the sender passed no pool")
         try:
-            mapping = map_peer_pool(fds[0], hello.num_blocks * hello.block_bytes)
+            mapping = map_peer_pool(fds[0], hello.num_blocks * pool.block_bytes)
         finally:
             os.close(fds[0])
         return ShmReader(pool, mapping)

@@ -10,11 +10,13 @@ from collections import deque
 from typing import Protocol
 
 from kvtransfer.channel import LENGTH_BYTES, Channel, StoppedError, Wake, decode, encode, frame, frame_length
-from kvtransfer.extents import ScatterList, to_wire
+from kvtransfer.checksum import piece_checksum
+from kvtransfer.extents import ScatterList, packed, to_wire
 from kvtransfer.handshake import Identity, introduce
 from kvtransfer.layout import wire_block_bytes
-from kvtransfer.messages import Ack, Piece
+from kvtransfer.messages import NOT_QUANTIZABLE, Ack, Piece
 from kvtransfer.pieces import QueuedPiece
+from kvtransfer.quantize import NonFiniteError
 from kvtransfer.tcp import SPOILED
 from kvtransfer.transport import PieceWriter, Transport
 from protocol.errors import ProtocolError
@@ -129,22 +131,19 @@ class Stream(threading.Thread):
         self.retired = True
         self.wake()
 
-    def abort(self, lease_id: str, deadline: float) -> bool:
-        """Drop a lease's pieces. After it returns none of its source blocks is read any more.
+    def let_go(self, lease_id: str, deadline: float) -> bool:
+        """Wait until no source block is read any more of a lease whose pieces are not wanted any more.
 
-        Where the peer reads them by itself, this waits for it to be past them, then cuts the connection:
-        False. A peer whose connection is cut believes nothing that it still reads.
+        Where the peer reads them by itself it has until the deadline, then the connection is cut: False. A
+        peer whose connection is cut believes nothing that it still reads.
         """
-        state = self._owner.state
-        with state:
-            pieces = [piece for _, piece in self.in_flight if piece.lease_id == lease_id]
         with self._reading:
-            for piece in pieces:
-                piece.wanted = False
+            pass  # what is sent from now on of an unwanted piece is padding
         if self._writer is None or not self._writer.remote_reads:
             return True
+        state = self._owner.state
         with state:
-            while any(piece in pieces for _, piece in self.in_flight):
+            while any(piece.lease_id == lease_id for _, piece in self.in_flight):
                 if not state.wait(deadline - time.monotonic()):
                     assert self._channel is not None
                     self._channel.shutdown()
@@ -202,23 +201,50 @@ class Stream(threading.Thread):
         """The next piece, of the lease whose turn it is."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return None
-        with self._owner.state:
-            queued = self._owner.take()
-            if queued is None:
-                return None
-            self._sequence += 1
-            self.in_flight.append((self._sequence, queued))
-        self._progress_at = queued.sent_at = time.monotonic()
+        with self._reading:  # an abort that finds the piece in flight waits until its blocks are read
+            with self._owner.state:
+                queued = self._owner.take()
+                if queued is None:
+                    return None
+                self._sequence += 1
+                self.in_flight.append((self._sequence, queued))
+            self._progress_at = queued.sent_at = time.monotonic()
+            payload, checksum, refusal = [], None, ""
+            try:
+                payload = writer.payload(queued.runs, queued.num_tokens)
+                checksum = self._checksum(writer, queued)
+            except NonFiniteError as error:
+                refusal = str(error)
+        if refusal:
+            self._give_up(queued, refusal)
+            return None
         piece = Piece(
             sequence=self._sequence,
             lease_id=queued.lease_id,
             index=queued.index,
             runs=to_wire(queued.runs),
             final=queued.final,
+            checksum=checksum,
         )
-        with self._reading:
-            payload = writer.payload(queued.runs, queued.num_tokens)
         return _Transmission(queued, frame(encode(piece)), payload)
+
+    def _give_up(self, queued: QueuedPiece, reason: str) -> None:
+        """Nothing of the piece was sent, and nothing of it can be."""
+        logger.warning("lease %s: %s", queued.lease_id, reason)
+        with self._owner.state:
+            sequence, _ = self.in_flight.pop()
+            self._wake.set()  # there may be more to take
+        self._owner.acknowledged(self, queued, Ack(sequence, NOT_QUANTIZABLE))
+
+    def _checksum(self, writer: PieceWriter, queued: QueuedPiece) -> bytes | None:
+        """Of the piece's blocks as they travel."""
+        mode, pool, runs = self._identity.checksum, self._identity.pool, queued.runs
+        buffer, first = pool.buffer, runs[:, 0]
+        if writer.packed is not None:
+            buffer, first = writer.packed, packed(runs)[:, 1]
+        return piece_checksum(
+            mode, buffer, self.wire_block_bytes, first, runs[:, 2], queued.lease_id, queued.index
+        )
 
     def _write(self, channel: Channel, writer: PieceWriter, transmission: _Transmission) -> bool:
         """Write some of the piece; False if the connection takes nothing now."""

@@ -44,6 +44,7 @@ def _tune(sock: socket.socket) -> None:
 
 class TcpWriter:
     remote_reads = False
+    packed = None
 
     def __init__(self, pool: RegisteredPool) -> None:
         self._pool = pool
@@ -65,13 +66,13 @@ class QuantizingWriter:
         self._pool = pool
         self._quantizer = Quantizer(pool.segments, wire_dtype)
         size = blocks_per_piece(pool.block_bytes) * self._quantizer.wire_block_bytes
-        self._packed = memoryview(bytearray(size))
+        self.packed = memoryview(bytearray(size))
 
     def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
         blocks, positions = expand(runs[:, 0], runs[:, 2]), expand(runs[:, 1], runs[:, 2])
         valid = tokens_in_blocks(positions, self._pool.block_size, num_tokens)
-        self._quantizer.pack(self._pool.buffer, blocks, valid, self._packed)
-        return [self._packed[: len(blocks) * self._quantizer.wire_block_bytes], memoryview(GOOD)]
+        self._quantizer.pack(self._pool.buffer, blocks, valid, self.packed)
+        return [self.packed[: len(blocks) * self._quantizer.wire_block_bytes], memoryview(GOOD)]
 
     def close(self) -> None:
         return

@@ -21,6 +21,10 @@ class PieceWriter(Protocol):
     remote_reads: bool
     """The peer reads our pool by itself, up to its acknowledgement of a piece."""
 
+    @property
+    def packed(self) -> memoryview | None:
+        """The last payload's blocks as they travel, where that is not as they lie in the pool."""
+
     def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
         """What follows the piece's message on the connection: views of the source blocks, then a trailer.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.interface import RegisteredPool, TransferError
+from kvtransfer.layout import wire_segments
 from kvtransfer.shm import ShmTransport
 from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import Transport
@@ -17,7 +18,7 @@ logger = logging.getLogger("tandem.kvtransfer")
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """`streams`: connections per pair over `tcp`. `wire_dtype`: how `tcp` carries values, `auto` for as they are."""
+    """`tcp_streams`: connections per pair over `tcp`. `wire_dtype`: how it carries values (`auto`: as they are)."""
 
     tcp_streams: int = 1
     wire_dtype: str = "auto"
@@ -34,6 +35,7 @@ def _ucx(pool: RegisteredPool, name: str, options: TransportOptions) -> Transpor
 
 
 def _tcp(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError where that can't be
     return TcpTransport(options.tcp_streams, options.wire_dtype)
 
 
@@ -50,8 +52,8 @@ def open_transports(
 ) -> list[Transport]:
     """The named transports in that order, ready for `pool` under this worker's unique `name`.
 
-    One that cannot be had here is left out, and logged. Raises ValueError for an unknown one, TransferError if
-    none is left.
+    One that cannot be had here is left out, and logged. Raises ValueError for an unknown one, or a wire_dtype
+    that the pool's values don't have, TransferError if none is left.
     """
     unknown = [other for other in names if other not in _OPEN]
     if unknown or not names:

@@ -50,6 +50,7 @@ class PrefillLoop(WorkerLoop):
             worker_id=parts.worker_id,
             incarnation=parts.incarnation,
             transports=parts.wires,
+            checksum=self.config.kv_checksum,
             on_event=parts.wake.set,
         )
         parts.transports = self._sender.transports

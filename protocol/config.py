@@ -109,6 +109,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "int8", "fp8"],
         _doc("How tcp carries KV: `auto` as it is; `int8` and `fp8` halve the bytes and cost accuracy."),
     ] = "auto"
+    kv_checksum: Annotated[
+        Literal["off", "sampled", "full"],
+        _doc("Check KV that arrives: a sixteenth of each block, or all of it. What differs is sent again."),
+    ] = "off"
     handoff_timeout: Annotated[
         PositiveSeconds, _doc("Seconds without progress after which a hand-off fails.")
     ] = 30.0

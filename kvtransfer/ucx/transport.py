@@ -51,6 +51,7 @@ def _address(buffer: memoryview | mmap.mmap) -> int:
 
 class UcxWriter:
     remote_reads = True
+    packed = None
 
     def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
         return []

@@ -12,6 +12,7 @@ import pytest
 from kvtransfer import Failed, Progress
 from kvtransfer.messages import Ack
 from kvtransfer.tcp import SPOILED
+from kvtransfer.transports import TransportOptions
 from tests.kvtransfer.transfer_sides import (
     RawReceiver,
     ReceiverEnd,
@@ -113,3 +114,28 @@ def test_aborts_in_a_stream_of_pieces_leave_only_believed_blocks(closing: Closin
 
 def test_aborting_what_was_never_pushed_is_nothing(closing: Closing) -> None:
     closing(SenderEnd(["tcp"])).sender.abort("nobody")
+
+
+def test_an_abort_while_the_wire_breaks_sends_nothing_again(closing: Closing) -> None:
+    count, size = 48, 256 * 1024
+    sender = closing(SenderEnd(["tcp"], make_pool(count, size), TransportOptions(tcp_streams=2)))
+    receiver = closing(ReceiverEnd(["tcp"], make_pool(count, size)))
+    for number in range(10):
+        lease, check = f"lease-{number}", f"check-{number}"
+        sender.pool.buffer[:] = b"\x11" * count * size
+        receiver.pool.buffer[:] = bytes(count * size)
+        receiver.receiver.open(lease, range(count))
+        sender.push(receiver.peer, lease, range(count))
+        wait_until(lambda: any(receiver.pool.buffer[:: size // 2]))
+        (link,) = sender.sender._links.values()
+        for stream in list(link._streams):
+            stream._channel.shutdown()
+        sender.sender.abort(lease)
+        sender.pool.buffer[:] = b"\x99" * count * size
+        receiver.receiver.open(check, [])
+        sender.push(receiver.peer, check, [])
+        sender.wait_lease(check)
+        receiver.wait_for(lambda event, check=check: event.lease_id == check and is_over(event))
+        assert b"\x99" not in bytes(receiver.pool.buffer)
+        receiver.receiver.close_lease(lease)
+    assert "leases_failed" not in sender.sender.counters()

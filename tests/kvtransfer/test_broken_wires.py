@@ -148,3 +148,16 @@ def test_several_streams_share_the_work_and_survive_each_other(closing: Closing)
     assert sender.sender.counters()["connections_made"] == 4
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("kv-receive-tcp") >= 3
+
+
+def test_a_peer_that_always_hangs_up_is_not_called_for_ever(closing: Closing, transport: str) -> None:
+    sender = closing(SenderEnd([transport]))
+    raw_receiver = closing(RawReceiver(transport, make_pool()))
+    sender.sender.connect(raw_receiver.peer)
+    for _ in range(MAX_ATTEMPTS):
+        raw_receiver.accept().close()
+    wait_until(lambda: not sender.sender._links)
+    assert sender.sender.counters()["connections_made"] == MAX_ATTEMPTS
+    sender.push(raw_receiver.peer, "lease", [0])
+    raw = closing(raw_receiver.accept())
+    assert raw_receiver.piece(raw).index == 0, "a new push is a new beginning"

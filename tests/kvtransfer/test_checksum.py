@@ -48,7 +48,7 @@ class Pair:
 
 
 def test_the_algorithm_stays_what_peers_expect() -> None:
-    assert checksum([]) == 0x2D06800538D394C2
+    assert checksum([]).hex() == "2d06800538d394c2"
     assert chosen_shares("lease", 7, 12).tolist() == [1, 8, 9, 8, 0, 12, 8, 7, 4, 8, 0, 1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvtransfer import Closed, Completed, Failed, Progress
-from kvtransfer.extents import to_wire
+from kvtransfer.extents import from_wire, to_wire
+from kvtransfer.leases import LeaseTable
 from kvtransfer.messages import Piece
 from kvtransfer.tcp import GOOD, SPOILED
 from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool, wait_until
@@ -137,3 +140,28 @@ def test_a_spoiled_piece_does_not_count(closing: Closing) -> None:
     raw.send_bytes(bytes(BLOCK) + SPOILED)
     assert raw.ack().error == "given up by the sender"
     assert receiver.receiver.poll() == []
+
+
+def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
+    """It reads for a wire that was given up, so maybe what the sender has reused since."""
+    emptied: list[str] = []
+    table = LeaseTable(8, 1, emptied.append)
+    table.open("lease", [5])
+    piece = Piece(1, "lease", 0, runs((0, 0, 1)), True)
+    lease, refusal = table.admit(piece, from_wire(piece.runs, 8, 8), "sender", 1)
+    assert lease is not None and not refusal
+    first = lease.attempt(0, time.monotonic())
+    assert first is not None and first.enter()
+    assert lease.attempt(0, time.monotonic()) is None
+    assert not first.is_open and lease.gate.is_open
+    ending = threading.Timer(0.1, first.leave)
+    ending.start()
+    second = lease.attempt(0, time.monotonic() + 10)
+    ending.join()
+    assert second is not None and second.enter() and not first.enter()
+    assert lease.attempt(1, time.monotonic()) is not None, "another piece waits for nothing"
+
+    assert not table.close("lease") and not second.is_open
+    assert emptied == []
+    second.leave()
+    assert emptied == ["lease"] and table.close("lease")

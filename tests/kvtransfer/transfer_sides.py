@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtransfer import Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender, allocate
 from kvtransfer.channel import Channel, Wake
+from kvtransfer.checksum import Mode
 from kvtransfer.handshake import Identity, examine, introduce
 from kvtransfer.host import host_id
 from kvtransfer.messages import Ack, Piece
@@ -164,20 +165,30 @@ class RawPeer:
 
     @classmethod
     def connect(
-        cls, receiver: ReceiverEnd, transport: str, pool: RegisteredPool, incarnation: str = "raw-1"
+        cls,
+        receiver: ReceiverEnd,
+        transport: str,
+        pool: RegisteredPool,
+        incarnation: str = "raw-1",
+        checksum: Mode = "off",
     ) -> RawPeer:
         """Authenticate as a sender."""
         raw = cls.connect_only(receiver, transport)
-        raw.authenticate(receiver, transport, pool, incarnation)
+        raw.authenticate(receiver, transport, pool, incarnation, checksum)
         wire(transport, pool).writer(raw.channel, pool, raw.deadline())
         return raw
 
     def authenticate(
-        self, receiver: ReceiverEnd, transport: str, pool: RegisteredPool, incarnation: str = "raw-1"
+        self,
+        receiver: ReceiverEnd,
+        transport: str,
+        pool: RegisteredPool,
+        incarnation: str = "raw-1",
+        checksum: Mode = "off",
     ) -> None:
         introduce(
             self.channel,
-            Identity(KEY, "raw", incarnation, pool),
+            Identity(KEY, "raw", incarnation, pool, checksum),
             wire(transport, pool),
             receiver.incarnation,
             self.deadline(),

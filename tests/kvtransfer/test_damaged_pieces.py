@@ -1,0 +1,236 @@
+"""What arrives damaged is counted, named and sent again; nothing of it is believed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer import Completed, Failed, Progress, RegisteredPool
+from kvtransfer.checksum import Mode
+from kvtransfer.extents import Runs
+from kvtransfer.leases import WriteGate
+from kvtransfer.link import MAX_ATTEMPTS
+from kvtransfer.messages import CHECKSUM_MISMATCH, Ack, Piece
+from kvtransfer.shm import ShmReader
+from kvtransfer.tcp import GOOD, TcpReader
+from kvtransfer.transports import TransportOptions
+from protocol.messages import PeerAddress
+from tests.kvtransfer.test_leases import BLOCK, runs
+from tests.kvtransfer.test_unlike_pools import pool as meaningful_pool
+from tests.kvtransfer.test_unlike_pools import tokens_of
+from tests.kvtransfer.transfer_sides import (
+    RawPeer,
+    RawReceiver,
+    ReceiverEnd,
+    SenderEnd,
+    block,
+    make_pool,
+)
+
+Closing = Callable[[Any], Any]
+READERS: dict[str, Any] = {"shm": ShmReader, "tcp": TcpReader}
+NUM_BLOCKS = 8
+
+
+@pytest.fixture
+def damage(monkeypatch: pytest.MonkeyPatch, transport: str) -> Callable[[int], None]:
+    """`damage(n)`: the next n pieces lose their first block on the way."""
+    reader = READERS[transport]
+    read = reader.read
+    left = 0
+
+    def damaging(self: Any, piece: Runs, gate: WriteGate | None) -> bool:
+        nonlocal left
+        in_place = bool(read(self, piece, gate))
+        if in_place and left:
+            left -= 1
+            target: RegisteredPool = self._pool
+            start = int(piece[0, 1]) * target.block_bytes
+            target.buffer[start : start + target.block_bytes] = bytes(target.block_bytes)
+        return in_place
+
+    def begin(count: int) -> None:
+        nonlocal left
+        left = count
+
+    monkeypatch.setattr(reader, "read", damaging)
+    return begin
+
+
+@pytest.mark.parametrize("mode", ["sampled", "full"])
+def test_a_damaged_piece_is_sent_again(
+    closing: Closing, transport: str, damage: Callable[[int], None], mode: Mode
+) -> None:
+    sender = closing(SenderEnd([transport], make_pool(seed=1), checksum=mode))
+    receiver = closing(ReceiverEnd([transport], make_pool(seed=2)))
+    receiver.receiver.open("lease", range(NUM_BLOCKS))
+    damage(MAX_ATTEMPTS - 1)
+    sender.push(receiver.peer, "lease", range(20, 20 + NUM_BLOCKS))
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert receiver.wait_for() == [Progress("lease", NUM_BLOCKS, complete=True)]
+    for index in range(NUM_BLOCKS):
+        assert block(receiver.pool, index) == block(sender.pool, 20 + index)
+    assert sender.sender.counters()["pieces_sent_again"] == MAX_ATTEMPTS - 1
+    for side in (sender.sender, receiver.receiver):
+        assert side.counters()["failures_checksum_mismatch"] == MAX_ATTEMPTS - 1
+    assert sender.sender.counters()["connections_made"] == 1
+
+
+@pytest.mark.parametrize("mode", ["sampled", "full"])
+def test_a_wire_that_always_damages_fails_the_lease_alone(
+    closing: Closing, transport: str, damage: Callable[[int], None], mode: Mode
+) -> None:
+    sender = closing(SenderEnd([transport], make_pool(seed=1), checksum=mode))
+    receiver = closing(ReceiverEnd([transport], make_pool(seed=2)))
+    receiver.receiver.open("lease", range(NUM_BLOCKS))
+    damage(MAX_ATTEMPTS)
+    sender.push(receiver.peer, "lease", range(NUM_BLOCKS))
+    assert sender.wait_lease("lease") == Failed("lease", CHECKSUM_MISMATCH)
+    assert receiver.receiver.poll() == []
+    receiver.receiver.open("next", [60])
+    sender.push(receiver.peer, "next", [3])
+    assert isinstance(sender.wait_lease("next"), Completed)
+    assert block(receiver.pool, 60) == block(sender.pool, 3)
+
+
+def test_without_checksums_damage_goes_unnoticed(
+    closing: Closing, transport: str, damage: Callable[[int], None]
+) -> None:
+    """So the tests above see what the checksum finds, not something else."""
+    sender = closing(SenderEnd([transport], make_pool(seed=1)))
+    receiver = closing(ReceiverEnd([transport], make_pool(seed=2)))
+    receiver.receiver.open("lease", [1])
+    damage(1)
+    sender.push(receiver.peer, "lease", [1])
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert block(receiver.pool, 1) == bytes(BLOCK)
+
+
+class Flipper:
+    """Forwards one TCP connection and flips a bit of the byte at `offset` of what the sender says."""
+
+    def __init__(self, target: str, offset: int) -> None:
+        host, port = target.rsplit(":", 1)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "127.0.0.1:{}".format(self._listener.getsockname()[1])
+        self._target = (host, int(port))
+        self._offset = offset
+        self._threads = [threading.Thread(target=self._serve, daemon=True)]
+        self._sockets: list[socket.socket] = []
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        accepted, _ = self._listener.accept()
+        onward = socket.create_connection(self._target)
+        self._sockets = [accepted, onward]
+        back = threading.Thread(target=self._pump, args=(onward, accepted, -1), daemon=True)
+        self._threads.append(back)
+        back.start()
+        self._pump(accepted, onward, self._offset)
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket, offset: int) -> None:
+        try:
+            while data := bytearray(source.recv(65536)):
+                if 0 <= offset < len(data):
+                    data[offset] ^= 4
+                offset -= len(data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # the other direction ended it
+
+    def close(self) -> None:
+        self._listener.close()
+        for sock in self._sockets:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        for thread in self._threads:
+            thread.join(5)
+        for sock in self._sockets:
+            sock.close()
+
+
+def through(flipper: Flipper, peer: PeerAddress) -> PeerAddress:
+    (offer,) = peer.offers
+    offers = [type(offer)(transport=offer.transport, host_id=offer.host_id, address=flipper.address)]
+    return PeerAddress(
+        worker_id=peer.worker_id, incarnation=peer.incarnation, control=peer.control, offers=offers
+    )
+
+
+@pytest.mark.parametrize("offset", [20_000, 100_000, 200_000])
+def test_a_flipped_bit_on_the_wire_is_repaired(closing: Closing, offset: int) -> None:
+    sender = closing(SenderEnd(["tcp"], make_pool(seed=1), checksum="full"))
+    receiver = closing(ReceiverEnd(["tcp"], make_pool(seed=2)))
+    (offer,) = receiver.peer.offers
+    flipper = closing(Flipper(offer.address, offset))
+    receiver.receiver.open("lease", range(64))
+    sender.push(through(flipper, receiver.peer), "lease", range(64))
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert receiver.wait_for() == [Progress("lease", 64, complete=True)]
+    assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
+    assert receiver.receiver.counters()["failures_checksum_mismatch"] == 1
+
+
+@pytest.mark.parametrize("wire_dtype", ["auto", "int8", "fp8"])
+def test_what_is_converted_is_checked_before(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch, wire_dtype: str
+) -> None:
+    source_pool, source = meaningful_pool("bfloat16", 16)
+    target_pool, target = meaningful_pool("float32", 8)
+    source.copy_(torch.randn(source.shape, generator=torch.Generator().manual_seed(1)))
+    read, left = TcpReader.read, [1]
+
+    def damaging(self: Any, piece: Runs, gate: WriteGate | None) -> bool:
+        in_place = read(self, piece, gate)
+        if left:
+            left.pop()
+            self._pool.buffer[7] ^= 0x40
+        return in_place
+
+    monkeypatch.setattr(TcpReader, "read", damaging)
+    options = TransportOptions(wire_dtype=wire_dtype)
+    sender = closing(SenderEnd(["tcp"], source_pool, options, checksum="full"))
+    receiver = closing(ReceiverEnd(["tcp"], target_pool))
+    receiver.receiver.open("lease", range(8))
+    sender.push(receiver.peer, "lease", [5, 3, 4, 9])
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert receiver.receiver.counters()["failures_checksum_mismatch"] == 1
+    sent, arrived = tokens_of(source, [5, 3, 4, 9]), tokens_of(target, list(range(8)))
+    tolerance = {"auto": 0.0, "int8": 0.04, "fp8": 0.25}[wire_dtype]
+    assert (arrived - sent).abs().max() <= tolerance
+
+
+def test_a_checksum_that_was_announced_must_come(closing: Closing) -> None:
+    receiver = closing(ReceiverEnd(["tcp"]))
+    raw = closing(RawPeer.connect(receiver, "tcp", make_pool(), checksum="full"))
+    receiver.receiver.open("lease", [1])
+    for sequence, checksum in enumerate((None, bytes(8)), 1):
+        raw.send(Piece(sequence, "lease", 0, runs((0, 0, 1)), True, checksum))
+        raw.send_bytes(bytes(BLOCK) + GOOD)
+        assert raw.ack() == Ack(sequence, CHECKSUM_MISMATCH, again=True)
+    assert receiver.receiver.poll() == []
+
+
+def test_a_receiver_that_finds_every_piece_damaged_fails_the_lease(closing: Closing, transport: str) -> None:
+    sender = closing(SenderEnd([transport], checksum="full"))
+    raw_receiver = closing(RawReceiver(transport, make_pool()))
+    sender.push(raw_receiver.peer, "lease", [0])
+    raw = closing(raw_receiver.accept())
+    checksums = set()
+    for _ in range(MAX_ATTEMPTS):
+        piece = raw_receiver.piece(raw)
+        checksums.add(piece.checksum)
+        if transport == "tcp":
+            raw.channel.recv_exact(BLOCK + 1, raw.deadline())
+        raw.send(Ack(piece.sequence, CHECKSUM_MISMATCH, again=True))
+    assert sender.wait_lease("lease") == Failed("lease", CHECKSUM_MISMATCH)
+    assert len(checksums) == 1 and None not in checksums
