@@ -23,6 +23,10 @@ from protocol.handoff import SegmentInfo
 Indices = npt.NDArray[np.int64]
 
 
+HALF_PER_FP8 = 2.0**8
+_EXTENDED_SIGN = 0x4000
+
+
 class RangeError(TandemError):
     """A value doesn't fit our pool's dtype."""
 
@@ -93,8 +97,21 @@ class Converter:
 
     def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         decoded = self._scratch.take("decoded", tuple(codes.shape), torch.float32)
-        decoded.copy_(codes)
-        return decoded.mul_(scales)
+        if codes.dtype == torch.float8_e4m3fn:
+            decoded.copy_(self._halves(codes)).mul_(scales * HALF_PER_FP8)
+        else:
+            decoded.copy_(codes).mul_(scales)
+        return decoded
+
+    def _halves(self, codes: Tensor) -> Tensor:
+        """fp8 codes as float16 numbers that are smaller by `HALF_PER_FP8`: the same bits, three places up.
+
+        torch converts float16 fifty times as fast, and the mantissa's and the exponent's bits fit exactly;
+        the factor is what the exponents' biases (7 and 15) differ by.
+        """
+        bits = self._scratch.take("halves", tuple(codes.shape), torch.int16)
+        bits.copy_(codes.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(~_EXTENDED_SIGN)
+        return bits.view(torch.float16)
 
     def _cast(self, chunk: Tensor, dtype: torch.dtype) -> Tensor:
         if chunk.dtype == dtype:
@@ -131,16 +148,19 @@ def moves(
 
 
 def _select(blocks: Tensor, index: Indices) -> Tensor:
-    """These rows: a view if they follow one another, as they mostly do."""
-    first = int(index[0])
-    if index[-1] - first == len(index) - 1 and (np.diff(index) == 1).all():
-        return blocks[first : first + len(index)]
+    """These blocks: a view if they follow one another, as staged ones mostly do."""
+    if _consecutive(index):
+        return blocks[index[0] : index[0] + len(index)]
     return blocks.index_select(0, torch.from_numpy(index))
 
 
 def _write(blocks: Tensor, index: Indices, values: Tensor) -> None:
-    first = int(index[0])
-    if index[-1] - first == len(index) - 1 and (np.diff(index) == 1).all():
-        blocks[first : first + len(index)].copy_(values)
-    else:
-        blocks.index_copy_(0, torch.from_numpy(index), values)
+    if _consecutive(index):
+        blocks[index[0] : index[0] + len(index)].copy_(values)
+    else:  # numpy copies rows of bytes, which is twice as fast as torch's index_copy_ of elements
+        bits = {2: torch.int16, 4: torch.int32}[blocks.dtype.itemsize]
+        blocks.view(bits).numpy()[index] = values.view(bits).numpy()
+
+
+def _consecutive(index: Indices) -> bool:
+    return bool(index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all())

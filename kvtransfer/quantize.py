@@ -25,9 +25,6 @@ SMALLEST, LARGEST = 1e-30, 1e38
 them scales and their inverses are ordinary float32 numbers."""
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-_ROUNDER = 1.5 * 2.0**23
-"""float32 numbers around it are the integers: adding it rounds to nearest even, and the result's low byte is
-the sum's integer part in two's complement."""
 
 
 class NonFiniteError(TandemError):
@@ -77,7 +74,9 @@ class Quantizer:
                 inverse = _scale(top, LARGEST_CODE[wire.code_dtype], out=scales[rows, planes])
                 self._encode(chunk, inverse, out=codes[rows, planes])
 
-    def _gather(self, values: Tensor, blocks: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]) -> Tensor:
+    def _gather(
+        self, values: Tensor, blocks: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64]
+    ) -> Tensor:
         """Copy blocks of [pool blocks, planes, block_size, ...], with zeros behind their tokens."""
         chunk = self._scratch.take("chunk", (len(blocks), *values.shape[1:]), values.dtype)
         torch.index_select(values, 0, torch.from_numpy(blocks), out=chunk)
@@ -101,10 +100,8 @@ class Quantizer:
         scaled.copy_(chunk)
         scaled.mul_(inverse)
         if out.dtype == torch.int8:
-            scaled.add_(_ROUNDER)
-            out.copy_(scaled.view(torch.int32))
-        else:
-            out.copy_(scaled)
+            scaled.round_()
+        out.copy_(scaled)
 
 
 def _scale(top: Tensor, largest_code: float, out: Tensor) -> Tensor:

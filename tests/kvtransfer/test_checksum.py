@@ -112,7 +112,9 @@ def test_the_sixteen_shares_cover_the_block_without_overlap(block_bytes: int) ->
     by_share = {int(chosen_shares("lease", sequence, 1)[0]): sequence for sequence in range(300)}
     assert len(by_share) == SHARES
     clean = memoryview(bytearray(block_bytes))
-    sums = {s: piece_checksum("sampled", clean, block_bytes, block, one, "lease", s) for s in by_share.values()}
+    sums = {
+        s: piece_checksum("sampled", clean, block_bytes, block, one, "lease", s) for s in by_share.values()
+    }
     for at in range(0, block_bytes, max(1, block_bytes // 100)):
         dirty = bytearray(block_bytes)
         dirty[at] = 1

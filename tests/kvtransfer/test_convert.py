@@ -56,15 +56,15 @@ def place_plainly(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple:
-    wire_size, our_size = draw(st.tuples(*[st.integers(1, 12)] * 2) | st.sampled_from([(4, 8), (8, 4), (6, 9)]))
+    wire_size, our_size = draw(
+        st.tuples(*[st.integers(1, 12)] * 2) | st.sampled_from([(4, 8), (8, 4), (6, 9)])
+    )
     quantization = draw(st.sampled_from(["none", "none", "int8", "fp8"]))
     wire, ours = [], []
     for name in ["target", "draft"][: draw(st.integers(1, 2))]:
         layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
         their, our = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
-        wire.append(
-            segment(layers, wire_size, heads, 4, name=name, dtype=their, quantization=quantization)
-        )
+        wire.append(segment(layers, wire_size, heads, 4, name=name, dtype=their, quantization=quantization))
         ours.append(segment(layers, our_size, heads, 4, name=name, dtype=our))
     num_tokens = draw(st.integers(0, 60))
     first_token = draw(st.integers(0, num_tokens))

@@ -64,7 +64,13 @@ def packings(draw: st.DrawFn) -> tuple:
     ]
     blocks = draw(st.lists(st.integers(0, 7), max_size=10) | st.just(list(range(8))))
     num_tokens = [draw(st.integers(0, block_size)) if draw(st.booleans()) else block_size for _ in blocks]
-    return segments, blocks, num_tokens, draw(st.integers(0, 2**32)), draw(st.sampled_from([1, 64, 500, 10**6]))
+    return (
+        segments,
+        blocks,
+        num_tokens,
+        draw(st.integers(0, 2**32)),
+        draw(st.sampled_from([1, 64, 500, 10**6])),
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -85,7 +91,9 @@ def test_codes_and_scales_are_those_of_the_definition(case: tuple, wire_dtype: s
             largest = values[:, :used].abs().amax((1, 3), keepdim=True) if used else torch.zeros_like(scales)
             torch.testing.assert_close(scales, largest / LARGEST[wire_dtype], rtol=1e-6, atol=0)
             step = scales / 2 if wire_dtype == "int8" else values.abs() / 16 + scales * 2**-10
-            assert ((codes * scales - values)[:, :used].abs() <= (step * 1.001).expand_as(values)[:, :used]).all()
+            assert (
+                (codes * scales - values)[:, :used].abs() <= (step * 1.001).expand_as(values)[:, :used]
+            ).all()
             assert (codes[:, used:] == 0).all()
 
 
@@ -93,7 +101,9 @@ def test_codes_and_scales_are_those_of_the_definition(case: tuple, wire_dtype: s
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -6e4])
 def test_unused_slots_neither_count_nor_travel(wire_dtype: str, dtype: str, garbage: float) -> None:
-    values = torch.randn((2, 2, 8, 2, 4), generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    values = torch.randn((2, 2, 8, 2, 4), generator=torch.Generator().manual_seed(0)).to(
+        getattr(torch, dtype)
+    )
     dirty = values.clone()
     dirty[:, :, 5:] = garbage
     values[:, :, 5:] = 0
@@ -121,7 +131,10 @@ def test_a_group_of_zeros_stays_zero_and_leaves_the_others_alone() -> None:
     values[:, 1, :, 0] *= 1e-35
     codes, scales = pack_one(values, "int8")
     assert (codes[:, 0, :, 1] == 0).all() and (codes[:, 1, :, 0] == 0).all()
-    assert scales[0].tolist() == [[pytest.approx(values[0, 0, :, 0].abs().max().item() / 127), 0], [0, scales[0, 1, 1].item()]]
+    assert scales[0].tolist() == [
+        [pytest.approx(values[0, 0, :, 0].abs().max().item() / 127), 0],
+        [0, scales[0, 1, 1].item()],
+    ]
     assert scales[0, 1, 1] > 0
 
 
