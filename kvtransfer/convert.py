@@ -1,8 +1,8 @@
 """Brings blocks of another layout into our pool: dequantizes, casts, and re-blocks.
 
-Tokens go from (wire block, slot) to (our block, slot). The overlap of a wire block with one of ours is a run of
-slots; overlaps of one kind (from the same slot, to the same slot, as many) are moved together. Block sizes of
-which one divides the other make few kinds, and even the worst make no more copies than there are overlaps.
+Tokens go from (wire block, slot) to (our block, slot). The overlap of a wire block with one of ours is a run
+of slots; overlaps of one kind (from the same slot, to the same slot, as many) are moved together. Block sizes
+of which one divides the other make few kinds, and even the worst make no more copies than there are overlaps.
 """
 
 from __future__ import annotations

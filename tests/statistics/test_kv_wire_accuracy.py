@@ -158,8 +158,9 @@ class Agreement:
     def __str__(self) -> str:
         median, largest = (np.median(self.margins), self.margins.max()) if len(self.margins) else (0, 0)
         return (
-            f"{self.continuations:.3f} of the continuations of {NEW_TOKENS} tokens and {self.decisions:.5f} of the "
-            f"decisions agree; margin of the others: median {median:.3f}, largest {largest:.3f}"
+            f"{self.continuations:.3f} of the continuations of {NEW_TOKENS} tokens agree, "
+            f"{self.decisions:.5f} of the decisions; "
+            f"margin of the others: median {median:.3f}, largest {largest:.3f}"
         )
 
 
