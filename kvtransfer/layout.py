@@ -3,7 +3,7 @@
 A block is its segments, one after the other. A segment is its values, [layers, 2, block_size, kv_heads,
 head_dim] of `dtype`; where `quantization` is "int8" or "fp8" each value takes one byte instead, and behind
 the values come the scales: [layers, 2, kv_heads] float32, one for all tokens of the block. A value is its
-code times its scale. Little-endian, no padding; `fp8` is OCP's E4M3 without infinities (`torch.float8_e4m3fn`).
+code times its scale. Little-endian, no padding; fp8 is OCP's E4M3 without infinities (`torch.float8_e4m3fn`).
 
 Scales of finer groups were measured on the bundled model: one for each token and head makes the error smaller
 by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations agree.

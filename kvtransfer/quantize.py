@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.layout import SCALE_DTYPE, BlockLayout, Segment, wire_segments
-from kvtransfer.scratch import Scratch, chunks
+from kvtransfer.scratch import Scratch, chunks, scale_by
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
@@ -97,8 +97,7 @@ class Quantizer:
 
     def _encode(self, chunk: Tensor, inverse: Tensor, out: Tensor) -> None:
         scaled = self._scratch.take("float", tuple(chunk.shape), torch.float32)
-        scaled.copy_(chunk)
-        scaled.mul_(inverse)
+        scale_by(scaled.copy_(chunk), inverse)
         if out.dtype == torch.int8:
             scaled.round_()
         out.copy_(scaled)
