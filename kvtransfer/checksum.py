@@ -1,11 +1,11 @@
-"""Checksums of pieces, equal on both sides of a transfer: XXH3 (64 bits) over the blocks in the piece's order.
+"""Checksums of pieces, equal on both sides of a transfer: XXH3 (64 bits) over the blocks in order.
 
 `full` covers every byte. `sampled` covers one sixteenth of every block, another one for each block, chosen by
 (lease, piece, place in the piece), which both sides know. So a block that was lost, swapped or put in a wrong
 place is seen like with `full`, since some of its bytes are looked at whichever sixteenth it is (missed with a
-chance of 2**-64). What hits only a part of a block is missed where it lies outside the sixteenth: a single flipped
-bit is seen with a chance of 1/16, a block of which the share s is stale with at least s, and damage to a share
-s of each of n blocks is missed with a chance of about (1 - s)**n.
+chance of 2**-64). What hits only a part of a block may lie outside its sixteenth: a single flipped bit is
+seen with a chance of 1/16, a block of which the share s is stale with about s, and if that happens to n
+blocks it is missed with a chance of about (1 - s)**n.
 """
 
 from __future__ import annotations

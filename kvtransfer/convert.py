@@ -1,8 +1,8 @@
 """Brings blocks of another layout into our pool: dequantizes, casts, and re-blocks.
 
-Tokens go from (wire block, slot) to (our block, slot). The overlap of a wire block with one of ours is a run of
-slots; overlaps of one kind (from the same slot, to the same slot, as many) are moved together. Block sizes of
-which one divides the other make few kinds, and even the worst make no more copies than there are overlaps.
+Tokens go from (wire block, slot) to (our block, slot). The overlap of a wire block with one of ours is a run
+of slots; overlaps of one kind (from the same slot, to the same slot, as many) are moved together. Block sizes
+of which one divides the other make few kinds, and even the worst make no more copies than there are overlaps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer.layout import BlockLayout, LayoutError, Segment, conversion_problem
-from kvtransfer.scratch import Scratch, chunks
+from kvtransfer.scratch import Scratch, chunks, scale_by
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
@@ -98,10 +98,8 @@ class Converter:
     def _dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         decoded = self._scratch.take("decoded", tuple(codes.shape), torch.float32)
         if codes.dtype == torch.float8_e4m3fn:
-            decoded.copy_(self._halves(codes)).mul_(scales * HALF_PER_FP8)
-        else:
-            decoded.copy_(codes).mul_(scales)
-        return decoded
+            return scale_by(decoded.copy_(self._halves(codes)), scales * HALF_PER_FP8)
+        return scale_by(decoded.copy_(codes), scales)
 
     def _halves(self, codes: Tensor) -> Tensor:
         """fp8 codes as float16 numbers that are smaller by `HALF_PER_FP8`: the same bits, three places up.

@@ -1,9 +1,12 @@
 """What the bytes of a KV block mean, in a pool and on the wire.
 
-A block is its segments, one after the other. A segment is its values, [layers, 2, block_size, kv_heads, head_dim]
-of `dtype`; where `quantization` is "int8" or "fp8" each value takes one byte instead, and the scales come behind
-the values: [layers, 2, kv_heads] float32, one for all tokens of the block. A value is its code times its scale.
-Little-endian, no padding; `fp8` is OCP's E4M3 without infinities (`torch.float8_e4m3fn`).
+A block is its segments, one after the other. A segment is its values, [layers, 2, block_size, kv_heads,
+head_dim] of `dtype`; where `quantization` is "int8" or "fp8" each value takes one byte instead, and behind
+the values come the scales: [layers, 2, kv_heads] float32, one for all tokens of the block. A value is its
+code times its scale. Little-endian, no padding; fp8 is OCP's E4M3 without infinities (`torch.float8_e4m3fn`).
+
+Scales of finer groups were measured on the bundled model: one for each token and head makes the error smaller
+by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations agree.
 """
 
 from __future__ import annotations
@@ -123,7 +126,7 @@ def block_bytes(segments: Sequence[SegmentInfo]) -> int:
 
 
 def wire_segments(segments: Sequence[SegmentInfo], wire_dtype: str) -> tuple[SegmentInfo, ...]:
-    """What a pool's segments look like on the wire; `wire_dtype` is "auto", "int8" or "fp8". Raises LayoutError."""
+    """A pool's segments on the wire; `wire_dtype` is "auto", "int8" or "fp8". Raises LayoutError."""
     if wire_dtype == "auto":
         return tuple(segments)
     if wire_dtype not in CODE_DTYPES:

@@ -1,8 +1,8 @@
 """Packs KV blocks for the wire: one byte a value, with a scale for each (block, layer, k/v, kv head).
 
-Symmetric: the scale is the largest magnitude of its group over the largest code (127 for int8, 448 for fp8), so
-nothing is clipped and zero stays zero. Only the tokens that a block holds count; the slots behind them are packed
-as zeros, so that what an earlier owner left there neither widens a scale nor travels.
+Symmetric: the scale is the largest magnitude of its group over the largest code (127 for int8, 448 for fp8),
+so nothing is clipped and zero stays zero. Only the tokens that a block holds count; the slots behind them are
+packed as zeros, so that what an earlier owner left there neither widens a scale nor travels.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kvtransfer.layout import SCALE_DTYPE, BlockLayout, Segment, wire_segments
-from kvtransfer.scratch import Scratch, chunks
+from kvtransfer.scratch import Scratch, chunks, scale_by
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SMALLEST, LARGEST = 1e-30, 1e38
-"""Groups whose largest magnitude is below `SMALLEST` are packed as zeros, above `LARGEST` as an error: between
-them scales and their inverses are ordinary float32 numbers."""
+"""Groups whose largest magnitude is below `SMALLEST` are packed as zeros, beyond `LARGEST` they are refused:
+between them scales and their inverses are ordinary float32 numbers."""
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -97,8 +97,7 @@ class Quantizer:
 
     def _encode(self, chunk: Tensor, inverse: Tensor, out: Tensor) -> None:
         scaled = self._scratch.take("float", tuple(chunk.shape), torch.float32)
-        scaled.copy_(chunk)
-        scaled.mul_(inverse)
+        scale_by(scaled.copy_(chunk), inverse)
         if out.dtype == torch.int8:
             scaled.round_()
         out.copy_(scaled)

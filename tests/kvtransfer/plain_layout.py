@@ -1,4 +1,4 @@
-"""The layout of blocks once more, read and written plainly, one token at a time, to test the fast way against."""
+"""The layout of blocks once more, read and written plainly, to test the fast way against."""
 
 from __future__ import annotations
 

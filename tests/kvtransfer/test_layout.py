@@ -62,7 +62,7 @@ def test_the_wire_keeps_all_but_the_quantization() -> None:
 
 @pytest.mark.parametrize("wire_dtype", ["int4", "INT8", ""])
 def test_an_unknown_wire_dtype_is_refused_by_name(wire_dtype: str) -> None:
-    with pytest.raises(LayoutError, match="quantization: .* is none of auto, int8, fp8"):
+    with pytest.raises(LayoutError, match=r"quantization: .* is none of auto, int8, fp8"):
         wire_segments([TARGET], wire_dtype)
 
 
