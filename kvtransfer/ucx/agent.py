@@ -11,11 +11,10 @@ releasing one that is under way only forgets it, and its bytes still land. So it
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +64,10 @@ def _errors_of(nixl: Any) -> tuple[type[Exception], ...]:
     return (RuntimeError, *kinds)
 
 
+class AgentClosedError(OSError):
+    """What there was to undo is undone."""
+
+
 class Remote:
     """Another agent, from `Agent.connect` to the last `Agent.disconnect`."""
 
@@ -86,7 +89,9 @@ class Transfer:
 
 
 class Agent:
-    """For use from every thread. Raises OSError for whatever NIXL can't do, and for all calls after `close`.
+    """For use from every thread. Raises OSError for whatever NIXL can't do.
+
+    After `close` what undoes something has no effect, and everything else raises AgentClosedError.
 
     `name` must never be used again by any agent of the cluster.
     """
@@ -123,7 +128,7 @@ class Agent:
             self._users[memory] = self._users.get(memory, 0) + 1
 
     def deregister(self, memory: Memory) -> None:
-        with self._calling("cannot deregister memory") as agent:
+        with suppress(AgentClosedError), self._calling("cannot deregister memory") as agent:
             self._users[memory] -= 1
             if not self._users[memory]:
                 del self._users[memory]
@@ -154,7 +159,7 @@ class Agent:
             return remote
 
     def disconnect(self, remote: Remote) -> None:
-        with self._calling(f"cannot forget {remote.name}") as agent:
+        with suppress(AgentClosedError), self._calling(f"cannot forget {remote.name}") as agent:
             remote.users -= 1
             if not remote.users and self._remotes.get(remote.name) is remote:
                 del self._remotes[remote.name]
@@ -170,7 +175,7 @@ class Agent:
             return int(agent.prepXferDlist(owner, self._segment(memory), strided, [self._backend]))
 
     def release(self, prepared: int) -> None:
-        with self._calling("cannot release a list of blocks") as agent:
+        with suppress(AgentClosedError), self._calling("cannot release a list of blocks") as agent:
             agent.releasedDlistH(prepared)
 
     def read(self, remote: Remote, theirs: int, sources: Indices, ours: int, targets: Indices) -> Transfer:
@@ -242,7 +247,7 @@ class Agent:
     def _calling(self, trouble: str) -> Iterator[Any]:
         with self._lock:
             if self._agent is None:
-                raise OSError(errno.ESHUTDOWN, "the ucx transport is closed")
+                raise AgentClosedError("the ucx transport is closed")
             try:
                 yield self._agent
             except self._errors as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import select
 import threading
 import time
@@ -15,8 +14,6 @@ from kvtransfer.extents import Runs, expand
 from kvtransfer.leases import WriteGate
 from kvtransfer.ucx.agent import Agent, Memory, Transfer
 from kvtransfer.ucx.limbo import Limbo
-
-logger = logging.getLogger("tandem.kvtransfer")
 
 _FIRST_PAUSE_S = 50e-6
 _PAUSE_GROWTH = 1.06
@@ -87,10 +84,7 @@ class UcxReader:
             self._uses -= 1
             if self._uses:
                 return
-        try:
-            self._undo.close()
-        except OSError as error:
-            logger.debug("nothing to release: %s", error)  # the agent is closed
+        self._undo.close()
 
     def _finish(self, transfer: Transfer, held: ExitStack, deadline: float) -> None:
         """Wait for the transfer; if that ends before the transfer does, `held` is kept until then."""

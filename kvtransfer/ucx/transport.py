@@ -79,9 +79,8 @@ class UcxTransport:
         memory = memory_of(pool)
         try:
             self._agent.register(memory)
-            metadata = (
-                self._agent.metadata()
-            )  # before anything else is registered: only the pool is to be read
+            # Nothing else is registered yet: others are to read the pool alone.
+            metadata = self._agent.metadata()
             self._introduction = Introduction(
                 self._agent.name, metadata, memory.address, memory.kind, memory.device_id
             )

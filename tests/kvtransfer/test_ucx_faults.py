@@ -207,3 +207,15 @@ def test_a_frozen_receiver_holds_nobody_up(closing: Closing, one_sided: str) -> 
     frozen.kill()
     assert other.ask("read", EVERYTHING) is True
     assert sender.ask("left_after_close") == NOTHING_LEFT
+
+
+def test_close_during_a_set_up_that_hangs(closing: Closing) -> None:
+    sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
+    sender.tell("connect", receiver.ask("listen"))
+    receiver.ask("accept")
+    sender.signal(signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        receiver.ask("set_up", NUM_BLOCKS, 0.2)
+    assert receiver.ask("in_limbo") == 1
+    assert receiver.ask("left_after_close") == NOTHING_LEFT
+    assert receiver.ask("in_limbo") == 0
