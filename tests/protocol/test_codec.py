@@ -15,7 +15,9 @@ from protocol.messages import (
     Generate,
     Handoff,
     HandoffAck,
+    HandoverFailed,
     PeerAddress,
+    Redirect,
     Register,
     Registered,
     Release,
@@ -90,6 +92,8 @@ MESSAGES = [
     (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST)),
     (codec.router_to_worker, Abort(request_ids=["r1", "r2"])),
     (codec.router_to_worker, Drain()),
+    (codec.router_to_worker, Redirect(incarnation="abc", request_id="r1", decode=ADDRESS)),
+    (codec.router_to_worker, Redirect(incarnation="abc", request_id="r1")),
     (codec.worker_to_router, STATE),
     (
         codec.worker_to_router,
@@ -106,6 +110,18 @@ MESSAGES = [
         ),
     ),
     (codec.worker_to_router, StepOutput(worker_id="decode-0", incarnation="abc", outputs=[OUTPUT])),
+    (
+        codec.worker_to_router,
+        HandoverFailed(
+            worker_id="prefill-0",
+            incarnation="p",
+            request_id="r1",
+            decode_incarnation="abc",
+            error_kind="transfer",
+            reason="the link broke",
+            manifest_sent=True,
+        ),
+    ),
     (
         codec.peer_request,
         Reserve(
