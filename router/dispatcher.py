@@ -262,8 +262,9 @@ class Dispatcher:
 
     def _note_fallback(self, decision: Decision) -> None:
         """Count, and tell at each change, what is colocated only because a role's workers are gone."""
-        missing = decision.missing_role
-        if not self._config.disaggregation or missing not in self._registry.known_roles:
+        missing = decision.missing_role if self._config.disaggregation else None
+        is_there = any(worker.role == missing for worker in self._registry.live())
+        if is_there or missing not in self._registry.known_roles:
             missing = None
         if missing is not None:
             self._metrics.role_fallback(missing)

@@ -128,12 +128,13 @@ def test_an_error_that_another_worker_may_not_have(make_router, pool, expected, 
 
 
 def test_a_stop_string_across_the_seam(make_router, pool, expected):
-    whole = expected("the quick brown fox")["choices"][0]
+    prompt = "numbers 0 1 2 3 4 5 6 7 8 9"
+    whole = expected(prompt)["choices"][0]
     router = make_router()
     after = 6
     seam = len(router.server.state.tokenizer.decode(whole["token_ids"][:after]))
     stop = whole["text"][seam - 2 : seam + 2]
-    fields = {"prompt": "the quick brown fox", "max_tokens": NUM_TOKENS, "stop": [stop]}
+    fields = {"prompt": prompt, "max_tokens": NUM_TOKENS, "stop": [stop]}
     future, first, _ = stalled(router, pool, after, **fields)
     lose(router, first)
     choice = answer(future.result(5))["choices"][0]
