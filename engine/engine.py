@@ -250,13 +250,13 @@ class Engine:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
         if not request.prompt_token_ids:
             raise InvalidRequestError("prompt", "must hold at least one token")
-        for field, token_ids in (
+        for name, token_ids in (
             ("prompt", request.prompt_token_ids),
             ("output_token_ids", request.output_token_ids),
         ):
             greatest = max(token_ids, default=0)
             if greatest >= self.vocab_size:
-                raise InvalidRequestError(field, f"token ids must be below {self.vocab_size}, got {greatest}")
+                raise InvalidRequestError(name, f"token ids must be below {self.vocab_size}, got {greatest}")
         check_sampling_params(request.sampling, self.vocab_size, self.config.max_logprobs)
         if len(request.output_token_ids) >= request.sampling.max_tokens:
             raise InvalidRequestError(

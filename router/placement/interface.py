@@ -13,7 +13,7 @@ class RequestFacts:
     """What is known of a request before it runs.
 
     `num_prompt_tokens` counts what must be computed before its next token: the prompt, and what was emitted
-    before a failover. `prefix_at` is a prefill worker that has computed the prompt once and may still hold it.
+    before a failover. `prefix_at` is a prefill worker that has computed the prompt and may still hold it.
     """
 
     num_prompt_tokens: int

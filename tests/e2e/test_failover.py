@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from tests.worker.tiny_model import greedy, load
 
 NUM_TOKENS = 24
 BOUND_S = 15.0
-SLOW = "slow:0.01"
+SLOW = "slow:0.02"
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 REQUESTS: list[dict[str, Any]] = [
-    {"length": 200, "temperature": 0},
+    {"length": 405, "temperature": 0},
     {"length": 75, "temperature": 1.0, "seed": 1, "logprobs": 2},
     {"length": 33, "temperature": 0.9, "seed": 2, "min_tokens": 9, "stop_token_ids": [7], **PENALTIES},
     {"length": 130, "temperature": 1.3, "top_k": 20, "seed": -3, "stream": True},
@@ -47,6 +47,8 @@ PREFILL_KILLED = {
     "at the manifest": "KILL:before:_send_manifest:1",
     "after the manifest": "KILL:after:_send_manifest:1",
 }
+HANDED_OVER = "KILL:after:_send_manifest"
+"""Where the decode worker may have all it needs, and go on."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def expected(folder: Path, reference: PreTrainedModel) -> list[dict[str, Any]]:
     with HttpServing(folder) as serving:
         answers = [ask(serving, request) for request in REQUESTS]
     assert answers[0]["token_ids"] == greedy(reference, prompt(REQUESTS[0]), NUM_TOKENS)
-    return answers
+    return [answer | {"logprobs": pytest.approx(answer["logprobs"], abs=1e-4)} for answer in answers]
 
 
 @pytest.fixture
@@ -98,10 +100,11 @@ def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> dict[st
         usage = chunks.pop()["usage"]
     choices = [chunk["choices"][0] for chunk in chunks]
     usage.pop("prompt_tokens_details")  # what is cached where does depend on the past
+    logprobs = choices[0]["logprobs"]
     return {
         "token_ids": [token for choice in choices for token in choice["token_ids"]],
         "text": "".join(choice["text"] for choice in choices),
-        "logprobs": choices[0]["logprobs"],
+        "logprobs": logprobs and logprobs["token_logprobs"],
         "finish_reason": choices[-1]["finish_reason"],
         "usage": usage,
     }
@@ -114,8 +117,11 @@ def stream(serving: HttpServing, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Any]:
-    return [pool.submit(ask, serving, request) for request in REQUESTS]
+def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
+    """The first, which is the longest, goes to the workers whose number is 0."""
+    first = pool.submit(ask, serving, REQUESTS[0])
+    serving.wait(lambda: serving.metric("tandem_placements_total") > 0)
+    return [first, *(pool.submit(ask, serving, request) for request in REQUESTS[1:])]
 
 
 def bury(serving: HttpServing, worker_id: str) -> None:
@@ -137,7 +143,6 @@ def check_afterwards(serving: HttpServing, expected: list[dict[str, Any]]) -> No
     serving.wait_empty()
     assert ask(serving, REQUESTS[1]) == expected[1]
     serving.wait_empty()
-    assert changes(serving) > 0
     assert serving.metric("tandem_request_failures_total") == 0
 
 
@@ -154,6 +159,7 @@ def check_with_a_death(
         bury(serving, doomed)
         assert [answer.result(BOUND_S) for answer in answers] == expected
         assert time.monotonic() - started < BOUND_S
+        assert changes(serving) > 0 or workers[doomed].startswith(HANDED_OVER)
         check_afterwards(serving, expected)
 
 
@@ -206,7 +212,7 @@ def test_what_a_dead_decode_worker_costs(folder: Path, expected: list[dict[str, 
             assert computed == length + length % 16 + emitted
         else:
             assert computed == length
-            assert serving.metric("tandem_handoff_redirects_total", reason="worker_lost") == 1
+            assert serving.metric("tandem_handoff_redirects_total") == 1
         assert (point == "as it decodes") <= bool(serving.metric("tandem_requests_placed_anew_total"))
 
 
@@ -228,6 +234,7 @@ def test_a_worker_that_froze_and_wakes_up_later_changes_nothing(
     with HttpServing(folder, workers, worker_timeout=1.5) as serving:
         answers = ask_all(serving, pool)
         assert [answer.result(BOUND_S) for answer in answers] == expected
+        assert changes(serving) > 0 or workers[frozen].startswith("STOP:after:_send_manifest")
         pid = serving.workers[frozen].process.pid
         assert pid is not None and frozen not in serving.worker_states()
         os.kill(pid, signal.SIGCONT)

@@ -181,6 +181,7 @@ def with_field(message: msgspec.Struct, path: str, value: object) -> bytes:
     return msgspec.msgpack.encode(tree)
 
 
+_MESSAGE = dict(zip(NAMES, (message for _, message in MESSAGES), strict=True))
 GENERATE = MESSAGES[1][1]
 OUT_OF_BOUNDS = [
     (codec.router_to_worker, GENERATE, "incarnation", ""),
@@ -196,19 +197,19 @@ OUT_OF_BOUNDS = [
     (codec.router_to_worker, GENERATE, "request.sampling.temperature", "hot"),
     (codec.router_to_worker, GENERATE, "request.sampling.max_tokens", None),
     (codec.router_to_worker, GENERATE, "decode.offers", [{"transport": "shm"}]),
-    (codec.router_to_worker, MESSAGES[3][1], "request_ids", ["x"] * (2**16 + 1)),
+    (codec.router_to_worker, _MESSAGE["Abort"], "request_ids", ["x"] * (2**16 + 1)),
     (codec.worker_to_router, STATE, "role", "boss"),
     (codec.worker_to_router, STATE, "free_blocks", -1),
     (
         codec.worker_to_router,
-        MESSAGES[7][1],
+        _MESSAGE["StepOutput"],
         "outputs",
         [{"request_id": "r", "token_ids": [1], "finish_reason": "x"}],
     ),
-    (codec.peer_request, MESSAGES[9][1], "manifest.num_tokens", 0),
-    (codec.peer_request, MESSAGES[9][1], "manifest.first_token", -1),
-    (codec.peer_reply, MESSAGES[11][1], "block_ids", [2**31]),
-    (codec.peer_reply, MESSAGES[11][1], "cached_blocks", -1),
+    (codec.peer_request, _MESSAGE["Handoff"], "manifest.num_tokens", 0),
+    (codec.peer_request, _MESSAGE["Handoff"], "manifest.first_token", -1),
+    (codec.peer_reply, _MESSAGE["Reserved"], "block_ids", [2**31]),
+    (codec.peer_reply, _MESSAGE["Reserved"], "cached_blocks", -1),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import emitted, eventually, events_of, is_idle, lose, make_pair, post
+from router_clients import emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 from protocol.codec import encode
 from protocol.messages import StepOutput, TokenOutput
@@ -120,9 +120,7 @@ def test_an_error_that_another_worker_may_not_have(make_router, pool, expected, 
         error="it broke",
     )
     first.stall_after = NUM_TOKENS
-    first.post(
-        encode(StepOutput(worker_id=first.worker_id, incarnation=first.incarnation, outputs=[error]))
-    )
+    first.post(encode(StepOutput(worker_id=first.worker_id, incarnation=first.incarnation, outputs=[error])))
     assert answer(future.result(5)) == without_id(expected())
     assert placed_anew(router, kind) == 1
 
@@ -335,7 +333,7 @@ def test_the_only_decode_worker_is_asked_again_once(make_router, pool, expected)
 
 def test_no_decode_worker_is_asked_twice_while_others_are_left(make_router, pool, expected):
     router = make_router()
-    future, prefill, decode, request_id = in_hand_off(router, pool)
+    future, prefill, _, request_id = in_hand_off(router, pool)
     others = [router.add_worker(f"decode-{index}") for index in range(1, 3)]
     for count in range(1, 4):
         prefill.fail_handover(request_id, "transfer")

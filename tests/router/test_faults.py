@@ -11,11 +11,10 @@ import time
 import httpx
 import msgspec
 import pytest
-from router_clients import BODY, eventually, events_of, is_idle, lose, make_pair, post
+from router_clients import BODY, events_of, eventually, is_idle, lose, make_pair, post
 
 from protocol.codec import encode
 from protocol.messages import StepOutput, TokenOutput
-
 
 # --- clients ---
 

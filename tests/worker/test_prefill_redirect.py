@@ -155,7 +155,7 @@ def test_a_redirect_takes_the_request_back(
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.05")
     first = cluster.start("decode", "decode-0", tiny_config(model_folder))
     cluster.generate(prefill, request("r", prompt(640)), first.address)
-    cluster.wait(lambda: first.state.num_reservations == 1)
+    cluster.wait(lambda: prefill.counter("reservations_total") == 1)
     cluster.redirect(prefill, "r", (first if again else decode).address)
     cluster.run("r")
     assert cluster.tokens("r") == greedy(reference, prompt(640), NUM_TOKENS)
