@@ -125,6 +125,27 @@ def test_an_error_that_another_worker_may_not_have(make_router, pool, expected, 
     assert placed_anew(router, kind) == 1
 
 
+def test_a_failure_right_after_a_failover_gives_the_load_back(make_router, pool):
+    router = make_router()
+    future, first, second = stalled(router, pool, 7)
+    second.hold.set()
+    lose(router, first)
+    eventually(lambda: second.generated)
+    assert router.server.state.registry.named("decode-1").outstanding_prefill_tokens > 0
+    error = TokenOutput(
+        request_id=second.generated[0].request_id,
+        token_ids=[],
+        finish_reason="error",
+        error_kind="internal",
+        error="it broke",
+    )
+    second.post(
+        encode(StepOutput(worker_id=second.worker_id, incarnation=second.incarnation, outputs=[error]))
+    )
+    assert future.result(5).status_code == 500
+    eventually(lambda: is_idle(router))
+
+
 def test_a_stop_string_across_the_seam(make_router, pool, expected):
     prompt = "numbers 0 1 2 3 4 5 6 7 8 9"
     whole = expected(prompt)["choices"][0]

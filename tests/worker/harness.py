@@ -188,7 +188,7 @@ class Cluster:
     def redirect(self, worker: RunningWorker, request_id: str, decode: PeerAddress | None) -> None:
         """Name another decode worker for what `worker` has computed."""
         if decode is None:
-            self._first_from.pop(request_id)
+            self._first_from.pop(request_id, None)
         incarnation = worker.address.incarnation
         self.send(worker.worker_id, Redirect(incarnation=incarnation, request_id=request_id, decode=decode))
 

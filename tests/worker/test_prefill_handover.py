@@ -71,10 +71,13 @@ def assert_failed(cluster: Cluster, prefill: RunningWorker, name: str, kind: str
     return error.error or ""
 
 
-def assert_goes_on(cluster: Cluster, prefill: RunningWorker, name: str, kind: str) -> str:
+def assert_goes_on(
+    cluster: Cluster, prefill: RunningWorker, name: str, kind: str, *, manifest_sent: bool = False
+) -> str:
     """The router is asked for another decode worker; told that there is none, the worker decodes itself."""
     failure = cluster.handover_failed(name)
     assert failure.error_kind == kind
+    assert failure.manifest_sent == manifest_sent
     cluster.redirect(prefill, name, None)
     cluster.run(name)
     assert len(cluster.tokens(name)) == 12
@@ -155,7 +158,7 @@ def test_a_missing_acknowledgement_is_given_up(
     start(cluster, prefill, peer)
     peer.reply(peer.grant(peer.receive(Reserve).request))
     peer.receive(Handoff)
-    assert_goes_on(cluster, prefill, "r", "timeout")
+    assert_goes_on(cluster, prefill, "r", "timeout", manifest_sent=True)
     assert peer.receive(Release).lease_id == "lease"
 
 
@@ -206,7 +209,7 @@ def test_a_refused_manifest_fails_the_hand_off(
     peer.receive(Handoff)
     peer.reply(HandoffAck(request_id="r", lease_id="other"))
     peer.reply(HandoffAck(request_id="r", lease_id="lease", error="it does not fit", field="num_tokens"))
-    assert "it does not fit" in assert_goes_on(cluster, prefill, "r", "transfer")
+    assert "it does not fit" in assert_goes_on(cluster, prefill, "r", "transfer", manifest_sent=True)
     cluster.wait(lambda: prefill.counter("stale_messages_total") == 1)
 
 
