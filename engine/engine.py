@@ -157,6 +157,13 @@ class Engine:
         sequence.first_scheduled = sequence.first_token_time = time.monotonic()
         self._scheduler.add_running(sequence)
 
+    def resume(self, request_id: str) -> None:
+        """Decode here after all a request added with `prefill_only`, whether its prompt is done or not."""
+        sequence = self._sequences[request_id]
+        sequence.prefill_only = False
+        if sequence.stage is Stage.HELD:
+            self._scheduler.add_running(sequence)
+
     def release(self, request_id: str) -> None:
         """Free the blocks of a finished prefill; they stay in the prefix cache. Unknown ids are ignored."""
         sequence = self._sequences.get(request_id)
@@ -251,12 +258,18 @@ class Engine:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
         if not request.prompt_token_ids:
             raise InvalidRequestError("prompt", "must hold at least one token")
-        for token_id in request.prompt_token_ids:
-            if token_id >= self.vocab_size:
-                raise InvalidRequestError(
-                    "prompt", f"token ids must be below {self.vocab_size}, got {token_id}"
-                )
+        for name, token_ids in (
+            ("prompt", request.prompt_token_ids),
+            ("output_token_ids", request.output_token_ids),
+        ):
+            greatest = max(token_ids, default=0)
+            if greatest >= self.vocab_size:
+                raise InvalidRequestError(name, f"token ids must be below {self.vocab_size}, got {greatest}")
         check_sampling_params(request.sampling, self.vocab_size, self.config.max_logprobs)
+        if len(request.output_token_ids) >= request.sampling.max_tokens:
+            raise InvalidRequestError(
+                "output_token_ids", f"must be fewer than max_tokens={request.sampling.max_tokens}"
+            )
         length = len(request.prompt_token_ids) + request.sampling.max_tokens
         if length > self.max_model_len:
             raise InvalidRequestError(

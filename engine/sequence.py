@@ -82,9 +82,9 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(
-            self.prompt_token_ids
-        )
+        if self.params.prompt_logprobs is None or self.first_token_time is not None:
+            return False
+        return len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def follows(self) -> bool:
         """Whether its leader has yet to compute what they share."""

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.handoff import HandoffManifest, SamplingState, SegmentInfo
 from protocol.ids import token_ids_digest
-from protocol.messages import EngineRequest, PeerAddress, Reserved
+from protocol.messages import EngineRequest, ErrorKind, PeerAddress, Reserved
+
+REDIRECTABLE: tuple[ErrorKind, ...] = ("worker_lost", "overloaded", "transfer", "timeout")
+"""What may go better with another decode worker."""
 
 
 @dataclass(eq=False)
 class Handover:
     """Where a request stands between its arrival and the decode worker's acknowledgement.
 
-    `num_pushed` of our blocks, after those that it had cached, are queued for the decode worker or there.
-    `deadline` (monotonic seconds) is None while the request waits for its turn in the engine, whose own
-    deadline then holds.
+    `taken_up`: the engine has begun with the prompt, and blocks may be reserved. `awaits_redirect`: `peer`
+    did not take the request, and the router is asked for another. `deadline` (monotonic seconds) is None
+    while nobody is asked for anything; the engine's own deadline holds then. `num_pushed` of our blocks, after
+    those that the decode worker had cached, are queued for it or there.
     """
 
     request: EngineRequest
     peer: PeerAddress
+    taken_up: bool = False
+    awaits_redirect: bool = False
     deadline: float | None = None
     reserving_since: float = 0.0
     renew_at: float = 0.0
     grant: Reserved | None = None
     num_pushed: int = 0
+    manifest_sent: bool = False
+    left_leases: set[str] = field(default_factory=set)
     first_token: int | None = None
 
     @property
@@ -34,7 +42,7 @@ class Handover:
     @property
     def reserving(self) -> bool:
         """The decode worker has been asked for blocks."""
-        return self.deadline is not None
+        return self.deadline is not None and not self.awaits_redirect
 
     @property
     def token_ids(self) -> list[int]:
@@ -42,9 +50,25 @@ class Handover:
         return self.request.prompt_token_ids + self.request.output_token_ids
 
     def first_pushed(self, block_size: int) -> int:
-        """Which of our blocks, of `block_size` tokens, is the first that the decode worker lacks a part of."""
+        """Which of our blocks, of `block_size` tokens, is the first that the decode worker lacks some of."""
         assert self.grant is not None
         return self.grant.cached_blocks * self.grant.block_size // block_size
+
+    def leave_peer(self, deadline: float) -> None:
+        """Forget what `peer` granted and got. Another is to be named until `deadline`."""
+        if self.grant is not None:
+            self.left_leases.add(self.grant.lease_id)
+        self.grant = None
+        self.num_pushed = 0
+        self.manifest_sent = False
+        self.awaits_redirect = True
+        self.deadline = deadline
+
+    def turn_to(self, peer: PeerAddress) -> None:
+        """Begin again with another decode worker."""
+        self.peer = peer
+        self.awaits_redirect = False
+        self.deadline = None
 
 
 def make_manifest(

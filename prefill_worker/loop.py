@@ -1,7 +1,8 @@
 """The prefill worker's loop.
 
 A request's blocks are reserved on its decode worker when the engine takes the request up, pushed as chunks
-complete while the next one computes, and kept here until the decode worker has acknowledged them.
+complete while the next one computes, and kept here until the decode worker has acknowledged them. When that
+one fails, the router names another and the same blocks go there, or none and the request is decoded here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed
 from kvtransfer.sender import Sender
-from prefill_worker.handover import Handover, make_manifest
+from prefill_worker.handover import REDIRECTABLE, Handover, make_manifest
 from prefill_worker.peers import PeerLinks
 from protocol.errors import TandemError
 from protocol.messages import (
@@ -21,6 +22,7 @@ from protocol.messages import (
     Generate,
     Handoff,
     HandoffAck,
+    HandoverFailed,
     PeerAddress,
     PeerReply,
     Release,
@@ -75,14 +77,17 @@ class PrefillLoop(WorkerLoop):
         self.engine.add(request, prefill_only=peer is not None)
         self.computing.add(request.request_id)
         if peer is not None:
-            self._handovers[request.request_id] = Handover(request, peer)
-            self._connect(request.request_id, peer)
+            handover = self._handovers[request.request_id] = Handover(request, peer)
+            self._connect(handover)
 
-    def _connect(self, request_id: str, peer: PeerAddress) -> None:
+    def _connect(self, handover: Handover) -> bool:
+        peer = handover.peer
         try:
             self._sender.connect(peer)
         except TandemError as error:
-            self.fail(request_id, "transfer", f"no transfer to {peer.worker_id}: {error}")
+            self._fail_handover(handover, "transfer", f"no transfer to {peer.worker_id}: {error}")
+            return False
+        return True
 
     def abort(self, request_id: str) -> None:
         self.computing.discard(request_id)
@@ -93,11 +98,15 @@ class PrefillLoop(WorkerLoop):
 
     def _forget(self, request_id: str) -> Handover | None:
         handover = self._handovers.pop(request_id, None)
-        self._pushing.pop(request_id, None)
-        if handover is not None and handover.grant is not None:
+        if handover is not None:
+            self._drop_lease(handover)
+        return handover
+
+    def _drop_lease(self, handover: Handover) -> None:
+        self._pushing.pop(handover.request_id, None)
+        if handover.grant is not None:
             del self._by_lease[handover.grant.lease_id]
             self._sender.abort(handover.grant.lease_id)
-        return handover
 
     def _release_remote(self, handover: Handover) -> None:
         if handover.reserving:
@@ -108,17 +117,69 @@ class PrefillLoop(WorkerLoop):
         message = Release(incarnation=peer.incarnation, lease_id=lease_id, request_id=request_id)
         self._peers.send(peer, message)
 
+    # --- failures and redirects -------------------------------------------------------------------
+
     def _fail_handover(self, handover: Handover, kind: ErrorKind, reason: str) -> None:
+        """Ask the router for another decode worker where that may help, else fail the request."""
+        peer = handover.peer
         self.counters.add("handoff_failures_total")
-        log.warning("hand-off of %s to %s failed: %s", handover.request_id, handover.peer.worker_id, reason)
-        self.fail(handover.request_id, kind, f"hand-off to {handover.peer.worker_id}: {reason}")
+        log.warning("hand-off of %s to %s failed: %s", handover.request_id, peer.worker_id, reason)
+        reason = f"hand-off to {peer.worker_id}: {reason}"[:4096]
+        if kind not in REDIRECTABLE:
+            self.fail(handover.request_id, kind, reason)
+            return
+        message = HandoverFailed(
+            worker_id=self.parts.worker_id,
+            incarnation=self.parts.incarnation,
+            request_id=handover.request_id,
+            decode_incarnation=peer.incarnation,
+            error_kind=kind,
+            reason=reason,
+            manifest_sent=handover.manifest_sent,
+        )
+        self._leave_peer(handover)
+        self.link.send(message)
+
+    def _leave_peer(self, handover: Handover) -> None:
+        """Take the request back from its decode worker; what is computed stays here."""
+        self._drop_lease(handover)
+        self._release_remote(handover)
+        handover.leave_peer(time.monotonic() + self.config.handoff_timeout)
+
+    def redirect(self, request_id: str, decode: PeerAddress | None) -> None:
+        handover = self._handovers.get(request_id)
+        if handover is None:
+            if not self.knows(request_id):
+                reason = f"{self.parts.worker_id} holds no blocks of the request any more"
+                self.answer_error(request_id, "worker_lost", reason)
+            return
+        if not handover.awaits_redirect:
+            self._leave_peer(handover)
+        if decode is None:
+            self._keep(handover)
+            return
+        log.warning("request %s is handed over to %s instead", request_id, decode.worker_id)
+        self.counters.add("handoffs_redirected_total")
+        handover.turn_to(decode)
+        if self._connect(handover) and handover.taken_up:
+            self._reserve(handover, time.monotonic())
+
+    def _keep(self, handover: Handover) -> None:
+        """Nobody takes the request over: it goes on in this worker's batch."""
+        log.warning("request %s is decoded here: no decode worker takes it", handover.request_id)
+        self.counters.add("handoffs_kept_total")
+        del self._handovers[handover.request_id]
+        self.engine.resume(handover.request_id)
+        self.computing.add(handover.request_id)
 
     # --- reserve ----------------------------------------------------------------------------------
 
     def _on_scheduled(self, request: EngineRequest) -> None:
         handover = self._handovers.get(request.request_id)
-        if handover is not None and not handover.reserving:
-            self._reserve(handover, time.monotonic())
+        if handover is not None:
+            handover.taken_up = True
+            if not handover.awaits_redirect:
+                self._reserve(handover, time.monotonic())
 
     def _reserve(self, handover: Handover, now: float) -> None:
         """Ask for blocks; asking again renews the lease."""
@@ -145,7 +206,7 @@ class PrefillLoop(WorkerLoop):
     def handle_peers(self, events: dict[object, int]) -> None:
         for peer, reply in self._peers.receive(events):
             handover = self._handovers.get(reply.request_id)
-            if handover is not None and handover.peer.incarnation == peer.incarnation:
+            if handover is not None and handover.reserving and handover.peer.incarnation == peer.incarnation:
                 self._on_reply(handover, reply)
             elif isinstance(reply, Reserved):
                 self._send_release(peer, reply.lease_id, reply.request_id)
@@ -164,6 +225,9 @@ class PrefillLoop(WorkerLoop):
                 self._fail_handover(handover, "worker_lost", "it was restarted")
 
     def _on_reserved(self, handover: Handover, grant: Reserved) -> None:
+        if grant.lease_id in handover.left_leases:
+            self.counters.add("stale_messages_total")
+            return
         if handover.grant is not None:
             if grant.lease_id != handover.grant.lease_id:
                 self._fail_handover(handover, "transfer", "the lease was lost")
@@ -234,6 +298,7 @@ class PrefillLoop(WorkerLoop):
 
     def _send_manifest(self, handover: Handover) -> None:
         del self._pushing[handover.request_id]
+        handover.manifest_sent = True
         manifest = make_manifest(
             handover, self.parts.worker_id, self.parts.incarnation, self.engine.pool.segments
         )
@@ -267,7 +332,10 @@ class PrefillLoop(WorkerLoop):
         for handover in list(self._handovers.values()):
             if handover.deadline is None:
                 continue
-            if self._waits_for_engine(handover):
+            if handover.awaits_redirect:
+                if now >= handover.deadline:
+                    self._fail_unredirected(handover)
+            elif self._waits_for_engine(handover):
                 if now >= handover.renew_at:
                     self._progress(handover, now)
                     self._reserve(handover, now)
@@ -276,6 +344,12 @@ class PrefillLoop(WorkerLoop):
                 reason = f"no progress for {self.config.handoff_timeout:g} s (--handoff-timeout)"
                 self._fail_handover(handover, "timeout", reason)
         self._peers.close_idle(now, {handover.peer.incarnation for handover in self._handovers.values()})
+
+    def _fail_unredirected(self, handover: Handover) -> None:
+        self.counters.add("handoffs_expired_total")
+        limit = f"{self.config.handoff_timeout:g} s (--handoff-timeout)"
+        reason = f"hand-off to {handover.peer.worker_id} failed, and no other worker was named within {limit}"
+        self.fail(handover.request_id, "timeout", reason)
 
     def _waits_for_engine(self, handover: Handover) -> bool:
         """The decode worker has done its part so far; what is missing is the prompt's next chunk."""

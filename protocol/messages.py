@@ -83,6 +83,14 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
     """Finish what runs, take nothing new."""
 
 
+class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
+    """Hand the request over to `decode` instead; None: nobody takes it, decode it where its prompt is."""
+
+    incarnation: Id
+    request_id: Id
+    decode: PeerAddress | None = None
+
+
 # --- worker -> router -------------------------------------------------------------------------------
 
 
@@ -164,6 +172,23 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     outputs: list[TokenOutput]
 
 
+class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_failed"):
+    """A decode worker did not take a request over.
+
+    What is computed of the prompt stays with the prefill worker, which goes on and waits for a `Redirect` or
+    an `Abort`. With `manifest_sent` the decode worker may have begun to run the request before it was told
+    to give it up.
+    """
+
+    worker_id: Id
+    incarnation: Id
+    request_id: Id
+    decode_incarnation: Id
+    error_kind: ErrorKind
+    reason: ShortText
+    manifest_sent: bool = False
+
+
 # --- prefill worker -> decode worker ----------------------------------------------------------------
 
 
@@ -228,7 +253,7 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
     incarnation: Id
 
 
-RouterToWorker = Registered | Generate | Abort | Drain
-WorkerToRouter = Register | WorkerState | StepOutput
+RouterToWorker = Registered | Generate | Abort | Drain | Redirect
+WorkerToRouter = Register | WorkerState | StepOutput | HandoverFailed
 PeerRequest = Reserve | Handoff | Release
 PeerReply = Reserved | ReserveRefused | HandoffAck | Stale

@@ -74,6 +74,8 @@ class Choice:
     def add(self, output: TokenOutput) -> None:
         """Take one step's tokens."""
         token_ids: Sequence[int] = output.token_ids
+        if output.cached_tokens is not None and self.num_tokens == 0:
+            self.cached_tokens = output.cached_tokens
         ended_by_token = output.finish_reason == "stop" and not self._include_stop
         pieces = self._pieces
         for position, token_id in enumerate(token_ids):
@@ -88,8 +90,6 @@ class Choice:
                 break
         if output.finish_reason is not None and self.finish_reason is None:
             pieces.append(self._end(output))
-        if output.cached_tokens is not None:
-            self.cached_tokens = output.cached_tokens
         if output.prompt_logprobs:
             self.prompt_logprobs.extend(output.prompt_logprobs)
         self.has_news = True

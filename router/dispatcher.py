@@ -13,7 +13,16 @@ import msgspec
 
 from protocol.config import ServeConfig
 from protocol.ids import new_request_id
-from protocol.messages import Abort, ErrorKind, Generate, StepOutput, TokenOutput
+from protocol.messages import (
+    Abort,
+    ErrorKind,
+    Generate,
+    HandoverFailed,
+    Redirect,
+    Role,
+    StepOutput,
+    TokenOutput,
+)
 from router.errors import ApiError, failed_generation
 from router.journal import Generation, Journal, LiveRequest
 from router.metrics import Metrics
@@ -23,6 +32,9 @@ from router.registry import Registry, Worker
 logger = logging.getLogger(__name__)
 
 MAX_PLACEMENTS = 3
+MAX_REDIRECTS = 3
+"""Decode workers that a request is offered to in vain before its prefill worker decodes it."""
+
 _REPLACEABLE = ("worker_lost", "transfer")
 
 Send = Callable[[Worker, msgspec.Struct], bool]
@@ -46,6 +58,7 @@ class Dispatcher:
         self._policy = policy
         self._metrics = metrics
         self._send = send
+        self._missing_role: Role | None = None
 
     def start(self, generation: Generation) -> None:
         """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker."""
@@ -83,11 +96,34 @@ class Dispatcher:
             self.fail(request.generation, error)
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
-        """Place its requests anew where no token was emitted, fail them where the rest is lost."""
+        """Place its requests anew. Prompts that were to be handed over to it go to another decode worker."""
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         for request in self._journal:
-            if worker in request.holders:
+            if worker is request.decode and request.prefill is not None:
+                self._redirect(request, "worker_lost", message)
+            elif worker in request.holders:
                 self._place_anew_or_fail(request, "worker_lost", message)
+
+    def handover_failed(self, message: HandoverFailed) -> None:
+        """A prefill worker has a prompt on its hands that its decode worker did not take."""
+        worker = self._registry.current(message.worker_id, message.incarnation)
+        request = self._journal.get(message.request_id)
+        if worker is None:
+            self._metrics.dropped("stale_incarnation")
+        elif request is None:
+            self._metrics.dropped("unknown_request")
+            self._send(worker, Abort(request_ids=[message.request_id]))
+        elif request.decode is None or request.decode.key.incarnation != message.decode_incarnation:
+            self._metrics.dropped("redirected_before")
+        elif worker is request.prefill:
+            may_ask_again = message.error_kind == "transfer" and not message.manifest_sent
+            self._redirect(request, message.error_kind, message.reason, may_ask_again)
+        elif worker is request.prefilled_by:
+            # Its tokens came before this news: it had begun, and has been told to give the request up.
+            self._send(worker, Abort(request_ids=[message.request_id]))
+            self._place_anew_or_fail(request, "transfer", message.reason)
+        else:
+            self._metrics.dropped("not_the_holder")
 
     def step(self, message: StepOutput) -> None:
         """Hand one step's tokens to their requests."""
@@ -151,9 +187,10 @@ class Dispatcher:
         request.generation.notify()
 
     def _account_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
+        if not request.has_answered:
+            (request.prefill or worker).outstanding_prefill_tokens -= request.num_prefill_tokens
         if not request.has_started:
             request.first_token_time = now
-            (request.prefill or worker).outstanding_prefill_tokens -= len(request.choice.prompt.token_ids)
             self._metrics.first_token(request, now)
         else:
             self._metrics.inter_token_latency.observe(now - request.last_token_time)
@@ -163,58 +200,157 @@ class Dispatcher:
         request.last_token_time = now
         request.output_token_ids.extend(output.token_ids)
 
+    # --- placement --------------------------------------------------------------------------------
+
     def _place(self, request: LiveRequest) -> Refusal | None:
-        prompt_tokens = len(request.choice.prompt.token_ids)
-        facts = RequestFacts(
-            num_prompt_tokens=prompt_tokens,
+        """Send it to the workers that the policy names, and to others when those can't be reached."""
+        request.num_emitted_before = len(request.output_token_ids)
+        while True:
+            decision = self._decide(request)
+            if isinstance(decision, Refusal):
+                return decision
+            first = self._assign(request, decision)
+            if self._dispatch(request, first):
+                logger.debug("request %s: %s", request.request_id, decision)
+                self._metrics.placed(decision.prefill is not None)
+                self._note_fallback(decision)
+                return None
+            request.failed.add(first.key.incarnation)
+            self._journal.remove(request)
+            self._release(request)
+            if request.placements >= MAX_PLACEMENTS:
+                return Refusal(f"worker {first.key.worker_id} cannot be reached")
+
+    def _decide(self, request: LiveRequest) -> Decision | Refusal:
+        live = self._registry.live()
+        workers = [worker for worker in live if worker.key.incarnation not in request.failed] or live
+        return self._policy(self._facts(request), [worker.snapshot() for worker in workers])
+
+    def _facts(self, request: LiveRequest) -> RequestFacts:
+        holder = request.prefilled_by
+        return RequestFacts(
+            num_prompt_tokens=request.num_prefill_tokens,
             max_tokens=request.sampling.max_tokens,
             priority=request.generation.priority,
             disaggregate=self._config.disaggregation,
+            prefix_at=holder.key.worker_id if holder is not None and holder.live else None,
         )
-        decision = self._policy(facts, [worker.snapshot() for worker in self._registry.live()])
-        if isinstance(decision, Refusal):
-            return decision
+
+    def _assign(self, request: LiveRequest, decision: Decision) -> Worker:
+        """Write the decision down; returns the worker that begins."""
+        prefill = self._registry.named(decision.prefill) if decision.prefill is not None else None
+        request.prefill, request.decode = prefill, self._registry.named(decision.decode)
         request.placements += 1
         request.early.clear()
-        prefill = self._registry.get(decision.prefill) if decision.prefill else None
-        decode = self._registry.get(decision.decode)
-        if decode is None:
-            return Refusal(f"the policy chose {decision.decode}, which is not known")
-        request.prefill, request.decode = prefill, decode
+        first = request.holders[0]
+        if first.role == "prefill":
+            request.prefilled_by = first
         for worker in request.holders:
             worker.outstanding_requests += 1
-        first = prefill or decode
-        first.outstanding_prefill_tokens += prompt_tokens
+        first.outstanding_prefill_tokens += request.num_prefill_tokens
         self._journal.add(request)
-        logger.debug("request %s: %s", request.request_id, decision)
-        return self._dispatch(request, first, decision)
+        return first
 
-    def _dispatch(self, request: LiveRequest, worker: Worker, decision: Decision) -> Refusal | None:
+    def _dispatch(self, request: LiveRequest, worker: Worker) -> bool:
         left = request.generation.arrival + self._config.request_timeout - time.monotonic()
         message = Generate(
             incarnation=worker.key.incarnation,
             request=request.engine_request(max(left, 0.0)),
             decode=request.decode.address if request.prefill and request.decode else None,
         )
-        if self._send(worker, message):
-            self._metrics.placed(decision.prefill is not None)
-            return None
-        self._forget([request])
-        return Refusal(f"worker {worker.key.worker_id} cannot be reached")
+        return self._send(worker, message)
+
+    def _note_fallback(self, decision: Decision) -> None:
+        """Count, and tell at each change, what is colocated only because a role's workers are gone."""
+        missing = decision.missing_role if self._config.disaggregation else None
+        is_there = any(worker.role == missing for worker in self._registry.live())
+        if is_there or missing not in self._registry.known_roles:
+            missing = None
+        if missing is not None:
+            self._metrics.role_fallback(missing)
+        if missing != self._missing_role:
+            if missing is not None:
+                logger.warning("no %s worker is left: the others serve whole requests", missing)
+            else:
+                logger.warning("there is a %s worker again", self._missing_role)
+            self._missing_role = missing
+
+    # --- failover ---------------------------------------------------------------------------------
 
     def _place_anew_or_fail(self, request: LiveRequest, kind: ErrorKind, reason: str) -> None:
+        """The journal has all that another worker needs: the prompt, and the tokens emitted so far."""
         if request.generation.is_over:
             return
-        if kind in _REPLACEABLE and not request.has_started and request.placements < MAX_PLACEMENTS:
-            self._forget([request])
-            request.request_id = new_request_id()
-            refusal = self._place(request)
-            if refusal is None:
-                logger.warning("a request is placed anew: %s", reason)
-                self._metrics.placed_anew.inc()
+        if kind in _REPLACEABLE:
+            model = self._registry.model
+            end = request.end(model.eos_token_ids if model is not None else ())
+            if end is not None:
+                self._abort([request])
+                self._take(request, request.holders[0], end, time.monotonic())
                 return
-            reason = f"{reason}; {refusal.reason}"
+            if request.placements < MAX_PLACEMENTS:
+                self._forget([request])
+                request.request_id = new_request_id()
+                refusal = self._place(request)
+                if refusal is None:
+                    emitted = request.num_emitted_before
+                    name = request.request_id
+                    logger.warning("placed anew as %s after %d tokens: %s", name, emitted, reason)
+                    self._metrics.placed_anew(kind)
+                    return
+                reason = f"{reason}; {refusal.reason}"
         self.fail(request.generation, failed_generation(kind, reason))
+
+    def _redirect(
+        self, request: LiveRequest, kind: ErrorKind, reason: str, may_ask_again: bool = False
+    ) -> None:
+        """Name another decode worker to the prefill worker, which keeps what it has computed.
+
+        Where there is none, the prefill worker decodes the request itself.
+        """
+        prefill, failed = request.prefill, request.decode
+        assert prefill is not None and failed is not None
+        may_ask_again = may_ask_again and failed.key.incarnation not in request.failed
+        request.failed.add(failed.key.incarnation)
+        target = self._next_decode(request, prefill, failed if may_ask_again else None)
+        message = Redirect(
+            incarnation=prefill.key.incarnation,
+            request_id=request.request_id,
+            decode=None if target is prefill else target.address,
+        )
+        if not self._send(prefill, message):
+            reason = f"{reason}; worker {prefill.key.worker_id} cannot be reached"
+            self._place_anew_or_fail(request, "worker_lost", reason)
+            return
+        logger.warning("request %s: %s decodes it: %s", request.request_id, target.key.worker_id, reason)
+        request.redirects += 1
+        request.early.clear()
+        failed.outstanding_requests -= 1
+        if target is not failed:
+            self._send(failed, Abort(request_ids=[request.request_id]))
+        if target is prefill:
+            request.prefill, request.decode = None, prefill
+            self._metrics.taken_over(kind)
+        else:
+            request.decode = target
+            target.outstanding_requests += 1
+            self._metrics.redirected(kind)
+
+    def _next_decode(self, request: LiveRequest, prefill: Worker, again: Worker | None) -> Worker:
+        """Who is to decode it: another decode worker, the only one once more (`again`), or `prefill`."""
+        if request.redirects >= MAX_REDIRECTS:
+            return prefill
+        decodes = [worker for worker in self._registry.live() if worker.role == "decode"]
+        others = [worker for worker in decodes if worker.key.incarnation not in request.failed]
+        if again is not None and decodes == [again]:
+            others = decodes
+        workers = [prefill, *others]
+        decision = self._policy(self._facts(request), [worker.snapshot() for worker in workers])
+        if isinstance(decision, Refusal):
+            return prefill
+        return self._registry.named(decision.decode)
+
+    # --- the end ----------------------------------------------------------------------------------
 
     def _timed_out(self, generation: Generation) -> None:
         limit = self._config.request_timeout
@@ -249,9 +385,8 @@ class Dispatcher:
         """Give back its share of the load counts."""
         for worker in request.holders:
             worker.outstanding_requests -= 1
-        if not request.has_started and request.holders:
-            first = request.holders[0]
-            first.outstanding_prefill_tokens -= len(request.choice.prompt.token_ids)
+        if not request.has_answered and request.holders:
+            request.holders[0].outstanding_prefill_tokens -= request.num_prefill_tokens
         request.prefill = request.decode = None
 
 

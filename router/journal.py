@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from protocol.ids import new_request_id
-from protocol.messages import EngineRequest, TokenOutput
+from protocol.messages import EngineRequest, FinishReason, TokenOutput
 from protocol.sampling import SamplingParams
 from router.choice import Choice
 from router.errors import ApiError
@@ -17,7 +19,8 @@ class LiveRequest:
     """One sequence: its prompt, the tokens emitted so far, and who works on it.
 
     `request_id` is what the workers know it by; each placement gets a new one, so that a late token of an
-    earlier placement is never taken for one of the current.
+    earlier placement is never taken for one of the current. `failed` names the incarnations that did not do
+    their part of this request.
     """
 
     def __init__(self, generation: Generation, choice: Choice, sampling: SamplingParams) -> None:
@@ -26,9 +29,15 @@ class LiveRequest:
         self.sampling = sampling
         self.request_id = new_request_id()
         self.placements = 0
+        self.redirects = 0
+        self.failed: set[str] = set()
         self.prefill: Worker | None = None
         self.decode: Worker | None = None
+        self.prefilled_by: Worker | None = None
+        """Whose prefix cache has the prompt, or will have it."""
         self.output_token_ids: list[int] = []
+        self.num_emitted_before = 0
+        """Tokens of earlier placements."""
         self.early: list[TokenOutput] = []
         """Outputs of the decode worker that overtook the prefill worker's token on their way here."""
         self.first_token_time = 0.0
@@ -38,20 +47,50 @@ class LiveRequest:
     def has_started(self) -> bool:
         return bool(self.output_token_ids)
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether a token of the current placement has come."""
+        return len(self.output_token_ids) > self.num_emitted_before
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """What the current placement computes before its first token, if nothing of it is cached."""
+        return len(self.choice.prompt.token_ids) + self.num_emitted_before
+
     def is_early(self, worker: Worker) -> bool:
         """Whether what `worker` sends comes after a token that the prefill worker has yet to bring."""
-        return self.prefill is not None and worker is self.decode and not self.has_started
+        return self.prefill is not None and worker is self.decode and not self.has_answered
 
     @property
     def holders(self) -> list[Worker]:
         """The workers that may hold blocks or a place in a queue for it."""
         return [worker for worker in (self.prefill, self.decode) if worker is not None]
 
+    def end(self, eos_token_ids: Sequence[int]) -> TokenOutput | None:
+        """What its last worker would have said, if the tokens emitted so far already end it."""
+        reason: FinishReason | None = None
+        stop_token_id = None
+        last = self.output_token_ids[-1] if self.output_token_ids else None
+        if last in self.sampling.stop_token_ids:
+            reason, stop_token_id = "stop", last
+        elif last in eos_token_ids and not self.sampling.ignore_eos:
+            reason = "stop"
+        elif len(self.output_token_ids) >= self.sampling.max_tokens:
+            reason = "length"
+        if reason is None:
+            return None
+        return TokenOutput(
+            request_id=self.request_id, token_ids=[], finish_reason=reason, stop_token_id=stop_token_id
+        )
+
     def engine_request(self, timeout_s: float) -> EngineRequest:
+        sampling = self.sampling
+        if self.choice.prompt_logprobs:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return EngineRequest(
             request_id=self.request_id,
             prompt_token_ids=self.choice.prompt.token_ids,
-            sampling=self.sampling,
+            sampling=sampling,
             output_token_ids=self.output_token_ids,
             priority=self.generation.priority,
             timeout_s=timeout_s,

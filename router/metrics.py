@@ -36,11 +36,22 @@ class Metrics:
         self._model = {"model_name": model_name}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that started.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.placed_anew = self._counter("requests_placed_anew", "Requests given to another worker.")
         self._success = self._family("request_success", "Sequences finished.", ["finished_reason"])
         self._failures = self._family("request_failures", "Requests that failed.", ["kind"])
         self._dropped = self._family("messages_dropped", "Worker messages not taken.", ["reason"])
         self._placements = self._family("placements", "Placement decisions.", ["kind"])
+        self._placed_anew = self._family(
+            "requests_placed_anew", "Requests given to other workers, with the tokens they had.", ["reason"]
+        )
+        self._redirects = self._family(
+            "handoff_redirects", "Hand-offs turned elsewhere without a new prefill.", ["reason"]
+        )
+        self._takeovers = self._family(
+            "handoff_takeovers", "Requests that their prefill worker decodes itself.", ["reason"]
+        )
+        self._role_fallbacks = self._family(
+            "role_fallbacks", "Requests served by one worker because the other role has none.", ["missing"]
+        )
         self._http = self._family("http_responses", "HTTP responses.", ["status"])
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS
@@ -75,6 +86,18 @@ class Metrics:
     def placed(self, disaggregated: bool) -> None:
         kind = "disaggregated" if disaggregated else "colocated"
         self._placements.labels(kind=kind, **self._model).inc()
+
+    def placed_anew(self, reason: str) -> None:
+        self._placed_anew.labels(reason=reason, **self._model).inc()
+
+    def redirected(self, reason: str) -> None:
+        self._redirects.labels(reason=reason, **self._model).inc()
+
+    def taken_over(self, reason: str) -> None:
+        self._takeovers.labels(reason=reason, **self._model).inc()
+
+    def role_fallback(self, missing: str) -> None:
+        self._role_fallbacks.labels(missing=missing, **self._model).inc()
 
     def http_response(self, status: int) -> None:
         self._http.labels(status=str(status), **self._model).inc()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from protocol.messages import Register, WorkerState
+from protocol.messages import Register, Role, WorkerState
 from router.placement.interface import WorkerSnapshot
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ class Registry:
         self._retired: set[WorkerKey] = set()
         self._retired_order: deque[WorkerKey] = deque()
         self.model: ModelFacts | None = None
+        self.known_roles: set[Role] = set()
+        """Of every worker that has ever registered."""
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -89,8 +91,9 @@ class Registry:
     def live(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.live]
 
-    def get(self, worker_id: str) -> Worker | None:
-        return self._workers.get(worker_id)
+    def named(self, worker_id: str) -> Worker:
+        """The worker's current incarnation; KeyError where there is none."""
+        return self._workers[worker_id]
 
     def current(self, worker_id: str, incarnation: str) -> Worker | None:
         """The worker, if this is its current incarnation."""
@@ -118,6 +121,7 @@ class Registry:
             self._on_registered(known)
             return known
         worker = self._workers[key.worker_id] = Worker(register, time.monotonic())
+        self.known_roles.add(worker.role)
         logger.info("worker %s (%s, incarnation %s) registered", key.worker_id, worker.role, key.incarnation)
         self._on_registered(worker)
         if known is not None:

@@ -7,7 +7,14 @@ import logging
 import time
 
 from protocol.config import ServeConfig
-from protocol.messages import Register, Registered, StepOutput, WorkerState, WorkerToRouter
+from protocol.messages import (
+    HandoverFailed,
+    Register,
+    Registered,
+    StepOutput,
+    WorkerState,
+    WorkerToRouter,
+)
 from protocol.sockets import ClusterKeys
 from router.dispatcher import Dispatcher
 from router.errors import ApiError
@@ -85,6 +92,8 @@ class RouterState:
         match message:
             case StepOutput():
                 self.dispatcher.step(message)
+            case HandoverFailed():
+                self.dispatcher.handover_failed(message)
             case WorkerState():
                 if not self.registry.update(message):
                     self.metrics.dropped("stale_incarnation")

@@ -10,6 +10,8 @@ Counter = Literal[
     "handoff_seconds_total",
     "handoff_failures_total",
     "handoffs_expired_total",
+    "handoffs_redirected_total",
+    "handoffs_kept_total",
     "reservations_total",
     "reservation_wait_seconds_total",
     "reservations_refused_total",
@@ -31,6 +33,7 @@ Counter = Literal[
     "step_failures_total",
     "loop_seconds_total",
     "engine_seconds_total",
+    "computed_tokens_total",
 ]
 
 

@@ -9,7 +9,14 @@ import zmq
 
 from protocol.codec import encode, router_to_worker
 from protocol.errors import ProtocolError, TandemError
-from protocol.messages import Register, Registered, RouterToWorker, StepOutput, TokenOutput
+from protocol.messages import (
+    Register,
+    Registered,
+    RouterToWorker,
+    StepOutput,
+    TokenOutput,
+    WorkerToRouter,
+)
 from protocol.sockets import ClusterKeys, connect_dealer
 from worker.counters import Counters
 
@@ -69,10 +76,11 @@ class RouterLink:
             log.warning("dropped a message of the router: %s", error)
             return None
 
+    def send(self, message: WorkerToRouter) -> None:
+        self.socket.send(encode(message))
+
     def send_outputs(self, outputs: list[TokenOutput]) -> None:
-        self.socket.send(
-            encode(StepOutput(worker_id=self._worker_id, incarnation=self._incarnation, outputs=outputs))
-        )
+        self.send(StepOutput(worker_id=self._worker_id, incarnation=self._incarnation, outputs=outputs))
 
     def close(self) -> None:
         self.socket.close(linger=500)

@@ -23,6 +23,7 @@ from protocol.messages import (
     ErrorKind,
     Generate,
     PeerAddress,
+    Redirect,
     Registered,
     RouterToWorker,
     TokenOutput,
@@ -74,6 +75,10 @@ class WorkerLoop(ABC):
     @abstractmethod
     def abort(self, request_id: str) -> None:
         """Forget a request, whatever its stage. Unknown ids are ignored."""
+
+    def redirect(self, request_id: str, decode: PeerAddress | None) -> None:
+        """Hand a request over to another decode worker, or to nobody. For prefill workers only."""
+        self.counters.add("dropped_messages_total")
 
     @abstractmethod
     def knows(self, request_id: str) -> bool:
@@ -150,6 +155,7 @@ class WorkerLoop(ABC):
             return time.perf_counter() - started
         seconds = time.perf_counter() - started
         self.counters.add("engine_seconds_total", seconds)
+        self.counters.add("computed_tokens_total", result.num_tokens)
         self._failed_steps = 0
         outputs = result.outputs
         self._advancing = bool(result.num_tokens or outputs)
@@ -205,6 +211,8 @@ class WorkerLoop(ABC):
                 self.abort_all(message.request_ids)
             case Drain():
                 self.parts.lifecycle = "draining"
+            case Redirect():
+                self._on_redirect(message)
             case Registered():
                 self.counters.add("duplicate_messages_total")
 
@@ -220,6 +228,12 @@ class WorkerLoop(ABC):
             self.counters.add("duplicate_messages_total")
         else:
             self._take(message, request)
+
+    def _on_redirect(self, message: Redirect) -> None:
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+        else:
+            self.redirect(message.request_id, message.decode)
 
     def _take(self, message: Generate, request: EngineRequest) -> None:
         try:

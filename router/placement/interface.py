@@ -10,12 +10,17 @@ from protocol.messages import Lifecycle, Role
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What is known of a request before it runs."""
+    """What is known of a request before it runs.
+
+    `num_prompt_tokens` counts what must be computed before its next token: the prompt, and what was emitted
+    before a failover. `prefix_at` is a prefill worker that has computed the prompt and may still hold it.
+    """
 
     num_prompt_tokens: int
     max_tokens: int
     priority: int = 0
     disaggregate: bool = True
+    prefix_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +58,16 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes. Without `prefill`, the `decode` worker does all of it."""
+    """Where a request goes. Without `prefill`, the `decode` worker does all of it.
+
+    `missing_role` is set where that is so only because no worker of that role is there.
+    """
 
     prefill: str | None
     decode: str
     predicted_cost: float
     reasons: tuple[str, ...]
+    missing_role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""A server in miniature: the real router, and a prefill and a decode worker in their own processes."""
+"""A server in miniature: the real router, and its workers in their own processes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import httpx
@@ -16,30 +18,37 @@ from router.server import RouterServer
 from tests.worker.harness import RunningWorker, tiny_config
 
 START_S = 60.0
+PAIR: Mapping[str, str] = MappingProxyType({"prefill-0": "", "decode-0": ""})
+LOOKS = 4
+"""In a row, each 0.05 s after the last: at least one has seen a heartbeat of after the first."""
 
 
 class HttpServing:
-    """Serves `model` over HTTP on a free port; `url` is ready when the constructor returns."""
+    """Serves `model` over HTTP on a free port; `url` is ready when the constructor returns.
 
-    def __init__(self, model: Path, *, disaggregated: bool = True, **options: Any) -> None:
+    `workers` maps each one's id, "role-number", to the fault that its process gets (`tests.worker.child`).
+    """
+
+    def __init__(self, model: Path, workers: Mapping[str, str] = PAIR, **options: Any) -> None:
         self.config: ServeConfig = tiny_config(model, port=0, max_num_seqs=16, **options)
         self.keys = ClusterKeys.generate()
-        self._router = RouterServer(self.config, self.keys)
-        self.endpoint = self._router.worker_endpoint
-        self.url = self._router.url
+        self.router = RouterServer(self.config, self.keys)
+        self.endpoint = self.router.worker_endpoint
+        self.url = self.router.url
         started = threading.Event()
-        self._thread = threading.Thread(
-            target=self._router.run, kwargs={"on_start": started.set}, daemon=True
-        )
+        self._thread = threading.Thread(target=self.router.run, kwargs={"on_start": started.set}, daemon=True)
         self._thread.start()
         assert started.wait(START_S)
         self.http = httpx.Client(base_url=self.url, timeout=START_S)
-        roles = ["prefill", "decode"] if disaggregated else ["decode"]
-        # Only a worker's start needs the cluster that it belongs to: its keys and its router's endpoint.
-        self.workers = [RunningWorker(self, role, f"{role}-0", self.config) for role in roles]  # type: ignore[arg-type]
+        self.workers = {worker_id: self._start(worker_id, fault) for worker_id, fault in workers.items()}
         self.wait(
-            lambda: len(self.worker_states()) == len(roles) and self.http.get("/ready").status_code == 200
+            lambda: len(self.worker_states()) == len(workers) and self.http.get("/ready").status_code == 200
         )
+
+    def _start(self, worker_id: str, fault: str) -> RunningWorker:
+        role = worker_id.partition("-")[0]
+        # Only a worker's start needs the cluster that it belongs to: its keys and its router's endpoint.
+        return RunningWorker(self, role, worker_id, self.config, fault)  # type: ignore[arg-type]
 
     def __enter__(self) -> HttpServing:
         return self
@@ -47,15 +56,28 @@ class HttpServing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._router.stop()
-        self._router.stop()
+        self.router.stop()
+        self.router.stop()
         self._thread.join(START_S)
-        for worker in self.workers:
+        for worker in self.workers.values():
+            if worker.process.is_alive() and worker.process.pid is not None:
+                os.kill(worker.process.pid, signal.SIGCONT)
             worker.stop()
         self.http.close()
 
-    def worker_states(self) -> list[dict[str, Any]]:
-        return self.http.get("/workers").json()["workers"]
+    def worker_states(self) -> dict[str, dict[str, Any]]:
+        """What the router knows of its workers, by their ids; those that are silent are left out."""
+        workers = self.http.get("/workers").json()["workers"]
+        return {worker["id"]: worker for worker in workers if worker["lifecycle"] != "silent"}
+
+    def counter(self, worker_id: str, name: str) -> float:
+        """A worker's own counter."""
+        return float(self.worker_states()[worker_id]["counters"][name])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The router's metric; the sum over the labels that are not given."""
+        samples = (s for family in self.router.state.metrics.registry.collect() for s in family.samples)
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
     def wait(self, done: Callable[[], bool], timeout_s: float = START_S) -> None:
         pause = threading.Event()
@@ -67,12 +89,16 @@ class HttpServing:
 
     def wait_empty(self) -> None:
         """Every block of every pool is free or cached, and nothing runs or waits."""
+        looks = 0
 
         def empty() -> bool:
-            return all(
+            nonlocal looks
+            all_empty = all(
                 worker["free_blocks"] + worker["cached_blocks"] == worker["total_blocks"]
                 and worker["num_running"] + worker["num_waiting"] + worker["outstanding_requests"] == 0
-                for worker in self.worker_states()
+                for worker in self.worker_states().values()
             )
+            looks = looks + 1 if all_empty else 0
+            return looks == LOOKS
 
         self.wait(empty)

@@ -209,16 +209,78 @@ def test_preemption_keeps_the_tokens(make_engine: Callable[..., Engine], referen
     assert_empty(engine)
 
 
+CONTINUED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "seed": 4},
+    "filters": {"temperature": 1.2, "seed": 5, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {
+        "temperature": 0.9,
+        "seed": 6,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.5,
+    },
+    "bias": {"temperature": 1.0, "seed": 7, "logit_bias": {5: 4.0, 6: -9.0}},
+    "min_tokens": {"min_tokens": 8, "stop_token_ids": list(range(1, VOCAB_SIZE, 2))},
+    "logprobs": {"temperature": 1.0, "seed": 8, "logprobs": 3},
+}
+
+
+@pytest.mark.parametrize("emitted", [1, 5, 7, 11])
+@pytest.mark.parametrize("sampling", CONTINUED.values(), ids=CONTINUED)
 def test_emitted_tokens_continue_where_they_ended(
+    make_engine: Callable[..., Engine], sampling: dict[str, Any], emitted: int
+) -> None:
+    prompt = prompt_of(27)
+    engine = make_engine()
+    engine.add(ask("whole", prompt, max_tokens=12, sampling=sampling))
+    whole = run(engine)["whole"]
+    emitted = min(emitted, len(whole) - 1)
+    before = tokens(whole[:emitted])
+    engine.add(ask("rest", prompt, max_tokens=12, sampling=sampling, output_token_ids=before))
+    rest = run(engine)["rest"]
+    assert tokens(rest) == tokens(whole[emitted:])
+    assert [output.finish_reason for output in rest] == [output.finish_reason for output in whole[emitted:]]
+    assert rest[-1].stop_token_id == whole[-1].stop_token_id
+    for got, want in zip(rest, whole[emitted:], strict=True):
+        assert (got.logprobs is None) == (want.logprobs is None)
+        if got.logprobs is not None and want.logprobs is not None:
+            assert got.logprobs[0].top_token_ids == want.logprobs[0].top_token_ids
+            assert got.logprobs[0].logprob == pytest.approx(want.logprobs[0].logprob, abs=1e-4)
+    assert_empty(engine)
+
+
+def test_a_ban_that_begins_in_emitted_tokens_holds(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     prompt = prompt_of(20)
-    sampling = {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.5}
+    plain = greedy(reference, prompt, 8)
+    sampling = {"banned_token_sequences": [plain[3:5]]}
     engine = make_engine()
-    engine.add(ask("whole", prompt, max_tokens=12, sampling=sampling))
+    engine.add(ask("whole", prompt, sampling=sampling))
     whole = tokens(run(engine)["whole"])
-    engine.add(ask("rest", prompt, max_tokens=12, sampling=sampling, output_token_ids=whole[:5]))
-    assert tokens(run(engine)["rest"]) == whole[5:]
+    assert whole[:4] == plain[:4] and whole[4] != plain[4]
+    engine.add(ask("rest", prompt, sampling=sampling, output_token_ids=plain[:4]))
+    assert tokens(run(engine)["rest"]) == whole[4:]
+
+
+@pytest.mark.parametrize("sampling", [{}, CONTINUED["penalties"]], ids=["greedy", "penalties"])
+@pytest.mark.parametrize(("stage", "steps"), [("waiting", 0), ("running", 1), ("held", 3)])
+def test_a_prefill_that_nobody_takes_goes_on_here(
+    make_engine: Callable[..., Engine], stage: str, steps: int, sampling: dict[str, Any]
+) -> None:
+    engine = make_engine()
+    engine.add(ask("whole", prompt_of(150), sampling=sampling))
+    whole = tokens(run(engine)["whole"])
+    engine = make_engine()
+    engine.add(ask("a", prompt_of(150), sampling=sampling), prefill_only=True)
+    outputs = [output for _ in range(steps) for output in engine.step().outputs]
+    assert engine.has_work() == (stage != "held")
+    engine.resume("a")
+    outputs += run(engine)["a"]
+    assert tokens(outputs) == whole
+    engine.release("a")
+    assert_empty(engine)
 
 
 def test_a_held_prefill_keeps_its_blocks_until_released(make_engine: Callable[..., Engine]) -> None:
@@ -291,6 +353,8 @@ def test_prompt_logprobs_across_chunks(
         ({"sampling": {"temperature": float("nan")}}, "temperature"),
         ({"sampling": {"logprobs": 1000}}, "logprobs"),
         ({"sampling": {"stop_token_ids": [VOCAB_SIZE]}}, "stop_token_ids"),
+        ({"output_token_ids": [VOCAB_SIZE]}, "output_token_ids"),
+        ({"output_token_ids": [5] * 8}, "output_token_ids"),
     ],
 )
 def test_refuses_by_field(make_engine: Callable[..., Engine], changes: dict[str, Any], field: str) -> None:

@@ -15,7 +15,9 @@ from protocol.messages import (
     Generate,
     Handoff,
     HandoffAck,
+    HandoverFailed,
     PeerAddress,
+    Redirect,
     Register,
     Registered,
     Release,
@@ -90,6 +92,8 @@ MESSAGES = [
     (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST)),
     (codec.router_to_worker, Abort(request_ids=["r1", "r2"])),
     (codec.router_to_worker, Drain()),
+    (codec.router_to_worker, Redirect(incarnation="abc", request_id="r1", decode=ADDRESS)),
+    (codec.router_to_worker, Redirect(incarnation="abc", request_id="r1")),
     (codec.worker_to_router, STATE),
     (
         codec.worker_to_router,
@@ -107,6 +111,18 @@ MESSAGES = [
     ),
     (codec.worker_to_router, StepOutput(worker_id="decode-0", incarnation="abc", outputs=[OUTPUT])),
     (
+        codec.worker_to_router,
+        HandoverFailed(
+            worker_id="prefill-0",
+            incarnation="p",
+            request_id="r1",
+            decode_incarnation="abc",
+            error_kind="transfer",
+            reason="the link broke",
+            manifest_sent=True,
+        ),
+    ),
+    (
         codec.peer_request,
         Reserve(
             incarnation="abc",
@@ -121,7 +137,7 @@ MESSAGES = [
     (codec.peer_request, Release(incarnation="abc", lease_id="l1", request_id="r1")),
     (
         codec.peer_reply,
-        Reserved(request_id="r1", lease_id="l1", incarnation="abc", block_ids=[1], cached_blocks=0),
+        Reserved(request_id="r1", lease_id="l1", incarnation="abc", block_size=16, block_ids=[1], cached_blocks=0),
     ),
     (codec.peer_reply, ReserveRefused(request_id="r1", error_kind="overloaded", reason="no room")),
     (codec.peer_reply, HandoffAck(request_id="r1", lease_id="l1", error="no", field="segments")),
@@ -165,6 +181,7 @@ def with_field(message: msgspec.Struct, path: str, value: object) -> bytes:
     return msgspec.msgpack.encode(tree)
 
 
+_MESSAGE = dict(zip(NAMES, (message for _, message in MESSAGES), strict=True))
 GENERATE = MESSAGES[1][1]
 OUT_OF_BOUNDS = [
     (codec.router_to_worker, GENERATE, "incarnation", ""),
@@ -180,19 +197,19 @@ OUT_OF_BOUNDS = [
     (codec.router_to_worker, GENERATE, "request.sampling.temperature", "hot"),
     (codec.router_to_worker, GENERATE, "request.sampling.max_tokens", None),
     (codec.router_to_worker, GENERATE, "decode.offers", [{"transport": "shm"}]),
-    (codec.router_to_worker, MESSAGES[3][1], "request_ids", ["x"] * (2**16 + 1)),
+    (codec.router_to_worker, _MESSAGE["Abort"], "request_ids", ["x"] * (2**16 + 1)),
     (codec.worker_to_router, STATE, "role", "boss"),
     (codec.worker_to_router, STATE, "free_blocks", -1),
     (
         codec.worker_to_router,
-        MESSAGES[7][1],
+        _MESSAGE["StepOutput"],
         "outputs",
         [{"request_id": "r", "token_ids": [1], "finish_reason": "x"}],
     ),
-    (codec.peer_request, MESSAGES[9][1], "manifest.num_tokens", 0),
-    (codec.peer_request, MESSAGES[9][1], "manifest.first_token", -1),
-    (codec.peer_reply, MESSAGES[11][1], "block_ids", [2**31]),
-    (codec.peer_reply, MESSAGES[11][1], "cached_blocks", -1),
+    (codec.peer_request, _MESSAGE["Handoff"], "manifest.num_tokens", 0),
+    (codec.peer_request, _MESSAGE["Handoff"], "manifest.first_token", -1),
+    (codec.peer_reply, _MESSAGE["Reserved"], "block_ids", [2**31]),
+    (codec.peer_reply, _MESSAGE["Reserved"], "cached_blocks", -1),
 ]
 
 

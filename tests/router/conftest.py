@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,12 @@ def make_router(model_folder: Path) -> Iterator[Callable[..., RunningRouter]]:
     yield make
     for router in routers:
         router.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import zmq
 
 from protocol.codec import encode, router_to_worker
@@ -14,7 +15,9 @@ from protocol.messages import (
     Abort,
     EngineRequest,
     Generate,
+    HandoverFailed,
     PeerAddress,
+    Redirect,
     Register,
     Registered,
     RequestTiming,
@@ -42,14 +45,16 @@ class Job:
         self.decode = message.decode
         self.tokens = tokens[: message.request.sampling.max_tokens]
         self.finish_reason = finish_reason if len(tokens) <= message.request.sampling.max_tokens else "length"
-        self.sent = 0
+        self.start = len(message.request.output_token_ids)
+        self.sent = self.start
 
 
 class FakeWorker:
     """Runs in a thread. `script(request)` gives the tokens; `step_s` is the time between steps.
 
     `hold` (an event) stops token output while it is set, `mute` the heartbeats; `peers` maps worker ids to
-    fake decode workers, for the hand-off. Everything received is kept in `generated` and `aborted`.
+    fake decode workers, for the hand-off, which is left undone while `keep` is set. A job has no more than
+    `stall_after` output tokens. Everything received is kept in `generated`, `aborted` and `redirects`.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class FakeWorker:
         max_model_len: int = MAX_MODEL_LEN,
         heartbeat_s: float = 0.1,
         counters: dict[str, float] | None = None,
+        cached_tokens: int = 5,
     ) -> None:
         self.worker_id, self.role = worker_id, role
         self.incarnation = new_incarnation()
@@ -80,10 +86,15 @@ class FakeWorker:
         self.eos_token_id = 0
         self.hold = threading.Event()
         self.mute = threading.Event()
+        self.keep = threading.Event()
+        self.stall_after = 2**31
+        self.cached_tokens = cached_tokens
         self.registered = threading.Event()
         self.generated: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.redirects: list[Redirect] = []
         self.jobs: dict[str, Job] = {}
+        self.held: dict[str, Job] = {}
         self.lifecycle = "ready"
         self._endpoint, self._keys = endpoint, keys
         self._context = zmq.Context()
@@ -117,6 +128,26 @@ class FakeWorker:
         """A prefill worker hands a request over."""
         with self._lock:
             self._adopted.append(job)
+
+    def fail_handover(self, request_id: str, kind: str, *, manifest_sent: bool = False) -> None:
+        """Tell the router that the decode worker did not take a request."""
+        job = self.held.get(request_id) or self.jobs[request_id]
+        assert job.decode is not None
+        self.post(self.handover_failed(request_id, job.decode.incarnation, kind, manifest_sent))
+
+    def handover_failed(
+        self, request_id: str, decode: str, kind: str, manifest_sent: bool, **changes: str
+    ) -> bytes:
+        message = HandoverFailed(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            request_id=request_id,
+            decode_incarnation=decode,
+            error_kind=kind,
+            reason="it did not work",
+            manifest_sent=manifest_sent,
+        )
+        return encode(msgspec.structs.replace(message, **changes))
 
     def state(self) -> WorkerState:
         return WorkerState(
@@ -175,13 +206,7 @@ class FakeWorker:
                 next_step = time.monotonic() + self.step_s
                 outputs = self._step()
                 if outputs:
-                    socket.send(
-                        encode(
-                            StepOutput(
-                                worker_id=self.worker_id, incarnation=self.incarnation, outputs=outputs
-                            )
-                        )
-                    )
+                    socket.send(encode(self._step_output(outputs)))
         socket.close()
 
     def _receive(self, message: object) -> None:
@@ -197,12 +222,48 @@ class FakeWorker:
                 self.aborted.extend(message.request_ids)
                 for request_id in message.request_ids:
                     self.jobs.pop(request_id, None)
+                    self.held.pop(request_id, None)
+            case Redirect():
+                assert message.incarnation == self.incarnation
+                self._redirect(message)
+                self.redirects.append(message)
+
+    def _redirect(self, message: Redirect) -> None:
+        job = self.held.pop(message.request_id, None)
+        if job is not None:
+            job.decode = message.decode
+            self._hand_over(job)
+        elif message.request_id in self.jobs:
+            self.jobs[message.request_id].decode = message.decode
+        else:
+            gone = TokenOutput(
+                request_id=message.request_id,
+                token_ids=[],
+                finish_reason="error",
+                error_kind="worker_lost",
+                error="it was handed over",
+            )
+            self.post(encode(self._step_output([gone])))
+
+    def _hand_over(self, job: Job) -> None:
+        """To the decode worker, to nobody and run it here, or not yet."""
+        if job.decode is None:
+            self.jobs[job.request.request_id] = job
+        elif self.keep.is_set():
+            self.held[job.request.request_id] = job
+        else:
+            peer, job.decode = self.peers[job.decode.worker_id], None
+            peer.adopt(job)
 
     def _step(self) -> list[TokenOutput]:
-        return [self._advance(job) for job in list(self.jobs.values())]
+        going = [job for job in self.jobs.values() if job.sent < self.stall_after]
+        return [self._advance(job) for job in going]
+
+    def _step_output(self, outputs: list[TokenOutput]) -> StepOutput:
+        return StepOutput(worker_id=self.worker_id, incarnation=self.incarnation, outputs=outputs)
 
     def _advance(self, job: Job) -> TokenOutput:
-        first = job.sent == 0
+        first = job.sent == job.start
         tokens = job.tokens[job.sent : job.sent + (1 if job.decode else self.tokens_per_step)]
         start = job.sent
         job.sent += len(tokens)
@@ -212,8 +273,7 @@ class FakeWorker:
             del self.jobs[job.request.request_id]
         elif job.decode is not None:
             del self.jobs[job.request.request_id]
-            peer, job.decode = self.peers[job.decode.worker_id], None
-            peer.adopt(job)
+            self._hand_over(job)
         stop_token_id = None
         if finished and job.finish_reason == "stop" and tokens[-1] in sampling.stop_token_ids:
             stop_token_id = tokens[-1]
@@ -232,7 +292,7 @@ class FakeWorker:
             stop_token_id=stop_token_id,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            cached_tokens=5 if first else None,
+            cached_tokens=self.cached_tokens if first else None,
             timing=RequestTiming(queue_s=0.001, prefill_s=0.002) if first else None,
         )
 

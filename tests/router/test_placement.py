@@ -50,15 +50,24 @@ def test_kv_usage_breaks_ties():
 
 
 def test_fallbacks():
-    assert least_loaded([decode("d0")]) == Decision(None, "d0", 100, least_loaded([decode("d0")]).reasons)
-    assert "no live prefill worker" in least_loaded([decode("d0")]).reasons
+    alone = least_loaded([decode("d0")])
+    assert alone == Decision(None, "d0", 100, alone.reasons, missing_role="prefill")
+    assert "no live prefill worker" in alone.reasons
     alone = least_loaded([prefill("p0")])
-    assert (alone.prefill, alone.decode) == (None, "p0")
+    assert alone == Decision(None, "p0", 100, alone.reasons, missing_role="decode")
     both = [prefill("p0"), decode("d0")]
     colocated = least_loaded(both, RequestFacts(100, 10, disaggregate=False))
-    assert (colocated.prefill, colocated.decode) == (None, "d0")
+    assert (colocated.prefill, colocated.decode, colocated.missing_role) == (None, "d0", None)
     assert isinstance(least_loaded([]), Refusal)
     assert isinstance(least_loaded([decode("d0", lifecycle="draining")]), Refusal)
+
+
+def test_who_holds_the_prompt_prefills_it_again():
+    workers = [prefill("p0"), prefill("p1", outstanding_prefill_tokens=500), decode("d0")]
+    assert least_loaded(workers, RequestFacts(100, 10, prefix_at="p1")).prefill == "p1"
+    assert least_loaded(workers, RequestFacts(100, 10, prefix_at="p2")).prefill == "p0"
+    workers[1] = prefill("p1", lifecycle="draining")
+    assert least_loaded(workers, RequestFacts(100, 10, prefix_at="p1")).prefill == "p0"
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

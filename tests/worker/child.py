@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
+import signal
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -37,7 +39,9 @@ def run_child(
 ) -> None:
     """Be a worker until the pipe says "stop" or closes; then say how it ended.
 
-    `fault`: "fail:N" lets the first N steps fail, "slow:S" makes every step S seconds slower.
+    `fault`: "fail:N" lets the first N steps fail, "slow:S" makes every step S seconds slower,
+    "KILL:before:METHOD:N" sends the process that signal at the N-th call of the loop's method, before it or
+    after it, and "STOP:..." that one. Several are joined by "+".
     """
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
     worker.heartbeat.ROUTER_GRACE_S = 1.0
@@ -46,11 +50,8 @@ def run_child(
 
     def make_loop(*parts: Any) -> WorkerLoop:
         loop = (PrefillLoop if role == "prefill" else DecodeLoop)(*parts)
-        kind, _, value = fault.partition(":")
-        if kind == "fail":
-            break_steps(loop, int(value))
-        elif kind == "slow":
-            slow_steps(loop, float(value))
+        for part in filter(None, fault.split("+")):
+            put_in(loop, *part.split(":"))
         return loop
 
     def listen() -> None:
@@ -67,6 +68,35 @@ def run_child(
         reason = f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         pipe.send(reason)
+
+
+def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
+    match kind:
+        case "fail":
+            break_steps(loop, int(values[0]))
+        case "slow":
+            slow_steps(loop, float(values[0]))
+        case _:
+            when, method, times = values
+            strike(loop, signal.Signals[f"SIG{kind}"], when, method, int(times))
+
+
+def strike(loop: WorkerLoop, number: signal.Signals, when: str, method: str, times: int) -> None:
+    """Let this process get a signal at a point of the protocol: the loop's `times`-th call of a method."""
+    original = getattr(loop, method)
+    left = times
+
+    def struck(*arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and when == "before":
+            os.kill(os.getpid(), number)
+        result = original(*arguments)
+        if left == 0 and when == "after":
+            os.kill(os.getpid(), number)
+        return result
+
+    setattr(loop, method, struck)
 
 
 def break_steps(loop: WorkerLoop, times: int) -> None:

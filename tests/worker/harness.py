@@ -20,7 +20,9 @@ from protocol.messages import (
     Abort,
     EngineRequest,
     Generate,
+    HandoverFailed,
     PeerAddress,
+    Redirect,
     Register,
     Registered,
     Role,
@@ -140,6 +142,7 @@ class Cluster:
         self.outputs: dict[str, list[tuple[str, TokenOutput]]] = defaultdict(list)
         self._first_from: dict[str, str] = {}
         """The prefill worker of each request that has one: its token is the first, however it travels."""
+        self.failed_handovers: dict[str, list[HandoverFailed]] = defaultdict(list)
         self.steps: list[StepOutput] = []
         self.workers: list[RunningWorker] = []
 
@@ -182,6 +185,18 @@ class Cluster:
         message = Generate(incarnation=worker.address.incarnation, request=request, decode=decode)
         self.send(worker.worker_id, message)
 
+    def redirect(self, worker: RunningWorker, request_id: str, decode: PeerAddress | None) -> None:
+        """Name another decode worker for what `worker` has computed."""
+        if decode is None:
+            self._first_from.pop(request_id, None)
+        incarnation = worker.address.incarnation
+        self.send(worker.worker_id, Redirect(incarnation=incarnation, request_id=request_id, decode=decode))
+
+    def handover_failed(self, request_id: str) -> HandoverFailed:
+        """Wait for the prefill worker's news, and take it."""
+        self.wait(lambda: bool(self.failed_handovers[request_id]))
+        return self.failed_handovers[request_id].pop(0)
+
     def abort(self, *request_ids: str) -> None:
         for worker in self.workers:
             self.send(worker.worker_id, Abort(request_ids=list(request_ids)))
@@ -202,6 +217,8 @@ class Cluster:
                 self.send(identity.decode(), Registered(incarnation=message.address.incarnation))
             case WorkerState():
                 self.states[message.incarnation] = message
+            case HandoverFailed():
+                self.failed_handovers[message.request_id].append(message)
             case StepOutput():
                 self.steps.append(message)
                 for output in message.outputs:

@@ -72,6 +72,20 @@ def assert_failed(cluster: Cluster, prefill: RunningWorker, name: str, kind: str
     return error.error or ""
 
 
+def assert_goes_on(
+    cluster: Cluster, prefill: RunningWorker, name: str, kind: str, *, manifest_sent: bool = False
+) -> str:
+    """The router is asked for another decode worker; told that there is none, the worker decodes itself."""
+    failure = cluster.handover_failed(name)
+    assert failure.error_kind == kind
+    assert failure.manifest_sent == manifest_sent
+    cluster.redirect(prefill, name, None)
+    cluster.run(name)
+    assert len(cluster.tokens(name)) == 12
+    cluster.wait_empty(prefill)
+    return failure.reason
+
+
 def test_the_first_token_waits_for_no_transfer(
     cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
 ) -> None:
@@ -126,7 +140,7 @@ def test_a_silent_decode_worker_is_given_up(
 ) -> None:
     started = time.monotonic()
     start(cluster, prefill, peer)
-    assert "--handoff-timeout" in assert_failed(cluster, prefill, "r", "timeout")
+    assert "--handoff-timeout" in assert_goes_on(cluster, prefill, "r", "timeout")
     assert time.monotonic() - started < HANDOFF_TIMEOUT_S + 2
     peer.receive(Reserve)
     assert peer.receive(Release).lease_id == ANY_LEASE
@@ -136,7 +150,7 @@ def test_a_silent_decode_worker_is_given_up(
 def test_an_unreachable_decode_worker_is_given_up(cluster: Cluster, prefill: RunningWorker) -> None:
     nowhere = PeerAddress(worker_id="decode-x", incarnation="0" * 16, control="tcp://127.0.0.1:9")
     cluster.generate(prefill, request("r", prompt(50)), nowhere)
-    assert "no common transport" in assert_failed(cluster, prefill, "r", "transfer")
+    assert "no common transport" in assert_goes_on(cluster, prefill, "r", "transfer")
 
 
 def test_a_missing_acknowledgement_is_given_up(
@@ -145,7 +159,7 @@ def test_a_missing_acknowledgement_is_given_up(
     start(cluster, prefill, peer)
     peer.reply(peer.grant(peer.receive(Reserve).request))
     peer.receive(Handoff)
-    assert_failed(cluster, prefill, "r", "timeout")
+    assert_goes_on(cluster, prefill, "r", "timeout", manifest_sent=True)
     assert peer.receive(Release).lease_id == "lease"
 
 
@@ -171,16 +185,26 @@ def reserved(**changes: Any) -> Reserved:
     ],
     ids=["refused", "stale", "too few blocks", "too many cached"],
 )
-def test_bad_answers_fail_the_request(
+def test_bad_answers_fail_the_hand_off(
     cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd, answer: Any, kind: str, text: str
 ) -> None:
     start(cluster, prefill, peer)
     peer.receive(Reserve)
     peer.reply(answer)
-    assert text in assert_failed(cluster, prefill, "r", kind)
+    assert text in assert_goes_on(cluster, prefill, "r", kind)
 
 
-def test_a_refused_manifest_fails_the_request(
+def test_what_no_worker_takes_fails_the_request(
+    cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
+) -> None:
+    start(cluster, prefill, peer)
+    peer.receive(Reserve)
+    peer.reply(ReserveRefused(request_id="r", error_kind="invalid", reason="too long"))
+    assert "too long" in assert_failed(cluster, prefill, "r", "invalid")
+    assert not cluster.failed_handovers["r"]
+
+
+def test_a_refused_manifest_fails_the_hand_off(
     cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd
 ) -> None:
     start(cluster, prefill, peer)
@@ -188,11 +212,11 @@ def test_a_refused_manifest_fails_the_request(
     peer.receive(Handoff)
     peer.reply(HandoffAck(request_id="r", lease_id="other"))
     peer.reply(HandoffAck(request_id="r", lease_id="lease", error="it does not fit", field="num_tokens"))
-    assert "it does not fit" in assert_failed(cluster, prefill, "r", "transfer")
+    assert "it does not fit" in assert_goes_on(cluster, prefill, "r", "transfer", manifest_sent=True)
     cluster.wait(lambda: prefill.counter("stale_messages_total") == 1)
 
 
-def test_a_lost_connection_fails_the_request_at_once(
+def test_a_lost_connection_fails_the_hand_off_at_once(
     cluster: Cluster, model_folder: Path, peer: DecodeEnd
 ) -> None:
     config = tiny_config(model_folder, handoff_timeout=60.0)
@@ -201,7 +225,7 @@ def test_a_lost_connection_fails_the_request_at_once(
     peer.reply(peer.grant(peer.receive(Reserve).request))
     cluster.wait(lambda: any(isinstance(event, Progress) for event in peer.receiver.poll()))
     peer.receiver.close()
-    assert_failed(cluster, prefill, "r", "transfer")
+    assert_goes_on(cluster, prefill, "r", "transfer")
 
 
 def test_an_answer_after_an_abort_is_released(

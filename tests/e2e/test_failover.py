@@ -1,0 +1,254 @@
+"""Workers are killed or frozen at every point of a request; the client sees what it would have seen. fp32."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from bench.shapes.tokenizer import save_tokenizer
+from tests.e2e.architectures import VOCAB_SIZE, write_model
+from tests.e2e.serving import HttpServing
+from tests.worker.tiny_model import greedy, load
+
+NUM_TOKENS = 24
+BOUND_S = 15.0
+SLOW = "slow:0.02"
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+REQUESTS: list[dict[str, Any]] = [
+    {"length": 405, "temperature": 0},
+    {"length": 75, "temperature": 1.0, "seed": 1, "logprobs": 2},
+    {"length": 33, "temperature": 0.9, "seed": 2, "min_tokens": 9, "stop_token_ids": [7], **PENALTIES},
+    {"length": 130, "temperature": 1.3, "top_k": 20, "seed": -3, "stream": True},
+]
+
+DECODE_KILLED = {
+    "before it reserves": "KILL:before:_on_reserve:1",
+    "after it reserved": "KILL:after:_on_reserve:1",
+    "at the first blocks": "KILL:before:handle_transfers:1",
+    "at later blocks": "KILL:after:handle_transfers:2",
+    "at the manifest": "KILL:before:_on_handoff:1",
+    "after the manifest": "KILL:after:_on_handoff:1",
+    "as it decodes": "KILL:after:after_step:7",
+}
+PREFILL_KILLED = {
+    "before the first token": "KILL:after:_reserve:1",
+    "as it pushes": "KILL:after:_push:3",
+    "after the first token": "KILL:after:_on_first_token:1",
+    "at the manifest": "KILL:before:_send_manifest:1",
+    "after the manifest": "KILL:after:_send_manifest:1",
+}
+HANDED_OVER = "KILL:after:_send_manifest"
+"""Where the decode worker may have all it needs, and go on."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    folder.mkdir()
+    write_model("llama", folder)
+    save_tokenizer(folder, VOCAB_SIZE, 512)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, reference: PreTrainedModel) -> list[dict[str, Any]]:
+    """The answers of a server that nothing happens to."""
+    with HttpServing(folder) as serving:
+        answers = [ask(serving, request) for request in REQUESTS]
+    assert answers[0]["token_ids"] == greedy(reference, prompt(REQUESTS[0]), NUM_TOKENS)
+    return [answer | {"logprobs": pytest.approx(answer["logprobs"], abs=1e-4)} for answer in answers]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(len(REQUESTS)) as executor:
+        yield executor
+
+
+def prompt(request: dict[str, Any]) -> list[int]:
+    return random.Random(request["length"]).choices(range(3, VOCAB_SIZE), k=request["length"])
+
+
+def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Token ids, text, log-probabilities, usage and finish reason of an answer, streamed or not."""
+    body = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True, **request, **fields}
+    body |= {"model": "model", "prompt": prompt(request), "stream_options": {"include_usage": True}}
+    del body["length"]
+    if not body.get("stream"):
+        del body["stream_options"]
+        answer = serving.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        chunks = [answer.json()]
+        usage = chunks[0]["usage"]
+    else:
+        chunks = stream(serving, body)
+        usage = chunks.pop()["usage"]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    usage.pop("prompt_tokens_details")  # what is cached where does depend on the past
+    logprobs = choices[0]["logprobs"]
+    return {
+        "token_ids": [token for choice in choices for token in choice["token_ids"]],
+        "text": "".join(choice["text"] for choice in choices),
+        "logprobs": logprobs and logprobs["token_logprobs"],
+        "finish_reason": choices[-1]["finish_reason"],
+        "usage": usage,
+    }
+
+
+def stream(serving: HttpServing, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with serving.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
+    """The first, which is the longest, goes to the workers whose number is 0."""
+    first = pool.submit(ask, serving, REQUESTS[0])
+    serving.wait(lambda: serving.metric("tandem_placements_total") > 0)
+    return [first, *(pool.submit(ask, serving, request) for request in REQUESTS[1:])]
+
+
+def bury(serving: HttpServing, worker_id: str) -> None:
+    """Wait for its death, and tell the router as the launcher does."""
+    worker = serving.workers[worker_id]
+    serving.wait(lambda: not worker.process.is_alive())
+    incarnation = serving.router.state.registry.named(worker_id).key.incarnation
+    serving.router.mark_dead(worker_id, incarnation, "it was killed")
+
+
+def changes(serving: HttpServing) -> float:
+    """How often a request or a hand-off went elsewhere."""
+    names = ("requests_placed_anew", "handoff_redirects", "handoff_takeovers")
+    return sum(serving.metric(f"tandem_{name}_total") for name in names)
+
+
+def check_afterwards(serving: HttpServing, expected: list[dict[str, Any]]) -> None:
+    """Nothing is left on the survivors, and they serve the next request."""
+    serving.wait_empty()
+    assert ask(serving, REQUESTS[1]) == expected[1]
+    serving.wait_empty()
+    assert serving.metric("tandem_request_failures_total") == 0
+
+
+def check_with_a_death(
+    folder: Path,
+    pool: ThreadPoolExecutor,
+    expected: list[dict[str, Any]],
+    workers: dict[str, str],
+    doomed: str,
+) -> None:
+    with HttpServing(folder, workers) as serving:
+        started = time.monotonic()
+        answers = ask_all(serving, pool)
+        bury(serving, doomed)
+        assert [answer.result(BOUND_S) for answer in answers] == expected
+        assert time.monotonic() - started < BOUND_S
+        assert changes(serving) > 0 or workers[doomed].startswith(HANDED_OVER)
+        check_afterwards(serving, expected)
+
+
+@pytest.mark.parametrize("point", DECODE_KILLED)
+def test_one_of_two_decode_workers_is_killed(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], point: str
+) -> None:
+    workers = {"prefill-0": SLOW, "decode-0": DECODE_KILLED[point], "decode-1": ""}
+    check_with_a_death(folder, pool, expected, workers, "decode-0")
+
+
+@pytest.mark.parametrize("point", PREFILL_KILLED)
+def test_one_of_two_prefill_workers_is_killed(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], point: str
+) -> None:
+    workers = {"prefill-0": f"{PREFILL_KILLED[point]}+{SLOW}", "prefill-1": "", "decode-0": ""}
+    check_with_a_death(folder, pool, expected, workers, "prefill-0")
+
+
+@pytest.mark.parametrize("point", ["after it reserved", "at the manifest", "as it decodes"])
+def test_the_only_decode_worker_is_killed(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], point: str
+) -> None:
+    workers = {"prefill-0": SLOW, "decode-0": DECODE_KILLED[point]}
+    check_with_a_death(folder, pool, expected, workers, "decode-0")
+
+
+@pytest.mark.parametrize("point", ["before the first token", "as it pushes", "after the manifest"])
+def test_the_only_prefill_worker_is_killed(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], point: str
+) -> None:
+    workers = {"prefill-0": f"{PREFILL_KILLED[point]}+{SLOW}", "decode-0": ""}
+    check_with_a_death(folder, pool, expected, workers, "prefill-0")
+
+
+@pytest.mark.parametrize("point", DECODE_KILLED)
+def test_what_a_dead_decode_worker_costs(folder: Path, expected: list[dict[str, Any]], point: str) -> None:
+    """Before the hand-off nothing is computed again, later the emitted tokens and the last block's."""
+    workers = {"prefill-0": SLOW, "decode-0": DECODE_KILLED[point], "decode-1": ""}
+    length = REQUESTS[0]["length"]
+    with HttpServing(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, serving, REQUESTS[0])
+        bury(serving, "decode-0")
+        assert answer.result(BOUND_S) == expected[0]
+        serving.wait_empty()
+        computed = serving.counter("prefill-0", "computed_tokens_total")
+        if serving.metric("tandem_requests_placed_anew_total"):
+            emitted = serving.worker_states()["prefill-0"]["prefix_query_tokens"] - 2 * length
+            assert 0 < emitted < NUM_TOKENS
+            assert computed == length + length % 16 + emitted
+        else:
+            assert computed == length
+            assert serving.metric("tandem_handoff_redirects_total") == 1
+        assert (point == "as it decodes") <= bool(serving.metric("tandem_requests_placed_anew_total"))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "point"),
+    [
+        ("decode-0", "STOP:before:_on_handoff:1"),
+        ("decode-0", "STOP:after:after_step:7"),
+        ("prefill-0", "STOP:after:_push:3"),
+        ("prefill-0", "STOP:after:_send_manifest:1"),
+    ],
+)
+def test_a_worker_that_froze_and_wakes_up_later_changes_nothing(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], frozen: str, point: str
+) -> None:
+    """What it still does then is for requests that others have."""
+    workers = {"prefill-0": "", "prefill-1": "", "decode-0": "", "decode-1": ""}
+    workers[frozen] = f"{point}+{SLOW}"
+    with HttpServing(folder, workers, worker_timeout=1.5) as serving:
+        answers = ask_all(serving, pool)
+        assert [answer.result(BOUND_S) for answer in answers] == expected
+        assert changes(serving) > 0 or workers[frozen].startswith("STOP:after:_send_manifest")
+        pid = serving.workers[frozen].process.pid
+        assert pid is not None and frozen not in serving.worker_states()
+        os.kill(pid, signal.SIGCONT)
+        serving.wait(lambda: frozen in serving.worker_states())
+        check_afterwards(serving, expected)
+
+
+def test_nobody_is_left(folder: Path) -> None:
+    """One clear error: an event in a stream, a status otherwise."""
+    fault = f"KILL:after:after_step:15+{SLOW}"
+    with HttpServing(folder, {"decode-0": fault}) as serving, ThreadPoolExecutor(2) as pool:
+        body = {"model": "model", "prompt": prompt(REQUESTS[0]), "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        whole = pool.submit(serving.http.post, "/v1/completions", json=body)
+        events = pool.submit(stream, serving, body | {"stream": True})
+        bury(serving, "decode-0")
+        assert whole.result(BOUND_S).status_code == 502
+        assert events.result(BOUND_S)[-1]["error"]["code"] == "worker_lost"

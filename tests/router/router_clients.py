@@ -1,0 +1,61 @@
+"""What the tests of faults ask a running router, and what they wait for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from fake_worker import FakeWorker
+
+BODY = {"prompt": "the quick brown fox", "max_tokens": 200}
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.01)
+
+
+def post(router, **fields) -> httpx.Response:
+    return router.http.post("/v1/completions", json={**BODY, **fields})
+
+
+def events_of(router, on_first=lambda: None, **fields) -> list[dict]:
+    """A stream's events; `on_first` is called when the first has come."""
+    events = []
+    body = {**BODY, "stream": True, **fields}
+    with router.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                events.append(json.loads(line[6:]))
+                if len(events) == 1:
+                    on_first()
+    return events
+
+
+def make_pair(router, **options) -> tuple[FakeWorker, FakeWorker]:
+    decode = router.add_worker("decode-0", "decode", **options)
+    return router.add_worker("prefill-0", "prefill", peers={"decode-0": decode}, **options), decode
+
+
+def lose(router, worker: FakeWorker) -> None:
+    """Kill it, and let the launcher tell."""
+    router.kill(worker)
+    router.server.mark_dead(worker.worker_id, worker.incarnation, "it was killed")
+
+
+def emitted(router) -> list[int]:
+    """The tokens that each live request has got."""
+    return [len(request.output_token_ids) for request in router.server.state.journal]
+
+
+def is_idle(router) -> bool:
+    workers = router.server.state.registry
+    return not len(router.server.state.journal) and all(
+        worker.outstanding_requests == worker.outstanding_prefill_tokens == 0 for worker in workers
+    )

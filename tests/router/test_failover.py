@@ -1,0 +1,533 @@
+"""Requests go on where a dead worker ended; hand-offs that fail go elsewhere without a new prefill."""
+
+from __future__ import annotations
+
+import pytest
+from router_clients import emitted, events_of, eventually, is_idle, lose, make_pair, post
+
+from protocol.codec import encode
+from protocol.messages import StepOutput, TokenOutput
+
+PROMPT = "naïve 🙂 日本語 text 👩‍👩‍👧 and more"
+NUM_TOKENS = 60
+
+
+@pytest.fixture
+def expected(make_router):
+    """Token ids and text of an answer, as a worker gives it that nothing happens to."""
+    router = make_router()
+    router.add_worker(cached_tokens=5)
+
+    def ask(prompt: str = PROMPT, num_tokens: int = NUM_TOKENS, **fields) -> dict:
+        body = {"prompt": prompt, "max_tokens": num_tokens, "return_token_ids": True, **fields}
+        return post(router, **body).json()
+
+    return ask
+
+
+def stalled(router, pool, after: int, **fields):
+    """A request at a worker that stops after some tokens, and the second worker that may go on."""
+    first = router.add_worker("decode-0", cached_tokens=5)
+    first.stall_after = after
+    future = pool.submit(post, router, **fields)
+    eventually(lambda: emitted(router) == [after])
+    second = router.add_worker("decode-1", cached_tokens=50)
+    return future, first, second
+
+
+def answer(response) -> dict:
+    """What must not depend on failures: all but the answer's id and time."""
+    assert response.status_code == 200, response.text
+    return {key: value for key, value in response.json().items() if key not in ("id", "created")}
+
+
+def without_id(body: dict) -> dict:
+    return {key: value for key, value in body.items() if key not in ("id", "created")}
+
+
+def placed_anew(router, reason: str = "worker_lost") -> float:
+    return router.metric("tandem_requests_placed_anew_total", reason=reason)
+
+
+# --- placed anew from the journal ---
+
+
+@pytest.mark.parametrize("after", [1, 2, 5, 11, 59])
+def test_the_answer_is_the_same_wherever_its_worker_dies(make_router, pool, expected, after):
+    """Tokens, text cut within characters, log-probabilities and usage."""
+    router = make_router()
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True, "logprobs": 2}
+    future, first, second = stalled(router, pool, after, **fields)
+    lose(router, first)
+    assert answer(future.result(5)) == without_id(expected(logprobs=2))
+    assert second.generated[0].output_token_ids == first.script(first.generated[0])[:after]
+    assert second.generated[0].request_id != first.generated[0].request_id
+    assert second.generated[0].sampling == first.generated[0].sampling
+    assert placed_anew(router) == 1
+    assert router.metric("tandem_generation_tokens_total") == NUM_TOKENS
+    eventually(lambda: is_idle(router))
+
+
+def test_a_stream_goes_on(make_router, expected):
+    router = make_router()
+    first = router.add_worker("decode-0", step_s=0.005)
+
+    def die() -> None:
+        router.add_worker("decode-1")
+        lose(router, first)
+
+    options = {"include_usage": True}
+    *chunks, last = events_of(
+        router,
+        on_first=die,
+        prompt=PROMPT,
+        max_tokens=NUM_TOKENS,
+        return_token_ids=True,
+        stream_options=options,
+    )
+    whole = expected()
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert last["usage"] == whole["usage"]
+    assert placed_anew(router) == 1
+
+
+def test_silence_is_enough(make_router, pool, expected):
+    router = make_router(worker_timeout=0.5)
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    future, first, _ = stalled(router, pool, 7, **fields)
+    first.mute.set()
+    assert answer(future.result(5)) == without_id(expected())
+    first.stall_after = NUM_TOKENS
+    first.mute.clear()
+    eventually(lambda: len(router.server.state.registry.live()) == 2)
+    eventually(lambda: first.generated[0].request_id in first.aborted)
+    eventually(lambda: is_idle(router))
+
+
+@pytest.mark.parametrize("kind", ["worker_lost", "transfer"])
+def test_an_error_that_another_worker_may_not_have(make_router, pool, expected, kind):
+    router = make_router()
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    future, first, _ = stalled(router, pool, 7, **fields)
+    error = TokenOutput(
+        request_id=first.generated[0].request_id,
+        token_ids=[],
+        finish_reason="error",
+        error_kind=kind,
+        error="it broke",
+    )
+    first.stall_after = NUM_TOKENS
+    first.post(encode(StepOutput(worker_id=first.worker_id, incarnation=first.incarnation, outputs=[error])))
+    assert answer(future.result(5)) == without_id(expected())
+    assert placed_anew(router, kind) == 1
+
+
+def test_a_failure_right_after_a_failover_gives_the_load_back(make_router, pool):
+    router = make_router()
+    future, first, second = stalled(router, pool, 7)
+    second.hold.set()
+    lose(router, first)
+    eventually(lambda: second.generated)
+    assert router.server.state.registry.named("decode-1").outstanding_prefill_tokens > 0
+    error = TokenOutput(
+        request_id=second.generated[0].request_id,
+        token_ids=[],
+        finish_reason="error",
+        error_kind="internal",
+        error="it broke",
+    )
+    second.post(
+        encode(StepOutput(worker_id=second.worker_id, incarnation=second.incarnation, outputs=[error]))
+    )
+    assert future.result(5).status_code == 500
+    eventually(lambda: is_idle(router))
+
+
+def test_a_stop_string_across_the_seam(make_router, pool, expected):
+    prompt = "numbers 0 1 2 3 4 5 6 7 8 9"
+    whole = expected(prompt)["choices"][0]
+    router = make_router()
+    after = 6
+    seam = len(router.server.state.tokenizer.decode(whole["token_ids"][:after]))
+    stop = whole["text"][seam - 2 : seam + 2]
+    fields = {"prompt": prompt, "max_tokens": NUM_TOKENS, "stop": [stop]}
+    future, first, _ = stalled(router, pool, after, **fields)
+    lose(router, first)
+    choice = answer(future.result(5))["choices"][0]
+    assert choice["text"] == whole["text"][: whole["text"].index(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+
+
+def test_prompt_logprobs_come_once(make_router, pool, expected):
+    router = make_router()
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True, "prompt_logprobs": 1}
+    future, first, second = stalled(router, pool, 3, **fields)
+    lose(router, first)
+    assert answer(future.result(5)) == without_id(expected(prompt_logprobs=1))
+    assert first.generated[0].sampling.prompt_logprobs == 1
+    assert second.generated[0].sampling.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("how", ["length", "eos", "stop token"])
+def test_what_is_already_at_its_end_is_finished(make_router, pool, how):
+    router = make_router()
+    worker = router.add_worker()
+    last = {"length": 9, "eos": worker.eos_token_id, "stop token": 7}[how]
+    tokens = [8, 9, last]
+
+    def never_finishing(job) -> TokenOutput:
+        job.sent += 1
+        return TokenOutput(request_id=job.request.request_id, token_ids=[tokens[job.sent - 1]])
+
+    worker._advance = never_finishing
+    worker.stall_after = len(tokens)
+    limit = len(tokens) if how == "length" else 10
+    future = pool.submit(post, router, max_tokens=limit, stop_token_ids=[7], return_token_ids=True)
+    eventually(lambda: emitted(router) == [len(tokens)])
+    second = router.add_worker("decode-1")
+    lose(router, worker)
+    choice = answer(future.result(5))["choices"][0]
+    assert choice["token_ids"] == tokens
+    assert choice["finish_reason"] == ("length" if how == "length" else "stop")
+    assert choice["stop_reason"] == (7 if how == "stop token" else None)
+    assert not second.generated
+    eventually(lambda: is_idle(router))
+
+
+def test_each_of_several_sequences_goes_on(make_router, pool):
+    router = make_router()
+    first = router.add_worker("decode-0")
+    first.stall_after = 4
+    future = pool.submit(post, router, prompt=["one", "two two", "three three"], max_tokens=20, n=2)
+    eventually(lambda: emitted(router) == [4] * 6)
+    second = router.add_worker("decode-1")
+    lose(router, first)
+    body = answer(future.result(5))
+    assert body["usage"]["completion_tokens"] == 120
+    assert len(second.generated) == 6
+    assert placed_anew(router) == 6
+    eventually(lambda: is_idle(router))
+
+
+def test_it_dies_again_and_again(make_router, pool, expected):
+    router = make_router()
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    future, first, second = stalled(router, pool, 3, **fields)
+    second.stall_after = 8
+    lose(router, first)
+    eventually(lambda: emitted(router) == [8])
+    third = router.add_worker("decode-2")
+    lose(router, second)
+    assert answer(future.result(5)) == without_id(expected())
+    assert third.generated[0].output_token_ids == third.script(third.generated[0])[:8]
+
+
+def test_the_third_death_is_an_error(make_router, pool):
+    router = make_router()
+    future, worker, other = stalled(router, pool, 3)
+    for deaths in range(1, 4):
+        other.stall_after = 3 + deaths
+        lose(router, worker)
+        worker, other = other, router.add_worker(f"decode-{deaths + 1}")
+        if deaths < 3:
+            eventually(lambda count=3 + deaths: emitted(router) == [count])
+    response = future.result(5)
+    assert response.status_code == 502
+    assert response.json()["error"]["code"] == "worker_lost"
+    assert not worker.generated
+    eventually(lambda: is_idle(router))
+
+
+def test_late_tokens_of_a_lost_worker_change_nothing(make_router, pool, expected):
+    router = make_router()
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    future, first, second = stalled(router, pool, 7, **fields)
+    second.hold.set()
+    router.server.mark_dead(first.worker_id, first.incarnation, "it is thought to be dead")
+    eventually(lambda: second.generated)
+    for request in (first.generated[0], second.generated[0]):
+        late = TokenOutput(request_id=request.request_id, token_ids=[5], finish_reason="stop")
+        message = StepOutput(worker_id=first.worker_id, incarnation=first.incarnation, outputs=[late])
+        first.post(encode(message))
+    eventually(lambda: router.metric("tandem_messages_dropped_total", reason="stale_incarnation") >= 2)
+    second.hold.clear()
+    assert answer(future.result(5)) == without_id(expected())
+
+
+def test_a_worker_that_cannot_be_reached_is_passed_over(make_router):
+    router = make_router()
+    first, second = router.add_worker("decode-0"), router.add_worker("decode-1")
+    dispatcher = router.server.state.dispatcher
+    unreachable, send = {"decode-0"}, dispatcher._send
+    dispatcher._send = lambda worker, message: (
+        worker.key.worker_id not in unreachable and send(worker, message)
+    )
+    assert post(router, max_tokens=3).status_code == 200
+    assert (len(first.generated), len(second.generated)) == (0, 1)
+    unreachable.add("decode-1")
+    refused = post(router, max_tokens=3)
+    assert refused.status_code == 503
+    assert "cannot be reached" in refused.json()["error"]["message"]
+    eventually(lambda: is_idle(router))
+
+
+# --- hand-offs ---
+
+
+def in_hand_off(router, pool, **fields):
+    """A request whose prompt is computed and whose decode worker has not taken it."""
+    prefill, decode = make_pair(router)
+    prefill.keep.set()
+    future = pool.submit(post, router, prompt=PROMPT, max_tokens=NUM_TOKENS, return_token_ids=True, **fields)
+    eventually(lambda: prefill.held and emitted(router) == [1])
+    return future, prefill, decode, next(iter(prefill.held))
+
+
+@pytest.mark.parametrize("kind", ["transfer", "overloaded", "timeout", "worker_lost"])
+def test_a_failed_hand_off_goes_to_another_worker(make_router, pool, expected, kind):
+    router = make_router()
+    future, prefill, decode, request_id = in_hand_off(router, pool)
+    other = prefill.peers["decode-1"] = router.add_worker("decode-1")
+    prefill.keep.clear()
+    prefill.fail_handover(request_id, kind, manifest_sent=True)
+    assert answer(future.result(5)) == without_id(expected())
+    assert len(prefill.generated) == 1
+    assert [redirect.decode.incarnation for redirect in prefill.redirects] == [other.incarnation]
+    assert not decode.generated and request_id in decode.aborted
+    assert router.metric("tandem_handoff_redirects_total", reason=kind) == 1
+    assert placed_anew(router, kind) == 0
+    eventually(lambda: is_idle(router))
+
+
+@pytest.mark.parametrize("stage", ["prefill", "hand-off"])
+def test_the_router_redirects_when_a_decode_worker_dies(make_router, pool, expected, stage):
+    router = make_router()
+    if stage == "prefill":
+        prefill, decode = make_pair(router)
+        prefill.hold.set()
+        fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+        future = pool.submit(post, router, **fields)
+        eventually(lambda: prefill.jobs)
+    else:
+        future, prefill, decode, _ = in_hand_off(router, pool)
+    prefill.peers["decode-1"] = router.add_worker("decode-1")
+    prefill.keep.clear()
+    lose(router, decode)
+    eventually(lambda: prefill.redirects)
+    prefill.hold.clear()
+    assert answer(future.result(5)) == without_id(expected())
+    assert len(prefill.generated) == 1
+    assert router.metric("tandem_handoff_redirects_total", reason="worker_lost") == 1
+    eventually(lambda: is_idle(router))
+
+
+@pytest.mark.parametrize(
+    ("kind", "manifest_sent"), [("overloaded", False), ("timeout", False), ("transfer", True)]
+)
+def test_the_prefill_worker_decodes_where_nobody_else_is(make_router, pool, expected, kind, manifest_sent):
+    router = make_router()
+    future, prefill, decode, request_id = in_hand_off(router, pool)
+    prefill.fail_handover(request_id, kind, manifest_sent=manifest_sent)
+    assert answer(future.result(5)) == without_id(expected())
+    assert [redirect.decode for redirect in prefill.redirects] == [None]
+    assert request_id in decode.aborted
+    assert router.metric("tandem_handoff_takeovers_total", reason=kind) == 1
+    eventually(lambda: is_idle(router))
+
+
+def test_the_only_decode_worker_is_asked_again_once(make_router, pool, expected):
+    """After a broken wire, that is, and when it cannot have begun with the request."""
+    router = make_router()
+    future, prefill, decode, request_id = in_hand_off(router, pool)
+    prefill.fail_handover(request_id, "transfer")
+    eventually(lambda: len(prefill.redirects) == 1)
+    assert prefill.redirects[0].decode.incarnation == decode.incarnation
+    assert not decode.aborted, "it might meet the new reservation"
+    prefill.fail_handover(request_id, "transfer")
+    assert answer(future.result(5)) == without_id(expected())
+    assert [redirect.decode is None for redirect in prefill.redirects] == [False, True]
+    eventually(lambda: is_idle(router))
+
+
+def test_no_decode_worker_is_asked_twice_while_others_are_left(make_router, pool, expected):
+    router = make_router()
+    future, prefill, _, request_id = in_hand_off(router, pool)
+    others = [router.add_worker(f"decode-{index}") for index in range(1, 3)]
+    for count in range(1, 4):
+        prefill.fail_handover(request_id, "transfer")
+        eventually(lambda count=count: len(prefill.redirects) == count)
+    assert answer(future.result(5)) == without_id(expected())
+    asked = [redirect.decode.incarnation for redirect in prefill.redirects if redirect.decode]
+    assert sorted(asked) == sorted(other.incarnation for other in others)
+    eventually(lambda: is_idle(router))
+
+
+def test_redirects_have_an_end(make_router, pool, expected):
+    router = make_router()
+    future, prefill, _, request_id = in_hand_off(router, pool)
+    for index in range(1, 9):
+        router.add_worker(f"decode-{index}")
+    for count in range(1, 5):
+        prefill.fail_handover(request_id, "transfer")
+        eventually(lambda count=count: len(prefill.redirects) == count)
+    assert answer(future.result(5)) == without_id(expected())
+    assert [redirect.decode is None for redirect in prefill.redirects] == [False, False, False, True]
+    eventually(lambda: is_idle(router))
+
+
+def test_tokens_of_a_worker_that_was_passed_over_are_dropped(make_router, pool, expected):
+    """It had begun, and the prefill worker gave up waiting for its word."""
+    router = make_router()
+    future, prefill, decode, request_id = in_hand_off(router, pool)
+    other = prefill.peers["decode-1"] = router.add_worker("decode-1")
+    other.hold.set()
+    prefill.keep.clear()
+    prefill.fail_handover(request_id, "timeout", manifest_sent=True)
+    eventually(lambda: other._adopted or other.jobs)
+    late = TokenOutput(request_id=request_id, token_ids=[5])
+    decode.post(
+        encode(StepOutput(worker_id=decode.worker_id, incarnation=decode.incarnation, outputs=[late]))
+    )
+    eventually(lambda: router.metric("tandem_messages_dropped_total", reason="not_the_holder") == 1)
+    other.hold.clear()
+    assert answer(future.result(5)) == without_id(expected())
+
+
+def test_a_hand_off_that_failed_after_its_tokens_came(make_router, pool, expected):
+    """The decode worker's answer was lost: it has begun, and the prefill worker has called it off."""
+    router = make_router()
+    prefill, decode = make_pair(router)
+    decode.stall_after = 4
+    future = pool.submit(post, router, prompt=PROMPT, max_tokens=NUM_TOKENS, return_token_ids=True)
+    eventually(lambda: emitted(router) == [4])
+    request_id = prefill.generated[0].request_id
+    prefill.post(prefill.handover_failed(request_id, decode.incarnation, "timeout", True))
+    eventually(lambda: len(prefill.generated) == 2)
+    assert request_id in prefill.aborted
+    eventually(lambda: request_id in decode.aborted)
+    decode.stall_after = NUM_TOKENS
+    assert answer(future.result(5)) == without_id(expected())
+    assert len(prefill.generated[1].output_token_ids) == 4
+    assert placed_anew(router, "transfer") == 1
+    eventually(lambda: is_idle(router))
+
+
+def test_a_prompt_that_is_no_longer_held_is_placed_anew(make_router, pool, expected):
+    """The decode worker died after it had acknowledged, and before its first token."""
+    router = make_router()
+    prefill, decode = make_pair(router)
+    decode.hold.set()
+    future = pool.submit(post, router, prompt=PROMPT, max_tokens=NUM_TOKENS, return_token_ids=True)
+    eventually(lambda: decode.jobs)
+    prefill.peers["decode-1"] = router.add_worker("decode-1")
+    lose(router, decode)
+    assert answer(future.result(5)) == without_id(expected())
+    assert len(prefill.generated) == 2
+    assert len(prefill.generated[1].output_token_ids) == 1
+    assert placed_anew(router) == 1
+    eventually(lambda: is_idle(router))
+
+
+def test_news_of_a_hand_off_that_nobody_waits_for(make_router, pool):
+    router = make_router()
+    future, prefill, decode, request_id = in_hand_off(router, pool)
+
+    def dropped(reason: str) -> bool:
+        return router.metric("tandem_messages_dropped_total", reason=reason) == 1
+
+    prefill.post(prefill.handover_failed("nobody", decode.incarnation, "transfer", False))
+    eventually(lambda: "nobody" in prefill.aborted)
+    assert dropped("unknown_request")
+    prefill.post(prefill.handover_failed(request_id, "0" * 16, "transfer", False))
+    eventually(lambda: dropped("redirected_before"))
+    decode.post(decode.handover_failed(request_id, decode.incarnation, "transfer", False))
+    eventually(lambda: dropped("not_the_holder"))
+    old = prefill.handover_failed(request_id, decode.incarnation, "transfer", False, incarnation="0" * 16)
+    prefill.post(old)
+    eventually(lambda: dropped("stale_incarnation"))
+    assert not prefill.redirects
+    prefill.fail_handover(request_id, "overloaded")
+    assert future.result(5).status_code == 200
+
+
+def test_a_dead_prefill_worker_in_the_hand_off(make_router, pool, expected):
+    router = make_router()
+    future, prefill, decode, request_id = in_hand_off(router, pool)
+    other = router.add_worker("prefill-1", "prefill", peers={"decode-0": decode})
+    lose(router, prefill)
+    assert answer(future.result(5)) == without_id(expected())
+    assert len(other.generated[0].output_token_ids) == 1
+    assert request_id in decode.aborted
+    eventually(lambda: is_idle(router))
+
+
+def test_tokens_that_overtake_after_a_failover_wait_too(make_router, pool):
+    router = make_router()
+    prefill, decode = make_pair(router)
+    decode.stall_after = 3
+    future = pool.submit(post, router, max_tokens=6, return_token_ids=True)
+    eventually(lambda: emitted(router) == [3])
+    prefill.hold.set()
+    other = router.add_worker("decode-1")
+    lose(router, decode)
+    eventually(lambda: len(prefill.generated) == 2)
+    request = prefill.generated[1]
+    tokens = prefill.script(request)[:6]
+
+    def say(worker, token, finish_reason=None):
+        output = TokenOutput(request_id=request.request_id, token_ids=[token], finish_reason=finish_reason)
+        message = StepOutput(worker_id=worker.worker_id, incarnation=worker.incarnation, outputs=[output])
+        worker.post(encode(message))
+
+    say(other, tokens[4])
+    say(other, tokens[5], "length")
+    eventually(lambda: [len(live.early) for live in router.server.state.journal] == [2])
+    say(prefill, tokens[3])
+    assert answer(future.result(5))["choices"][0]["token_ids"] == tokens
+    eventually(lambda: is_idle(router))
+
+
+def test_the_prefill_worker_that_has_the_prompt_gets_it_again(make_router, pool):
+    router = make_router()
+    prefill, decode = make_pair(router)
+    decode.stall_after = 3
+    future = pool.submit(post, router, max_tokens=6)
+    eventually(lambda: emitted(router) == [3])
+    other = router.add_worker("prefill-1", "prefill")
+    prefill.hold.set()
+    other.hold.set()
+    load = pool.submit(post, router, prompt=list(range(20, 120)), max_tokens=1)
+    eventually(lambda: len(prefill.generated) == 2)
+    prefill.peers["decode-1"] = router.add_worker("decode-1")
+    lose(router, decode)
+    eventually(lambda: len(prefill.generated) == 3)
+    assert len(prefill.generated[2].output_token_ids) == 3
+    prefill.hold.clear()
+    assert future.result(5).json()["usage"]["completion_tokens"] == 6
+    assert load.result(5).status_code == 200
+    assert not other.generated
+
+
+# --- role fallback ---
+
+
+@pytest.mark.parametrize("missing", ["prefill", "decode"])
+def test_either_role_serves_alone(make_router, expected, missing):
+    router = make_router()
+    prefill, decode = make_pair(router)
+    lose(router, prefill if missing == "prefill" else decode)
+    alone = decode if missing == "prefill" else prefill
+    response = post(router, prompt=PROMPT, max_tokens=NUM_TOKENS, return_token_ids=True)
+    assert answer(response) == without_id(expected())
+    assert len(alone.generated) == 1
+    assert router.metric("tandem_role_fallbacks_total", missing=missing) == 1
+
+
+def test_a_role_that_never_was_is_no_fallback(make_router):
+    router = make_router()
+    router.add_worker()
+    assert post(router, max_tokens=2).status_code == 200
+    assert router.metric("tandem_role_fallbacks_total", missing="prefill") == 0

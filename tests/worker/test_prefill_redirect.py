@@ -1,0 +1,242 @@
+"""Hand-offs that fail go to another decode worker, or to none, and no prompt is computed twice."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import PreTrainedModel
+
+from protocol.messages import PeerAddress
+from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
+from tests.worker.tiny_model import VOCAB_SIZE, greedy
+
+NOWHERE = PeerAddress(worker_id="decode-x", incarnation="0" * 16, control="tcp://127.0.0.1:9")
+NUM_TOKENS = 12
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.6, "presence_penalty": 0.3}
+
+
+def prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(1, VOCAB_SIZE), k=length)
+
+
+@pytest.fixture
+def prefill(cluster: Cluster, model_folder: Path) -> RunningWorker:
+    return cluster.start("prefill", "prefill-0", tiny_config(model_folder))
+
+
+@pytest.fixture
+def decode(cluster: Cluster, model_folder: Path) -> RunningWorker:
+    return cluster.start("decode", "decode-1", tiny_config(model_folder))
+
+
+def computed(cluster: Cluster, worker: RunningWorker) -> float:
+    cluster.refresh(worker)
+    return worker.counter("computed_tokens_total")
+
+
+def wait_for_first_token(cluster: Cluster, name: str) -> None:
+    cluster.wait(lambda: bool(cluster.outputs[name]))
+
+
+@pytest.mark.parametrize("length", [1, 50, 64, 200])
+def test_another_decode_worker_gets_the_same_blocks(
+    cluster: Cluster,
+    prefill: RunningWorker,
+    decode: RunningWorker,
+    reference: PreTrainedModel,
+    length: int,
+) -> None:
+    cluster.generate(prefill, request("r", prompt(length)), NOWHERE)
+    failure = cluster.handover_failed("r")
+    assert (failure.error_kind, failure.decode_incarnation) == ("transfer", NOWHERE.incarnation)
+    assert not failure.manifest_sent
+    wait_for_first_token(cluster, "r")
+    cluster.redirect(prefill, "r", decode.address)
+    cluster.run("r")
+    assert cluster.tokens("r") == greedy(reference, prompt(length), NUM_TOKENS)
+    assert cluster.sources("r") == ["prefill-0"] + ["decode-1"] * (NUM_TOKENS - 1)
+    assert computed(cluster, prefill) == length
+    assert computed(cluster, decode) == NUM_TOKENS - 1
+    cluster.wait_empty(prefill, decode)
+    assert prefill.counter("handoffs_redirected_total") == 1
+
+
+def test_a_restarted_decode_worker_is_told_by_its_answer(
+    cluster: Cluster, prefill: RunningWorker, decode: RunningWorker, reference: PreTrainedModel
+) -> None:
+    old = msgspec.structs.replace(decode.address, incarnation="0" * 16)
+    cluster.generate(prefill, request("r", prompt(70)), old)
+    assert cluster.handover_failed("r").error_kind == "worker_lost"
+    cluster.redirect(prefill, "r", decode.address)
+    cluster.run("r")
+    assert cluster.tokens("r") == greedy(reference, prompt(70), NUM_TOKENS)
+    assert computed(cluster, prefill) == 70
+    cluster.wait_empty(prefill, decode)
+
+
+def test_a_redirect_in_the_middle_of_the_prefill(
+    cluster: Cluster, model_folder: Path, decode: RunningWorker, reference: PreTrainedModel
+) -> None:
+    """The failure does not stop the prefill, and what is computed by then is pushed to the other."""
+    prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.05")
+    cluster.generate(prefill, request("r", prompt(640)), NOWHERE)
+    cluster.handover_failed("r")
+    cluster.wait(lambda: prefill.counter("computed_tokens_total") > 100)
+    cluster.redirect(prefill, "r", decode.address)
+    cluster.wait(lambda: decode.counter("reservations_total") == 1)
+    assert not cluster.outputs["r"]
+    cluster.run("r")
+    assert cluster.tokens("r") == greedy(reference, prompt(640), NUM_TOKENS)
+    assert computed(cluster, prefill) == 640
+    cluster.wait_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("stage", ["prefill", "held"])
+def test_without_a_decode_worker_it_is_decoded_where_its_prompt_is(
+    cluster: Cluster, model_folder: Path, decode: RunningWorker, stage: str, sampling: dict[str, Any]
+) -> None:
+    fault = "slow:0.05" if stage == "prefill" else ""
+    prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault=fault)
+    cluster.generate(prefill, request("r", prompt(200), **sampling), NOWHERE)
+    cluster.handover_failed("r")
+    if stage == "held":
+        wait_for_first_token(cluster, "r")
+    for _ in range(2):  # the second finds the work done
+        cluster.redirect(prefill, "r", None)
+    cluster.generate(decode, request("whole", prompt(200), **sampling))
+    cluster.run("r", "whole")
+    assert cluster.tokens("r") == cluster.tokens("whole")
+    assert set(cluster.sources("r")) == {"prefill-0"}
+    assert computed(cluster, prefill) == 200 + NUM_TOKENS - 1
+    cluster.wait_empty(prefill)
+    assert prefill.counter("handoffs_kept_total") == 1
+
+
+KILLED_AT = {
+    "before it reserves": "KILL:before:_on_reserve:1",
+    "after it reserved": "KILL:after:_on_reserve:1",
+    "at the first blocks": "KILL:before:handle_transfers:1",
+    "at later blocks": "KILL:after:handle_transfers:2",
+    "at the manifest": "KILL:before:_on_handoff:1",
+}
+
+
+@pytest.mark.parametrize("fault", KILLED_AT.values(), ids=KILLED_AT.keys())
+def test_a_killed_decode_worker_costs_no_second_prefill(
+    cluster: Cluster,
+    model_folder: Path,
+    decode: RunningWorker,
+    reference: PreTrainedModel,
+    fault: str,
+) -> None:
+    """The redirect may come before the prefill worker has noticed anything, and crosses its own news."""
+    prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.02")
+    doomed = cluster.start("decode", "decode-0", tiny_config(model_folder), fault=fault)
+    cluster.generate(prefill, request("r", prompt(400)), doomed.address)
+    cluster.wait(lambda: not doomed.process.is_alive())
+    cluster.redirect(prefill, "r", decode.address)
+    cluster.run("r")
+    assert cluster.tokens("r") == greedy(reference, prompt(400), NUM_TOKENS)
+    assert computed(cluster, prefill) == 400
+    assert computed(cluster, decode) == NUM_TOKENS - 1
+    cluster.wait_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["another", "the same"])
+def test_a_redirect_takes_the_request_back(
+    cluster: Cluster, model_folder: Path, decode: RunningWorker, reference: PreTrainedModel, again: bool
+) -> None:
+    """The first decode worker had nothing to complain about: its reservation is given up."""
+    prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder), fault="slow:0.05")
+    first = cluster.start("decode", "decode-0", tiny_config(model_folder))
+    cluster.generate(prefill, request("r", prompt(640)), first.address)
+    cluster.wait(lambda: prefill.counter("reservations_total") == 1)
+    cluster.redirect(prefill, "r", (first if again else decode).address)
+    cluster.run("r")
+    assert cluster.tokens("r") == greedy(reference, prompt(640), NUM_TOKENS)
+    assert computed(cluster, prefill) == 640
+    cluster.wait_empty(prefill, first, decode)
+    assert first.counter("reservations_released_total") == 1
+    assert not cluster.failed_handovers["r"]
+
+
+def test_a_full_decode_worker_is_left_for_another(
+    cluster: Cluster, model_folder: Path, decode: RunningWorker, reference: PreTrainedModel
+) -> None:
+    config = tiny_config(model_folder, max_model_len=256, handoff_timeout=1.0)
+    small = msgspec.structs.replace(config, kv_cache_memory_bytes=17 * 16 * 512)
+    prefill = cluster.start("prefill", "prefill-0", config)
+    full = cluster.start("decode", "decode-0", small, fault="slow:0.2")
+    cluster.generate(full, request("busy", prompt(200), max_tokens=40))
+    cluster.wait(lambda: full.used_blocks > 0)
+    cluster.generate(prefill, request("r", prompt(150)), full.address)
+    assert cluster.handover_failed("r").error_kind in ("overloaded", "timeout")
+    cluster.redirect(prefill, "r", decode.address)
+    cluster.run("r")
+    assert cluster.tokens("r") == greedy(reference, prompt(150), NUM_TOKENS)
+    assert computed(cluster, prefill) == 150
+    cluster.run("busy")
+    cluster.wait_empty(prefill, decode, full)
+
+
+def test_without_an_answer_it_fails_in_time(cluster: Cluster, model_folder: Path) -> None:
+    prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder, handoff_timeout=1.0))
+    started = time.monotonic()
+    cluster.generate(prefill, request("r", prompt(50)), NOWHERE)
+    cluster.run("r")
+    assert time.monotonic() - started < 3
+    error = cluster.error("r")
+    assert error.error_kind == "timeout"
+    assert "--handoff-timeout" in (error.error or "") and "decode-x" in (error.error or "")
+    cluster.wait_empty(prefill)
+
+
+def test_an_abort_ends_the_wait(cluster: Cluster, prefill: RunningWorker, decode: RunningWorker) -> None:
+    cluster.generate(prefill, request("r", prompt(50)), NOWHERE)
+    cluster.handover_failed("r")
+    cluster.refresh(prefill)
+    assert prefill.used_blocks == 4
+    cluster.abort("r")
+    cluster.wait_empty(prefill)
+    cluster.redirect(prefill, "r", decode.address)
+    cluster.wait(lambda: cluster.finished("r"))
+    assert cluster.error("r").error_kind == "worker_lost"
+    cluster.refresh(decode)
+    assert decode.counter("reservations_total") == 0
+
+
+def test_what_was_handed_over_is_not_held(
+    cluster: Cluster, prefill: RunningWorker, decode: RunningWorker
+) -> None:
+    cluster.generate(prefill, request("r", prompt(50), max_tokens=900), decode.address)
+    cluster.wait(lambda: len(cluster.outputs["r"]) > 10)
+    cluster.redirect(prefill, "r", decode.address)
+    cluster.wait(lambda: cluster.finished("r"))
+    errors = [output for _, output in cluster.outputs["r"] if output.error_kind is not None]
+    assert [error.error_kind for error in errors] == ["worker_lost"]
+    cluster.abort("r")
+    cluster.wait_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
+def test_a_request_with_emitted_tokens_is_handed_over(
+    cluster: Cluster, prefill: RunningWorker, decode: RunningWorker, sampling: dict[str, Any]
+) -> None:
+    """The tail of the prompt's blocks and the emitted tokens are all that is computed again."""
+    whole = request("whole", prompt(70), max_tokens=30, **sampling)
+    cluster.generate(prefill, whole, decode.address)
+    cluster.run("whole")
+    tokens = cluster.tokens("whole")
+    before = computed(cluster, prefill)
+    rest = msgspec.structs.replace(whole, request_id="rest", output_token_ids=tokens[:11])
+    cluster.generate(prefill, rest, decode.address)
+    cluster.run("rest")
+    assert cluster.tokens("rest") == tokens[11:]
+    assert computed(cluster, prefill) - before == 70 + 11 - 64
+    cluster.wait_empty(prefill, decode)
