@@ -64,9 +64,7 @@ class Bench:
         self._number += 1
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         started = time.perf_counter()
-        self.engine.add(
-            EngineRequest(request_id=str(self._number), prompt_token_ids=prompt, sampling=params)
-        )
+        self.engine.add(EngineRequest(request_id=str(self._number), prompt_token_ids=prompt, sampling=params))
         seconds = None
         while self.engine.has_work():
             if self.engine.step().outputs and seconds is None:
@@ -151,8 +149,8 @@ def report(bench: Bench, rounds: list[dict[str, float]]) -> None:
         share = cost / (step * BLOCK_SIZE)
         rate = bench.block_bytes / cost / 1e9 if cost else 0.0
         print(f"  {name:28}{cost * 1e3:10.3f} ms {rate:8.2f} GB/s {share:8.2%} of {BLOCK_SIZE} decode steps")
-    for name in ("kv_disk_dropped_blocks_total", "kv_disk_fetch_timeouts_total", "kv_disk_corrupt_blocks_total"):
-        print(f"  {name}: {counters[name]:.0f}")
+    for name in ("dropped_blocks", "fetch_timeouts", "corrupt_blocks"):
+        print(f"  {name}: {counters[f'kv_disk_{name}_total']:.0f}")
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Which block of the KV pool holds what: reference counts, prefix sharing, copy-on-write, LRU eviction.
 
 Pure bookkeeping over block numbers; it never touches the pool's memory. Full blocks of committed tokens are
-found again by their chained identity (`protocol.ids`), as in vLLM's automatic prefix caching. What is evicted may
-go to a lower tier, from where a later sequence with the same prefix gets it back.
+found again by their chained identity (`protocol.ids`), as in vLLM's automatic prefix caching. What is evicted
+may go to a lower tier, from where a later sequence with the same prefix gets it back.
 """
 
 from __future__ import annotations

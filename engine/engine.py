@@ -82,7 +82,7 @@ class Engine:
     """Called when a request is taken up for the first time, before its forward runs."""
 
     on_fetched: Callable[[], None] | None = None
-    """Called in another thread when blocks for a waiting request have come from the disk: `step` can go on."""
+    """Called in another thread when blocks for a waiting request have come from the disk: `step` helps."""
 
     def __init__(self, config: ServeConfig, *, allocate: Allocate | None = None) -> None:
         self.config = config

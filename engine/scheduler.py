@@ -4,7 +4,7 @@ Running sequences come first, so that decoding never waits for a new prompt; wha
 goes to waiting prompts, in chunks. A prompt whose next blocks another one is just computing waits for them,
 so that `n` answers to one prompt, or a batch with one preamble, compute it once. When blocks run out, the
 sequence that would run last gives its own up and is computed again later (preemption by recompute), as far as
-the tiers below the pool did not keep its blocks. A prompt whose next blocks come from the disk waits for them.
+the tiers below the pool did not keep its blocks. A prompt whose next blocks lie on the disk waits for them.
 """
 
 from __future__ import annotations

@@ -93,7 +93,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         PositiveInt | None, _doc("KV pool size per worker; overrides the share.")
     ] = None
     kv_offloading_size: Annotated[
-        float, Meta(ge=0, le=1_000_000), _doc("GiB of host memory per worker for blocks that the pool evicts.")
+        float,
+        Meta(ge=0, le=1_000_000),
+        _doc("GiB of host memory per worker for blocks that the pool evicts."),
     ] = 0.0
     kv_disk_path: Annotated[
         str | None, _doc("Folder for blocks that the host memory evicts; each worker takes a subfolder.")

@@ -31,14 +31,15 @@ def build_tiers(
     """
     if config.kv_offloading_size == 0:
         return None
-    memory = HostMemory(pool.tensor, _host_slots(config, pool.block_bytes))
+    memory = HostMemory(pool.tensor, _host_slots(config, pool))
     if config.kv_disk_path is None:
         return HostTier(memory)
     file = _open_file(config, Path(config.kv_disk_path), pool.block_bytes, model)
     return HostTier(memory, DiskTier(file, memory.buffer, on_fetched))
 
 
-def _host_slots(config: ServeConfig, block_bytes: int) -> int:
+def _host_slots(config: ServeConfig, pool: KVPool) -> int:
+    block_bytes = pool.block_bytes
     nbytes = _gib(config.kv_offloading_size)
     num_slots = nbytes // block_bytes
     least = MIN_SLOTS_WITH_DISK if config.kv_disk_path is not None else 1
@@ -47,11 +48,11 @@ def _host_slots(config: ServeConfig, block_bytes: int) -> int:
             f"--kv-offloading-size: {config.kv_offloading_size:g} GiB hold {num_slots} blocks of "
             f"{block_bytes} bytes; at least {least} are needed"
         )
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available - (0 if pool.tensor.is_cuda else pool.num_bytes)
     if nbytes > available:
         raise ConfigError(
             f"--kv-offloading-size: {config.kv_offloading_size:g} GiB are asked for, this host has "
-            f"{available / 2**30:.3g} GiB free"
+            f"{max(0, available) / 2**30:.3g} GiB free beside the KV pool"
         )
     return num_slots
 
@@ -59,9 +60,7 @@ def _host_slots(config: ServeConfig, block_bytes: int) -> int:
 def _open_file(config: ServeConfig, path: Path, block_bytes: int, model: PreTrainedModel) -> SlotFile:
     capacity = (_gib(config.kv_disk_size) - ENTRY_BYTES) // (block_bytes + ENTRY_BYTES)
     if capacity < 1:
-        raise ConfigError(
-            f"--kv-disk-size: {config.kv_disk_size:g} GiB hold no block of {block_bytes} bytes"
-        )
+        raise ConfigError(f"--kv-disk-size: {config.kv_disk_size:g} GiB hold no block of {block_bytes} bytes")
     folder = claim_folder(path)
     try:
         check_free_space(folder.path, _gib(config.kv_disk_size))

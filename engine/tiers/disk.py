@@ -46,7 +46,7 @@ class DiskCounters:
 
 @dataclass(eq=False)
 class Job:
-    """A block to be moved between a slot of the file and one of host memory, which nobody touches until then."""
+    """A block on its way between a slot of the file and one of host memory, which stays as it is so long."""
 
     identity: BlockIdentity
     slot: int

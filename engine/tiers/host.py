@@ -11,7 +11,6 @@ restart finds them all.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -123,9 +122,11 @@ class HostTier:
         fetch = Fetch(time.monotonic() + FETCH_TIMEOUT_S)
         if self._disk is None:
             return fetch
+        present = []
         missing = iter(identities)
         for identity in missing:
             if identity in self._slot_of:
+                present.append(identity)
                 continue
             if identity not in self._fetches:
                 if not self._disk.holds(identity):
@@ -138,6 +139,7 @@ class HostTier:
                 self._wanted.append(identity)
             self._fetches[identity].append(fetch)
             fetch.remaining += 1
+        self.touch(present)
         self._begin_reads()
         return fetch
 

@@ -148,6 +148,13 @@ def test_a_fetch_ends_at_the_first_block_that_is_nowhere(make_rig) -> None:
     rig.check_slots()
 
 
+def test_a_fetch_does_not_displace_what_it_goes_on_from(make_rig) -> None:
+    rig = make_rig()
+    rig.evict(*range(12))  # 4 is the oldest in host memory
+    rig.fetch(4, 0, 1, 2)
+    assert rig.load(4, 0, 1, 2) == 4
+
+
 def test_two_that_want_the_same_block_read_it_once(make_rig) -> None:
     rig = make_rig(host_slots=16)
     rig.evict(*range(20))
@@ -302,7 +309,7 @@ def test_closing_writes_what_is_queued(stuck_rig: Rig, make_rig) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_traffic_serves_right_content_and_loses_no_slot(make_rig, seed: int) -> None:
     rng = random.Random(seed)
-    rig = make_rig(host_slots=rng.randrange(4, 12), disk_slots=rng.randrange(1, 20))
+    rig = make_rig(host_slots=rng.randrange(4, 12), disk_slots=rng.randrange(12, 30))
     fetches = []
     for _ in range(400):
         first = rng.randrange(40)
@@ -319,6 +326,8 @@ def test_random_traffic_serves_right_content_and_loses_no_slot(make_rig, seed: i
                 rig.load(*numbers)
         if rng.random() < 0.2:
             rig.host.poll()
+        if rng.random() < 0.1:
+            rig.settle()
         assert rig.host.num_blocks <= rig.host.capacity
     for fetch in fetches:
         rig.wait(fetch)

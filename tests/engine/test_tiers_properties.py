@@ -31,6 +31,9 @@ class ListMemory:
         self.content = content
         self.slots: list[list[Prefix | None]] = [[] for _ in range(num_slots)]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ListMemory:
+        return self  # the copies of a manager only look things up
+
     def save(self, block: int, slot: int) -> None:
         self.slots[slot] = list(self.content[block])
 

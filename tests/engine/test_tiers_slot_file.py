@@ -24,10 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCK_BYTES = 1000
 
 
-def start_child(folder: Path, block_bytes: int, capacity: int, first: int, count: int) -> subprocess.Popen[str]:
+def start_child(
+    folder: Path, block_bytes: int, capacity: int, first: int, count: int
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.engine.tiers_child", str(folder)]
     return subprocess.Popen(
-        [*command, *map(str, (block_bytes, capacity, first, count))], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        [*command, *map(str, (block_bytes, capacity, first, count))],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -135,7 +140,9 @@ def inflict(path: Path, kind: str, seed: int) -> None:
 
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(damages=st.lists(DAMAGE, min_size=1, max_size=3))
-def test_no_damage_is_served(tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[str, str, int]]) -> None:
+def test_no_damage_is_served(
+    tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[str, str, int]]
+) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     file = open_file(folder, BLOCK_BYTES, 8)
     write_blocks(file, range(8))
@@ -222,7 +229,7 @@ def test_a_folder_that_cannot_be_used_names_the_flag(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--kv-disk-path: cannot use"):
         claim_folder(tmp_path / "file")
-    with pytest.raises(ConfigError, match="--kv-disk-size: .* GiB are asked for"):
+    with pytest.raises(ConfigError, match=r"--kv-disk-size: .* GiB are asked for"):
         check_free_space(tmp_path, 2**60)
     check_free_space(tmp_path, 1)
 

@@ -117,7 +117,10 @@ def test_messages_name_the_limit_and_the_value():
 @pytest.mark.parametrize(
     ("flags", "flag"),
     [
-        ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "--kv-offloading-size: .*--enable-prefix-caching"),
+        (
+            {"kv_offloading_size": 1, "enable_prefix_caching": False},
+            "--kv-offloading-size: .*--enable-prefix-caching",
+        ),
         ({"kv_disk_path": "x", "kv_disk_size": 1}, "--kv-disk-path: .*--kv-offloading-size"),
         ({"kv_disk_path": "x", "kv_offloading_size": 1}, "--kv-disk-size: "),
         ({"kv_disk_size": 1, "kv_offloading_size": 1}, "--kv-disk-size: .*--kv-disk-path"),
