@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def build_tiers(
     memory = HostMemory(pool.tensor, _host_slots(config, pool))
     if config.kv_disk_path is None:
         return HostTier(memory)
+    if not hasattr(os, "posix_fallocate"):
+        raise ConfigError("--kv-disk-path: this operating system cannot allocate room in a file")
     file = _open_file(config, Path(config.kv_disk_path), pool.block_bytes, model)
     return HostTier(memory, DiskTier(file, memory.buffer, on_fetched))
 

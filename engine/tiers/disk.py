@@ -81,6 +81,8 @@ class DiskTier:
         self._age = max((stored.age for stored in file.stored), default=0)
         self._writing: set[BlockIdentity] = set()
         self._reads: deque[Job] = deque()
+        self._announced: deque[int] = deque()
+        """Slots that are soon to be read; the kernel has yet to hear of them."""
         self._writes: deque[Job] = deque()
         self._finished: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -132,6 +134,7 @@ class DiskTier:
     def read(self, identity: BlockIdentity, host_slot: int) -> None:
         """Queue the block to be read. Only when it `holds` it."""
         job = Job(identity, self._slot_of[identity], host_slot, is_read=True)
+        self._announced.append(job.slot)
         self._submit(job, self._reads)
 
     def finished(self) -> Iterator[Job]:
@@ -212,6 +215,8 @@ class DiskTier:
         if not job.is_read:
             self._file.write(job.slot, job.identity, job.age, data)
             return
+        while self._announced:
+            self._file.announce(self._announced.popleft())
         try:
             self._file.read(job.slot, job.identity, data)
         except CorruptBlockError:

@@ -88,6 +88,12 @@ class SlotFile:
         if entry[2] != len(into) or entry[3] != _checksum(identity, into):
             raise CorruptBlockError(f"slot {slot} holds other bytes than were written")
 
+    def announce(self, slot: int) -> None:
+        """The block is soon to be read. A prompt's last blocks were written first, so the kernel does not
+        see by itself what comes next."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._blocks, slot * self.block_bytes, self.block_bytes, os.POSIX_FADV_WILLNEED)
+
     def erase(self, slot: int) -> None:
         """The slot holds nothing from now on."""
         _write_all(self._index, memoryview(_NO_ENTRY), _entry_offset(slot))
