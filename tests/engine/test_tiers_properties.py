@@ -99,6 +99,7 @@ class HostTierMachine(BlockManagerMachine):
             table.num_written = covered
             self.hits += loaded
         assert got == covered
+        assert len(table.real.identities) == table.num_published, "never written while published"
         return covered
 
     @invariant()
