@@ -180,6 +180,20 @@ def test_a_flipped_bit_is_found_and_a_cut_is_counted(tmp_path: Path) -> None:
     damaged.close()
 
 
+def test_a_flipped_bit_in_an_entry_drops_the_block(tmp_path: Path) -> None:
+    file = open_file(tmp_path, BLOCK_BYTES, 8)
+    write_blocks(file, range(8))
+    file.close()
+    index = tmp_path / "worker-0" / "index"
+    for slot in range(8):
+        raw = bytearray(index.read_bytes())
+        raw[ENTRY_BYTES * (slot + 1) + 7 * slot] ^= 1  # from the magic to the checksum
+        index.write_bytes(raw)
+    damaged = open_file(tmp_path, BLOCK_BYTES, 8)
+    assert (damaged.stored, damaged.num_corrupt) == ([], 8)
+    damaged.close()
+
+
 @pytest.mark.slow
 def test_a_process_killed_while_it_writes_leaves_whole_blocks_only(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
