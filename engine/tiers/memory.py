@@ -48,7 +48,7 @@ class HostMemory:
 
     def _copy(self, target: Tensor, source: Tensor, slot: int) -> None:
         if not self._on_cuda:
-            # One thread is about as fast as torch's several, which wait for one another where cores are short.
+            # One thread is about as fast as torch's several, which wait for one another on busy cores.
             np.copyto(target.numpy(), source.numpy())
         else:
             target.copy_(source, non_blocking=True)
