@@ -15,13 +15,16 @@ from pathlib import Path
 from engine.tiers.disk import DiskTier
 from tests.engine.tiers_parts import PlainMemory, content_of, identity_of, open_file
 
+LIFE_S = 60.0
+"""So that a test that fails leaves nothing running."""
+
 
 def main(folder: str, block_bytes: int, capacity: int, first: int, count: int) -> None:
     memory = PlainMemory(num_slots=4, block_bytes=block_bytes)
     disk = DiskTier(open_file(Path(folder), block_bytes, capacity), memory.buffer)
     free = list(range(memory.num_slots))
-    number, said = first, False
-    while not count or number < first + count:
+    number, said, deadline = first, False, time.monotonic() + LIFE_S
+    while time.monotonic() < deadline and (not count or number < first + count):
         free.extend(job.host_slot for job in disk.finished())
         if disk.counters.written_blocks and not said:
             print("ready", flush=True)
