@@ -1,16 +1,19 @@
 """Which block of the KV pool holds what: reference counts, prefix sharing, copy-on-write, LRU eviction.
 
 Pure bookkeeping over block numbers; it never touches the pool's memory. Full blocks of committed tokens are
-found again by their chained identity (`protocol.ids`), as in vLLM's automatic prefix caching.
+found again by their chained identity (`protocol.ids`), as in vLLM's automatic prefix caching. What is evicted
+may go to a lower tier, from where a later sequence with the same prefix gets it back.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.tiers.interface import Evicted, LowerTier
 from protocol.errors import TandemError
 from protocol.ids import BlockIdentity, block_identities, child_identity
 
@@ -31,12 +34,14 @@ class BlockTable:
     """The blocks of one sequence, in order.
 
     `identities` are those of the leading full blocks whose tokens are committed; it may lag behind
-    `block_ids`. Only a `BlockManager` changes a table.
+    `block_ids`. `below` are the next ones, as far as they were found in the lower tier. Only a `BlockManager`
+    changes a table.
     """
 
     root: BlockIdentity
     block_ids: list[int] = field(default_factory=list)
     identities: list[BlockIdentity] = field(default_factory=list)
+    below: list[BlockIdentity] = field(default_factory=list)
 
 
 class BlockManager:
@@ -47,12 +52,19 @@ class BlockManager:
     written again.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        lower: LowerTier | None = None,
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be positive, got {num_blocks} and {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._lower = lower
         self._references = [0] * num_blocks
         self._identity_of: list[BlockIdentity | None] = [None] * num_blocks
         self._block_of: dict[BlockIdentity, int] = {}
@@ -86,14 +98,18 @@ class BlockManager:
 
         With `compute_last` the last token never counts as covered, because its logits are wanted; when the
         cache holds it all the same, its block stays in the table and `grow` copies it before it is written.
+        What follows in the lower tier does not count yet: after `grow`, `fill` brings it.
         """
         table = BlockTable(root)
-        for identity, block in self._cached_blocks(token_ids, root):
+        cached, table.below = self._find(token_ids, root)
+        for identity, block in cached:
             if self._references[block] == 0:
                 del self._evictable[block]
             self._references[block] += 1
             table.block_ids.append(block)
             table.identities.append(identity)
+        if self._lower is not None and table.below:
+            self._lower.touch(table.below)
         covered = len(table.block_ids) * self.block_size
         return table, min(covered, len(token_ids) - 1) if compute_last and token_ids else covered
 
@@ -123,6 +139,29 @@ class BlockManager:
             del table.identities[write_from // self.block_size :]
         return copies
 
+    def missing(self, token_ids: Sequence[int], root: BlockIdentity) -> Iterator[BlockIdentity]:
+        """Identities of the full blocks from the first that is not in the pool on."""
+        identities = block_identities(root, token_ids, self.block_size)
+        return itertools.dropwhile(self._block_of.__contains__, identities)
+
+    def fill(self, table: BlockTable, covered: int, limit: int) -> int:
+        """Bring the blocks that `start` found below into those that `grow` took since; call it right after.
+
+        `covered` tokens were covered so far; returns how many are now, at most `limit`. A block that reaches
+        beyond stays private, since the caller writes to it. What was lost meanwhile is computed.
+        """
+        if self._lower is None:
+            return covered
+        first = len(table.identities)
+        count = self._lower.load(table.below, table.block_ids[first : first + len(table.below)])
+        if count:
+            covered = min((first + count) * self.block_size, limit)
+            for identity in table.below[: covered // self.block_size - first]:
+                self._share(table, identity)
+        table.below.clear()
+        self._lower.count_misses(limit // self.block_size - covered // self.block_size)
+        return covered
+
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_committed: int) -> None:
         """Make the full blocks among the first `num_committed` tokens shareable; their KV must be written.
 
@@ -134,12 +173,7 @@ class BlockManager:
         for index in range(len(table.identities), full):
             parent = table.identities[-1] if table.identities else table.root
             start = index * self.block_size
-            identity = child_identity(parent, token_ids[start : start + self.block_size])
-            table.identities.append(identity)
-            block = table.block_ids[index]
-            if identity not in self._block_of and self._identity_of[block] is None:
-                self._block_of[identity] = block
-                self._identity_of[block] = identity
+            self._share(table, child_identity(parent, token_ids[start : start + self.block_size]))
 
     def free(self, table: BlockTable) -> None:
         """Drop all of the table's references and empty it. Safe to repeat.
@@ -150,18 +184,32 @@ class BlockManager:
             self._dereference(block)
         table.block_ids.clear()
         table.identities.clear()
+        table.below.clear()
 
-    def _cached_blocks(
+    def _find(
         self, token_ids: Sequence[int], root: BlockIdentity
-    ) -> list[tuple[BlockIdentity, int]]:
-        found = []
-        if self._block_of:
+    ) -> tuple[list[tuple[BlockIdentity, int]], list[BlockIdentity]]:
+        """The longest prefix in the pool, and what follows it in the lower tier."""
+        found: list[tuple[BlockIdentity, int]] = []
+        below: list[BlockIdentity] = []
+        if self._block_of or self._lower is not None:
             for identity in block_identities(root, token_ids, self.block_size):
-                block = self._block_of.get(identity)
-                if block is None:
+                block = None if below else self._block_of.get(identity)
+                if block is not None:
+                    found.append((identity, block))
+                elif self._lower is not None and self._lower.holds(identity):
+                    below.append(identity)
+                else:
                     break
-                found.append((identity, block))
-        return found
+        return found, below
+
+    def _share(self, table: BlockTable, identity: BlockIdentity) -> None:
+        """The table's next full block is `identity`; it can be found from now on unless an equal one can."""
+        block = table.block_ids[len(table.identities)]
+        table.identities.append(identity)
+        if identity not in self._block_of and self._identity_of[block] is None:
+            self._block_of[identity] = block
+            self._identity_of[block] = identity
 
     def _plan(self, table: BlockTable, write_from: int, num_tokens: int) -> tuple[list[int], int]:
         """Indices of the blocks to be written that must not be written in place, and the blocks missing."""
@@ -181,18 +229,21 @@ class BlockManager:
             raise OutOfBlocksError(f"{count} KV blocks are needed, {self.num_available} are available")
         from_free = min(count, len(self._free))
         taken = [self._free.pop() for _ in range(from_free)]
-        taken.extend(self._evict() for _ in range(count - from_free))
+        evicted = [self._evict() for _ in range(count - from_free)]
+        if evicted and self._lower is not None:
+            self._lower.save(evicted)
+        taken.extend(block for _, block in evicted)
         for block in taken:
             self._references[block] = 1
         return sorted(taken)
 
-    def _evict(self) -> int:
+    def _evict(self) -> Evicted:
         block, _ = self._evictable.popitem(last=False)
         identity = self._identity_of[block]
         assert identity is not None
         del self._block_of[identity]
         self._identity_of[block] = None
-        return block
+        return Evicted(identity, block)
 
     def _dereference(self, block: int) -> None:
         self._references[block] -= 1

@@ -23,6 +23,7 @@ from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.sequence import Sequence, Stage
+from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.messages import (
@@ -65,7 +66,13 @@ class EngineStats:
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    """Tokens that were not computed because some tier held their KV."""
     steps: int
+    host_blocks: int = 0
+    host_used_blocks: int = 0
+    disk_blocks: int = 0
+    disk_used_blocks: int = 0
+    disk_queued_blocks: int = 0
 
 
 class Engine:
@@ -73,6 +80,9 @@ class Engine:
 
     on_scheduled: Callable[[EngineRequest], None] | None = None
     """Called when a request is taken up for the first time, before its forward runs."""
+
+    on_fetched: Callable[[], None] | None = None
+    """Called in another thread when blocks for a waiting request have come from the disk: `step` helps."""
 
     def __init__(self, config: ServeConfig, *, allocate: Allocate | None = None) -> None:
         self.config = config
@@ -85,7 +95,10 @@ class Engine:
         self.kv_format = loaded.kv_shape.describe(config.block_size)
         num_blocks = pool_blocks(config, loaded.kv_shape, loaded.device, loaded.max_model_len)
         self.pool = KVPool(loaded.kv_shape, num_blocks, config.block_size, loaded.device, allocate)
-        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        self.tiers = build_tiers(config, self.pool, loaded.model, self._fetched)
+        self.blocks = BlockManager(
+            num_blocks, config.block_size, config.enable_prefix_caching, lower=self.tiers
+        )
         requested = None if config.attention_backend == "auto" else config.attention_backend
         backend, why = select_backend(loaded.device, loaded.dtype, requested)
         forward = Forward(loaded.model, loaded.device, config.compile)
@@ -97,6 +110,8 @@ class Engine:
             kv_format=self.kv_format,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=_token_budget(config, loaded.device),
+            copy_blocks=self.pool.copy_blocks,
+            fetcher=self.tiers,
         )
         self._sequences: dict[str, Sequence] = {}
         self._order = itertools.count()
@@ -109,6 +124,7 @@ class Engine:
             "attention": f"{backend.name} ({why})",
             "forward": forward.choice,
             "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB",
+            "kv_tiers": self.tiers.describe() if self.tiers is not None else "none",
             "threads": str(torch.get_num_threads()),
             "load_s": f"{loaded_s:.1f}",
             "compile_s": f"{warm_up_s:.1f}",
@@ -139,6 +155,9 @@ class Engine:
         except OutOfBlocksError:
             self.blocks.free(table)
             return None
+        covered = self.blocks.fill(table, covered, len(token_ids))
+        if self.tiers is not None:
+            self.tiers.finish()
         sequence = self._new_sequence(request, prefill_only=False)
         sequence.stage = Stage.RESERVED
         sequence.table = table
@@ -194,6 +213,8 @@ class Engine:
     def step(self) -> StepResult:
         """One packed forward over what the scheduler chose."""
         result = StepResult(outputs=self._expire())
+        if self.tiers is not None:
+            self.tiers.poll()
         step = self._scheduler.schedule()
         if not step.sequences:
             return result
@@ -234,7 +255,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the load; may be called from any thread."""
-        scheduler, blocks = self._scheduler, self.blocks
+        scheduler, blocks, tiers = self._scheduler, self.blocks, self.tiers
         stages = [sequence.stage for sequence in list(self._sequences.values())]
         return EngineStats(
             num_running=len(scheduler.running),
@@ -249,9 +270,27 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             steps=self._steps,
+            host_blocks=tiers.capacity if tiers is not None else 0,
+            host_used_blocks=tiers.num_blocks if tiers is not None else 0,
+            disk_blocks=tiers.disk_capacity if tiers is not None else 0,
+            disk_used_blocks=tiers.num_disk_blocks if tiers is not None else 0,
+            disk_queued_blocks=tiers.num_disk_queued if tiers is not None else 0,
         )
 
+    def tier_counters(self) -> dict[str, float]:
+        """Totals of the tiers below the pool, in Prometheus' naming; may be called from any thread."""
+        return self.tiers.totals() if self.tiers is not None else {}
+
+    def close(self) -> None:
+        """Let the disk tier finish what it was given. Idempotent."""
+        if self.tiers is not None:
+            self.tiers.close()
+
     # --- inside -------------------------------------------------------------------------------------
+
+    def _fetched(self) -> None:
+        if self.on_fetched is not None:
+            self.on_fetched()
 
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self._sequences:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -75,7 +75,7 @@ class KVPool:
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks, source to target, within the pool."""
         for source, target in copies:
             self.tensor[target].copy_(self.tensor[source])

@@ -33,7 +33,6 @@ class Runner:
 
     def run(self, step: ScheduledStep, logit_rows: list[int]) -> Tensor:
         """Write the step's KV and return logits [len(logit_rows), vocab_size] of those packed rows."""
-        self._pool.copy_blocks(step.copies)
         total = step.total_tokens
         rows = self._forward.padded_rows(total)
         token_ids = np.zeros(rows, np.int64)

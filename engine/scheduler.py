@@ -3,17 +3,20 @@
 Running sequences come first, so that decoding never waits for a new prompt; what is left of the token budget
 goes to waiting prompts, in chunks. A prompt whose next blocks another one is just computing waits for them,
 so that `n` answers to one prompt, or a batch with one preamble, compute it once. When blocks run out, the
-sequence that would run last gives its own up and is computed again later (preemption by recompute).
+sequence that would run last gives its own up and is computed again later (preemption by recompute), as far as
+the tiers below the pool did not keep its blocks. A prompt whose next blocks lie on the disk waits for them.
 """
 
 from __future__ import annotations
 
 import bisect
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockCopy, BlockManager, OutOfBlocksError
 from engine.sequence import Sequence, Stage
+from engine.tiers.interface import Fetcher
 from protocol.ids import BlockIdentity, root_identity
 
 
@@ -23,7 +26,6 @@ class ScheduledStep:
 
     sequences: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
     first_time: list[Sequence] = field(default_factory=list)
 
     @property
@@ -40,6 +42,8 @@ class Scheduler:
         kv_format: str,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        copy_blocks: Callable[[Iterable[BlockCopy]], None],
+        fetcher: Fetcher | None = None,
     ) -> None:
         self.blocks = blocks
         self.running: list[Sequence] = []
@@ -53,6 +57,8 @@ class Scheduler:
         self._blocked: tuple[int, int] | None = None
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._copy_blocks = copy_blocks
+        self._fetcher = fetcher
 
     def root(self, cache_salt: str) -> BlockIdentity:
         """Parent identity of the first block of a tenant's sequences."""
@@ -97,7 +103,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget == 0 or len(self.running) >= self._max_num_seqs:
                 break
-            if self._waits_for_a_leader(sequence):
+            if self._waits_for_a_leader(sequence) or self._waits_for_the_disk(sequence):
                 continue
             taken = self._admit(sequence, budget, step)
             if taken == 0:
@@ -120,6 +126,14 @@ class Scheduler:
                     return other, num_shared
         return None
 
+    def _waits_for_the_disk(self, sequence: Sequence) -> bool:
+        if self._fetcher is None or sequence.wants_prompt_logprobs:
+            return False
+        if sequence.fetch is None:
+            root = self.root(sequence.request.cache_salt)
+            sequence.fetch = self._fetcher.fetch(self.blocks.missing(sequence.token_ids, root))
+        return self._fetcher.is_pending(sequence.fetch)
+
     def _shared_tokens(self, ours: list[int], theirs: list[int], computed: int) -> int:
         """Length of the equal leading full blocks, if they reach beyond the first `computed` tokens."""
         size = self.blocks.block_size
@@ -133,7 +147,7 @@ class Scheduler:
 
     def _schedule_running(self, sequence: Sequence, budget: int, step: ScheduledStep) -> int:
         count = min(budget, sequence.num_uncomputed)
-        while not self._grow(sequence, sequence.num_computed + count, step):
+        while not self._grow(sequence, sequence.num_computed + count):
             # Blocks of a prompt that is being handed over may be on the wire: they are never taken away.
             victim = max(
                 (r for r in self.running if not r.prefill_only), key=lambda running: running.queue_key
@@ -157,7 +171,9 @@ class Scheduler:
             sequence.num_computed = 0
             self._blocked = (sequence.order, self.blocks.num_available)
             return 0
-        self._grow(sequence, len(sequence.token_ids), step)
+        self._grow(sequence, len(sequence.token_ids))
+        limit = len(sequence.token_ids) - 1
+        sequence.num_computed = self.blocks.fill(sequence.table, sequence.num_computed, limit)
         self.waiting.remove(sequence)
         self.add_running(sequence)
         if sequence.first_scheduled is None:
@@ -177,12 +193,14 @@ class Scheduler:
             token_ids, self.root(sequence.request.cache_salt)
         )
 
-    def _grow(self, sequence: Sequence, num_tokens: int, step: ScheduledStep) -> bool:
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         assert sequence.table is not None
         try:
-            step.copies.extend(self.blocks.grow(sequence.table, sequence.num_computed, num_tokens))
+            copies = self.blocks.grow(sequence.table, sequence.num_computed, num_tokens)
         except OutOfBlocksError:
             return False
+        if copies:
+            self._copy_blocks(copies)
         return True
 
     def _preempt(self, victim: Sequence, step: ScheduledStep) -> None:
@@ -193,6 +211,7 @@ class Scheduler:
         self.free(victim)
         victim.num_computed = 0
         victim.prompt_logprobs.clear()
+        victim.fetch = None
         self.num_preemptions += 1
         self.add_waiting(victim)
 

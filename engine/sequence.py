@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
 from engine.sampler.rows import SamplingRow
+from engine.tiers.interface import Fetch
 from protocol.messages import EngineRequest, TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -46,6 +47,8 @@ class Sequence:
     first_token_time: float | None = None
     leader: tuple[Sequence, int] | None = None
     """Who computes a prefix that this waiting sequence can share, and that prefix's tokens."""
+    fetch: Fetch | None = None
+    """Its blocks that were on the disk when it was to be admitted."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = self.request.prompt_token_ids

@@ -94,6 +94,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_memory_bytes: Annotated[
         PositiveInt | None, _doc("KV pool size per worker; overrides the share.")
     ] = None
+    kv_offloading_size: Annotated[
+        float,
+        Meta(ge=0, le=1_000_000),
+        _doc("GiB of host memory per worker for blocks that the pool evicts."),
+    ] = 0.0
+    kv_disk_path: Annotated[
+        str | None, _doc("Folder for blocks that the host memory evicts; each worker takes a subfolder.")
+    ] = None
+    kv_disk_size: Annotated[
+        float, Meta(ge=0, le=1_000_000), _doc("GiB that each worker may use of --kv-disk-path.")
+    ] = 0.0
     max_num_batched_tokens: Annotated[
         PositiveInt | None, _doc("Tokens in one step; default: 2048 on a GPU, 512 on a CPU.")
     ] = None
@@ -216,11 +227,21 @@ def _check_together(config: ServeConfig) -> None:
             )
     if not transport_names(config):
         raise ConfigError("--kv-transports: name at least one transport")
+    _check_tiers(config)
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
             f"got {config.max_num_batched_tokens}"
         )
+
+
+def _check_tiers(config: ServeConfig) -> None:
+    if config.kv_offloading_size > 0 and not config.enable_prefix_caching:
+        raise ConfigError("--kv-offloading-size: needs --enable-prefix-caching, which finds the blocks again")
+    if config.kv_disk_path is not None and config.kv_offloading_size == 0:
+        raise ConfigError("--kv-disk-path: needs --kv-offloading-size, since blocks pass through host memory")
+    if (config.kv_disk_path is not None) != (config.kv_disk_size > 0):
+        raise ConfigError("--kv-disk-size: must be given together with --kv-disk-path, and above 0")
 
 
 def transport_names(config: ServeConfig) -> list[str]:

@@ -141,7 +141,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return False
         num_evicted = max(0, needed - self.num_free())
         for block in self.evictable()[:num_evicted]:
-            del self.cache[block.published_as]
+            self.evict(block)
         copies = self.manager.grow(table.real, write_from, len(token_ids))
         assert [copy.source for copy in copies] == [before[0][index] for index in copied]
         assert [copy.target for copy in copies] == [table.real.block_ids[index] for index in copied]
@@ -153,8 +153,18 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.touch(dropped)
         table.blocks.extend(ModelBlock() for _ in range(wanted - len(table.blocks)))
         table.token_ids = token_ids
-        self.fill(table, write_from)
+        if write_from < len(token_ids):
+            table.num_published = min(table.num_published, write_from // self.block_size)
+        self.fill(table, self.bring(table, write_from))
         return True
+
+    def evict(self, block: ModelBlock) -> None:
+        assert block.published_as is not None
+        del self.cache[block.published_as]
+
+    def bring(self, table: ModelTable, covered: int) -> int:
+        """Tokens covered after a look into lower tiers, of which this manager has none."""
+        return covered
 
     def fill(self, table: ModelTable, write_from: int) -> None:
         for position in range(write_from, len(table.token_ids)):
@@ -164,20 +174,21 @@ class BlockManagerMachine(RuleBasedStateMachine):
             slots = self.content[table.real.block_ids[index]]
             slots[position % self.block_size] = table.prefix(position + 1)
         table.num_written = max(table.num_written, len(table.token_ids))
-        if write_from < len(table.token_ids):
-            table.num_published = min(table.num_published, write_from // self.block_size)
 
     def publish_committed(self, table: ModelTable, behind: int) -> None:
         num_committed = max(0, table.num_written - behind)
         self.manager.publish(table.real, table.token_ids, num_committed)
         for index in range(table.num_published, num_committed // self.block_size):
-            prefix = table.prefix((index + 1) * self.block_size)
-            block = table.blocks[index]
-            if prefix not in self.cache and block.published_as is None:
-                self.cache[prefix] = block
-                block.published_as = prefix
-                self.ever_published.add(prefix)
+            self.share(table, index)
         table.num_published = max(table.num_published, num_committed // self.block_size)
+
+    def share(self, table: ModelTable, index: int) -> None:
+        prefix = table.prefix((index + 1) * self.block_size)
+        block = table.blocks[index]
+        if prefix not in self.cache and block.published_as is None:
+            self.cache[prefix] = block
+            block.published_as = prefix
+            self.ever_published.add(prefix)
 
     @precondition(lambda self: self.live)
     @rule(choice=st.integers(0, 7), twice=st.booleans())

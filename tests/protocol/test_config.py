@@ -74,6 +74,11 @@ BAD = [
     ("gpu_memory_utilization", 0.0),
     ("gpu_memory_utilization", 1.5),
     ("gpu_memory_utilization", "nan"),
+    ("kv_offloading_size", -1),
+    ("kv_offloading_size", "nan"),
+    ("kv_offloading_size", "inf"),
+    ("kv_disk_size", -0.5),
+    ("kv_disk_size", "big"),
     ("prefill_replicas", 0),
     ("decode_replicas", 1.5),
     ("dtype", "int8"),
@@ -107,6 +112,23 @@ def test_messages_name_the_limit_and_the_value():
         load_config({"port": 70000}, {})
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens: .*--max-num-seqs \(64\), got 8"):
         load_config({"max_num_batched_tokens": 8}, {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        (
+            {"kv_offloading_size": 1, "enable_prefix_caching": False},
+            "--kv-offloading-size: .*--enable-prefix-caching",
+        ),
+        ({"kv_disk_path": "x", "kv_disk_size": 1}, "--kv-disk-path: .*--kv-offloading-size"),
+        ({"kv_disk_path": "x", "kv_offloading_size": 1}, "--kv-disk-size: "),
+        ({"kv_disk_size": 1, "kv_offloading_size": 1}, "--kv-disk-size: .*--kv-disk-path"),
+    ],
+)
+def test_the_tiers_options_fit_together(flags, flag):
+    with pytest.raises(ConfigError, match=f"^{flag}"):
+        load_config(flags, {})
 
 
 def test_a_later_source_hides_an_earlier_bad_value(config_file):

@@ -1,0 +1,261 @@
+"""The host tier: blocks that the device pool evicted, in host memory, found again by their identity.
+
+A block is copied when it is evicted, not when it is published: as long as the pool has room nothing is
+copied at all, once it has none the number of copies is the same, and a block that came back from here is
+still here when it is evicted again.
+
+With a disk tier each block is also written there, in the background and oldest first. In the long run that
+is as often as when it left here, but then a burst of evictions finds most blocks written already, and a
+restart finds them all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from engine.tiers.disk import DiskTier
+from engine.tiers.interface import Evicted, Fetch
+from engine.tiers.memory import HostMemory
+from protocol.ids import BlockIdentity
+
+FETCH_TIMEOUT_S = 2.0
+"""Seconds that a sequence waits for its blocks from the disk before it is computed instead."""
+
+MIN_SLOTS_WITH_DISK = 4
+"""So that not all can be in use by the disk: it reads into half of them, and writes a quarter."""
+
+
+@dataclass
+class HostCounters:
+    hit_blocks: float = 0
+    miss_blocks: float = 0
+    saved_blocks: float = 0
+    saved_bytes: float = 0
+    save_seconds: float = 0
+    loaded_bytes: float = 0
+    load_seconds: float = 0
+    evicted_blocks: float = 0
+
+
+class HostTier:
+    """Implements `Tiers` for one device pool. Only the engine's thread may call it, except for the counters.
+
+    Each slot of `memory` is free, in the index, or lent to the disk tier to be filled. A block that is being
+    written stays in the index and in its slot until that is done.
+    """
+
+    def __init__(self, memory: HostMemory, disk: DiskTier | None = None) -> None:
+        least = MIN_SLOTS_WITH_DISK if disk is not None else 1
+        if memory.num_slots < least:
+            raise ValueError(f"the host tier needs {least} slots, not {memory.num_slots}")
+        self.capacity = memory.num_slots
+        self.counters = HostCounters()
+        self._memory = memory
+        self._disk = disk
+        self._slot_of: OrderedDict[BlockIdentity, int] = OrderedDict()
+        self._free = list(range(memory.num_slots - 1, -1, -1))
+        self._wanted: deque[BlockIdentity] = deque()
+        self._fetches: dict[BlockIdentity, list[Fetch]] = {}
+        """Who waits for a block, wanted or being read."""
+        self._unwritten: OrderedDict[BlockIdentity, None] = OrderedDict()
+        """In the index, and neither on the disk nor given to it, oldest first."""
+        self._num_reading = 0
+        self._max_reading = self.capacity // 2
+        self._max_writing = self.capacity // 4
+
+    # --- the block manager's side -------------------------------------------------------------------
+
+    def holds(self, identity: BlockIdentity) -> bool:
+        return identity in self._slot_of
+
+    def touch(self, identities: Sequence[BlockIdentity]) -> None:
+        for identity in reversed(identities):
+            if identity in self._slot_of:
+                self._slot_of.move_to_end(identity)
+
+    def save(self, evicted: Sequence[Evicted]) -> None:
+        started = time.perf_counter()
+        self._collect()
+        for identity, block in evicted:
+            if identity in self._slot_of:
+                self._slot_of.move_to_end(identity)
+                continue
+            slot = self._take_slot(may_drop=True)
+            assert slot is not None
+            self._memory.save(block, slot)
+            self._slot_of[identity] = slot
+            if self._disk is not None and not self._disk.holds(identity):
+                self._unwritten[identity] = None
+            self.counters.saved_blocks += 1
+            self.counters.saved_bytes += self._memory.block_bytes
+        self._begin_writes(self._max_writing)
+        self.counters.save_seconds += time.perf_counter() - started
+
+    def load(self, identities: Sequence[BlockIdentity], block_ids: Sequence[int]) -> int:
+        started = time.perf_counter()
+        num_loaded = 0
+        for identity, block in zip(identities, block_ids, strict=True):
+            slot = self._slot_of.get(identity)
+            if slot is None:
+                break
+            self._memory.load(slot, block)
+            num_loaded += 1
+        self.counters.hit_blocks += num_loaded
+        self.counters.loaded_bytes += num_loaded * self._memory.block_bytes
+        self.counters.load_seconds += time.perf_counter() - started
+        return num_loaded
+
+    def count_misses(self, num_blocks: int) -> None:
+        self.counters.miss_blocks += num_blocks
+
+    def finish(self) -> None:
+        """Wait for copies that are queued on the device."""
+        self._memory.finish()
+
+    # --- the scheduler's side -----------------------------------------------------------------------
+
+    def fetch(self, identities: Iterable[BlockIdentity]) -> Fetch:
+        """At most half of the host tier's blocks: what they displace may be wanted as well."""
+        fetch = Fetch(time.monotonic() + FETCH_TIMEOUT_S)
+        if self._disk is None:
+            return fetch
+        present = []
+        missing = iter(identities)
+        for identity in missing:
+            if identity in self._slot_of:
+                present.append(identity)
+                continue
+            if identity not in self._fetches:
+                if not self._disk.holds(identity):
+                    self._disk.counters.miss_blocks += 1 + sum(1 for _ in missing)
+                    break
+                if fetch.remaining == self._max_reading:
+                    break
+                self._disk.touch(identity)
+                self._fetches[identity] = []
+                self._wanted.append(identity)
+            self._fetches[identity].append(fetch)
+            fetch.remaining += 1
+        self.touch(present)
+        self._begin_reads()
+        return fetch
+
+    def is_pending(self, fetch: Fetch) -> bool:
+        if fetch.remaining == 0:
+            return False
+        if time.monotonic() < fetch.deadline:
+            return True
+        if not fetch.expired and self._disk is not None:
+            fetch.expired = True
+            self._disk.counters.fetch_timeouts += 1
+        return False
+
+    def poll(self) -> None:
+        """Take back what the disk is done with, and give it more to read."""
+        if self._disk is not None:
+            self._collect()
+            self._begin_reads()
+            self._begin_writes(self._max_writing)
+
+    # --- what it says of itself, to any thread ------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def disk_capacity(self) -> int:
+        return self._disk.capacity if self._disk is not None else 0
+
+    @property
+    def num_disk_blocks(self) -> int:
+        return self._disk.num_blocks if self._disk is not None else 0
+
+    @property
+    def num_disk_queued(self) -> int:
+        """Blocks to be read or written."""
+        return self._disk.num_queued + len(self._unwritten) if self._disk is not None else 0
+
+    def totals(self) -> dict[str, float]:
+        """Counters in Prometheus' naming; bytes and seconds say so in their names."""
+        totals = {f"kv_host_{name}_total": value for name, value in asdict(self.counters).items()}
+        if self._disk is not None:
+            disk = asdict(self._disk.counters)
+            totals |= {f"kv_disk_{name}_total": value for name, value in disk.items()}
+        return totals
+
+    def describe(self) -> str:
+        text = f"host: {self.capacity} blocks"
+        if self._disk is not None:
+            text += f"; disk: {self.num_disk_blocks} of {self.disk_capacity} blocks found again"
+        return text
+
+    def close(self) -> None:
+        """Write to the disk what is not there yet, within `CLOSE_TIMEOUT_S`. Idempotent."""
+        if self._disk is not None:
+            self._collect()
+            self._begin_writes(self.capacity)
+            self._disk.close()
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _take_slot(self, may_drop: bool) -> int | None:
+        """A slot to fill, which the least recently used block leaves."""
+        full = len(self._slot_of) + self._num_reading >= self.capacity
+        if full and not self._give_up_oldest(may_drop):
+            return None
+        return self._free.pop()
+
+    def _give_up_oldest(self, may_drop: bool) -> bool:
+        """False if all are being written, or if the oldest has yet to be and must not be lost."""
+        disk = self._disk
+        identity = next((i for i in self._slot_of if disk is None or not disk.is_writing(i)), None)
+        if identity is None or (identity in self._unwritten and not may_drop):
+            return False
+        self._free.append(self._slot_of.pop(identity))
+        self.counters.evicted_blocks += 1
+        if disk is not None and identity in self._unwritten:
+            del self._unwritten[identity]
+            disk.counters.dropped_blocks += 1
+        elif disk is not None and disk.holds(identity):
+            disk.touch(identity)
+        return True
+
+    def _begin_writes(self, limit: int) -> None:
+        disk = self._disk
+        while disk is not None and self._unwritten and disk.num_writing < limit and disk.can_write:
+            identity, _ = self._unwritten.popitem(last=False)
+            disk.write(identity, self._slot_of[identity])
+
+    def _begin_reads(self) -> None:
+        disk = self._disk
+        while disk is not None and self._wanted and self._num_reading < self._max_reading:
+            identity = self._wanted[0]
+            now = time.monotonic()
+            if all(now >= fetch.deadline for fetch in self._fetches[identity]) or not disk.holds(identity):
+                self._arrived(self._wanted.popleft())
+                continue
+            slot = self._take_slot(may_drop=False)
+            if slot is None:
+                return
+            disk.read(self._wanted.popleft(), slot)
+            self._num_reading += 1
+
+    def _collect(self) -> None:
+        for job in self._disk.finished() if self._disk is not None else ():
+            if not job.is_read:
+                continue
+            self._num_reading -= 1
+            if job.done and job.identity not in self._slot_of:
+                self._slot_of[job.identity] = job.host_slot
+            else:
+                self._free.append(job.host_slot)
+            self._arrived(job.identity)
+
+    def _arrived(self, identity: BlockIdentity) -> None:
+        """Nobody needs to wait for the block any longer, wherever it is."""
+        for fetch in self._fetches.pop(identity):
+            fetch.remaining -= 1

@@ -1,0 +1,68 @@
+"""The host tier's memory: slots of one block each, and the copies between them and the device pool."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class HostMemory:
+    """`num_slots` slots, each as large as one block of `pool`, a tensor [num_blocks, ...] on any device.
+
+    On a CPU a copy is done when the call returns. On CUDA it is queued in the current stream, from or to
+    pinned memory: so it runs after the forward that wrote the block and before the one that reads or
+    overwrites it, while this thread goes on.
+    """
+
+    def __init__(self, pool: Tensor, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._blocks = pool.view(pool.shape[0], -1).view(torch.uint8)
+        self.block_bytes = self._blocks.shape[1]
+        self._on_cuda = pool.is_cuda
+        self._slots = _allocate(num_slots, self.block_bytes, pool.is_cuda)
+        self._queued: dict[int, torch.cuda.Event] = {}
+
+    def save(self, block: int, slot: int) -> None:
+        """Device to host."""
+        self._copy(self._slots[slot], self._blocks[block], slot)
+
+    def load(self, slot: int, block: int) -> None:
+        """Host to device."""
+        self._copy(self._blocks[block], self._slots[slot], slot)
+
+    def buffer(self, slot: int) -> memoryview:
+        """The slot's bytes, once the copies queued for it are done. Any thread may call it."""
+        event = self._queued.pop(slot, None)
+        if event is not None:
+            event.synchronize()
+        return memoryview(self._slots[slot].numpy())
+
+    def finish(self) -> None:
+        """Wait for all copies: someone else than this thread's forwards is going to use the device pool."""
+        if self._on_cuda:
+            torch.cuda.current_stream(self._blocks.device).synchronize()
+
+    def _copy(self, target: Tensor, source: Tensor, slot: int) -> None:
+        if not self._on_cuda:
+            # One thread is about as fast as torch's several, which wait for one another on busy cores.
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._blocks.device))
+            self._queued[slot] = event
+
+
+def _allocate(num_slots: int, block_bytes: int, pinned: bool) -> Tensor:
+    """[num_slots, block_bytes] uint8; unless pinned it is physically allocated as it is first touched."""
+    if pinned:
+        return torch.empty((num_slots, block_bytes), dtype=torch.uint8, pin_memory=True)
+    pages = mmap.mmap(-1, num_slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(num_slots, block_bytes)

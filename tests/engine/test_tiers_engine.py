@@ -1,0 +1,456 @@
+"""An engine whose device pool is far too small for its prompts: the tiers below bring them back, and no token
+changes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.engine import Engine
+from engine.tiers import host as host_module
+from engine.tiers.slot_file import SlotFile
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.ids import BlockIdentity
+from protocol.messages import EngineRequest, TokenOutput
+from protocol.sampling import SamplingParams
+from tests.engine.tiers_parts import eventually
+from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama
+
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+GIB = 2**30
+MAX_LEN = 256
+LENGTHS = (240, 100, 161, 48, 200, 130)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    return load(folder)
+
+
+@pytest.fixture
+def make_engine(folder: Path) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(num_blocks: int = 17, host_blocks: int = 0, disk: Path | None = None, **options: Any) -> Engine:
+        config = ServeConfig(
+            model=str(folder),
+            dtype="float32",
+            device="cpu",
+            compile="off",
+            max_model_len=MAX_LEN,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=num_blocks * BLOCK_BYTES,
+            kv_offloading_size=host_blocks * BLOCK_BYTES / GIB,
+            kv_disk_path=None if disk is None else str(disk),
+            kv_disk_size=0.0 if disk is None else 400 * BLOCK_BYTES / GIB,
+        )
+        engines.append(Engine(msgspec.structs.replace(config, **options)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
+
+
+PROMPTS = [prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
+
+
+def ask(name: str, prompt: list[int], max_tokens: int = 8, **fields: Any) -> EngineRequest:
+    sampling = {"temperature": 0.0, "ignore_eos": True} | fields.pop("sampling", {})
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params, **fields)
+
+
+def run(engine: Engine) -> dict[str, list[TokenOutput]]:
+    outputs: dict[str, list[TokenOutput]] = {}
+    while engine.has_work():
+        for output in engine.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens(outputs: list[TokenOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def serve(engine: Engine, prompt: list[int], **fields: Any) -> tuple[list[int], int]:
+    """The tokens, and how many of the prompt's were not computed."""
+    engine.add(ask("r", prompt, **fields))
+    outputs = run(engine)["r"]
+    assert outputs[0].cached_tokens is not None
+    return tokens(outputs), outputs[0].cached_tokens
+
+
+def written(engine: Engine) -> None:
+    """Wait until all is on the disk."""
+    assert engine.tiers is not None
+    tiers = engine.tiers
+
+    def idle() -> bool:
+        tiers.poll()
+        return engine.stats().disk_queued_blocks == 0
+
+    eventually(idle)
+    tiers.poll()
+
+
+def assert_empty(engine: Engine) -> None:
+    assert engine.blocks.num_used == 0
+    assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_blocks
+    tiers = engine.tiers
+    if tiers is not None:
+        written(engine)
+        assert len(tiers._free) + tiers.num_blocks == tiers._memory.num_slots
+
+
+def test_prompts_come_back_from_the_host(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    plain, tiered = make_engine(), make_engine(host_blocks=80)
+    for turn in range(3):
+        for prompt in PROMPTS:
+            expected = greedy(reference, prompt, 8)
+            assert serve(plain, prompt)[0] == expected
+            got, num_cached = serve(tiered, prompt)
+            assert got == expected
+            if turn > 0:
+                assert num_cached == min(len(prompt) // 16 * 16, len(prompt) - 1)
+    counters = tiered.tier_counters()
+    assert plain.stats().prefix_hit_tokens == 0
+    assert tiered.stats().prefix_hit_tokens == 2 * sum(min(n // 16 * 16, n - 1) for n in LENGTHS)
+    assert counters["kv_host_hit_blocks_total"] > 80
+    assert counters["kv_host_loaded_bytes_total"] == counters["kv_host_hit_blocks_total"] * BLOCK_BYTES
+    assert counters["kv_host_miss_blocks_total"] == sum((n - 1) // 16 for n in LENGTHS)
+    assert plain.tier_counters() == {}
+    assert_empty(tiered)
+
+
+def test_seeded_tokens_do_not_depend_on_the_tiers(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
+    roomy = make_engine(num_blocks=200)
+    small = [make_engine(host_blocks=40), make_engine(host_blocks=40, disk=tmp_path)]
+    for turn in range(2):
+        for index, prompt in enumerate(PROMPTS):
+            sampling = {"temperature": 1.0, "seed": index + 10 * turn, "top_p": 0.9, "presence_penalty": 0.3}
+            expected = serve(roomy, prompt, sampling=sampling)[0]
+            for engine in small:
+                assert serve(engine, prompt, sampling=sampling)[0] == expected
+    assert small[0].tier_counters()["kv_host_hit_blocks_total"] > 0
+    assert small[1].tier_counters()["kv_disk_hit_blocks_total"] > 0
+    for engine in small:
+        assert_empty(engine)
+
+
+def test_a_prompt_found_whole_runs_one_token(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    engine = make_engine(host_blocks=80)
+    prompt = prompt_of(64, seed=9)
+    for evicting in (PROMPTS[0], PROMPTS[4]):
+        serve(engine, prompt)
+        serve(engine, evicting)
+    engine.add(ask("again", prompt))
+    first = engine.step()
+    assert first.num_tokens == 1
+    assert first.outputs[0].cached_tokens == 63
+    assert tokens(first.outputs + run(engine)["again"]) == greedy(reference, prompt, 8)
+    assert_empty(engine)
+
+
+def test_preempted_sequences_get_their_blocks_back(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    computed = []
+    for host_blocks in (0, 200):
+        engine = make_engine(num_blocks=20, host_blocks=host_blocks)
+        prompts = [prompt_of(30, seed) for seed in range(6)]
+        for index, prompt in enumerate(prompts):
+            engine.add(ask(str(index), prompt, max_tokens=60))
+        num_tokens, outputs = 0, {}
+        while engine.has_work():
+            step = engine.step()
+            num_tokens += step.num_tokens
+            for output in step.outputs:
+                outputs.setdefault(output.request_id, []).append(output)
+        assert engine.stats().num_preemptions > 0
+        for index, prompt in enumerate(prompts):
+            assert tokens(outputs[str(index)]) == greedy(reference, prompt, 60)
+        computed.append(num_tokens)
+        assert_empty(engine)
+    assert computed[1] < computed[0]
+
+
+def test_a_reservation_counts_what_the_host_holds(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    engine, whole = make_engine(host_blocks=80), make_engine(num_blocks=64)
+    prompt = PROMPTS[2]  # ten full blocks and a token
+    first = serve(engine, prompt, max_tokens=1)[0][0]
+    serve(engine, PROMPTS[0])
+    reservation = engine.reserve(ask("handed over", prompt))
+    assert reservation is not None
+    assert reservation.cached_blocks == 10
+    assert len(reservation.block_ids) == 11
+    whole.add(ask("source", prompt), prefill_only=True)
+    run(whole)
+    source, target = whole.block_ids("source"), reservation.block_ids
+    torch.testing.assert_close(engine.pool.tensor[target[:10]], whole.pool.tensor[source[:10]])
+    engine.pool.tensor[target[10]] = whole.pool.tensor[source[10]]
+    engine.activate("handed over", first)
+    assert [first, *tokens(run(engine)["handed over"])] == greedy(reference, prompt, 8)
+    aligned = PROMPTS[3]
+    serve(engine, aligned)
+    serve(engine, PROMPTS[0])
+    reservation = engine.reserve(ask("aligned", aligned))
+    assert reservation is not None
+    assert (reservation.cached_blocks, len(reservation.block_ids)) == (3, 3)
+    engine.abort("aligned")
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(("tier", "num_prompts"), [("host", 1), ("disk", 4)])
+def test_tenants_are_apart_in_every_tier(
+    make_engine: Callable[..., Engine], tmp_path: Path, tier: str, num_prompts: int
+) -> None:
+    engine = make_engine(host_blocks=48, disk=tmp_path)
+    prompt = prompt_of(64, seed=9)
+
+    def flood() -> None:
+        for seed in range(num_prompts):
+            serve(engine, prompt_of(240, seed=100 + seed))
+            written(engine)
+
+    def hits() -> float:
+        return engine.tier_counters()[f"kv_{tier}_hit_blocks_total"]
+
+    serve(engine, prompt, cache_salt="one")
+    flood()
+    before = hits()
+    assert serve(engine, prompt, cache_salt="two")[1] == 0
+    assert serve(engine, prompt)[1] == 0
+    assert hits() == before
+    flood()
+    before = hits()
+    assert serve(engine, prompt, cache_salt="one")[1] == 63
+    assert hits() == before + 4
+
+
+def test_prompt_logprobs_are_computed_whatever_is_below(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(host_blocks=80)
+    serve(engine, PROMPTS[1])
+    serve(engine, PROMPTS[0])
+    engine.add(ask("scored", PROMPTS[1], sampling={"prompt_logprobs": 0}))
+    output = run(engine)["scored"][0]
+    assert output.cached_tokens == 0
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(PROMPTS[1])
+
+
+def test_prompts_come_back_from_the_disk_also_after_a_restart(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
+) -> None:
+    engine = make_engine(host_blocks=24, disk=tmp_path)
+    for turn in range(2):
+        for prompt in PROMPTS:
+            written(engine)
+            got, num_cached = serve(engine, prompt)
+            assert got == greedy(reference, prompt, 8)
+            assert num_cached > 0 or turn == 0
+    assert engine.tier_counters()["kv_disk_hit_blocks_total"] > 20
+    assert_empty(engine)
+    engine.close()
+    again = make_engine(host_blocks=24, disk=tmp_path)
+    assert again.stats().disk_used_blocks > 30
+    assert "found again" in again.start_up["kv_tiers"]
+    got, num_cached = serve(again, PROMPTS[0])
+    assert got == greedy(reference, PROMPTS[0], 8)
+    assert num_cached >= 10 * 16
+    assert_empty(again)
+
+
+def test_a_model_trained_again_finds_nothing_of_the_old_one(
+    make_engine: Callable[..., Engine], folder: Path, tmp_path: Path
+) -> None:
+    old = make_engine(host_blocks=24, disk=tmp_path / "kv", served_model_name="m")
+    for prompt in PROMPTS:
+        serve(old, prompt)
+    old.close()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+    model.save_pretrained(tmp_path / "new")
+    new = make_engine(
+        host_blocks=24, disk=tmp_path / "kv", served_model_name="m", model=str(tmp_path / "new")
+    )
+    assert new.tier_counters()["kv_disk_foreign_files_total"] == 1
+    assert serve(new, PROMPTS[0])[1] == 0
+
+
+def test_damaged_files_cost_no_token(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path
+) -> None:
+    engine = make_engine(host_blocks=24, disk=tmp_path)
+    for prompt in PROMPTS:
+        written(engine)
+        serve(engine, prompt)
+    engine.close()
+    blocks = tmp_path / "worker-0" / "blocks"
+    raw = bytearray(blocks.read_bytes())
+    for place in range(0, len(raw), 3 * BLOCK_BYTES):
+        raw[place + 77] ^= 1
+    blocks.write_bytes(raw[: len(raw) - BLOCK_BYTES // 2])
+    again = make_engine(host_blocks=24, disk=tmp_path)
+    for _ in range(2):
+        for prompt in PROMPTS:
+            assert serve(again, prompt)[0] == greedy(reference, prompt, 8)
+    assert again.tier_counters()["kv_disk_corrupt_blocks_total"] > 1
+    assert_empty(again)
+
+
+class StuckFile(SlotFile):
+    """Its reads take as long as the test wants."""
+
+    go: threading.Event
+
+    def read(self, slot: int, identity: BlockIdentity, into: memoryview) -> None:
+        assert self.go.wait(30)
+        super().read(slot, identity, into)
+
+
+@pytest.fixture
+def stuck_engine(
+    make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    """Its first prompts are on a disk that does not answer until `StuckFile.go`."""
+    monkeypatch.setattr(StuckFile, "go", threading.Event(), raising=False)
+    monkeypatch.setattr("engine.tiers.build.SlotFile", StuckFile)
+    engine = make_engine(num_blocks=34, host_blocks=24, disk=tmp_path)
+    for prompt in [*PROMPTS, *(prompt_of(240, seed) for seed in range(70, 74))]:
+        serve(engine, prompt)
+        written(engine)
+    yield engine
+    StuckFile.go.set()
+
+
+def test_others_run_while_a_prompt_comes_from_the_disk(
+    stuck_engine: Engine, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "FETCH_TIMEOUT_S", 60.0)
+    engine, woken = stuck_engine, threading.Event()
+    engine.on_fetched = woken.set
+    engine.add(ask("from disk", PROMPTS[0]))
+    engine.add(ask("other", prompt_of(40, seed=50)))
+    outputs: list[TokenOutput] = []
+    while len(tokens(outputs)) < 8:
+        outputs += engine.step().outputs
+        assert {output.request_id for output in outputs} <= {"other"}
+    assert tokens(outputs) == greedy(reference, prompt_of(40, seed=50), 8)
+    assert engine.step().num_tokens == 0
+    assert engine.has_work()
+    assert not woken.is_set()
+    StuckFile.go.set()
+    assert woken.wait(20)
+    outputs = run(engine)["from disk"]
+    assert tokens(outputs) == greedy(reference, PROMPTS[0], 8)
+    assert outputs[0].cached_tokens is not None and outputs[0].cached_tokens >= 10 * 16
+    assert engine.tier_counters()["kv_disk_fetch_timeouts_total"] == 0
+    assert_empty(engine)
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(
+    stuck_engine: Engine, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "FETCH_TIMEOUT_S", 0.05)
+    engine = stuck_engine
+    engine.add(ask("from disk", PROMPTS[0]))
+    outputs = run(engine)["from disk"]
+    assert tokens(outputs) == greedy(reference, PROMPTS[0], 8)
+    assert engine.tier_counters()["kv_disk_fetch_timeouts_total"] == 1
+    StuckFile.go.set()
+    assert_empty(engine)
+
+
+def test_an_aborted_fetch_leaves_nothing_behind(stuck_engine: Engine) -> None:
+    engine = stuck_engine
+    engine.add(ask("from disk", PROMPTS[0]))
+    assert engine.step().num_tokens == 0
+    assert engine.abort("from disk")
+    assert not engine.has_work()
+    StuckFile.go.set()
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_keeps_the_tokens_and_leaks_nothing(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    engine = make_engine(num_blocks=30, host_blocks=24, disk=tmp_path)
+    stems = [prompt_of(rng.randrange(40, 160), 200 + n) for n in range(6)]
+    prompts: dict[str, list[int]] = {}
+    outputs: dict[str, list[TokenOutput]] = {}
+    for number in range(60):
+        stem = rng.choice(stems)
+        name = str(number)
+        prompt = stem[: rng.randrange(20, len(stem))] + prompt_of(rng.randrange(0, 40), number)
+        engine.add(ask(name, prompt, max_tokens=6, priority=rng.randrange(2)))
+        prompts[name] = prompt
+        if rng.random() < 0.1:
+            engine.abort(name)
+            del prompts[name]
+        for _ in range(rng.randrange(4)):
+            for output in engine.step().outputs:
+                outputs.setdefault(output.request_id, []).append(output)
+    for name, rest in run(engine).items():
+        outputs.setdefault(name, []).extend(rest)
+    for name, prompt in prompts.items():
+        assert tokens(outputs[name]) == greedy(reference, prompt, 6), name
+    counters = engine.tier_counters()
+    assert counters["kv_host_hit_blocks_total"] > 0
+    assert counters["kv_disk_hit_blocks_total"] > 0
+    assert counters["kv_disk_corrupt_blocks_total"] == counters["kv_disk_io_errors_total"] == 0
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_offloading_size": 1000 / GIB}, "--kv-offloading-size: .* hold 0 blocks of 8192 bytes"),
+        ({"kv_offloading_size": 900_000.0}, "--kv-offloading-size: .* GiB free"),
+        ({"host_blocks": 3, "disk": "kv"}, "--kv-offloading-size: .* at least 4"),
+        ({"host_blocks": 8, "disk": "kv", "kv_disk_size": 1e-9}, "--kv-disk-size: .* no block of 8192 bytes"),
+        ({"host_blocks": 8, "disk": "kv", "kv_disk_size": 900_000.0}, "--kv-disk-size: .* asked for"),
+        ({"host_blocks": 8, "disk": "file"}, "--kv-disk-path: cannot use"),
+        ({"host_blocks": 8, "disk": "taken"}, "--kv-disk-path: cannot use .*worker-0"),
+    ],
+)
+def test_what_cannot_be_had_names_the_flag(
+    make_engine: Callable[..., Engine], tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "taken" / "worker-0" / "blocks").mkdir(parents=True)
+    if "disk" in options:
+        options = options | {"disk": tmp_path / options["disk"]}
+    with pytest.raises(ConfigError, match=message):
+        make_engine(**options)

@@ -1,0 +1,69 @@
+"""Blocks whose content follows from their identity, and the parts of the tiers over plain memory."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.tiers.folder import claim_folder
+from engine.tiers.slot_file import SlotFile
+from protocol.ids import BlockIdentity
+
+MODEL = b"sixteen bytes..."
+
+
+def identity_of(number: int) -> BlockIdentity:
+    return hashlib.blake2b(str(number).encode(), digest_size=16).digest()
+
+
+def content_of(identity: BlockIdentity, num_bytes: int) -> bytes:
+    return random.Random(identity).randbytes(num_bytes)
+
+
+def open_file(folder: Path, block_bytes: int, capacity: int, model: bytes = MODEL) -> SlotFile:
+    return SlotFile(claim_folder(folder), block_bytes, capacity, model)
+
+
+def write_blocks(file: SlotFile, numbers: range) -> None:
+    """Block `number` into slot `number`."""
+    for number in numbers:
+        identity = identity_of(number)
+        file.write(number, identity, number, memoryview(content_of(identity, file.block_bytes)))
+
+
+def check_blocks(file: SlotFile) -> int:
+    """Read everything that the file says it holds; returns how many blocks, all of them right."""
+    into = bytearray(file.block_bytes)
+    for stored in file.stored:
+        file.read(stored.slot, stored.identity, memoryview(into))
+        assert into == content_of(stored.identity, file.block_bytes)
+    return len(file.stored)
+
+
+class PlainMemory:
+    """A pool and a host memory of byte strings, instead of tensors."""
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self.pool: dict[int, bytes] = {}
+        self.slots = [bytearray(block_bytes) for _ in range(num_slots)]
+
+    def save(self, block: int, slot: int) -> None:
+        self.slots[slot][:] = self.pool[block]
+
+    def load(self, slot: int, block: int) -> None:
+        self.pool[block] = bytes(self.slots[slot])
+
+    def buffer(self, slot: int) -> memoryview:
+        return memoryview(self.slots[slot])
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.001)
