@@ -1,7 +1,7 @@
 """Lists of pairs of blocks: cut into pieces, coalesced into runs, laid out as buffers.
 
 Runs are an int32 array [num_runs, 3] of (first source block, first target, number of blocks). On the wire,
-as those bytes, a target is the block's position within the prompt; the receiver maps it to a block of its own.
+as those bytes, a target is the block's position within the prompt; the receiver maps it to its own blocks.
 """
 
 from __future__ import annotations

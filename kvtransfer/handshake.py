@@ -128,7 +128,7 @@ def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
 
 
 def _contradiction(hello: Hello) -> tuple[str, str] | None:
-    """What can't be true of any pool: its block's size does not follow from its segments, which the wire keeps."""
+    """What can be true of no pool: the wire and the block's size follow from the segments."""
     if not hello.wire:
         return None
     try:

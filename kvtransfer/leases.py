@@ -213,7 +213,7 @@ class LeaseTable:
     def admit(
         self, piece: Piece, runs: Runs, sender: str, source_block_size: int
     ) -> tuple[Lease | None, str]:
-        """The lease that the piece may be written under; None with the reason, or with none if it came before."""
+        """The lease that the piece may be written under; None with why not, or with "" if it came before."""
         positions = expand(runs[:, 1], runs[:, 2])
         with self._lock:
             if piece.lease_id in self._completed:

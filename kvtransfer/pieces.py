@@ -33,7 +33,7 @@ class QueuedPiece:
 
 
 class PieceQueue:
-    """Pieces that wait for a stream. Leases take turns, so that a long prompt does not hold up a short one."""
+    """Pieces that wait for a stream. Leases take turns, so that a long prompt holds up no short one."""
 
     def __init__(self) -> None:
         self._by_lease: OrderedDict[str, deque[QueuedPiece]] = OrderedDict()

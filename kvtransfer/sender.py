@@ -115,9 +115,10 @@ class Sender:
         """Queue blocks of a prompt under the peer's lease, which follow each other from `first_position`.
 
         `num_tokens` of the prompt are there, by default all that the blocks have room for. `final` ends the
-        lease; with it, `blocks` may be empty. The blocks must stay untouched until Completed, or until `abort`
-        returns. What goes wrong later comes as a Failed event, after which the lease is forgotten; until it is
-        polled, further pushes under the lease are ignored. Raises ValueError for blocks out of range.
+        lease; with it, `blocks` may be empty. The blocks must stay untouched until Completed, or until
+        `abort` returns. What goes wrong later comes as a Failed event, after which the lease is forgotten;
+        until it is polled, further pushes under the lease are ignored. Raises ValueError for blocks out of
+        range.
         """
         all_runs = cut(
             blocks, first_position, self._pool.num_blocks, blocks_per_piece(self._pool.block_bytes)

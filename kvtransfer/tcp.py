@@ -58,7 +58,7 @@ class TcpWriter:
 
 
 class QuantizingWriter:
-    """Packs each piece as one byte a value and some scales. One piece is written at a time, so one buffer does."""
+    """Packs each piece as one byte a value and some scales, in one buffer: one piece is written at a time."""
 
     remote_reads = False
 

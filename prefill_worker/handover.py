@@ -18,8 +18,8 @@ class Handover:
 
     `taken_up`: the engine has begun with the prompt, and blocks may be reserved. `awaits_redirect`: `peer`
     did not take the request, and the router is asked for another. `deadline` (monotonic seconds) is None
-    while nobody is asked for anything; the engine's own deadline holds then. `num_pushed` of our blocks, after
-    those that the decode worker had cached, are queued for it or there.
+    while nobody is asked for anything; the engine's own deadline holds then. `num_pushed` of our blocks,
+    after those that the decode worker had cached, are queued for it or there.
     """
 
     request: EngineRequest

@@ -221,7 +221,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
-    """The request's blocks on the decode worker, of `block_size` tokens; `cached_blocks` are filled already."""
+    """A request's blocks on the decode worker, of `block_size` tokens; `cached_blocks` are filled already."""
 
     request_id: Id
     lease_id: Id

@@ -137,7 +137,9 @@ MESSAGES = [
     (codec.peer_request, Release(incarnation="abc", lease_id="l1", request_id="r1")),
     (
         codec.peer_reply,
-        Reserved(request_id="r1", lease_id="l1", incarnation="abc", block_size=16, block_ids=[1], cached_blocks=0),
+        Reserved(
+            request_id="r1", lease_id="l1", incarnation="abc", block_size=16, block_ids=[1], cached_blocks=0
+        ),
     ),
     (codec.peer_reply, ReserveRefused(request_id="r1", error_kind="overloaded", reason="no room")),
     (codec.peer_reply, HandoffAck(request_id="r1", lease_id="l1", error="no", field="segments")),
