@@ -117,26 +117,25 @@ def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
         "receiver_incarnation": (ours.incarnation, "stale, "),
         "tensor_parallel": (ours.pool.tensor_parallel, ""),
     }
-    if not ours.pool.segments:
-        expected["block_bytes"] = (ours.pool.block_bytes, "")
-        expected["segments"] = ([], "")
     for field, (here, remark) in expected.items():
         there = getattr(hello, field)
         if there != here:
             return field, f"{remark}the sender says {there!r:.200}, here it is {here!r:.200}"
-    return conversion_problem(hello.wire, ours.pool.segments) or _contradiction(hello) or ("", "")
+    problem = conversion_problem(hello.wire, ours.pool.segments)
+    return problem or _contradiction(hello, ours.pool) or ("", "")
 
 
-def _contradiction(hello: Hello) -> tuple[str, str] | None:
+def _contradiction(hello: Hello, pool: RegisteredPool) -> tuple[str, str] | None:
     """What can be true of no pool: the wire and the block's size follow from the segments."""
-    if not hello.wire:
-        return None
-    try:
-        wire_dtype = hello.wire[0].quantization if hello.wire != hello.segments else "auto"
-        if list(wire_segments(hello.segments, wire_dtype)) != hello.wire:
-            return "wire", "it is not what the segments look like on any wire"
-        if block_bytes(hello.segments) != hello.block_bytes:
-            return "block_bytes", f"the sender says {hello.block_bytes}, its segments make another number"
-    except LayoutError as error:
-        return "segments", str(error)
+    expected = pool.block_bytes
+    if not hello.segments == hello.wire == list(pool.segments):
+        wire_dtype = "auto" if hello.wire == hello.segments else hello.wire[0].quantization if hello.wire else ""
+        try:
+            if list(wire_segments(hello.segments, wire_dtype)) != hello.wire:
+                return "wire", "it is not what the segments look like on any wire"
+            expected = block_bytes(hello.segments)
+        except LayoutError as error:
+            return "segments", str(error)
+    if hello.block_bytes != expected:
+        return "block_bytes", f"the sender says {hello.block_bytes}, but its segments take {expected}"
     return None

@@ -18,7 +18,7 @@ logger = logging.getLogger("tandem.kvtransfer")
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """`tcp_streams`: connections per pair over `tcp`. `wire_dtype`: how values travel there (`auto`: as is)."""
+    """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are."""
 
     tcp_streams: int = 1
     wire_dtype: str = "auto"
