@@ -129,7 +129,8 @@ def _contradiction(hello: Hello, pool: RegisteredPool) -> tuple[str, str] | None
     """What can be true of no pool: the wire and the block's size follow from the segments."""
     expected = pool.block_bytes
     if not hello.segments == hello.wire == list(pool.segments):
-        wire_dtype = "auto" if hello.wire == hello.segments else hello.wire[0].quantization if hello.wire else ""
+        quantization = hello.wire[0].quantization if hello.wire else ""
+        wire_dtype = "auto" if hello.wire == hello.segments else quantization
         try:
             if list(wire_segments(hello.segments, wire_dtype)) != hello.wire:
                 return "wire", "it is not what the segments look like on any wire"
