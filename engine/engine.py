@@ -18,6 +18,7 @@ from engine.attention.select import select_backend
 from engine.block_manager import BlockManager, OutOfBlocksError
 from engine.forward import Forward
 from engine.kv_pool import Allocate, KVPool, pool_blocks
+from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import load_model
 from engine.runner import Runner
 from engine.sampler import Sampler
@@ -88,7 +89,11 @@ class Engine:
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
         requested = None if config.attention_backend == "auto" else config.attention_backend
         backend, why = select_backend(loaded.device, loaded.dtype, requested)
-        forward = Forward(loaded.model, loaded.device, config.compile)
+        products = kernel_fault(loaded.device, loaded.dtype)
+        packed = products is None
+        if packed:
+            products = f"{pack_linears(loaded.model)} packed layers, summed alike in every batch"
+        forward = Forward(loaded.model, loaded.device, config.compile, packed)
         self._runner = Runner(forward, backend(self.pool.tensor), self.pool, loaded.device)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._scheduler = Scheduler(
@@ -108,6 +113,7 @@ class Engine:
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
             "attention": f"{backend.name} ({why})",
             "forward": forward.choice,
+            "products": products or "",
             "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB",
             "threads": str(torch.get_num_threads()),
             "load_s": f"{loaded_s:.1f}",
