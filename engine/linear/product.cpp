@@ -16,15 +16,13 @@ constexpr int LANES = 16, VECTORS = 4, PANEL = LANES * VECTORS;
 constexpr int TILE_ROWS = 6;             // 6 x 4 sums and 4 weights fit into 32 registers
 constexpr int64_t BLOCK_ROWS = 192;      // rows whose inputs stay in the cache while the panels pass
 constexpr int64_t SERIAL_WEIGHTS = 1 << 15;
-constexpr int PREFETCH_BYTES = 4096;
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 struct Product {
     const uint16_t *x, *weights, *bias;
     uint16_t* out;
-    int64_t rows, in_features, out_features, threads;
-    Parallel parallel;
+    int64_t rows, in_features, out_features;
 };
 
 inline __m512bh load(const uint16_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
@@ -33,7 +31,7 @@ inline __m512 widen(__m256i bf16) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16));
 }
 
-template <int ROWS> void tile(const Product& p, int64_t row, int64_t panel, bool first_pass) {
+template <int ROWS> void tile(const Product& p, int64_t row, int64_t panel) {
     const int64_t K = p.in_features, N = p.out_features;
     const uint16_t* x = p.x + row * K;
     const uint16_t* w = p.weights + panel * PANEL * K;
@@ -41,9 +39,6 @@ template <int ROWS> void tile(const Product& p, int64_t row, int64_t panel, bool
     for (auto& of_row : sums)
         for (auto& sum : of_row) sum = _mm512_setzero_ps();
     for (int64_t k = 0; k < K; k += 2, w += 2 * PANEL) {
-        if (first_pass)
-            for (int v = 0; v < VECTORS; v++)
-                _mm_prefetch((const char*)w + PREFETCH_BYTES + 64 * v, _MM_HINT_T0);
         const __m512bh weights[VECTORS] = {load(w), load(w + 32), load(w + 64), load(w + 96)};
         for (int r = 0; r < ROWS; r++) {
             const auto inputs = (__m512bh)_mm512_set1_epi32(*(const int32_t*)(x + r * K + k));
@@ -64,27 +59,27 @@ template <int ROWS> void tile(const Product& p, int64_t row, int64_t panel, bool
 
 void rows_of_panel(const Product& p, int64_t first, int64_t end, int64_t panel) {
     int64_t row = first;
-    for (; row + TILE_ROWS <= end; row += TILE_ROWS) tile<TILE_ROWS>(p, row, panel, row == first);
+    for (; row + TILE_ROWS <= end; row += TILE_ROWS) tile<TILE_ROWS>(p, row, panel);
     switch (end - row) {
-        case 1: return tile<1>(p, row, panel, row == first);
-        case 2: return tile<2>(p, row, panel, row == first);
-        case 3: return tile<3>(p, row, panel, row == first);
-        case 4: return tile<4>(p, row, panel, row == first);
-        case 5: return tile<5>(p, row, panel, row == first);
+        case 1: return tile<1>(p, row, panel);
+        case 2: return tile<2>(p, row, panel);
+        case 3: return tile<3>(p, row, panel);
+        case 4: return tile<4>(p, row, panel);
+        case 5: return tile<5>(p, row, panel);
     }
 }
 
 struct Job {
     const Product& product;
-    int64_t panels, tasks, threads;
+    int64_t panels, threads;
     std::atomic<int64_t> next_thread{0};
 
     void run() {
         const int64_t thread = next_thread++;
-        for (int64_t task = tasks * thread / threads; task < tasks * (thread + 1) / threads; task++) {
-            const int64_t first = task / panels * BLOCK_ROWS;
-            rows_of_panel(product, first, std::min(first + BLOCK_ROWS, product.rows), task % panels);
-        }
+        const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
+        for (int64_t row = 0; row < product.rows; row += BLOCK_ROWS)
+            for (int64_t panel = begin; panel < end; panel++)
+                rows_of_panel(product, row, std::min(row + BLOCK_ROWS, product.rows), panel);
     }
 };
 
@@ -93,11 +88,10 @@ struct Job {
 extern "C" void tandem_linear(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    const Product p{x, weights, bias, out, rows, in_features, out_features, threads, parallel};
+    const Product p{x, weights, bias, out, rows, in_features, out_features};
     const int64_t panels = (p.out_features + PANEL - 1) / PANEL;
-    const int64_t tasks = panels * ((p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS);
-    const bool threads_pay = p.parallel && p.rows * p.in_features * p.out_features >= SERIAL_WEIGHTS;
-    Job job{p, panels, tasks, threads_pay ? std::min(p.threads, tasks) : 1};
-    if (job.threads <= 1) return job.threads = 1, job.run();
-    p.parallel([](void* self) { static_cast<Job*>(self)->run(); }, &job, unsigned(job.threads), 0);
+    const bool threads_pay = parallel && rows * in_features * out_features >= SERIAL_WEIGHTS;
+    Job job{p, panels, threads_pay ? std::min(threads, panels) : 1};
+    if (job.threads <= 1) return job.run();
+    parallel([](void* self) { static_cast<Job*>(self)->run(); }, &job, unsigned(job.threads), 0);
 }
