@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.native.build import BuildError, build
+from engine.native.build import BuildError, load_library
 from engine.native.openmp import gomp_parallel
 
 _PANEL = 64
@@ -24,12 +24,7 @@ _PANEL = 64
 @functools.cache
 def _kernel() -> Callable[..., None]:
     """Raises BuildError."""
-    path = build(Path(__file__).parent / "product.cpp")
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"{path}: {error}") from error
-    function = library.tandem_linear
+    function = load_library(Path(__file__).parent / "product.cpp").tandem_linear
     function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4 + [ctypes.c_void_p]
     function.restype = None
     return function

@@ -1,4 +1,4 @@
-"""Compiles a kernel for this machine at first use.
+"""Compiles a kernel for this machine at first use, and loads it.
 
 The library lies in a cache (TANDEM_CACHE_DIR, default ~/.cache/tandem) under a name made of the sources, the
 compiler and the CPU, so a changed source or another machine on the same home directory gets its own.
@@ -6,6 +6,7 @@ compiler and the CPU, so a changed source or another machine on the same home di
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -111,3 +112,12 @@ def _compile(compiler: list[str], source: Path, output: str) -> None:
     except BuildError as error:
         logger.info("compiling without %s: %s", shlex.join(_NATIVE), error)
         _run(command)
+
+
+def load_library(source: Path) -> ctypes.CDLL:
+    """The library made of a source, loaded. Raises BuildError."""
+    path = build(source)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path}: {error}") from error

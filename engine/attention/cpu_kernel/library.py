@@ -6,17 +6,13 @@ import ctypes
 import functools
 from pathlib import Path
 
-from engine.native.build import BuildError, build
+from engine.native.build import load_library
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
     """The loaded library. Raises BuildError."""
-    path = build(Path(__file__).parent / "attention.cpp")
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"{path}: {error}") from error
+    library = load_library(Path(__file__).parent / "attention.cpp")
     library.tandem_attention_create.argtypes = [ctypes.c_void_p]
     library.tandem_attention_create.restype = ctypes.c_void_p
     library.tandem_attention_destroy.argtypes = [ctypes.c_void_p]
