@@ -18,6 +18,7 @@ from engine.attention.select import select_backend
 from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
 from engine.forward import Forward
 from engine.kv_pool import Allocate, KVPool, pool_blocks
+from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import load_model
 from engine.runner import Runner
 from engine.sampler import Sampler
@@ -101,7 +102,11 @@ class Engine:
         )
         requested = None if config.attention_backend == "auto" else config.attention_backend
         backend, why = select_backend(loaded.device, loaded.dtype, requested)
-        forward = Forward(loaded.model, loaded.device, config.compile)
+        products = kernel_fault(loaded.device, loaded.dtype)
+        packed = products is None
+        if packed:
+            products = f"{pack_linears(loaded.model)} packed layers, summed alike in every batch"
+        forward = Forward(loaded.model, loaded.device, config.compile, packed)
         self._runner = Runner(forward, backend(self.pool.tensor), self.pool, loaded.device)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._scheduler = Scheduler(
@@ -123,6 +128,7 @@ class Engine:
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
             "attention": f"{backend.name} ({why})",
             "forward": forward.choice,
+            "products": products or "",
             "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB",
             "kv_tiers": self.tiers.describe() if self.tiers is not None else "none",
             "threads": str(torch.get_num_threads()),

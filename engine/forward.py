@@ -18,11 +18,11 @@ from protocol.errors import ConfigError
 
 logger = logging.getLogger("tandem.engine")
 
-MIN_ROWS = 4
-"""torch.compile specializes on a size of 1, so one dynamic graph serves every size only from two rows on; and
-oneDNN's matrix kernels take less time for four rows than for one or two."""
+MIN_ROWS = 2
+"""torch.compile specializes on a size of 1, so one dynamic graph serves every size only from two rows on."""
 
-MIN_LOGIT_ROWS = 2
+ONEDNN_MIN_ROWS = 4
+"""oneDNN's matrix kernels take less time for four rows than for one or two."""
 
 
 class Forward:
@@ -31,7 +31,9 @@ class Forward:
     `choice` says whether it is compiled, and why.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, mode: str) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, mode: str, packed: bool) -> None:
+        """`packed`: the linear layers are ours (`engine.linear`)."""
+        self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
         self._model = model
         self._device = device
         self._mode = mode
@@ -40,11 +42,11 @@ class Forward:
 
     def padded_rows(self, total_tokens: int) -> int:
         """How many rows the packed input should have for `total_tokens` real ones."""
-        return max(total_tokens, MIN_ROWS) if self.compiled else total_tokens
+        return max(total_tokens, self._min_rows) if self.compiled else total_tokens
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> Tensor:
         keep = logit_rows
-        wanted = MIN_LOGIT_ROWS if self.compiled else 1
+        wanted = MIN_ROWS if self.compiled else 1
         if len(keep) < wanted:
             keep = keep + [0] * (wanted - len(keep))
         rows = torch.tensor(keep, device=self._device)

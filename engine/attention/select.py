@@ -8,9 +8,10 @@ import logging
 import torch
 
 from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.attention.cpu_kernel.build import BuildError, load
+from engine.attention.cpu_kernel.library import load
 from engine.attention.interface import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
+from engine.native.build import BuildError
 
 logger = logging.getLogger(__name__)
 

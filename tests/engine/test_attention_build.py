@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from engine.attention import select
-from engine.attention.cpu_kernel import build
+from engine.attention.cpu_kernel import library
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
 from engine.attention.torch_backend import TorchBackend
+from engine.native import build
 from tests.engine.attention_packs import make_pack, run
 
 CPU = torch.device("cpu")
+SOURCE = Path(library.__file__).parent / "attention.cpp"
 PLAIN: Any = {"scale": 1.0, "sliding_window": None, "softcap": None}
 has_compiler = pytest.mark.skipif(
     "cpu" not in select.available_backends(CPU), reason="the CPU kernel needs a C++ compiler"
@@ -31,7 +33,7 @@ has_compiler = pytest.mark.skipif(
 def forgetful(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache, and nothing remembered from earlier choices."""
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
-    forget = (build.load.cache_clear, select._cpu_kernel_fault.cache_clear)
+    forget = (library.load.cache_clear, select._cpu_kernel_fault.cache_clear)
     for clear in forget:
         clear()
     yield tmp_path
@@ -42,7 +44,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++ in PATH")
 def test_the_kernel_builds_where_there_is_a_compiler() -> None:
     """Otherwise every test of the kernel would be skipped, and no one the wiser."""
-    assert build.build().exists()
+    assert build.build(SOURCE).exists()
 
 
 @has_compiler
@@ -95,18 +97,22 @@ def test_a_cache_that_cannot_be_written_is_reported(forgetful: Path, monkeypatch
     monkeypatch.setenv("CXX", "true")
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(forgetful / "file" / "cache"))
     with pytest.raises(build.BuildError, match="cache directory"):
-        build.build()
+        build.build(SOURCE)
 
 
 @pytest.mark.slow
 @has_compiler
 def test_processes_that_start_together_share_one_build(forgetful: Path) -> None:
-    command = [sys.executable, "-m", "engine.attention.cpu_kernel.build"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from engine.native.build import *; print(build(Path({str(SOURCE)!r})))",
+    ]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = {process.communicate()[0].strip() for process in started}
     assert [process.returncode for process in started] == [0, 0]
     assert paths == {str(path) for path in forgetful.iterdir()}
-    assert str(build.build()) in paths
+    assert str(build.build(SOURCE)) in paths
 
 
 @pytest.mark.slow

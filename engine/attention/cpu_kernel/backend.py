@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import struct
 import weakref
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_kernel.build import load
+from engine.attention.cpu_kernel.library import load
 from engine.attention.interface import AttentionMetadata
-
-logger = logging.getLogger(__name__)
+from engine.native.openmp import gomp_parallel
 
 
 class _Arguments:
@@ -26,21 +23,6 @@ class _Arguments:
         self._memory = ctypes.create_string_buffer(fields.size)
         self.address = ctypes.addressof(self._memory)
         self.fill = functools.partial(fields.pack_into, self._memory, 0)
-
-
-@functools.cache
-def _gomp_parallel() -> int:
-    """The address of GOMP_parallel in the OpenMP runtime that torch itself uses, or 0.
-
-    A second runtime would bring a second pool of threads, and the two would spin against each other.
-    """
-    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        function = ctypes.CDLL(str(torch_cpu)).GOMP_parallel
-    except (OSError, AttributeError) as error:
-        logger.warning("CPU attention runs on one thread: torch's OpenMP runtime was not found (%s)", error)
-        return 0
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class CpuBackend:
@@ -70,7 +52,7 @@ class CpuBackend:
             kv_heads,
             head_dim,
             pool.dtype is torch.bfloat16,
-            _gomp_parallel(),
+            gomp_parallel(),
         )
         self._kernel: int = self._library.tandem_attention_create(arguments.address)
         weakref.finalize(self, self._library.tandem_attention_destroy, self._kernel)

@@ -1,14 +1,12 @@
-"""Compiles the kernel for this machine at first use and loads it.
+"""Compiles a kernel for this machine at first use, and loads it.
 
 The library lies in a cache (TANDEM_CACHE_DIR, default ~/.cache/tandem) under a name made of the sources, the
 compiler and the CPU, so a changed source or another machine on the same home directory gets its own.
-`python -m engine.attention.cpu_kernel.build` builds it ahead of time.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import logging
 import os
@@ -22,8 +20,6 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).parent / "attention.cpp"
-_SOURCES = [_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))]
 _FLAGS = [
     "-std=c++17",
     "-O3",
@@ -75,18 +71,21 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
 
 
-def build() -> Path:
-    """The path of the library, compiled now unless the cache has it. Raises BuildError."""
+def build(source: Path) -> Path:
+    """The library made of a source and the headers beside it, compiled now unless the cache has it.
+
+    Raises BuildError.
+    """
     compiler = _compiler()
     identity = [
         _run([*compiler, "--version"]),
         *_FLAGS,
         *_NATIVE,
         _cpu(),
-        *(source.read_text() for source in _SOURCES),
+        *(file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))),
     ]
     key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
-    library = _cache_dir() / f"attention-{key}.so"
+    library = _cache_dir() / f"{source.stem}-{key}.so"
     if library.exists():
         return library
     started = time.monotonic()
@@ -97,17 +96,17 @@ def build() -> Path:
     except OSError as error:
         raise BuildError(f"cache directory {library.parent}: {error}") from error
     try:
-        _compile(compiler, unfinished)
+        _compile(compiler, source, unfinished)
         os.replace(unfinished, library)  # whoever else builds it now makes the same file
     except BuildError:
         os.unlink(unfinished)
         raise
-    logger.info("built the CPU attention kernel in %.1f s: %s", time.monotonic() - started, library)
+    logger.info("built %s in %.1f s", library, time.monotonic() - started)
     return library
 
 
-def _compile(compiler: list[str], output: str) -> None:
-    command = [*compiler, *_FLAGS, str(_SOURCE), "-o", output]
+def _compile(compiler: list[str], source: Path, output: str) -> None:
+    command = [*compiler, *_FLAGS, str(source), "-o", output]
     try:
         _run([*command, *_NATIVE])
     except BuildError as error:
@@ -115,25 +114,10 @@ def _compile(compiler: list[str], output: str) -> None:
         _run(command)
 
 
-@functools.cache
-def load() -> ctypes.CDLL:
-    """The loaded library with its functions' types. Raises BuildError."""
-    path = build()
+def load_library(source: Path) -> ctypes.CDLL:
+    """The library made of a source, loaded. Raises BuildError."""
+    path = build(source)
     try:
-        library = ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path}: {error}") from error
-    library.tandem_attention_create.argtypes = [ctypes.c_void_p]
-    library.tandem_attention_create.restype = ctypes.c_void_p
-    library.tandem_attention_destroy.argtypes = [ctypes.c_void_p]
-    library.tandem_attention_destroy.restype = None
-    library.tandem_attention_begin.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.tandem_attention_begin.restype = ctypes.c_char_p
-    library.tandem_attention_forward.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.tandem_attention_forward.restype = None
-    return library
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    print(build())

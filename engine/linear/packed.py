@@ -1,0 +1,116 @@
+"""Linear layers whose bfloat16 weights are packed for our kernel (`product.cpp`).
+
+With few rows, as in decoding, a product is as fast as memory gives the weights, where oneDNN's reaches half
+of that; with many it is as fast as oneDNN's. And a row's result has the same bits whatever shares its batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.native.build import BuildError, load_library
+from engine.native.openmp import gomp_parallel
+
+_PANEL = 64
+
+
+@functools.cache
+def _kernel() -> Callable[..., None]:
+    """Raises BuildError."""
+    function = load_library(Path(__file__).parent / "product.cpp").tandem_linear
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4 + [ctypes.c_void_p]
+    function.restype = None
+    return function
+
+
+def kernel_fault(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What multiplies instead, and why, where the kernel can't be used; None where it can."""
+    if device.type != "cpu" or dtype is not torch.bfloat16:
+        return f"torch's, for {str(dtype).removeprefix('torch.')} on {device.type}"
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or "avx512_bf16" not in cpuinfo.read_text():
+        return "torch's, on a CPU without AVX512-BF16"
+    try:
+        _kernel()
+    except BuildError as error:
+        return f"torch's ({error})"
+    return None
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    if not x.is_contiguous():
+        x = x.contiguous()
+    *batch, in_features = x.shape
+    if in_features != 2 * weight.shape[1] or x.dtype is not torch.bfloat16:
+        raise ValueError(
+            f"not a bfloat16 input of {2 * weight.shape[1]} features: {x.dtype} {tuple(x.shape)}"
+        )
+    out = torch.empty((*batch, out_features), dtype=torch.bfloat16)
+    _kernel()(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        math.prod(batch),
+        in_features,
+        out_features,
+        torch.get_num_threads(),
+        gomp_parallel(),
+    )
+    return out
+
+
+def _run_meta(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+_library = torch.library.Library("tandem", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor")
+_library.impl("packed_linear", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("tandem::packed_linear", _run_meta, lib=_library)
+_packed_linear = torch.ops.tandem.packed_linear.default
+
+
+class PackedLinear(nn.Module):
+    """Replaces an nn.Linear. `weight` is bfloat16 [out / 64, in / 2, 64, 2], zero-padded."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter(pack(linear.weight.detach()), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _packed_linear(x, self.weight, self.bias, self.out_features)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Weights [out_features, in_features] as the kernel reads them; in_features must be even."""
+    out_features, in_features = weight.shape
+    panels = -(-out_features // _PANEL)
+    padded = weight.new_zeros((panels * _PANEL, in_features))
+    padded[:out_features] = weight
+    return padded.view(panels, _PANEL, in_features // 2, 2).transpose(1, 2).contiguous()
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replace the model's bfloat16 linear layers, freeing their weights; returns how many."""
+    count = 0
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear and _fits(child):
+                setattr(module, name, PackedLinear(child))
+                count += 1
+    return count
+
+
+def _fits(linear: nn.Linear) -> bool:
+    biases = linear.bias is None or linear.bias.dtype is torch.bfloat16
+    return linear.weight.dtype is torch.bfloat16 and linear.in_features % 2 == 0 and biases
