@@ -87,7 +87,7 @@ class Bench:
     def settle(self) -> None:
         """Wait until all is on the disk."""
         assert self.engine.tiers is not None
-        while self.engine.stats().disk_queued_blocks:
+        while self.engine.tiers.num_disk_queued:
             self.engine.tiers.poll()
             time.sleep(0.001)
         self.engine.tiers.poll()

@@ -11,15 +11,11 @@ import logging
 import secrets
 import time
 
-import zmq
-
-from decode_worker.peers import PeerSocket
 from decode_worker.reservations import PendingReservation, Reservation, ReservationQueue, blocks_between
 from engine.block_manager import BlockTable
 from engine.engine import Engine
-from kvtransfer.interface import Closed, Failed
+from kvtransfer.interface import Closed, Failed, ReceiveEvent
 from kvtransfer.layout import conversion_problem
-from kvtransfer.receiver import Receiver
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
 from protocol.ids import token_ids_digest
@@ -50,19 +46,6 @@ class DecodeLoop(WorkerLoop):
 
     def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
         super().__init__(parts, engine, link)
-        assert parts.pool is not None
-        self._receiver = Receiver(
-            parts.pool,
-            key=parts.keys.transfer_key,
-            worker_id=parts.worker_id,
-            incarnation=parts.incarnation,
-            transports=parts.wires,
-            host=parts.host,
-            on_event=parts.wake.set,
-        )
-        parts.transfer_counters = self._receiver.counters
-        self._peers = PeerSocket(parts)
-        self.poller.register(self._peers.socket, zmq.POLLIN)
         self._queue = ReservationQueue()
         self._room_at_last_try = -1
         self._reservations: dict[str, Reservation] = {}
@@ -71,12 +54,6 @@ class DecodeLoop(WorkerLoop):
         """Closed leases that are still written to: reservations to take over then, or blocks to free."""
         self._taken_over: dict[str, str] = {}
         """Requests that run here after a hand-off, with the lease they came under."""
-        self.address = PeerAddress(
-            worker_id=parts.worker_id,
-            incarnation=parts.incarnation,
-            control=self._peers.endpoint,
-            offers=self._receiver.offers,
-        )
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -104,13 +81,7 @@ class DecodeLoop(WorkerLoop):
 
     # --- the prefill workers' messages ------------------------------------------------------------
 
-    def handle_peers(self, events: dict[object, int]) -> None:
-        if self._peers.socket in events:
-            for identity, request in self._peers.receive():
-                self._on_request(identity, request)
-        self._serve_queue()
-
-    def _on_request(self, identity: bytes, request: PeerRequest) -> None:
+    def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
         match request:
             case Reserve():
                 self._on_reserve(identity, request)
@@ -119,11 +90,14 @@ class DecodeLoop(WorkerLoop):
             case Release():
                 self._on_release(identity, request)
 
+    def after_messages(self) -> None:
+        self._serve_queue()
+
     def _is_stale(self, identity: bytes, incarnation: str, request_id: str) -> bool:
         if incarnation == self.parts.incarnation:
             return False
         self.counters.add("stale_messages_total")
-        self._peers.reply(identity, Stale(request_id=request_id, incarnation=self.parts.incarnation))
+        self.inbox.reply(identity, Stale(request_id=request_id, incarnation=self.parts.incarnation))
         return True
 
     # --- reserve ----------------------------------------------------------------------------------
@@ -146,7 +120,7 @@ class DecodeLoop(WorkerLoop):
         held = self._reservations.get(request_id)
         if held is not None and held.prefill_incarnation == message.prefill_incarnation:
             held.deadline = time.monotonic() + held.ttl_s
-            self._peers.reply(identity, self._grant(held))
+            self.inbox.reply(identity, self._grant(held))
             return True
         queued = self._queue.get(request_id)
         if request_id in self._taken_over or (queued is not None and queued.identity == identity):
@@ -191,7 +165,7 @@ class DecodeLoop(WorkerLoop):
         self._reservations[request.request_id] = reservation
         self._by_lease[reservation.lease_id] = reservation
         if reservation.num_expected > 0:
-            self._receiver.open(
+            self.receiver.open(
                 reservation.lease_id,
                 reservation.block_ids,
                 first_block=reservation.num_cached,
@@ -199,7 +173,7 @@ class DecodeLoop(WorkerLoop):
             )
         self.counters.add("reservations_total")
         self.counters.add("reservation_wait_seconds_total", time.monotonic() - pending.arrival)
-        self._peers.reply(pending.identity, self._grant(reservation))
+        self.inbox.reply(pending.identity, self._grant(reservation))
         return True
 
     def _grant(self, reservation: Reservation) -> Reserved:
@@ -214,7 +188,7 @@ class DecodeLoop(WorkerLoop):
 
     def _refuse(self, identity: bytes, request_id: str, kind: ErrorKind, reason: str) -> None:
         self.counters.add("reservations_refused_total")
-        self._peers.reply(identity, ReserveRefused(request_id=request_id, error_kind=kind, reason=reason))
+        self.inbox.reply(identity, ReserveRefused(request_id=request_id, error_kind=kind, reason=reason))
 
     def _serve_queue(self) -> None:
         """Answer those who wait, in order, when room has been made since the last try."""
@@ -234,12 +208,12 @@ class DecodeLoop(WorkerLoop):
             return
         if self._taken_over.get(request_id) == lease_id:
             self.counters.add("duplicate_messages_total")
-            self._peers.reply(identity, HandoffAck(request_id=request_id, lease_id=lease_id))
+            self.inbox.reply(identity, HandoffAck(request_id=request_id, lease_id=lease_id))
             return
         reservation = self._by_lease.get(lease_id)
         if reservation is None or reservation.request_id != request_id:
             error = "the lease is unknown here, or was given up"
-            self._peers.reply(identity, HandoffAck(request_id=request_id, lease_id=lease_id, error=error))
+            self.inbox.reply(identity, HandoffAck(request_id=request_id, lease_id=lease_id, error=error))
             return
         try:
             self._check(reservation, manifest)
@@ -287,24 +261,23 @@ class DecodeLoop(WorkerLoop):
         self._taken_over[request_id] = reservation.lease_id
         self.counters.add("handoffs_total")
         ack = HandoffAck(request_id=request_id, lease_id=reservation.lease_id)
-        self._peers.reply(reservation.identity, ack)
+        self.inbox.reply(reservation.identity, ack)
 
-    def handle_transfers(self) -> None:
-        for event in self._receiver.poll():
-            if isinstance(event, Closed):
-                self._on_closed(event.lease_id)
-                continue
-            reservation = self._by_lease.get(event.lease_id)
-            if reservation is None:
-                continue
-            if isinstance(event, Failed):
-                self.counters.add("kv_transfer_failures_total")
-                self._give_up(reservation, event.reason)
-                continue
-            reservation.num_received = event.blocks_received
-            reservation.final_piece_received = event.complete
-            reservation.deadline = time.monotonic() + reservation.ttl_s
-            self._take_over_if_complete(reservation)
+    def on_received(self, event: ReceiveEvent) -> None:
+        if isinstance(event, Closed):
+            self._on_closed(event.lease_id)
+            return
+        reservation = self._by_lease.get(event.lease_id)
+        if reservation is None:
+            return
+        if isinstance(event, Failed):
+            self.counters.add("kv_transfer_failures_total")
+            self._give_up(reservation, event.reason)
+            return
+        reservation.num_received = event.blocks_received
+        reservation.final_piece_received = event.complete
+        reservation.deadline = time.monotonic() + reservation.ttl_s
+        self._take_over_if_complete(reservation)
 
     # --- the end of a reservation -----------------------------------------------------------------
 
@@ -312,7 +285,7 @@ class DecodeLoop(WorkerLoop):
         """No write to the reservation's blocks begins after this. Whether none is under way either."""
         self._by_lease.pop(reservation.lease_id, None)
         self._ending.pop(reservation.lease_id, None)
-        return self._receiver.close_lease(reservation.lease_id)
+        return self.receiver.close_lease(reservation.lease_id)
 
     def _on_closed(self, lease_id: str) -> None:
         ending = self._ending.pop(lease_id, None)
@@ -328,7 +301,7 @@ class DecodeLoop(WorkerLoop):
         ack = HandoffAck(
             request_id=reservation.request_id, lease_id=reservation.lease_id, error=reason[:4096], field=field
         )
-        self._peers.reply(reservation.identity, ack)
+        self.inbox.reply(reservation.identity, ack)
 
     def _on_release(self, identity: bytes, message: Release) -> None:
         if message.incarnation != self.parts.incarnation:
@@ -357,7 +330,3 @@ class DecodeLoop(WorkerLoop):
                 self.counters.add("reservations_expired_total")
                 self._give_up(reservation, f"the lease saw no progress for {reservation.ttl_s:g} s")
         self._serve_queue()
-
-    def close(self) -> None:
-        self._receiver.close()
-        self._peers.close()

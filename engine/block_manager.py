@@ -103,11 +103,7 @@ class BlockManager:
         table = BlockTable(root)
         cached, table.below = self._find(token_ids, root)
         for identity, block in cached:
-            if self._references[block] == 0:
-                del self._evictable[block]
-            self._references[block] += 1
-            table.block_ids.append(block)
-            table.identities.append(identity)
+            self._reference(table, identity, block)
         if self._lower is not None and table.below:
             self._lower.touch(table.below)
         covered = len(table.block_ids) * self.block_size
@@ -161,6 +157,16 @@ class BlockManager:
         table.below.clear()
         self._lower.count_misses(limit // self.block_size - covered // self.block_size)
         return covered
+
+    def hold(self, identities: Sequence[BlockIdentity]) -> BlockTable:
+        """A table of the leading ones of these blocks that the pool has; they stay until it is freed."""
+        table = BlockTable(root=b"")
+        for identity in identities:
+            block = self._block_of.get(identity)
+            if block is None:
+                break
+            self._reference(table, identity, block)
+        return table
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_committed: int) -> None:
         """Make the full blocks among the first `num_committed` tokens shareable; their KV must be written.
@@ -244,6 +250,13 @@ class BlockManager:
         del self._block_of[identity]
         self._identity_of[block] = None
         return Evicted(identity, block)
+
+    def _reference(self, table: BlockTable, identity: BlockIdentity, block: int) -> None:
+        if self._references[block] == 0:
+            del self._evictable[block]
+        self._references[block] += 1
+        table.block_ids.append(block)
+        table.identities.append(identity)
 
     def _dereference(self, block: int) -> None:
         self._references[block] -= 1

@@ -20,6 +20,7 @@ from engine.forward import Forward
 from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import load_model
+from engine.prefix import PrefixRoom, find_room, keep
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
@@ -69,11 +70,6 @@ class EngineStats:
     prefix_hit_tokens: int
     """Tokens that were not computed because some tier held their KV."""
     steps: int
-    host_blocks: int = 0
-    host_used_blocks: int = 0
-    disk_blocks: int = 0
-    disk_used_blocks: int = 0
-    disk_queued_blocks: int = 0
 
 
 class Engine:
@@ -172,6 +168,23 @@ class Engine:
         self._scheduler.prefix_hit_tokens += covered
         return Reservation(list(table.block_ids), covered // self.config.block_size)
 
+    def room_for_prefix(self, request: EngineRequest) -> PrefixRoom | None:
+        """Blocks to bring what the request's prefix cache lacks from elsewhere, before `add`; None if that
+        is of no use. It ends with `keep_prefix` or `blocks.free`. Raises `InvalidRequestError`.
+        """
+        self._check(request)
+        if not self.blocks.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
+            return None
+        token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        room = find_room(self.blocks, token_ids, self._scheduler.root(request.cache_salt))
+        if self.tiers is not None:
+            self.tiers.finish()
+        return room
+
+    def keep_prefix(self, room: PrefixRoom, num_received: int) -> None:
+        """The leading `num_received` of the wanted blocks have come; they go to the prefix cache."""
+        keep(self.blocks, room, num_received)
+
     def activate(self, request_id: str, first_token: int) -> None:
         """The reserved blocks are filled; `first_token`, already streamed, is the token after them."""
         sequence = self._sequences[request_id]
@@ -261,7 +274,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the load; may be called from any thread."""
-        scheduler, blocks, tiers = self._scheduler, self.blocks, self.tiers
+        scheduler, blocks = self._scheduler, self.blocks
         stages = [sequence.stage for sequence in list(self._sequences.values())]
         return EngineStats(
             num_running=len(scheduler.running),
@@ -276,15 +289,10 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             steps=self._steps,
-            host_blocks=tiers.capacity if tiers is not None else 0,
-            host_used_blocks=tiers.num_blocks if tiers is not None else 0,
-            disk_blocks=tiers.disk_capacity if tiers is not None else 0,
-            disk_used_blocks=tiers.num_disk_blocks if tiers is not None else 0,
-            disk_queued_blocks=tiers.num_disk_queued if tiers is not None else 0,
         )
 
     def tier_counters(self) -> dict[str, float]:
-        """Totals of the tiers below the pool, in Prometheus' naming; may be called from any thread."""
+        """The use of the tiers below the pool, and totals, in Prometheus' naming; for any thread."""
         return self.tiers.totals() if self.tiers is not None else {}
 
     def close(self) -> None:

@@ -11,10 +11,8 @@ import logging
 import time
 
 from engine.engine import Engine
-from kvtransfer.interface import Completed, Failed
-from kvtransfer.sender import Sender
+from kvtransfer.interface import Completed, Failed, SendEvent
 from prefill_worker.handover import REDIRECTABLE, Handover, make_manifest
-from prefill_worker.peers import PeerLinks
 from protocol.errors import TandemError
 from protocol.messages import (
     EngineRequest,
@@ -45,26 +43,10 @@ class PrefillLoop(WorkerLoop):
 
     def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
         super().__init__(parts, engine, link)
-        assert parts.pool is not None
-        self._sender = Sender(
-            parts.pool,
-            key=parts.keys.transfer_key,
-            worker_id=parts.worker_id,
-            incarnation=parts.incarnation,
-            transports=parts.wires,
-            checksum=self.config.kv_checksum,
-            on_event=parts.wake.set,
-        )
-        parts.transports = self._sender.transports
-        parts.transfer_counters = self._sender.counters
-        self._peers = PeerLinks(parts, self.poller)
         self._handovers: dict[str, Handover] = {}
         self._by_lease: dict[str, Handover] = {}
         self._pushing: dict[str, Handover] = {}
         """Hand-overs with a grant and blocks still to push."""
-        self.address = PeerAddress(
-            worker_id=parts.worker_id, incarnation=parts.incarnation, control=f"none:{parts.worker_id}"
-        )
         engine.on_scheduled = self._on_scheduled
 
     # --- requests ---------------------------------------------------------------------------------
@@ -83,7 +65,7 @@ class PrefillLoop(WorkerLoop):
     def _connect(self, handover: Handover) -> bool:
         peer = handover.peer
         try:
-            self._sender.connect(peer)
+            self.sender.connect(peer)
         except TandemError as error:
             self._fail_handover(handover, "transfer", f"no transfer to {peer.worker_id}: {error}")
             return False
@@ -106,7 +88,7 @@ class PrefillLoop(WorkerLoop):
         self._pushing.pop(handover.request_id, None)
         if handover.grant is not None:
             del self._by_lease[handover.grant.lease_id]
-            self._sender.abort(handover.grant.lease_id)
+            self.sender.abort(handover.grant.lease_id)
 
     def _release_remote(self, handover: Handover) -> None:
         if handover.reserving:
@@ -115,7 +97,7 @@ class PrefillLoop(WorkerLoop):
 
     def _send_release(self, peer: PeerAddress, lease_id: str, request_id: str) -> None:
         message = Release(incarnation=peer.incarnation, lease_id=lease_id, request_id=request_id)
-        self._peers.send(peer, message)
+        self.peers.send(peer, message)
 
     # --- failures and redirects -------------------------------------------------------------------
 
@@ -192,7 +174,7 @@ class PrefillLoop(WorkerLoop):
             segments=self.engine.pool.segments,
             ttl_s=ttl,
         )
-        self._peers.send(handover.peer, message)
+        self.peers.send(handover.peer, message)
         handover.renew_at = now + ttl / RENEWALS_PER_LIFE
         if not handover.reserving:
             handover.reserving_since = now
@@ -203,13 +185,15 @@ class PrefillLoop(WorkerLoop):
 
     # --- the decode worker's answers --------------------------------------------------------------
 
-    def handle_peers(self, events: dict[object, int]) -> None:
-        for peer, reply in self._peers.receive(events):
-            handover = self._handovers.get(reply.request_id)
-            if handover is not None and handover.reserving and handover.peer.incarnation == peer.incarnation:
-                self._on_reply(handover, reply)
-            elif isinstance(reply, Reserved):
-                self._send_release(peer, reply.lease_id, reply.request_id)
+    def on_peer_reply(self, peer: PeerAddress, reply: PeerReply) -> None:
+        handover = self._handovers.get(reply.request_id)
+        if handover is not None and handover.reserving and handover.peer.incarnation == peer.incarnation:
+            self._on_reply(handover, reply)
+        elif isinstance(reply, Reserved):
+            self._send_release(peer, reply.lease_id, reply.request_id)
+
+    def peers_in_use(self) -> set[str]:
+        return {handover.peer.incarnation for handover in self._handovers.values()}
 
     def _on_reply(self, handover: Handover, reply: PeerReply) -> None:
         match reply:
@@ -287,7 +271,7 @@ class PrefillLoop(WorkerLoop):
         blocks = self.engine.block_ids(handover.request_id)[first:computed]
         if blocks:
             num_tokens = len(handover.token_ids)
-            self._sender.push(
+            self.sender.push(
                 handover.peer, grant.lease_id, blocks, first, num_tokens=num_tokens, final=final
             )
             handover.num_pushed += len(blocks)
@@ -302,29 +286,30 @@ class PrefillLoop(WorkerLoop):
         manifest = make_manifest(
             handover, self.parts.worker_id, self.parts.incarnation, self.engine.pool.segments
         )
-        self._peers.send(handover.peer, Handoff(manifest=manifest))
+        self.peers.send(handover.peer, Handoff(manifest=manifest))
 
-    def handle_transfers(self) -> None:
-        now = time.monotonic()
-        for event in self._sender.poll():
-            handover = self._by_lease.get(event.lease_id)
-            match event:
-                case Completed():
-                    self.counters.add("kv_transfers_total")
-                    self.counters.add("kv_transfer_bytes_total", event.nbytes)
-                    self.counters.add("kv_transfer_seconds_total", event.seconds)
-                    self.counters.add("kv_transfer_busy_seconds_total", event.busy_s)
-                    self.counters.add("kv_transfer_hidden_seconds_total", event.hidden_s)
-                    self.counters.add("kv_transfer_wait_seconds_total", event.wait_s)
-                    self.counters.add("kv_transfer_extents_total", event.num_extents)
-                case Failed():
-                    self.counters.add("kv_transfer_failures_total")
-            if handover is None:
-                continue
-            if isinstance(event, Failed):
-                self._fail_handover(handover, "transfer", event.reason)
-            else:
-                self._progress(handover, now)
+    def on_sent(self, event: SendEvent) -> None:
+        self._count(event)
+        handover = self._by_lease.get(event.lease_id)
+        if handover is None:
+            return
+        if isinstance(event, Failed):
+            self._fail_handover(handover, "transfer", event.reason)
+        else:
+            self._progress(handover, time.monotonic())
+
+    def _count(self, event: SendEvent) -> None:
+        match event:
+            case Completed():
+                self.counters.add("kv_transfers_total")
+                self.counters.add("kv_transfer_bytes_total", event.nbytes)
+                self.counters.add("kv_transfer_seconds_total", event.seconds)
+                self.counters.add("kv_transfer_busy_seconds_total", event.busy_s)
+                self.counters.add("kv_transfer_hidden_seconds_total", event.hidden_s)
+                self.counters.add("kv_transfer_wait_seconds_total", event.wait_s)
+                self.counters.add("kv_transfer_extents_total", event.num_extents)
+            case Failed():
+                self.counters.add("kv_transfer_failures_total")
 
     # --- deadlines --------------------------------------------------------------------------------
 
@@ -343,7 +328,6 @@ class PrefillLoop(WorkerLoop):
                 self.counters.add("handoffs_expired_total")
                 reason = f"no progress for {self.config.handoff_timeout:g} s (--handoff-timeout)"
                 self._fail_handover(handover, "timeout", reason)
-        self._peers.close_idle(now, {handover.peer.incarnation for handover in self._handovers.values()})
 
     def _fail_unredirected(self, handover: Handover) -> None:
         self.counters.add("handoffs_expired_total")
@@ -354,7 +338,3 @@ class PrefillLoop(WorkerLoop):
     def _waits_for_engine(self, handover: Handover) -> bool:
         """The decode worker has done its part so far; what is missing is the prompt's next chunk."""
         return handover.grant is not None and handover.first_token is None
-
-    def close(self) -> None:
-        self._sender.close()
-        self._peers.close()

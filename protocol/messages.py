@@ -20,6 +20,7 @@ TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length
 BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**20)]
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Seconds = Annotated[float, Meta(ge=0)]
+Identity = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -66,11 +67,21 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Run a request. With `decode`, prefill it and hand it over there; without, run all of it here."""
+    """Run a request. With `decode`, prefill it and hand it over there; without, run all of it here.
+
+    `prefix` is a worker that may hold more of the prompt's KV than this one: to be asked for it first.
+    """
 
     incarnation: Id
     request: EngineRequest
     decode: PeerAddress | None = None
+    prefix: PeerAddress | None = None
+
+
+class Peers(msgspec.Struct, frozen=True, kw_only=True, tag="peers"):
+    """Workers that this one will hand prompts over to: a good time to connect is now."""
+
+    peers: Annotated[list[PeerAddress], Meta(max_length=2**12)]
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -189,7 +200,7 @@ class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
     manifest_sent: bool = False
 
 
-# --- prefill worker -> decode worker ----------------------------------------------------------------
+# --- worker -> worker that is asked for something: a decode worker, or the holder of a prefix --------
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
@@ -217,7 +228,21 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     request_id: Id
 
 
-# --- decode worker -> prefill worker ----------------------------------------------------------------
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Push what is cached of these blocks, which follow each other from position `first_block` of a prompt.
+
+    They go to `receiver`, under its lease; with the lease's final piece the holder says that it has no more.
+    """
+
+    incarnation: Id
+    request_id: Id
+    lease_id: Id
+    first_block: Annotated[int, Meta(ge=0, lt=2**30)]
+    identities: Annotated[list[Identity], Meta(min_length=1, max_length=2**20)]
+    receiver: PeerAddress
+
+
+# --- and its answers --------------------------------------------------------------------------------
 
 
 class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
@@ -246,6 +271,12 @@ class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
     field: Annotated[str, Meta(max_length=128)] | None = None
 
 
+class FetchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_refused"):
+    request_id: Id
+    lease_id: Id
+    reason: ShortText
+
+
 class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
     """The message was for another incarnation of this worker; nothing was changed."""
 
@@ -253,7 +284,7 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
     incarnation: Id
 
 
-RouterToWorker = Registered | Generate | Abort | Drain | Redirect
+RouterToWorker = Registered | Generate | Peers | Abort | Drain | Redirect
 WorkerToRouter = Register | WorkerState | StepOutput | HandoverFailed
-PeerRequest = Reserve | Handoff | Release
-PeerReply = Reserved | ReserveRefused | HandoffAck | Stale
+PeerRequest = Reserve | Handoff | Release | Fetch
+PeerReply = Reserved | ReserveRefused | HandoffAck | FetchRefused | Stale

@@ -15,21 +15,33 @@ from collections.abc import Iterable
 import zmq
 
 from engine.engine import Engine
+from kvtransfer.interface import ReceiveEvent, SendEvent
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.messages import (
     Abort,
     Drain,
     EngineRequest,
     ErrorKind,
+    Fetch,
+    FetchRefused,
     Generate,
     PeerAddress,
+    PeerReply,
+    PeerRequest,
+    Peers,
     Redirect,
     Registered,
     RouterToWorker,
     TokenOutput,
 )
+from worker.fetch import PrefixFetcher, PrefixHolder
 from worker.link import RouterLink
 from worker.parts import WorkerParts
+from worker.peer_links import PeerLinks
+from worker.peer_socket import PeerSocket
+from worker.transfers import open_transfers
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +55,11 @@ class BrokenEngineError(TandemError):
 
 
 class WorkerLoop(ABC):
-    """What both roles do. Everything but `stop` runs in the thread that called `run`."""
+    """What both roles do. Everything but `stop` runs in the thread that called `run`.
 
-    address: PeerAddress
-    """How other workers reach this one."""
+    `address` is how other workers reach this one: `inbox` takes their requests, `receiver` their blocks. What
+    this one asks of others goes through `peers`, its own blocks through `sender`.
+    """
 
     def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
         self.parts = parts
@@ -57,6 +70,20 @@ class WorkerLoop(ABC):
         self.poller = zmq.Poller()
         self.poller.register(link.socket, zmq.POLLIN)
         self.poller.register(parts.wake.fileno(), zmq.POLLIN)
+        self.inbox = PeerSocket(parts)
+        self.poller.register(self.inbox.socket, zmq.POLLIN)
+        self.peers = PeerLinks(parts, self.poller)
+        self.sender, self.receiver = open_transfers(parts)
+        self.address = PeerAddress(
+            worker_id=parts.worker_id,
+            incarnation=parts.incarnation,
+            control=self.inbox.endpoint,
+            offers=self.receiver.offers,
+        )
+        self._fetcher = PrefixFetcher(
+            self.address, engine, self.receiver, self.peers, self.counters, self.add
+        )
+        self._holder = PrefixHolder(engine, self.sender, self.counters)
         self.outbox: list[TokenOutput] = []
         self.computing: set[str] = set()
         """Requests that the engine still has to compute something for."""
@@ -84,13 +111,27 @@ class WorkerLoop(ABC):
     def knows(self, request_id: str) -> bool:
         """Whether the request is under way here."""
 
-    @abstractmethod
-    def handle_peers(self, events: dict[object, int]) -> None:
-        """Read the peers' messages. `events` is what the poll returned."""
+    def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
+        """Another worker asks for something that only one of this role can give."""
+        self.counters.add("dropped_messages_total")
+        log.warning("dropped a message that is not for a %s worker", self.parts.role)
 
-    @abstractmethod
-    def handle_transfers(self) -> None:
-        """Read what kvtransfer reports."""
+    def on_peer_reply(self, peer: PeerAddress, reply: PeerReply) -> None:
+        """An answer to what the role asked another worker for."""
+        self.counters.add("stale_messages_total")
+
+    def on_received(self, event: ReceiveEvent) -> None:
+        """Something happened to a lease that the role opened."""
+
+    def on_sent(self, event: SendEvent) -> None:
+        """Something happened to a lease that the role pushes under."""
+
+    def after_messages(self) -> None:
+        """All messages that had arrived are taken."""
+
+    def peers_in_use(self) -> set[str]:
+        """The incarnations that the role awaits something from."""
+        return set()
 
     @abstractmethod
     def after_step(self, outputs: list[TokenOutput]) -> None:
@@ -99,10 +140,6 @@ class WorkerLoop(ABC):
     @abstractmethod
     def expire(self, now: float) -> None:
         """Give up whatever passed its deadline. `now` is `time.monotonic()`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the role's own sockets and transfers."""
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -119,6 +156,13 @@ class WorkerLoop(ABC):
         finally:
             self.close()
 
+    def close(self) -> None:
+        """Close all transfers, and the sockets towards other workers."""
+        self.sender.close()
+        self.receiver.close()
+        self.peers.close()
+        self.inbox.close()
+
     def _turn(self) -> None:
         busy = self._advancing and self.engine.has_work()
         timeout_ms = 0 if busy else int(HOUSEKEEPING_INTERVAL_S * 1000)
@@ -130,7 +174,7 @@ class WorkerLoop(ABC):
         now = time.monotonic()
         if now >= self._next_housekeeping:
             self._next_housekeeping = now + HOUSEKEEPING_INTERVAL_S
-            self.expire(now)
+            self._keep_house(now)
         if self.outbox:
             self._flush()
         self.counters.add("loop_seconds_total", time.perf_counter() - started - stepped)
@@ -141,8 +185,47 @@ class WorkerLoop(ABC):
                 self._on_router_message(message)
         if self.parts.wake.fileno() in events:
             self.parts.wake.clear()
-            self.handle_transfers()
-        self.handle_peers(events)
+            self._handle_transfers()
+        self._handle_peers(events)
+        self.after_messages()
+
+    def _handle_transfers(self) -> None:
+        for received in self.receiver.poll():
+            if not self._fetcher.on_event(received):
+                self.on_received(received)
+        for sent in self.sender.poll():
+            if not self._holder.on_event(sent):
+                self.on_sent(sent)
+
+    def _handle_peers(self, events: dict[object, int]) -> None:
+        if self.inbox.socket in events:
+            for identity, request in self.inbox.receive():
+                if isinstance(request, Fetch):
+                    self._on_fetch(identity, request)
+                else:
+                    self.on_peer_request(identity, request)
+        for peer, reply in self.peers.receive(events):
+            if isinstance(reply, FetchRefused):
+                self._fetcher.on_refused(reply.request_id, reply.lease_id, reply.reason)
+            else:
+                self.on_peer_reply(peer, reply)
+
+    def _on_fetch(self, identity: bytes, message: Fetch) -> None:
+        if message.incarnation == self.parts.incarnation:
+            self._holder.lend(message)
+            return
+        self.counters.add("stale_messages_total")
+        refusal = FetchRefused(
+            request_id=message.request_id, lease_id=message.lease_id, reason="it was restarted"
+        )
+        self.inbox.reply(identity, refusal)
+
+    def _keep_house(self, now: float) -> None:
+        self._fetcher.expire(now)
+        self.expire(now)
+        self.peers.close_idle(now, self.peers_in_use() | self._fetcher.holders())
+        if self.engine.tiers is not None and not self.engine.has_work():
+            self.engine.tiers.poll()
 
     def _step(self) -> float:
         """One engine step; returns the seconds that the engine took."""
@@ -201,6 +284,7 @@ class WorkerLoop(ABC):
 
     def abort_all(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
+            self._fetcher.abort(request_id)
             self.abort(request_id)
 
     def _on_router_message(self, message: RouterToWorker) -> None:
@@ -209,6 +293,8 @@ class WorkerLoop(ABC):
                 self._on_generate(message)
             case Abort():
                 self.abort_all(message.request_ids)
+            case Peers():
+                self._connect(message.peers)
             case Drain():
                 self.parts.lifecycle = "draining"
             case Redirect():
@@ -224,10 +310,10 @@ class WorkerLoop(ABC):
             self.answer_error(request.request_id, "worker_lost", reason)
         elif self.parts.lifecycle == "draining":
             self.answer_error(request.request_id, "overloaded", f"{self.parts.worker_id} is draining")
-        elif self.knows(request.request_id):
+        elif request.request_id in self._fetcher or self.knows(request.request_id):
             self.counters.add("duplicate_messages_total")
         else:
-            self._take(message, request)
+            self._take(message)
 
     def _on_redirect(self, message: Redirect) -> None:
         if message.incarnation != self.parts.incarnation:
@@ -235,8 +321,18 @@ class WorkerLoop(ABC):
         else:
             self.redirect(message.request_id, message.decode)
 
-    def _take(self, message: Generate, request: EngineRequest) -> None:
+    def _take(self, message: Generate) -> None:
+        """Give the request to the engine, after its prefix where another worker is to be asked for that."""
         try:
-            self.add(message)
+            if message.prefix is None or not self._fetcher.start(message, message.prefix):
+                self.add(message)
         except InvalidRequestError as error:
-            self.answer_error(request.request_id, "invalid", str(error))
+            self.answer_error(message.request.request_id, "invalid", str(error))
+
+    def _connect(self, peers: Iterable[PeerAddress]) -> None:
+        """First contact costs time that no request should wait for."""
+        for peer in peers:
+            try:
+                self.sender.connect(peer)
+            except TandemError as error:
+                log.warning("no transfer to %s: %s", peer.worker_id, error)

@@ -58,7 +58,9 @@ class WorkerParts:
     def state(self) -> WorkerState:
         """The heartbeat's content; called from its thread."""
         stats = self.engine.stats() if self.engine is not None else None
-        transfers = {f"kv_{name}_total": value for name, value in self.transfer_counters().items()}
+        totals = {f"kv_{name}_total": value for name, value in self.transfer_counters().items()}
+        if self.engine is not None:
+            totals |= self.engine.tier_counters()
         load = {name: getattr(stats, name) for name in _STATS} if stats is not None else {}
         if stats is not None:
             load["num_reservations"] = stats.num_reserved
@@ -67,7 +69,7 @@ class WorkerParts:
             incarnation=self.incarnation,
             role=self.role,
             lifecycle=self.lifecycle,
-            counters=self.counters.snapshot() | transfers,
+            counters=self.counters.snapshot() | totals,
             transports=self.transports(),
             **load,
         )

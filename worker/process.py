@@ -72,6 +72,7 @@ def run_worker(
         engine, parts.pool = build_engine(config, role)
         parts.engine = engine
         parts.wires = open_wires(config, engine, parts.pool, f"{worker_id} {parts.incarnation}")
+        engine.on_fetched = parts.wake.set
         loop = make_loop(parts, engine, link)
         parts.lifecycle = "ready"
         try:
@@ -88,6 +89,8 @@ def run_worker(
         for wire in parts.wires:
             wire.close()
         context.destroy(linger=500)
+        if parts.engine is not None:
+            parts.engine.close()
         parts.wake.close()
 
 

@@ -180,9 +180,15 @@ class HostTier:
         return self._disk.num_queued + len(self._unwritten) if self._disk is not None else 0
 
     def totals(self) -> dict[str, float]:
-        """Counters in Prometheus' naming; bytes and seconds say so in their names."""
+        """Gauges and counters in Prometheus' naming; bytes and seconds say so in their names."""
         totals = {f"kv_host_{name}_total": value for name, value in asdict(self.counters).items()}
+        totals |= {"kv_host_blocks": self.capacity, "kv_host_used_blocks": self.num_blocks}
         if self._disk is not None:
+            totals |= {
+                "kv_disk_blocks": self.disk_capacity,
+                "kv_disk_used_blocks": self.num_disk_blocks,
+                "kv_disk_queued_blocks": self.num_disk_queued,
+            }
             disk = asdict(self._disk.counters)
             totals |= {f"kv_disk_{name}_total": value for name, value in disk.items()}
         return totals

@@ -110,7 +110,7 @@ def written(engine: Engine) -> None:
 
     def idle() -> bool:
         tiers.poll()
-        return engine.stats().disk_queued_blocks == 0
+        return engine.tiers.num_disk_queued == 0
 
     eventually(idle)
     tiers.poll()
@@ -280,7 +280,7 @@ def test_prompts_come_back_from_the_disk_also_after_a_restart(
     assert_empty(engine)
     engine.close()
     again = make_engine(host_blocks=24, disk=tmp_path)
-    assert again.stats().disk_used_blocks > 30
+    assert again.tiers.num_disk_blocks > 30
     assert "found again" in again.start_up["kv_tiers"]
     got, num_cached = serve(again, PROMPTS[0])
     assert got == greedy(reference, PROMPTS[0], 8)

@@ -1,4 +1,4 @@
-"""The decode worker's socket for prefill workers."""
+"""The socket on which other workers ask a worker for something."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefill worker's lines to decode workers: one DEALER for each incarnation it talks to."""
+"""A worker's lines to others that it asks for something: one DEALER for each incarnation."""
 
 from __future__ import annotations
 

@@ -1,0 +1,41 @@
+"""A worker's two ends of KV transfer, over the transports that it has open."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
+from worker.parts import WorkerParts
+
+
+def open_transfers(parts: WorkerParts) -> tuple[Sender, Receiver]:
+    """Both wake the loop when they have something to tell; their counters go with the heartbeat."""
+    assert parts.pool is not None
+    sender = Sender(
+        parts.pool,
+        key=parts.keys.transfer_key,
+        worker_id=parts.worker_id,
+        incarnation=parts.incarnation,
+        transports=parts.wires,
+        checksum=parts.config.kv_checksum,
+        on_event=parts.wake.set,
+    )
+    receiver = Receiver(
+        parts.pool,
+        key=parts.keys.transfer_key,
+        worker_id=parts.worker_id,
+        incarnation=parts.incarnation,
+        transports=parts.wires,
+        host=parts.host,
+        on_event=parts.wake.set,
+    )
+    parts.transports = sender.transports
+
+    def counters() -> dict[str, float]:
+        total = Counter(sender.counters())
+        total.update(receiver.counters())
+        return dict(total)
+
+    parts.transfer_counters = counters
+    return sender, receiver
