@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -117,7 +118,7 @@ class Flipper:
     def __init__(self, target: str, offset: int) -> None:
         host, port = target.rsplit(":", 1)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:{}".format(self._listener.getsockname()[1])
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._target = (host, int(port))
         self._offset = offset
         self._threads = [threading.Thread(target=self._serve, daemon=True)]
@@ -148,10 +149,8 @@ class Flipper:
     def close(self) -> None:
         self._listener.close()
         for sock in self._sockets:
-            try:
+            with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
         for thread in self._threads:
             thread.join(5)
         for sock in self._sockets:

@@ -139,7 +139,7 @@ def test_a_huge_lease_does_not_starve_a_small_one(closing: Closing, transport: s
 def test_bad_arguments_are_refused_by_name(closing: Closing) -> None:
     sender, receiver = closing(SenderEnd(["shm"])), closing(ReceiverEnd(["shm"]))
     for blocks, first in (([64], 0), ([-1], 0), ([0], -1), ([0], 2**31)):
-        with pytest.raises(ValueError, match="source blocks|positions"):
+        with pytest.raises(ValueError, match=r"source blocks|positions"):
             sender.push(receiver.peer, "lease", blocks, first)
     for block_ids in ([64], [-1]):
         with pytest.raises(ValueError, match="block_ids"):
