@@ -14,7 +14,7 @@ import time
 from decode_worker.reservations import PendingReservation, Reservation, ReservationQueue, blocks_between
 from engine.block_manager import BlockTable
 from engine.engine import Engine
-from kvtransfer.interface import Closed, Failed, ReceiveEvent
+from kvtransfer.interface import Closed, Failed, Progress, ReceiveEvent, SendEvent
 from kvtransfer.layout import conversion_problem
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
@@ -24,7 +24,6 @@ from protocol.messages import (
     Generate,
     Handoff,
     HandoffAck,
-    PeerAddress,
     PeerRequest,
     Release,
     Reserve,
@@ -90,7 +89,8 @@ class DecodeLoop(WorkerLoop):
             case Release():
                 self._on_release(identity, request)
 
-    def after_messages(self) -> None:
+    def handle(self, events: dict[object, int]) -> None:
+        super().handle(events)
         self._serve_queue()
 
     def _is_stale(self, identity: bytes, incarnation: str, request_id: str) -> bool:
@@ -263,17 +263,21 @@ class DecodeLoop(WorkerLoop):
         ack = HandoffAck(request_id=request_id, lease_id=reservation.lease_id)
         self.inbox.reply(reservation.identity, ack)
 
-    def on_received(self, event: ReceiveEvent) -> None:
+    def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
         if isinstance(event, Closed):
             self._on_closed(event.lease_id)
             return
         reservation = self._by_lease.get(event.lease_id)
         if reservation is None:
             return
-        if isinstance(event, Failed):
-            self.counters.add("kv_transfer_failures_total")
-            self._give_up(reservation, event.reason)
-            return
+        match event:
+            case Failed():
+                self.counters.add("kv_transfer_failures_total")
+                self._give_up(reservation, event.reason)
+            case Progress():
+                self._on_progress(reservation, event)
+
+    def _on_progress(self, reservation: Reservation, event: Progress) -> None:
         reservation.num_received = event.blocks_received
         reservation.final_piece_received = event.complete
         reservation.deadline = time.monotonic() + reservation.ttl_s

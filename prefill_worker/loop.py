@@ -11,7 +11,7 @@ import logging
 import time
 
 from engine.engine import Engine
-from kvtransfer.interface import Completed, Failed, SendEvent
+from kvtransfer.interface import Completed, Failed, ReceiveEvent, SendEvent
 from prefill_worker.handover import REDIRECTABLE, Handover, make_manifest
 from protocol.errors import TandemError
 from protocol.messages import (
@@ -271,9 +271,7 @@ class PrefillLoop(WorkerLoop):
         blocks = self.engine.block_ids(handover.request_id)[first:computed]
         if blocks:
             num_tokens = len(handover.token_ids)
-            self.sender.push(
-                handover.peer, grant.lease_id, blocks, first, num_tokens=num_tokens, final=final
-            )
+            self.sender.push(handover.peer, grant.lease_id, blocks, first, num_tokens=num_tokens, final=final)
             handover.num_pushed += len(blocks)
             self.counters.add("kv_blocks_pushed_total", len(blocks))
             self._progress(handover, time.monotonic())
@@ -288,7 +286,7 @@ class PrefillLoop(WorkerLoop):
         )
         self.peers.send(handover.peer, Handoff(manifest=manifest))
 
-    def on_sent(self, event: SendEvent) -> None:
+    def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
         self._count(event)
         handover = self._by_lease.get(event.lease_id)
         if handover is None:
@@ -298,7 +296,7 @@ class PrefillLoop(WorkerLoop):
         else:
             self._progress(handover, time.monotonic())
 
-    def _count(self, event: SendEvent) -> None:
+    def _count(self, event: ReceiveEvent | SendEvent) -> None:
         match event:
             case Completed():
                 self.counters.add("kv_transfers_total")

@@ -27,6 +27,7 @@ from router.errors import ApiError, failed_generation
 from router.journal import Generation, Journal, LiveRequest
 from router.metrics import Metrics
 from router.placement.interface import Decision, PlacementPolicy, Refusal, RequestFacts
+from router.prefixes import PrefixDirectory
 from router.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Dispatcher:
         self._metrics = metrics
         self._send = send
         self._missing_role: Role | None = None
+        self._prefixes = PrefixDirectory()
 
     def start(self, generation: Generation) -> None:
         """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker."""
@@ -97,6 +99,7 @@ class Dispatcher:
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
         """Place its requests anew. Prompts that were to be handed over to it go to another decode worker."""
+        self._prefixes.forget(worker.key)
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         for request in self._journal:
             if worker is request.decode and request.prefill is not None:
@@ -177,6 +180,7 @@ class Dispatcher:
         if choice.finish_reason is not None:
             if output.finish_reason is None:
                 self._abort([request])
+            self._note_prefix(request)
             self._release(request)
             self._journal.remove(request)
             self._metrics.request_finished(request, now)
@@ -210,7 +214,7 @@ class Dispatcher:
             if isinstance(decision, Refusal):
                 return decision
             first = self._assign(request, decision)
-            if self._dispatch(request, first):
+            if self._dispatch(request, first, decision.prefix):
                 logger.debug("request %s: %s", request.request_id, decision)
                 self._metrics.placed(decision.prefill is not None)
                 self._note_fallback(decision)
@@ -234,7 +238,27 @@ class Dispatcher:
             priority=request.generation.priority,
             disaggregate=self._config.disaggregation,
             prefix_at=holder.key.worker_id if holder is not None and holder.live else None,
+            cached_tokens=self._cached_tokens(request),
         )
+
+    def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:
+        if not self._shares_prefix(request):
+            return {}
+        found = self._prefixes.find(request.token_ids, request.generation.cache_salt)
+        return {key.worker_id: tokens for key, tokens in found.items() if self._registry.current(*key)}
+
+    def _note_prefix(self, request: LiveRequest) -> None:
+        """What its workers hold from now on; nobody computes the KV of an answer's last token."""
+        if not self._shares_prefix(request):
+            return
+        salt = request.generation.cache_salt
+        if request.decode is not None:
+            self._prefixes.add(request.decode.key, request.token_ids[:-1], salt)
+        if request.prefilled_by is not None:
+            self._prefixes.add(request.prefilled_by.key, request.choice.prompt.token_ids, salt)
+
+    def _shares_prefix(self, request: LiveRequest) -> bool:
+        return self._config.enable_prefix_caching and request.sampling.prompt_logprobs is None
 
     def _assign(self, request: LiveRequest, decision: Decision) -> Worker:
         """Write the decision down; returns the worker that begins."""
@@ -251,12 +275,13 @@ class Dispatcher:
         self._journal.add(request)
         return first
 
-    def _dispatch(self, request: LiveRequest, worker: Worker) -> bool:
+    def _dispatch(self, request: LiveRequest, worker: Worker, prefix: str | None) -> bool:
         left = request.generation.arrival + self._config.request_timeout - time.monotonic()
         message = Generate(
             incarnation=worker.key.incarnation,
             request=request.engine_request(max(left, 0.0)),
             decode=request.decode.address if request.prefill and request.decode else None,
+            prefix=self._registry.named(prefix).address if prefix is not None else None,
         )
         return self._send(worker, message)
 

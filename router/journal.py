@@ -44,6 +44,11 @@ class LiveRequest:
         self.last_token_time = 0.0
 
     @property
+    def token_ids(self) -> list[int]:
+        """The prompt, and the answer as far as it has come."""
+        return self.choice.prompt.token_ids + self.output_token_ids
+
+    @property
     def has_started(self) -> bool:
         return bool(self.output_token_ids)
 

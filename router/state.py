@@ -9,6 +9,7 @@ import time
 from protocol.config import ServeConfig
 from protocol.messages import (
     HandoverFailed,
+    Peers,
     Register,
     Registered,
     StepOutput,
@@ -103,6 +104,17 @@ class RouterState:
 
     def _greet(self, worker: Worker) -> None:
         self.link.send(worker, Registered(incarnation=worker.key.incarnation))
+        if worker.role == "prefill":
+            decodes = [other.address for other in self.registry.live() if other.role == "decode"]
+            self.link.send(worker, Peers(peers=decodes))
+        else:
+            self._introduce(worker)
+
+    def _introduce(self, decode: Worker) -> None:
+        """Let the prefill workers connect to it before the first request does."""
+        for worker in self.registry.live():
+            if worker.role == "prefill":
+                self.link.send(worker, Peers(peers=[decode.address]))
 
     def _lost(self, worker: Worker, reason: str) -> None:
         self.dispatcher.worker_lost(worker, reason)

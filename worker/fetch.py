@@ -1,6 +1,6 @@
 """Prefix blocks from another worker's pool: one side asks for what it lacks, the other lends what it has.
 
-    asking -> holding   Fetch      (identities of the wanted blocks, lease, how to reach the asking worker's pool)
+    asking -> holding   Fetch   (identities of the wanted blocks, lease, how to reach the asker's pool)
     holding -> asking   those that it has cached, pushed under the lease like a prompt's
 
 The blocks are worth having and never needed: whatever goes wrong, the request computes them itself.

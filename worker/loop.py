@@ -16,13 +16,10 @@ import zmq
 
 from engine.engine import Engine
 from kvtransfer.interface import ReceiveEvent, SendEvent
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.messages import (
     Abort,
     Drain,
-    EngineRequest,
     ErrorKind,
     Fetch,
     FetchRefused,
@@ -120,14 +117,9 @@ class WorkerLoop(ABC):
         """An answer to what the role asked another worker for."""
         self.counters.add("stale_messages_total")
 
-    def on_received(self, event: ReceiveEvent) -> None:
-        """Something happened to a lease that the role opened."""
-
-    def on_sent(self, event: SendEvent) -> None:
-        """Something happened to a lease that the role pushes under."""
-
-    def after_messages(self) -> None:
-        """All messages that had arrived are taken."""
+    @abstractmethod
+    def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
+        """Something happened to one of the role's leases."""
 
     def peers_in_use(self) -> set[str]:
         """The incarnations that the role awaits something from."""
@@ -169,7 +161,7 @@ class WorkerLoop(ABC):
         events = dict(self.poller.poll(timeout_ms))
         started = time.perf_counter()
         if events:
-            self._handle(events)
+            self.handle(events)
         stepped = self._step() if self.engine.has_work() else 0.0
         now = time.monotonic()
         if now >= self._next_housekeeping:
@@ -179,7 +171,8 @@ class WorkerLoop(ABC):
             self._flush()
         self.counters.add("loop_seconds_total", time.perf_counter() - started - stepped)
 
-    def _handle(self, events: dict[object, int]) -> None:
+    def handle(self, events: dict[object, int]) -> None:
+        """Take all messages that have arrived. `events` is what the poll returned."""
         if self.link.socket in events:
             for message in self.link.receive():
                 self._on_router_message(message)
@@ -187,15 +180,14 @@ class WorkerLoop(ABC):
             self.parts.wake.clear()
             self._handle_transfers()
         self._handle_peers(events)
-        self.after_messages()
 
     def _handle_transfers(self) -> None:
         for received in self.receiver.poll():
             if not self._fetcher.on_event(received):
-                self.on_received(received)
+                self.on_transfer(received)
         for sent in self.sender.poll():
             if not self._holder.on_event(sent):
-                self.on_sent(sent)
+                self.on_transfer(sent)
 
     def _handle_peers(self, events: dict[object, int]) -> None:
         if self.inbox.socket in events:
@@ -294,7 +286,7 @@ class WorkerLoop(ABC):
             case Abort():
                 self.abort_all(message.request_ids)
             case Peers():
-                self._connect(message.peers)
+                self._warm_up(message.peers)
             case Drain():
                 self.parts.lifecycle = "draining"
             case Redirect():
@@ -329,7 +321,7 @@ class WorkerLoop(ABC):
         except InvalidRequestError as error:
             self.answer_error(message.request.request_id, "invalid", str(error))
 
-    def _connect(self, peers: Iterable[PeerAddress]) -> None:
+    def _warm_up(self, peers: Iterable[PeerAddress]) -> None:
         """First contact costs time that no request should wait for."""
         for peer in peers:
             try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from protocol.messages import Lifecycle, Role
 
@@ -14,6 +14,7 @@ class RequestFacts:
 
     `num_prompt_tokens` counts what must be computed before its next token: the prompt, and what was emitted
     before a failover. `prefix_at` is a prefill worker that has computed the prompt and may still hold it.
+    `cached_tokens` tells how many leading tokens each worker is believed to have in its prefix cache.
     """
 
     num_prompt_tokens: int
@@ -21,6 +22,7 @@ class RequestFacts:
     priority: int = 0
     disaggregate: bool = True
     prefix_at: str | None = None
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class WorkerSnapshot:
 class Decision:
     """Where a request goes. Without `prefill`, the `decode` worker does all of it.
 
-    `missing_role` is set where that is so only because no worker of that role is there.
+    `missing_role` is set where that is so only because no worker of that role is there. The worker that begins
+    is to fetch the prompt's prefix from `prefix`, if that is set.
     """
 
     prefill: str | None
@@ -68,6 +71,7 @@ class Decision:
     predicted_cost: float
     reasons: tuple[str, ...]
     missing_role: Role | None = None
+    prefix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ REQUESTS: list[dict[str, Any]] = [
 DECODE_KILLED = {
     "before it reserves": "KILL:before:_on_reserve:1",
     "after it reserved": "KILL:after:_on_reserve:1",
-    "at the first blocks": "KILL:before:handle_transfers:1",
-    "at later blocks": "KILL:after:handle_transfers:2",
+    "at the first blocks": "KILL:before:on_transfer:1",
+    "at later blocks": "KILL:after:on_transfer:2",
     "at the manifest": "KILL:before:_on_handoff:1",
     "after the manifest": "KILL:after:_on_handoff:1",
     "as it decodes": "KILL:after:after_step:7",

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import transformers.models.llama.modeling_llama
 
+import worker.fetch
 import worker.heartbeat
 from decode_worker.loop import DecodeLoop
 from engine.engine import StepResult
@@ -45,6 +46,7 @@ def run_child(
     """
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
     worker.heartbeat.ROUTER_GRACE_S = 1.0
+    worker.fetch.FETCH_TIMEOUT_S = 1.0
     faulthandler.dump_traceback_later(50, exit=False)
     handle = StopHandle()
 

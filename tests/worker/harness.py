@@ -178,11 +178,17 @@ class Cluster:
         self._socket.send_multipart([worker_id.encode(), encode(message)])
 
     def generate(
-        self, worker: RunningWorker, request: EngineRequest, decode: PeerAddress | None = None
+        self,
+        worker: RunningWorker,
+        request: EngineRequest,
+        decode: PeerAddress | None = None,
+        prefix: PeerAddress | None = None,
     ) -> None:
         if decode is not None:
             self._first_from[request.request_id] = worker.worker_id
-        message = Generate(incarnation=worker.address.incarnation, request=request, decode=decode)
+        message = Generate(
+            incarnation=worker.address.incarnation, request=request, decode=decode, prefix=prefix
+        )
         self.send(worker.worker_id, message)
 
     def redirect(self, worker: RunningWorker, request_id: str, decode: PeerAddress | None) -> None:

@@ -121,8 +121,8 @@ def test_without_a_decode_worker_it_is_decoded_where_its_prompt_is(
 KILLED_AT = {
     "before it reserves": "KILL:before:_on_reserve:1",
     "after it reserved": "KILL:after:_on_reserve:1",
-    "at the first blocks": "KILL:before:handle_transfers:1",
-    "at later blocks": "KILL:after:handle_transfers:2",
+    "at the first blocks": "KILL:before:on_transfer:1",
+    "at later blocks": "KILL:after:on_transfer:2",
     "at the manifest": "KILL:before:_on_handoff:1",
 }
 
