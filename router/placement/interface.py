@@ -62,7 +62,7 @@ class WorkerSnapshot:
 class Decision:
     """Where a request goes. Without `prefill`, the `decode` worker does all of it.
 
-    `missing_role` is set where that is so only because no worker of that role is there. The worker that begins
+    `missing_role` is set where that is so only because no worker of that role is there. The one that begins
     is to fetch the prompt's prefix from `prefix`, if that is set.
     """
 
