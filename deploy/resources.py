@@ -63,12 +63,8 @@ def gpu_share(config: ServeConfig, num_gpus: float) -> float:
 def plan_workers(config: ServeConfig, num_gpus: float, cores: int) -> tuple[ServeConfig, float]:
     """The configuration that the workers get, and each one's share of a GPU.
 
-    Threads are chosen and a shared GPU's memory is divided. On GPUs the workers are colocated: today's
-    transports move host memory only.
+    Threads are chosen and a shared GPU's memory is divided.
     """
-    if config.disaggregation and gpu_share(config, num_gpus) > 0:
-        log.warning("no transport here reaches GPU memory: decode workers prefill for themselves")
-        config = msgspec.structs.replace(config, disaggregation=False)
     gpus = gpu_share(config, num_gpus)
     planned = msgspec.structs.replace(
         config,

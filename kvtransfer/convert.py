@@ -45,16 +45,19 @@ class Move:
 class Converter:
     """Places wire blocks in `pool`, whose blocks are `ours`. For one thread at a time.
 
-    Raises LayoutError for segments that can't be converted.
+    `pool` is in the host's memory, or uint8 [num_blocks, block_bytes] in a device's. Raises LayoutError for
+    segments that can't be converted.
     """
 
-    def __init__(self, wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo], pool: memoryview) -> None:
+    def __init__(
+        self, wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo], pool: memoryview | Tensor
+    ) -> None:
         problem = conversion_problem(wire, ours)
         if problem is not None:
             raise LayoutError(*problem)
         self._wire = BlockLayout(wire)
         self._ours = BlockLayout(ours)
-        self._pool = self._ours.blocks(pool)
+        self._pool = pool if isinstance(pool, Tensor) else self._ours.blocks(pool)
         self._scratch = Scratch()
 
     @property
@@ -155,6 +158,8 @@ def _select(blocks: Tensor, index: Indices) -> Tensor:
 def _write(blocks: Tensor, index: Indices, values: Tensor) -> None:
     if _consecutive(index):
         blocks[index[0] : index[0] + len(index)].copy_(values)
+    elif blocks.device != values.device:
+        blocks.index_copy_(0, torch.from_numpy(index).to(blocks.device), values.to(blocks.device))
     else:  # numpy copies rows of bytes, which is twice as fast as torch's index_copy_ of elements
         bits = {2: torch.int16, 4: torch.int32}[blocks.dtype.itemsize]
         blocks.view(bits).numpy()[index] = values.view(bits).numpy()

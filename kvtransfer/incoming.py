@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from kvtransfer.convert import Converter
+from kvtransfer.device import in_order, pinned
 from kvtransfer.extents import Runs, blocks_per_piece, expand, num_blocks, packed, targets_of
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.layout import block_bytes, needs_conversion
 from kvtransfer.leases import Lease, WriteGate
-from kvtransfer.memory import allocate
 from kvtransfer.messages import Hello
 
 
@@ -38,14 +40,16 @@ class Direct:
 
 
 class Converting:
-    """The sender's blocks have another size or dtype, or are quantized on the wire."""
+    """The sender's blocks have another size or dtype, are quantized on the wire, or go to a GPU's memory."""
 
     def __init__(self, pool: RegisteredPool, hello: Hello) -> None:
         wire_bytes = block_bytes(hello.wire)
         max_blocks = blocks_per_piece(hello.block_bytes)
-        self._memory = allocate(max_blocks * wire_bytes, shared=False)
-        self.target = RegisteredPool(self._memory.buffer, wire_bytes, max_blocks, tuple(hello.wire))
-        self._converter = Converter(hello.wire, pool.segments, pool.buffer)
+        self._device = pool.device.device if pool.device is not None else torch.device("cpu")
+        staging = pinned(max_blocks * wire_bytes, self._device)
+        self.target = RegisteredPool(staging, wire_bytes, max_blocks, tuple(hello.wire))
+        blocks = pool.buffer if pool.device is None else pool.device
+        self._converter = Converter(hello.wire, pool.segments, blocks)
 
     def targets(self, runs: Runs, lease: Lease) -> Runs:
         return packed(runs)
@@ -55,11 +59,14 @@ class Converting:
         with gate.writing() as is_open:
             if is_open:
                 positions = expand(runs[:, 1], runs[:, 2])
-                self._converter.place(staged, positions, lease.blocks, lease.first_token, lease.num_tokens)
+                with in_order(self._device):
+                    self._converter.place(
+                        staged, positions, lease.blocks, lease.first_token, lease.num_tokens
+                    )
         return is_open
 
 
 def incoming(pool: RegisteredPool, hello: Hello) -> Incoming:
-    if needs_conversion(hello.wire, pool.segments):
+    if pool.device is not None or needs_conversion(hello.wire, pool.segments):
         return Converting(pool, hello)
     return Direct(pool)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
@@ -16,6 +19,8 @@ class TransferError(TandemError):
 class RegisteredPool:
     """A KV pool as the wires see it: `num_blocks` blocks of `block_bytes` bytes each, one after the other.
 
+    `buffer` holds them, or `device` where they lie in a GPU's memory: uint8 [num_blocks, block_bytes].
+
     `segments` describe what a block holds; without them the bytes mean nothing here, and only a pool of equal
     blocks fits. `memory_fd` is the file behind `buffer` (from offset 0) where there is one: without it the
     `shm` transport is not used.
@@ -27,6 +32,7 @@ class RegisteredPool:
     segments: tuple[SegmentInfo, ...] = ()
     memory_fd: int | None = None
     tensor_parallel: int = 1
+    device: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or self.num_blocks < 1:
@@ -36,7 +42,11 @@ class RegisteredPool:
         flat = memoryview(self.buffer).cast("B")
         if flat.readonly:
             raise ValueError("buffer must be writable")
-        if flat.nbytes < self.nbytes:
+        if self.device is not None:
+            if self.device.shape != (self.num_blocks, self.block_bytes) or self.device.dtype != torch.uint8:
+                raise ValueError(f"device must be uint8 [{self.num_blocks}, {self.block_bytes}]")
+            flat = memoryview(bytearray())
+        elif flat.nbytes < self.nbytes:
             raise ValueError(f"buffer of {flat.nbytes} bytes is smaller than the pool's {self.nbytes}")
         object.__setattr__(self, "buffer", flat)
 

@@ -8,7 +8,11 @@ import select
 import socket
 import time
 
+import numpy as np
+from torch import Tensor
+
 from kvtransfer.channel import Channel
+from kvtransfer.device import BlockGatherer
 from kvtransfer.extents import Runs, ScatterList, blocks_per_piece, expand, num_blocks, views
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.layout import tokens_in_blocks
@@ -57,21 +61,41 @@ class TcpWriter:
         return
 
 
+class StagingWriter:
+    """Brings each piece from a device's memory to the host: one piece is written at a time."""
+
+    remote_reads = False
+
+    def __init__(self, blocks: Tensor, max_blocks: int) -> None:
+        self._gatherer = BlockGatherer(blocks, max_blocks)
+        self.packed: memoryview | None = None
+
+    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
+        self.packed = self._gatherer.gather(expand(runs[:, 0], runs[:, 2]))
+        return [self.packed, memoryview(GOOD)]
+
+    def close(self) -> None:
+        return
+
+
 class QuantizingWriter:
     """Packs each piece as one byte a value and some scales, in one buffer: one piece is written at a time."""
 
     remote_reads = False
 
-    def __init__(self, pool: RegisteredPool, wire_dtype: str) -> None:
+    def __init__(self, pool: RegisteredPool, wire_dtype: str, max_blocks: int) -> None:
         self._pool = pool
         self._quantizer = Quantizer(pool.segments, wire_dtype)
-        size = blocks_per_piece(pool.block_bytes) * self._quantizer.wire_block_bytes
-        self.packed = memoryview(bytearray(size))
+        self._gatherer = BlockGatherer(pool.device, max_blocks) if pool.device is not None else None
+        self.packed = memoryview(bytearray(max_blocks * self._quantizer.wire_block_bytes))
 
     def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
         blocks, positions = expand(runs[:, 0], runs[:, 2]), expand(runs[:, 1], runs[:, 2])
         valid = tokens_in_blocks(positions, self._pool.block_size, num_tokens)
-        self._quantizer.pack(self._pool.buffer, blocks, valid, self.packed)
+        source = self._pool.buffer
+        if self._gatherer is not None:
+            source, blocks = self._gatherer.gather(blocks), np.arange(len(blocks))
+        self._quantizer.pack(source, blocks, valid, self.packed)
         return [self.packed[: len(blocks) * self._quantizer.wire_block_bytes], memoryview(GOOD)]
 
     def close(self) -> None:
@@ -163,9 +187,12 @@ class TcpTransport:
         return sock
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> PieceWriter:
-        if self.wire_dtype == "auto":
-            return TcpWriter(pool)
-        return QuantizingWriter(pool, self.wire_dtype)
+        max_blocks = blocks_per_piece(pool.block_bytes)
+        if self.wire_dtype != "auto":
+            return QuantizingWriter(pool, self.wire_dtype, max_blocks)
+        if pool.device is not None:
+            return StagingWriter(pool.device, max_blocks)
+        return TcpWriter(pool)
 
     def reader(
         self, channel: Channel, pool: RegisteredPool, hello: Hello, deadline: float, progress_timeout_s: float

@@ -31,6 +31,8 @@ def _shm(pool: RegisteredPool, name: str, options: TransportOptions) -> Transpor
 def _ucx(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
     from kvtransfer.ucx import UcxTransport
 
+    if pool.device is not None:
+        raise TransferError("the pool is in a GPU's memory")
     return UcxTransport(pool, name)
 
 

@@ -49,9 +49,9 @@ def address_towards(endpoint: str) -> str:
 def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPool]:
     """Load the model and make its pool in memory that transfers can reach.
 
-    With `shm` the receiver reads the sender's pool, so only a sender's must be shared memory. GPU memory is
-    out of the transfers' reach: there they get a stand-in of one block. Raises what the engine raises for a
-    model that it cannot serve.
+    With `shm` the receiver reads the sender's pool, so only a sender's must be shared memory. A pool in a
+    GPU's memory is reached through the host's. Raises what the engine raises for a model that it cannot
+    serve.
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
@@ -62,23 +62,19 @@ def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPoo
         return memory[0].buffer
 
     engine = Engine(config, allocate=allocate_pool)
-    block_bytes = engine.pool.block_bytes
-    if not memory:
-        stand_in = allocate(block_bytes, shared=False)
-        return engine, RegisteredPool(buffer=stand_in.buffer, block_bytes=block_bytes, num_blocks=1)
+    tensor, block_bytes, num_blocks = engine.pool.tensor, engine.pool.block_bytes, engine.pool.num_blocks
     pool = RegisteredPool(
-        buffer=memory[0].buffer,
+        buffer=memory[0].buffer if memory else memoryview(bytearray()),
         block_bytes=block_bytes,
-        num_blocks=engine.pool.num_blocks,
+        num_blocks=num_blocks,
         segments=tuple(engine.pool.segments),
-        memory_fd=memory[0].fd,
+        memory_fd=memory[0].fd if memory else None,
+        device=tensor.view(torch.uint8).view(num_blocks, block_bytes) if not memory else None,
     )
     return engine, pool
 
 
-def open_wires(config: ServeConfig, engine: Engine, pool: RegisteredPool, name: str) -> list[Transport]:
-    """The transports that this worker offers under its unique `name`; none where its pool is out of reach."""
-    if engine.pool.tensor.is_cuda:
-        return []
+def open_wires(config: ServeConfig, pool: RegisteredPool, name: str) -> list[Transport]:
+    """The transports that this worker offers under its unique `name`."""
     options = TransportOptions(tcp_streams=config.kv_tcp_streams, wire_dtype=config.kv_wire_dtype)
     return open_transports(transport_names(config), pool, name, options)

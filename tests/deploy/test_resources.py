@@ -40,8 +40,8 @@ def test_plan_on_a_cpu() -> None:
 
 
 def test_plan_on_gpus() -> None:
-    config, gpus = plan_workers(ServeConfig(decode_replicas=2), num_gpus=1, cores=16)
-    assert (config.device, gpus, config.disaggregation) == ("cuda", 0.5, False)
+    config, gpus = plan_workers(ServeConfig(), num_gpus=1, cores=16)
+    assert (config.device, gpus, config.disaggregation) == ("cuda", 0.5, True)
     assert config.gpu_memory_utilization == pytest.approx(0.45)
     config, gpus = plan_workers(ServeConfig(decode_replicas=2), num_gpus=8, cores=16)
     assert (gpus, config.gpu_memory_utilization) == (1.0, 0.9)

@@ -1,4 +1,5 @@
-"""Pools of different block sizes and dtypes, and quantized wires: what arrives means the same."""
+"""Pools of different block sizes and dtypes, in a device's memory or not, and quantized wires: what arrives
+means the same."""
 
 from __future__ import annotations
 
@@ -20,10 +21,18 @@ LAYERS, HEADS, HEAD_DIM, NUM_BLOCKS = 3, 2, 8, 24
 UNTOUCHED = -3.0
 
 
-def pool(dtype: str, block_size: int) -> tuple[RegisteredPool, Tensor]:
-    """A pool full of `UNTOUCHED`, and its tensor [blocks, layers, 2, block_size, heads, head_dim]."""
+def pool(dtype: str, block_size: int, device: str | None = None) -> tuple[RegisteredPool, Tensor]:
+    """A pool full of `UNTOUCHED`, and its tensor [blocks, layers, 2, block_size, heads, head_dim].
+
+    With `device` it is reached as one in a GPU's memory is.
+    """
     segment = SegmentInfo(name="target", dtype=dtype, shape=(LAYERS, 2, block_size, HEADS, HEAD_DIM))
     nbytes = block_bytes([segment])
+    if device is not None:
+        shape = (NUM_BLOCKS, *segment.shape)
+        tensor = torch.full(shape, UNTOUCHED, dtype=DTYPES[dtype], device=device)
+        blocks = tensor.view(torch.uint8).view(NUM_BLOCKS, nbytes)
+        return RegisteredPool(memoryview(bytearray()), nbytes, NUM_BLOCKS, (segment,), device=blocks), tensor
     memory = allocate(NUM_BLOCKS * nbytes)
     tensor = torch.frombuffer(memory.buffer, dtype=DTYPES[dtype]).view(NUM_BLOCKS, *segment.shape)
     tensor.fill_(UNTOUCHED)
@@ -43,12 +52,14 @@ def transfer(
     num_tokens: int,
     cached: int,
     options: TransportOptions = TransportOptions(),
+    devices: tuple[str | None, str | None] = (None, None),
+    **sending: Any,
 ) -> tuple[Tensor, Tensor, SenderEnd]:
     """Push a prompt whose first `cached` blocks the receiver has; its KV on both sides, token by token."""
-    source_pool, source = pool(*theirs)
-    target_pool, target = pool(*ours)
+    source_pool, source = pool(*theirs, devices[0])
+    target_pool, target = pool(*ours, devices[1])
     source.copy_(torch.randn(source.shape, generator=torch.Generator().manual_seed(1)))
-    sender = closing(SenderEnd([transport], source_pool, options))
+    sender = closing(SenderEnd([transport], source_pool, options, **sending))
     receiver = closing(ReceiverEnd([transport], target_pool))
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()
     source_blocks = order[: -(-num_tokens // theirs[1])]
@@ -70,7 +81,7 @@ def transfer(
     assert progress == Progress("lease", len(source_blocks) - first, complete=True)
     untouched = sorted(set(range(NUM_BLOCKS)) - set(target_blocks[cached:]))
     assert (target[untouched] == UNTOUCHED).all()
-    return tokens_of(source, source_blocks), tokens_of(target, target_blocks), sender
+    return tokens_of(source, source_blocks).cpu(), tokens_of(target, target_blocks).cpu(), sender
 
 
 @pytest.mark.parametrize("theirs", [("bfloat16", 16), ("float32", 8), ("float16", 12)])
@@ -99,3 +110,39 @@ def test_a_quantized_wire_halves_the_bytes(closing: Closing, wire_dtype: str) ->
     assert 0 < error < (0.01 if wire_dtype == "int8" else 0.04)
     nbytes = sender.sender.counters()["tcp_bytes_sent"]
     assert nbytes <= 0.54 * 5 * sender.pool.block_bytes  # blocks this small have a scale for every 128 values
+
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+"""What a GPU's memory goes through is the same code on the CPU, but for pinned memory and streams."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ours", [("bfloat16", 16), ("float32", 16), ("bfloat16", 8)])
+@pytest.mark.parametrize(("num_tokens", "cached"), [(75, 0), (96, 1)])
+@pytest.mark.parametrize("sides", ["both", "sender", "receiver"])
+def test_pools_in_a_devices_memory(
+    closing: Closing, device: str, ours: tuple[str, int], num_tokens: int, cached: int, sides: str
+) -> None:
+    devices = (None if sides == "receiver" else device, None if sides == "sender" else device)
+    theirs = ("bfloat16", 16)
+    sent, arrived, _ = transfer(
+        closing, "tcp", theirs, ours, num_tokens, cached, devices=devices, checksum="full"
+    )
+    start = cached * ours[1]
+    assert torch.equal(arrived[start:num_tokens], sent[start:num_tokens])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_receives_what_lies_in_shared_memory(closing: Closing, device: str) -> None:
+    layout = ("bfloat16", 16)
+    sent, arrived, _ = transfer(closing, "shm", layout, layout, 75, 1, devices=(None, device))
+    assert torch.equal(arrived[16:75], sent[16:75])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_devices_blocks_are_quantized_on_the_wire(closing: Closing, device: str) -> None:
+    layout = ("bfloat16", 16)
+    options = TransportOptions(wire_dtype="int8")
+    _, on_host, _ = transfer(closing, "tcp", layout, layout, 75, 1, options)
+    _, on_device, _ = transfer(closing, "tcp", layout, layout, 75, 1, options, (device, device))
+    assert torch.equal(on_host[16:75], on_device[16:75])
