@@ -236,7 +236,8 @@ def test_a_worker_that_froze_and_wakes_up_later_changes_nothing(
         assert [answer.result(BOUND_S) for answer in answers] == expected
         assert changes(serving) > 0 or workers[frozen].startswith("STOP:after:_send_manifest")
         pid = serving.workers[frozen].process.pid
-        assert pid is not None and frozen not in serving.worker_states()
+        assert pid is not None
+        serving.wait(lambda: frozen not in serving.worker_states())
         os.kill(pid, signal.SIGCONT)
         serving.wait(lambda: frozen in serving.worker_states())
         check_afterwards(serving, expected)
