@@ -89,7 +89,7 @@ class Connection(threading.Thread):
         core = self._core
         deadline = time.monotonic() + core.handshake_timeout_s
         hello = examine(self._channel, core.identity, self._transport.name, deadline)
-        inlet = incoming(core.identity.pool, hello)
+        inlet = incoming(core.identity.pool, hello, self._transport.reaches_devices)
         reader = self._transport.reader(self._channel, inlet.target, hello, deadline, core.progress_timeout_s)
         sender = f"{hello.worker_id} {hello.incarnation}"
         core.leases.connected(sender)

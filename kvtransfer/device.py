@@ -1,4 +1,4 @@
-"""A pool in a GPU's memory, which no wire here reads or writes: blocks pass through pinned host memory.
+"""A pool in a GPU's memory: where a wire can't reach it, its blocks pass through pinned host memory.
 
 Copies run on a stream of their own, after everything that was launched before on the device's default stream:
 what a step computes is complete when it is read, and nobody reads any more what is overwritten.
@@ -32,6 +32,13 @@ def in_order(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     stream.synchronize()
+
+
+def settle(blocks: Tensor | None) -> None:
+    """Wait for all that is launched already and may use a device pool; without one there is nothing to do."""
+    if blocks is not None:
+        with in_order(blocks.device):
+            pass
 
 
 class BlockGatherer:

@@ -66,7 +66,10 @@ class Converting:
         return is_open
 
 
-def incoming(pool: RegisteredPool, hello: Hello) -> Incoming:
-    if pool.device is not None or needs_conversion(hello.wire, pool.segments):
+def incoming(pool: RegisteredPool, hello: Hello, reaches_devices: bool) -> Incoming:
+    """Checksums are made on the host, so that what has one passes through it."""
+    if needs_conversion(hello.wire, pool.segments):
+        return Converting(pool, hello)
+    if pool.device is not None and not (reaches_devices and hello.checksum == "off"):
         return Converting(pool, hello)
     return Direct(pool)

@@ -86,6 +86,7 @@ def _address(buffer: memoryview) -> int:
 class ShmTransport:
     name = "shm"
     same_host = True
+    reaches_devices = False
     streams = 1
     wire_dtype = "auto"
 

@@ -157,6 +157,7 @@ class TcpReader:
 class TcpTransport:
     name = "tcp"
     same_host = False
+    reaches_devices = False
 
     def __init__(self, streams: int = 1, wire_dtype: str = "auto") -> None:
         self.streams = streams

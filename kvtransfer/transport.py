@@ -52,6 +52,8 @@ class Transport(Protocol):
     same_host: bool
     streams: int
     """Connections per pair of workers."""
+    reaches_devices: bool
+    """Its readers write a GPU's memory by themselves."""
     wire_dtype: str
     """How values travel: `auto` as they lie in the pool, or quantized (`layout.wire_segments`)."""
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtransfer.checksum import Mode
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.layout import wire_segments
 from kvtransfer.shm import ShmTransport
@@ -18,10 +19,13 @@ logger = logging.getLogger("tandem.kvtransfer")
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are."""
+    """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are.
+    `checksum`: what the sender's pieces will carry.
+    """
 
     tcp_streams: int = 1
     wire_dtype: str = "auto"
+    checksum: Mode = "off"
 
 
 def _shm(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
@@ -31,8 +35,8 @@ def _shm(pool: RegisteredPool, name: str, options: TransportOptions) -> Transpor
 def _ucx(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
     from kvtransfer.ucx import UcxTransport
 
-    if pool.device is not None:
-        raise TransferError("the pool is in a GPU's memory")
+    if pool.device is not None and options.checksum != "off":
+        raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
     return UcxTransport(pool, name)
 
 

@@ -76,5 +76,5 @@ def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPoo
 
 def open_wires(config: ServeConfig, pool: RegisteredPool, name: str) -> list[Transport]:
     """The transports that this worker offers under its unique `name`."""
-    options = TransportOptions(tcp_streams=config.kv_tcp_streams, wire_dtype=config.kv_wire_dtype)
+    options = TransportOptions(config.kv_tcp_streams, config.kv_wire_dtype, config.kv_checksum)
     return open_transports(transport_names(config), pool, name, options)

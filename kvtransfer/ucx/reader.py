@@ -10,7 +10,9 @@ from contextlib import ExitStack
 import numpy as np
 
 from kvtransfer.channel import Channel
+from kvtransfer.device import settle
 from kvtransfer.extents import Runs, expand
+from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import WriteGate
 from kvtransfer.ucx.agent import Agent, Memory, Transfer
 from kvtransfer.ucx.limbo import Limbo
@@ -37,10 +39,12 @@ class UcxReader:
         name: str,
         metadata: bytes,
         source: Memory,
+        pool: RegisteredPool,
         target: Memory,
         progress_timeout_s: float,
     ) -> None:
         self._agent = agent
+        self._pool = pool
         self._limbo = limbo
         self._channel = channel
         self._progress_timeout_s = progress_timeout_s
@@ -74,6 +78,7 @@ class UcxReader:
             if not held.enter_context(gate.writing()):
                 return False
             if len(runs):
+                settle(self._pool.device)
                 sources, targets = (expand(runs[:, side], runs[:, 2]).astype(np.int32) for side in (0, 1))
                 transfer = self._agent.read(self._remote, self._theirs, sources, self._ours, targets)
                 self._finish(transfer, held, time.monotonic() + self._progress_timeout_s)

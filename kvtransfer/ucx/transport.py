@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from kvtransfer.channel import Channel
+from kvtransfer.device import settle
 from kvtransfer.extents import Runs
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.messages import Hello
@@ -38,11 +39,12 @@ _NO_READ = (
 
 
 def memory_of(pool: RegisteredPool) -> Memory:
-    """Where a pool lies; `device` is `cpu`, `cuda` or `cuda:<index>`."""
-    device, _, index = getattr(pool, "device", "cpu").partition(":")
-    address = getattr(pool, "address", None) or _address(pool.buffer)
-    kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
-    return Memory(address, pool.block_bytes, pool.num_blocks, kind, int(index or 0))
+    """Where a pool lies."""
+    if pool.device is None:
+        return Memory(_address(pool.buffer), pool.block_bytes, pool.num_blocks)
+    device = pool.device.device
+    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+    return Memory(pool.device.data_ptr(), pool.block_bytes, pool.num_blocks, kind, device.index or 0)
 
 
 def _address(buffer: memoryview | mmap.mmap) -> int:
@@ -53,7 +55,11 @@ class UcxWriter:
     remote_reads = True
     packed = None
 
+    def __init__(self, pool: RegisteredPool) -> None:
+        self._pool = pool
+
     def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
+        settle(self._pool.device)
         return []
 
     def close(self) -> None:
@@ -70,6 +76,7 @@ class UcxTransport:
     same_host = False
     streams = 1
     wire_dtype = "auto"
+    reaches_devices = True
 
     def __init__(self, pool: RegisteredPool, name: str) -> None:
         self._pool = pool  # its memory must outlive the agent
@@ -109,7 +116,7 @@ class UcxTransport:
         refusal = channel.recv(Welcome, deadline).refusal
         if refusal:
             raise OSError(refusal)
-        return UcxWriter()
+        return UcxWriter(pool)
 
     def reader(
         self,
@@ -135,6 +142,7 @@ class UcxTransport:
             sender.agent,
             sender.metadata,
             source,
+            target,
             memory_of(target),
             progress_timeout_s,
         )

@@ -146,3 +146,13 @@ def test_a_devices_blocks_are_quantized_on_the_wire(closing: Closing, device: st
     _, on_host, _ = transfer(closing, "tcp", layout, layout, 75, 1, options)
     _, on_device, _ = transfer(closing, "tcp", layout, layout, 75, 1, options, (device, device))
     assert torch.equal(on_host[16:75], on_device[16:75])
+
+
+@pytest.mark.parametrize("sides", ["both", "sender", "receiver"])
+@pytest.mark.parametrize("ours", [("bfloat16", 16), ("float32", 8)])
+def test_ucx_reads_from_and_into_a_devices_memory(
+    closing: Closing, sides: str, ours: tuple[str, int]
+) -> None:
+    devices = (None if sides == "receiver" else DEVICES[-1], None if sides == "sender" else DEVICES[-1])
+    sent, arrived, _ = transfer(closing, "ucx", ("bfloat16", 16), ours, 75, 1, devices=devices)
+    assert torch.equal(arrived[ours[1] : 75], sent[ours[1] : 75])
