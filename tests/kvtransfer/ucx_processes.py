@@ -39,6 +39,15 @@ def shared_memory_of_ucx() -> set[str]:
     return files | {f"sysv {line.split()[1]}" for line in segments}
 
 
+def wait_no_more_than(before: set[str]) -> None:
+    """Until all that was made since is gone: of other processes' segments, which come and go, too."""
+    new = shared_memory_of_ucx() - before
+    deadline = time.monotonic() + WAIT_S
+    while left := new & shared_memory_of_ucx():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
 def hello_of(num_blocks: int, block_bytes: int) -> Any:
     from kvtransfer.messages import WIRE_VERSION, Hello
 
