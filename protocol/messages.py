@@ -137,7 +137,6 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     role: Role
     model: ShortText
     max_model_len: Count
-    block_size: Count
     vocab_size: Count
     eos_token_ids: TokenIds
     state: WorkerState

@@ -25,7 +25,6 @@ class ModelFacts(NamedTuple):
     """What all workers must agree on."""
 
     max_model_len: int
-    block_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
@@ -107,7 +106,6 @@ class Registry:
             return None
         facts = ModelFacts(
             register.max_model_len,
-            register.block_size,
             register.vocab_size,
             tuple(register.eos_token_ids),
         )

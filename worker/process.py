@@ -100,7 +100,6 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         role=parts.role,
         model=parts.config.model_name,
         max_model_len=engine.max_model_len,
-        block_size=parts.config.block_size,
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),

@@ -173,7 +173,6 @@ class FakeWorker:
             role=self.role,
             model="test-model",
             max_model_len=self.max_model_len,
-            block_size=16,
             vocab_size=self.vocab_size,
             eos_token_ids=[self.eos_token_id],
             state=self.state(),

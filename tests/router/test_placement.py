@@ -106,7 +106,6 @@ class Recorder:
                 role="decode",
                 model="m",
                 max_model_len=max_model_len,
-                block_size=16,
                 vocab_size=10,
                 eos_token_ids=[0],
                 state=state(incarnation),

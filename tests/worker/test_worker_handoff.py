@@ -90,6 +90,21 @@ def test_cached_blocks_do_not_move(
     assert prefill.counter("kv_blocks_skipped_total") == 6
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [(16, 8), (8, 32), (12, 16)])
+def test_workers_may_have_unlike_blocks(
+    cluster: Cluster, model_folder: Path, reference: PreTrainedModel, theirs: int, ours: int
+) -> None:
+    prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder, block_size=theirs))
+    decode = cluster.start("decode", "decode-0", tiny_config(model_folder, block_size=ours))
+    prompts = {"first": prompt(100), "cached in part": prompt(100)[:70] + prompt(60, seed=2), "short": [5]}
+    for name, tokens in prompts.items():
+        cluster.generate(prefill, request(name, tokens), decode.address)
+        cluster.run(name)
+        assert cluster.tokens(name) == greedy(reference, tokens, 12)
+        assert set(cluster.sources(name)[1:]) == {"decode-0"}
+    cluster.wait_empty(prefill, decode)
+
+
 def test_first_token_ends_the_request(cluster: Cluster, pair: tuple[RunningWorker, RunningWorker]) -> None:
     prefill, decode = pair
     cluster.generate(prefill, request("one", prompt(50), max_tokens=1), decode.address)
