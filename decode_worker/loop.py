@@ -59,6 +59,7 @@ class DecodeLoop(WorkerLoop):
             transports=parts.wires,
             host=parts.host,
             on_event=parts.wake.set,
+            pairs=parts.pairs,
         )
         parts.transfer_counters = self._receiver.counters
         self._peers = PeerSocket(parts)
@@ -177,6 +178,7 @@ class DecodeLoop(WorkerLoop):
         reservation = Reservation(
             request=request,
             identity=pending.identity,
+            prefill_worker=message.prefill_worker,
             prefill_incarnation=message.prefill_incarnation,
             ttl_s=message.ttl_s,
             lease_id=secrets.token_hex(8),
@@ -355,6 +357,7 @@ class DecodeLoop(WorkerLoop):
         for reservation in list(self._reservations.values()):
             if now >= reservation.deadline:
                 self.counters.add("reservations_expired_total")
+                self.parts.pairs.add(reservation.prefill_worker, "", {"kv_transfer_leases_expired_total": 1})
                 self._give_up(reservation, f"the lease saw no progress for {reservation.ttl_s:g} s")
         self._serve_queue()
 

@@ -18,6 +18,7 @@ class Reservation:
 
     request: EngineRequest
     identity: bytes
+    prefill_worker: str
     prefill_incarnation: str
     ttl_s: float
     lease_id: str

@@ -37,9 +37,9 @@ TRANSIENT = {STILL_WRITTEN, CHECKSUM_MISMATCH}
 """Sending the piece once more may help."""
 
 
-def failure_counter(refusal: str) -> str:
+def failure_kind(refusal: str) -> str:
     """Bounded in number, whatever a peer answers."""
-    return f"failures_{REFUSALS.get(refusal, 'refused')}"
+    return REFUSALS.get(refusal, "refused")
 
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]

@@ -11,7 +11,7 @@ import logging
 import time
 
 from engine.engine import Engine
-from kvtransfer.interface import Completed, Failed
+from kvtransfer.interface import Failed
 from kvtransfer.sender import Sender
 from prefill_worker.handover import REDIRECTABLE, Handover, make_manifest
 from prefill_worker.peers import PeerLinks
@@ -53,6 +53,7 @@ class PrefillLoop(WorkerLoop):
             incarnation=parts.incarnation,
             transports=parts.wires,
             checksum=self.config.kv_checksum,
+            pairs=parts.pairs,
             on_event=parts.wake.set,
         )
         parts.transports = self._sender.transports
@@ -308,17 +309,8 @@ class PrefillLoop(WorkerLoop):
         now = time.monotonic()
         for event in self._sender.poll():
             handover = self._by_lease.get(event.lease_id)
-            match event:
-                case Completed():
-                    self.counters.add("kv_transfers_total")
-                    self.counters.add("kv_transfer_bytes_total", event.nbytes)
-                    self.counters.add("kv_transfer_seconds_total", event.seconds)
-                    self.counters.add("kv_transfer_busy_seconds_total", event.busy_s)
-                    self.counters.add("kv_transfer_hidden_seconds_total", event.hidden_s)
-                    self.counters.add("kv_transfer_wait_seconds_total", event.wait_s)
-                    self.counters.add("kv_transfer_extents_total", event.num_extents)
-                case Failed():
-                    self.counters.add("kv_transfer_failures_total")
+            if isinstance(event, Failed):
+                self.counters.add("kv_transfer_failures_total")
             if handover is None:
                 continue
             if isinstance(event, Failed):
@@ -341,6 +333,7 @@ class PrefillLoop(WorkerLoop):
                     self._reserve(handover, now)
             elif now >= handover.deadline:
                 self.counters.add("handoffs_expired_total")
+                self.parts.pairs.add(handover.peer.worker_id, "", {"kv_transfer_leases_expired_total": 1})
                 reason = f"no progress for {self.config.handoff_timeout:g} s (--handoff-timeout)"
                 self._fail_handover(handover, "timeout", reason)
         self._peers.close_idle(now, {handover.peer.incarnation for handover in self._handovers.values()})

@@ -94,6 +94,21 @@ class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
 # --- worker -> router -------------------------------------------------------------------------------
 
 
+class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What went between a worker and one peer over one transport, and whether that transport serves the pair.
+
+    `refused` is the kind of reason why not, `reason` the reason in words. Without a peer the transport serves
+    nobody; without a transport the counters are those of the pair as a whole.
+    """
+
+    peer: Annotated[str, Meta(max_length=128)]
+    transport: Annotated[str, Meta(max_length=128)]
+    in_use: bool = False
+    refused: Annotated[str, Meta(max_length=32)] = ""
+    reason: Annotated[str, Meta(max_length=512)] = ""
+    counters: dict[Id, float] = {}
+
+
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """A worker's load. Sent at a steady pace, from a thread of its own, so it doubles as the heartbeat.
 
@@ -117,6 +132,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     num_reservations: Count = 0
     counters: dict[Id, float] = {}
     transports: dict[Id, Id] = {}
+    pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from protocol.messages import RequestTiming
+from router.counter_names import parse_counter_name
 from router.journal import LiveRequest
+from router.pair_metrics import PairCollector
 from router.registry import Worker
 
 _FIRST_TOKEN_BUCKETS = (
@@ -24,8 +25,6 @@ _REQUEST_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_COUNTER_NAME = re.compile(r"([a-z][a-z0-9_]{0,99})(?:\{([^{}]*)\})?\Z")
-_LABEL = re.compile(r'([a-z][a-z0-9_]*)="?([^",]*)"?\Z')
 
 
 class Metrics:
@@ -76,6 +75,7 @@ class Metrics:
 
     def watch_workers(self, workers: Callable[[], Iterable[Worker]]) -> None:
         self.registry.register(_WorkerCollector(workers, self._model["model_name"]))
+        self.registry.register(PairCollector(workers, self._model["model_name"]))
 
     def failed(self, kind: str) -> None:
         self._failures.labels(kind=kind, **self._model).inc()
@@ -191,17 +191,3 @@ class _WorkerCollector:
                     )
                 families[family_key].add_metric([*self._labels(worker), *labels.values()], value)
         yield from families.values()
-
-
-def parse_counter_name(key: str) -> tuple[str | None, dict[str, str]]:
-    """`name{label="value"}` to its parts; the name is None where it is not one that Prometheus takes."""
-    match = _COUNTER_NAME.match(key)
-    if match is None:
-        return None, {}
-    labels = {}
-    for part in filter(None, (match.group(2) or "").split(",")):
-        label = _LABEL.match(part.strip())
-        if label is None or label.group(1) in ("worker", "role", "model_name"):
-            return None, {}
-        labels[label.group(1)] = label.group(2)
-    return match.group(1), labels
