@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 
+import msgspec
 import zmq
 
 from decode_worker.peers import PeerSocket
@@ -31,6 +32,7 @@ from protocol.messages import (
     PeerAddress,
     PeerRequest,
     Release,
+    RequestTiming,
     Reserve,
     Reserved,
     ReserveRefused,
@@ -72,6 +74,8 @@ class DecodeLoop(WorkerLoop):
         """Closed leases that are still written to: reservations to take over then, or blocks to free."""
         self._taken_over: dict[str, str] = {}
         """Requests that run here after a hand-off, with the lease they came under."""
+        self._unstepped: dict[str, Reservation] = {}
+        """Those of them that have yet to see their first step."""
         self.address = PeerAddress(
             worker_id=parts.worker_id,
             incarnation=parts.incarnation,
@@ -94,8 +98,22 @@ class DecodeLoop(WorkerLoop):
         if reservation is not None and not self._close_lease(reservation):
             self._ending[reservation.lease_id] = self.engine.detach(request_id)
         self._taken_over.pop(request_id, None)
+        self._unstepped.pop(request_id, None)
         self.computing.discard(request_id)
         self.engine.abort(request_id)
+
+    def timed(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
+        """Tell with the first token of each request that was handed over how it came here."""
+        if not self._unstepped:
+            return outputs
+        return [self._timed(output, began) for output in outputs]
+
+    def _timed(self, output: TokenOutput, began: float) -> TokenOutput:
+        reservation = self._unstepped.pop(output.request_id, None)
+        if reservation is None:
+            return output
+        timing = RequestTiming(transfer=reservation.timing(began))
+        return msgspec.structs.replace(output, timing=timing)
 
     def after_step(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
@@ -248,8 +266,8 @@ class DecodeLoop(WorkerLoop):
         except ManifestMismatchError as error:
             self._give_up(reservation, str(error), error.field)
             return
-        reservation.manifest = manifest
-        reservation.deadline = time.monotonic() + reservation.ttl_s
+        reservation.manifest, reservation.manifest_at = manifest, time.monotonic()
+        reservation.deadline = reservation.manifest_at + reservation.ttl_s
         self._take_over_if_complete(reservation)
 
     def _check(self, reservation: Reservation, manifest: HandoffManifest) -> None:
@@ -287,6 +305,7 @@ class DecodeLoop(WorkerLoop):
         self.engine.activate(request_id, reservation.manifest.first_token)
         self.computing.add(request_id)
         self._taken_over[request_id] = reservation.lease_id
+        self._unstepped[request_id] = reservation
         self.counters.add("handoffs_total")
         ack = HandoffAck(request_id=request_id, lease_id=reservation.lease_id)
         self._peers.reply(reservation.identity, ack)
@@ -305,6 +324,7 @@ class DecodeLoop(WorkerLoop):
                 continue
             reservation.num_received = event.blocks_received
             reservation.final_piece_received = event.complete
+            reservation.arrival = event.arrival or reservation.arrival
             reservation.deadline = time.monotonic() + reservation.ttl_s
             self._take_over_if_complete(reservation)
 

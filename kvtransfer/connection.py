@@ -134,9 +134,10 @@ class Connection(threading.Thread):
             self._failed(failure_kind(refusal))
             logger.warning("piece %d of lease %s from %s: %s", piece.index, piece.lease_id, sender, refusal)
         elif lease is not None:
-            self._account(num_blocks(runs) * inlet.target.block_bytes, time.monotonic() - started)
-            received = core.leases.record(lease, piece, runs)
-            core.emit(Progress(lease.lease_id, received, lease.is_complete))
+            nbytes = num_blocks(runs) * inlet.target.block_bytes
+            self._account(nbytes, time.monotonic() - started)
+            received, arrival = core.leases.record(lease, piece, runs, self._transport.name, nbytes, started)
+            core.emit(Progress(lease.lease_id, received, arrival is not None, arrival))
         return True
 
     def _take(

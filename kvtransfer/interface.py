@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
@@ -51,12 +51,31 @@ class RegisteredPool:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """Receiver: how a lease's blocks came.
+
+    The last was in place at `at` (monotonic), `seconds` after the first push, `exposed_s` of them after the
+    final push, that is when nothing was left to compute; `wait_s` is the time that pieces waited for their
+    turn, summed. `nbytes` is what the wire carried. `transport`: the last one, should it have changed.
+    """
+
+    at: float
+    transport: str
+    nbytes: int
+    seconds: float
+    exposed_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True)
 class Progress:
     """Receiver: `blocks_received` of the sender's blocks are in place; `complete` after every piece."""
 
     lease_id: str
     blocks_received: int
     complete: bool = False
+    arrival: Arrival | None = field(default=None, compare=False)
+    """With `complete`."""
 
 
 @dataclass(frozen=True)

@@ -192,10 +192,10 @@ class Sender:
         if final:
             all_runs = all_runs or [NO_RUNS]
             lease.pushed_final, lease.time.final_push = True, time.monotonic()
-        first = lease.pushed_pieces
+        first, pushed_s = lease.pushed_pieces, time.monotonic() - lease.time.started
         lease.pushed_pieces = end = first + len(all_runs)
         return [
-            QueuedPiece(lease_id, index, runs, num_tokens, final and index == end - 1)
+            QueuedPiece(lease_id, index, runs, num_tokens, final and index == end - 1, pushed_s)
             for index, runs in enumerate(all_runs, first)
         ]
 

@@ -239,6 +239,7 @@ class PrefillLoop(WorkerLoop):
             self._fail_handover(handover, "transfer", f"the reservation has {reason}")
             return
         handover.grant = grant
+        handover.reserve_s = time.monotonic() - handover.reserving_since
         self.counters.add("reservations_total")
         self.counters.add("kv_blocks_skipped_total", grant.cached_blocks)
         self._by_lease[grant.lease_id] = handover

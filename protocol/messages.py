@@ -158,11 +158,34 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float] = []
 
 
+class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt's way from its prefill worker to its decode worker, in seconds and bytes.
+
+    reserve_s: from asking the decode worker for blocks to having them. transfer_s: from the first push until
+    all blocks were in place; exposed_s of it after the prompt was computed. wait_s: pieces waited for their
+    turn on the wire, summed. handoff_s: from the last block's arrival to the first decode step. Nothing is
+    pushed if the decode worker has all blocks: then there is no transport, and handoff_s counts from the
+    manifest.
+    """
+
+    transport: Annotated[str, Meta(max_length=128)] = ""
+    transferred_bytes: Count = 0
+    reserve_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    exposed_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    handoff_s: Seconds = 0.0
+
+
 class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a request's time went on one worker, in seconds."""
+    """Where a request's time went on one worker, in seconds.
+
+    `transfer` comes with the first token of a decode worker that took the request over.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    transfer: TransferTiming | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

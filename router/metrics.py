@@ -27,6 +27,21 @@ _REQUEST_BUCKETS = (
 )
 
 
+_TRANSFER_BUCKETS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 10.0, 30.0),
+)
+_BYTES_BUCKETS = tuple(float(4**power) for power in range(6, 19))
+_TRANSFER_STAGES = (
+    ("reserve_s", "reserve_time_seconds", "From asking the decode worker for blocks to having them."),
+    ("transfer_s", "transfer_time_seconds", "From the first push until all of the prompt was in place."),
+    ("exposed_s", "transfer_exposed_time_seconds", "The part of it after the prompt was computed."),
+    ("wait_s", "transfer_wait_time_seconds", "Pieces waited for their turn on the wire, summed."),
+    ("handoff_s", "handoff_time_seconds", "From the last block's arrival to the first decode step."),
+)
+"""Fields of `TransferTiming`."""
+
+
 class Metrics:
     """All of the router's metrics, in a registry of their own."""
 
@@ -68,6 +83,13 @@ class Metrics:
             "request_queue_time_seconds", "Waiting at a worker before it is taken up.", _REQUEST_BUCKETS
         )
         self._prefill = self._histogram("request_prefill_time_seconds", "In prefill.", _REQUEST_BUCKETS)
+        self._transfer = {
+            field: self._histogram(f"request_kv_{name}", text, _TRANSFER_BUCKETS)
+            for field, name, text in _TRANSFER_STAGES
+        }
+        self._transferred = self._histogram(
+            "request_kv_transfer_bytes", "What the wire carried of a prompt.", _BYTES_BUCKETS
+        )
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -110,6 +132,10 @@ class Metrics:
         if timing.queue_s or timing.prefill_s:
             self._queue.observe(timing.queue_s)
             self._prefill.observe(timing.prefill_s)
+        if timing.transfer is not None:
+            for field, histogram in self._transfer.items():
+                histogram.observe(getattr(timing.transfer, field))
+            self._transferred.observe(timing.transfer.transferred_bytes)
 
     def request_finished(self, request: LiveRequest, now: float) -> None:
         reason = request.choice.finish_reason or "stop"

@@ -92,6 +92,10 @@ class WorkerLoop(ABC):
     def handle_transfers(self) -> None:
         """Read what kvtransfer reports."""
 
+    def timed(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
+        """The outputs of a step that began then (monotonic seconds), with what is known of their way."""
+        return outputs
+
     @abstractmethod
     def after_step(self, outputs: list[TokenOutput]) -> None:
         """The outputs are with the router; do what follows from them."""
@@ -146,7 +150,7 @@ class WorkerLoop(ABC):
 
     def _step(self) -> float:
         """One engine step; returns the seconds that the engine took."""
-        started = time.perf_counter()
+        began, started = time.monotonic(), time.perf_counter()
         try:
             result = self.engine.step()
         except Exception:
@@ -157,7 +161,7 @@ class WorkerLoop(ABC):
         self.counters.add("engine_seconds_total", seconds)
         self.counters.add("computed_tokens_total", result.num_tokens)
         self._failed_steps = 0
-        outputs = result.outputs
+        outputs = self.timed(result.outputs, began)
         self._advancing = bool(result.num_tokens or outputs)
         if outputs:
             for output in outputs:
