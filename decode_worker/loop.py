@@ -19,7 +19,7 @@ from decode_worker.reservations import PendingReservation, Reservation, Reservat
 from engine.block_manager import BlockTable
 from engine.engine import Engine
 from kvtransfer.interface import Closed, Failed
-from kvtransfer.layout import conversion_problem
+from kvtransfer.layout import LayoutError, conversion_problem, foreign_format, wire_segments
 from kvtransfer.receiver import Receiver
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
@@ -179,14 +179,26 @@ class DecodeLoop(WorkerLoop):
         if not self.address.offers:
             return "this worker offers no transport"
         problem = conversion_problem(message.segments, self.engine.pool.segments)
-        return f"{problem[0]}: {problem[1]}" if problem is not None else None
+        if problem is not None:
+            return f"{problem[0]}: {problem[1]}"
+        try:
+            self._foreign_format(message)
+        except LayoutError as error:
+            return str(error)
+        return None
+
+    def _foreign_format(self, message: Reserve) -> str:
+        """What the wire is expected to make of the prefill worker's values. May raise LayoutError."""
+        wire = wire_segments(message.segments, message.wire_dtype)
+        return foreign_format(wire, self.engine.pool.segments)
 
     def _try_reserve(self, pending: PendingReservation) -> bool:
         """Answer the reservation if it can be answered now."""
         message = pending.message
         request = message.request
+        expected_format = self._foreign_format(message)
         try:
-            blocks = self.engine.reserve(request)
+            blocks = self.engine.reserve(request, expected_format)
         except InvalidRequestError as error:
             self._refuse(pending.identity, request.request_id, "invalid", str(error))
             return True
@@ -206,6 +218,7 @@ class DecodeLoop(WorkerLoop):
                 blocks.cached_blocks * self.config.block_size, num_tokens, message.segments[0].shape[2]
             ),
             segments=message.segments,
+            foreign_format=expected_format,
             deadline=time.monotonic() + message.ttl_s,
         )
         self._reservations[request.request_id] = reservation
@@ -302,7 +315,8 @@ class DecodeLoop(WorkerLoop):
         assert reservation.manifest is not None
         request_id = reservation.request_id
         del self._reservations[request_id]
-        self.engine.activate(request_id, reservation.manifest.first_token)
+        first_token = reservation.manifest.first_token
+        self.engine.activate(request_id, first_token, shareable=reservation.came_as_expected)
         self.computing.add(request_id)
         self._taken_over[request_id] = reservation.lease_id
         self._unstepped[request_id] = reservation

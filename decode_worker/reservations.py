@@ -17,6 +17,7 @@ class Reservation:
 
     `identity` addresses the prefill worker on the peers' socket. `num_cached` of `block_ids` were filled
     before and are not written. `num_expected` of its own blocks, as `segments` describe them, are pushed.
+    `foreign_format` is what the wire is expected to make of their values.
     """
 
     request: EngineRequest
@@ -29,6 +30,7 @@ class Reservation:
     num_cached: int
     num_expected: int
     segments: list[SegmentInfo]
+    foreign_format: str
     deadline: float
     num_received: int = 0
     final_piece_received: bool = False
@@ -51,6 +53,11 @@ class Reservation:
     def complete_since(self) -> float:
         """When the last block was in place (monotonic seconds); without any, when the manifest came."""
         return self.arrival.at if self.arrival is not None else self.manifest_at
+
+    @property
+    def came_as_expected(self) -> bool:
+        """Whether no wire made anything else of the values than the blocks' identities say."""
+        return self.arrival is None or self.arrival.foreign_formats <= {self.foreign_format}
 
     def timing(self, first_step: float) -> TransferTiming:
         """Of a complete reservation whose request's first decode step began then (monotonic seconds)."""

@@ -32,6 +32,7 @@ from kvtransfer.messages import (
     failure_kind,
 )
 from kvtransfer.pairs import Pairs
+from kvtransfer.pieces import PieceArrival
 from kvtransfer.transport import PieceReader, Transport
 from protocol.errors import ProtocolError
 
@@ -136,7 +137,8 @@ class Connection(threading.Thread):
         elif lease is not None:
             nbytes = num_blocks(runs) * inlet.target.block_bytes
             self._account(nbytes, time.monotonic() - started)
-            received, arrival = core.leases.record(lease, piece, runs, self._transport.name, nbytes, started)
+            way = PieceArrival(self._transport.name, inlet.foreign_format, nbytes, started)
+            received, arrival = core.leases.record(lease, piece, runs, way)
             core.emit(Progress(lease.lease_id, received, arrival is not None, arrival))
         return True
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from kvtransfer.convert import Converter
 from kvtransfer.extents import Runs, blocks_per_piece, expand, num_blocks, packed, targets_of
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.layout import block_bytes, needs_conversion
+from kvtransfer.layout import block_bytes, foreign_format, needs_conversion
 from kvtransfer.leases import Lease, WriteGate
 from kvtransfer.memory import allocate
 from kvtransfer.messages import Hello
@@ -16,6 +16,8 @@ from kvtransfer.messages import Hello
 class Incoming(Protocol):
     target: RegisteredPool
     """Where the connection's reader writes to."""
+    foreign_format: str
+    """`layout.foreign_format` of what comes."""
 
     def targets(self, runs: Runs, lease: Lease) -> Runs:
         """Where in `target` the reader is to bring a piece."""
@@ -29,6 +31,7 @@ class Direct:
 
     def __init__(self, pool: RegisteredPool) -> None:
         self.target = pool
+        self.foreign_format = ""
 
     def targets(self, runs: Runs, lease: Lease) -> Runs:
         return targets_of(runs, lease.blocks)
@@ -45,6 +48,7 @@ class Converting:
         max_blocks = blocks_per_piece(hello.block_bytes)
         self._memory = allocate(max_blocks * wire_bytes, shared=False)
         self.target = RegisteredPool(self._memory.buffer, wire_bytes, max_blocks, tuple(hello.wire))
+        self.foreign_format = foreign_format(hello.wire, pool.segments)
         self._converter = Converter(hello.wire, pool.segments, pool.buffer)
 
     def targets(self, runs: Runs, lease: Lease) -> Runs:

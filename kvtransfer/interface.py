@@ -57,6 +57,7 @@ class Arrival:
     The last was in place at `at` (monotonic), `seconds` after the first push, `exposed_s` of them after the
     final push, that is when nothing was left to compute; `wait_s` is the time that pieces waited for their
     turn, summed. `nbytes` is what the wire carried. `transport`: the last one, should it have changed.
+    `foreign_formats`: of what came, each `layout.foreign_format` that is not empty.
     """
 
     at: float
@@ -65,6 +66,7 @@ class Arrival:
     seconds: float
     exposed_s: float
     wait_s: float
+    foreign_formats: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,11 @@ class Link(threading.Thread):
         """The transport in use, or tried first."""
         return (self._active or self._candidates[0]).transport.name
 
+    @property
+    def wire_dtype(self) -> str:
+        """How that transport carries values."""
+        return (self._active or self._candidates[0]).transport.wire_dtype
+
     # --- for any thread ---------------------------------------------------------------------------
 
     def enqueue(self, pieces: Iterable[QueuedPiece]) -> None:

@@ -94,9 +94,19 @@ class TransferTime:
         return busy
 
 
+@dataclass(frozen=True)
+class PieceArrival:
+    """How a piece came: announced at a time (monotonic seconds), `nbytes` on the wire."""
+
+    transport: str
+    foreign_format: str
+    nbytes: int
+    announced: float
+
+
 @dataclass
-class ArrivalTime:
-    """How one lease's pieces came in, as their receiver sees it. The times are its own (monotonic seconds).
+class ArrivalRecord:
+    """How one lease's pieces came in, as their receiver sees it.
 
     Only lengths of time come from the sender, so the two clocks need not agree; what a message takes on its
     way is not seen.
@@ -105,15 +115,18 @@ class ArrivalTime:
     transport: str = ""
     nbytes: int = 0
     wait_s: float = 0.0
+    foreign_formats: set[str] = field(default_factory=set)
     _first_push: float = math.inf
     _final_push_s: float = 0.0
 
-    def add(self, piece: Piece, transport: str, nbytes: int, announced: float) -> None:
-        """A piece of `nbytes`, announced at this time, is in place."""
-        self.transport = transport
-        self.nbytes += nbytes
+    def add(self, piece: Piece, arrival: PieceArrival) -> None:
+        """A piece is in place."""
+        self.transport = arrival.transport
+        self.nbytes += arrival.nbytes
         self.wait_s += piece.waited_s
-        self._first_push = min(self._first_push, announced - piece.waited_s - piece.pushed_s)
+        if arrival.foreign_format:
+            self.foreign_formats.add(arrival.foreign_format)
+        self._first_push = min(self._first_push, arrival.announced - piece.waited_s - piece.pushed_s)
         if piece.final:
             self._final_push_s = piece.pushed_s
 
@@ -128,4 +141,5 @@ class ArrivalTime:
             seconds=seconds,
             exposed_s=max(0.0, seconds - self._final_push_s),
             wait_s=self.wait_s,
+            foreign_formats=frozenset(self.foreign_formats),
         )

@@ -107,6 +107,12 @@ class Sender:
         with self._lock:
             return self._link(peer).transport
 
+    def wire_dtype(self, peer: PeerAddress) -> str:
+        """How the transport in use to the peer, or tried at the moment, carries values."""
+        with self._lock:
+            link = self._links.get((peer.worker_id, peer.incarnation))
+        return link.wire_dtype if link is not None else "auto"
+
     def push(
         self,
         peer: PeerAddress,

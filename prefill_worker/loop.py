@@ -192,6 +192,7 @@ class PrefillLoop(WorkerLoop):
             prefill_incarnation=self.parts.incarnation,
             segments=self.engine.pool.segments,
             ttl_s=ttl,
+            wire_dtype=self._sender.wire_dtype(handover.peer),
         )
         self._peers.send(handover.peer, message)
         handover.renew_at = now + ttl / RENEWALS_PER_LIFE

@@ -232,7 +232,10 @@ class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
-    """Ask the decode worker for blocks. `ttl_s`: the lease's life without progress."""
+    """Ask the decode worker for blocks. `ttl_s`: the lease's life without progress.
+
+    `segments` are those of the prefill worker's pool, `wire_dtype` is how the wire will carry their values.
+    """
 
     incarnation: Id
     request: EngineRequest
@@ -240,6 +243,7 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     prefill_incarnation: Id
     segments: Annotated[list[SegmentInfo], Meta(max_length=8)]
     ttl_s: Seconds
+    wire_dtype: Annotated[str, Meta(max_length=32)] = "auto"
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):

@@ -8,7 +8,7 @@ import pytest
 
 from kvtransfer.extents import NO_RUNS
 from kvtransfer.messages import Piece
-from kvtransfer.pieces import ArrivalTime, PieceQueue, QueuedPiece, TransferTime
+from kvtransfer.pieces import ArrivalRecord, PieceArrival, PieceQueue, QueuedPiece, TransferTime
 
 
 def piece(lease: str, index: int, queued_at: float = 0.0, sent_at: float = 0.0) -> QueuedPiece:
@@ -60,14 +60,15 @@ def test_overlapping_pieces_count_once_and_only_what_came_before_the_end_is_hidd
 
 def test_an_arrivals_times_need_no_common_clock() -> None:
     """The last piece was pushed two seconds after the first, and each waited before it was sent."""
-    arrivals, now = ArrivalTime(), time.monotonic()
+    arrivals, now = ArrivalRecord(), time.monotonic()
     last = Piece(9, "lease", 1, b"", final=True, pushed_s=2.0, waited_s=0.1)
     first = Piece(8, "lease", 0, b"", final=False, pushed_s=0.0, waited_s=0.5)
-    arrivals.add(last, "tcp", 100, announced=now - 0.1)
-    arrivals.add(first, "tcp", 300, announced=now - 2.0)
+    arrivals.add(last, PieceArrival("tcp", "", 100, announced=now - 0.1))
+    arrivals.add(first, PieceArrival("tcp", "int8", 300, announced=now - 2.0))
     arrival = arrivals.arrival()
     assert (arrival.transport, arrival.nbytes) == ("tcp", 400)
     assert arrival.seconds == pytest.approx(2.5, abs=0.1)
     assert arrival.exposed_s == pytest.approx(0.5, abs=0.1)
     assert arrival.wait_s == pytest.approx(0.6)
+    assert arrival.foreign_formats == {"int8"}
     assert now <= arrival.at <= time.monotonic()
