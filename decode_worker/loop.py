@@ -11,11 +11,13 @@ import logging
 import secrets
 import time
 
+import msgspec
+
 from decode_worker.reservations import PendingReservation, Reservation, ReservationQueue, blocks_between
 from engine.block_manager import BlockTable
 from engine.engine import Engine
 from kvtransfer.interface import Closed, Failed, Progress, ReceiveEvent, SendEvent
-from kvtransfer.layout import conversion_problem
+from kvtransfer.layout import LayoutError, conversion_problem, foreign_format, wire_segments
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
 from protocol.ids import token_ids_digest
@@ -26,6 +28,7 @@ from protocol.messages import (
     HandoffAck,
     PeerRequest,
     Release,
+    RequestTiming,
     Reserve,
     Reserved,
     ReserveRefused,
@@ -53,6 +56,8 @@ class DecodeLoop(WorkerLoop):
         """Closed leases that are still written to: reservations to take over then, or blocks to free."""
         self._taken_over: dict[str, str] = {}
         """Requests that run here after a hand-off, with the lease they came under."""
+        self._unstepped: dict[str, Reservation] = {}
+        """Those of them that have yet to see their first step."""
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -69,8 +74,22 @@ class DecodeLoop(WorkerLoop):
         if reservation is not None and not self._close_lease(reservation):
             self._ending[reservation.lease_id] = self.engine.detach(request_id)
         self._taken_over.pop(request_id, None)
+        self._unstepped.pop(request_id, None)
         self.computing.discard(request_id)
         self.engine.abort(request_id)
+
+    def timed(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
+        """Tell with the first token of each request that was handed over how it came here."""
+        if not self._unstepped:
+            return outputs
+        return [self._timed(output, began) for output in outputs]
+
+    def _timed(self, output: TokenOutput, began: float) -> TokenOutput:
+        reservation = self._unstepped.pop(output.request_id, None)
+        if reservation is None:
+            return output
+        timing = RequestTiming(transfer=reservation.timing(began))
+        return msgspec.structs.replace(output, timing=timing)
 
     def after_step(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:
@@ -134,14 +153,26 @@ class DecodeLoop(WorkerLoop):
         if not self.address.offers:
             return "this worker offers no transport"
         problem = conversion_problem(message.segments, self.engine.pool.segments)
-        return f"{problem[0]}: {problem[1]}" if problem is not None else None
+        if problem is not None:
+            return f"{problem[0]}: {problem[1]}"
+        try:
+            self._foreign_format(message)
+        except LayoutError as error:
+            return str(error)
+        return None
+
+    def _foreign_format(self, message: Reserve) -> str:
+        """What the wire is expected to make of the prefill worker's values. May raise LayoutError."""
+        wire = wire_segments(message.segments, message.wire_dtype)
+        return foreign_format(wire, self.engine.pool.segments)
 
     def _try_reserve(self, pending: PendingReservation) -> bool:
         """Answer the reservation if it can be answered now."""
         message = pending.message
         request = message.request
+        expected_format = self._foreign_format(message)
         try:
-            blocks = self.engine.reserve(request)
+            blocks = self.engine.reserve(request, expected_format)
         except InvalidRequestError as error:
             self._refuse(pending.identity, request.request_id, "invalid", str(error))
             return True
@@ -151,6 +182,7 @@ class DecodeLoop(WorkerLoop):
         reservation = Reservation(
             request=request,
             identity=pending.identity,
+            prefill_worker=message.prefill_worker,
             prefill_incarnation=message.prefill_incarnation,
             ttl_s=message.ttl_s,
             lease_id=secrets.token_hex(8),
@@ -160,6 +192,7 @@ class DecodeLoop(WorkerLoop):
                 blocks.cached_blocks * self.config.block_size, num_tokens, message.segments[0].shape[2]
             ),
             segments=message.segments,
+            foreign_format=expected_format,
             deadline=time.monotonic() + message.ttl_s,
         )
         self._reservations[request.request_id] = reservation
@@ -220,8 +253,8 @@ class DecodeLoop(WorkerLoop):
         except ManifestMismatchError as error:
             self._give_up(reservation, str(error), error.field)
             return
-        reservation.manifest = manifest
-        reservation.deadline = time.monotonic() + reservation.ttl_s
+        reservation.manifest, reservation.manifest_at = manifest, time.monotonic()
+        reservation.deadline = reservation.manifest_at + reservation.ttl_s
         self._take_over_if_complete(reservation)
 
     def _check(self, reservation: Reservation, manifest: HandoffManifest) -> None:
@@ -256,9 +289,11 @@ class DecodeLoop(WorkerLoop):
         assert reservation.manifest is not None
         request_id = reservation.request_id
         del self._reservations[request_id]
-        self.engine.activate(request_id, reservation.manifest.first_token)
+        first_token = reservation.manifest.first_token
+        self.engine.activate(request_id, first_token, shareable=reservation.came_as_expected)
         self.computing.add(request_id)
         self._taken_over[request_id] = reservation.lease_id
+        self._unstepped[request_id] = reservation
         self.counters.add("handoffs_total")
         ack = HandoffAck(request_id=request_id, lease_id=reservation.lease_id)
         self.inbox.reply(reservation.identity, ack)
@@ -280,6 +315,7 @@ class DecodeLoop(WorkerLoop):
     def _on_progress(self, reservation: Reservation, event: Progress) -> None:
         reservation.num_received = event.blocks_received
         reservation.final_piece_received = event.complete
+        reservation.arrival = event.arrival or reservation.arrival
         reservation.deadline = time.monotonic() + reservation.ttl_s
         self._take_over_if_complete(reservation)
 
@@ -332,5 +368,6 @@ class DecodeLoop(WorkerLoop):
         for reservation in list(self._reservations.values()):
             if now >= reservation.deadline:
                 self.counters.add("reservations_expired_total")
+                self.parts.pairs.add(reservation.prefill_worker, "", {"kv_transfer_leases_expired_total": 1})
                 self._give_up(reservation, f"the lease saw no progress for {reservation.ttl_s:g} s")
         self._serve_queue()

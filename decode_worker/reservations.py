@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
+from kvtransfer.interface import Arrival
 from protocol.handoff import HandoffManifest, SegmentInfo
-from protocol.messages import EngineRequest, Reserve
+from protocol.messages import EngineRequest, Reserve, TransferTiming
 
 
 @dataclass(eq=False)
@@ -14,10 +17,12 @@ class Reservation:
 
     `identity` addresses the prefill worker on the peers' socket. `num_cached` of `block_ids` were filled
     before and are not written. `num_expected` of its own blocks, as `segments` describe them, are pushed.
+    `foreign_format` is what the wire is expected to make of their values.
     """
 
     request: EngineRequest
     identity: bytes
+    prefill_worker: str
     prefill_incarnation: str
     ttl_s: float
     lease_id: str
@@ -25,10 +30,13 @@ class Reservation:
     num_cached: int
     num_expected: int
     segments: list[SegmentInfo]
+    foreign_format: str
     deadline: float
     num_received: int = 0
     final_piece_received: bool = False
+    arrival: Arrival | None = None
     manifest: HandoffManifest | None = None
+    manifest_at: float = 0.0
 
     @property
     def request_id(self) -> str:
@@ -40,6 +48,33 @@ class Reservation:
             self.final_piece_received or not self.num_expected
         )
         return self.manifest is not None and arrived
+
+    @property
+    def complete_since(self) -> float:
+        """When the last block was in place (monotonic seconds); without any, when the manifest came."""
+        return self.arrival.at if self.arrival is not None else self.manifest_at
+
+    @property
+    def came_as_expected(self) -> bool:
+        """Whether no wire made anything else of the values than the blocks' identities say."""
+        return self.arrival is None or self.arrival.foreign_formats <= {self.foreign_format}
+
+    def timing(self, first_step: float) -> TransferTiming:
+        """Of a complete reservation whose request's first decode step began then (monotonic seconds)."""
+        assert self.manifest is not None
+        timing = TransferTiming(
+            reserve_s=self.manifest.reserve_s, handoff_s=max(0.0, first_step - self.complete_since)
+        )
+        if self.arrival is None:
+            return timing
+        return msgspec.structs.replace(
+            timing,
+            transport=self.arrival.transport,
+            transferred_bytes=self.arrival.nbytes,
+            transfer_s=self.arrival.seconds,
+            exposed_s=self.arrival.exposed_s,
+            wait_s=self.arrival.wait_s,
+        )
 
     @property
     def token_ids(self) -> list[int]:

@@ -82,5 +82,18 @@ def _row(worker: dict[str, Any]) -> list[str]:
         f"{worker['kv_usage']:.0%} of {worker['total_blocks']}",
         f"{worker['cached_blocks'] / total:.0%}",
         f"{worker['prefix_hit_tokens'] / queried:.0%}" if queried else "-",
-        ", ".join(f"{peer}: {name}" for peer, name in worker["transports"].items()) or "-",
+        _transports(worker) or "-",
     ]
+
+
+def _transports(worker: dict[str, Any]) -> str:
+    """The transport to each peer, and why a better one does not serve the pair."""
+    refused: dict[str, list[str]] = {}
+    for pair in worker["pairs"]:
+        if "refused" in pair:
+            refused.setdefault(pair["peer"], []).append(f"{pair['transport']}: {pair['reason']}")
+    told = []
+    for peer, name in worker["transports"].items():
+        reasons = "; ".join(refused.get(peer, []) + refused.get("", []))
+        told.append(f"{peer}: {name}" + (f" ({reasons})" if reasons else ""))
+    return ", ".join(told)

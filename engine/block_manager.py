@@ -35,13 +35,14 @@ class BlockTable:
 
     `identities` are those of the leading full blocks whose tokens are committed; it may lag behind
     `block_ids`. `below` are the next ones, as far as they were found in the lower tier. Only a `BlockManager`
-    changes a table.
+    changes a table; blocks that are not `shareable` are never published.
     """
 
     root: BlockIdentity
     block_ids: list[int] = field(default_factory=list)
     identities: list[BlockIdentity] = field(default_factory=list)
     below: list[BlockIdentity] = field(default_factory=list)
+    shareable: bool = True
 
 
 class BlockManager:
@@ -174,7 +175,7 @@ class BlockManager:
         Where an equal block is already cached, that one stays and this table's own remains private.
         """
         full = num_committed // self.block_size
-        if full <= len(table.identities) or not self.enable_prefix_caching:
+        if full <= len(table.identities) or not (self.enable_prefix_caching and table.shareable):
             return
         for index in range(len(table.identities), full):
             parent = table.identities[-1] if table.identities else table.root

@@ -143,14 +143,16 @@ class Engine:
         sequence = self._new_sequence(request, prefill_only)
         self._scheduler.add_waiting(sequence)
 
-    def reserve(self, request: EngineRequest) -> Reservation | None:
+    def reserve(self, request: EngineRequest, foreign_format: str = "") -> Reservation | None:
         """Blocks for the whole prompt, to be filled from elsewhere; None when there is no room now.
 
-        The reservation ends with `activate` or `abort`. Raises `InvalidRequestError`.
+        `foreign_format` names what the blocks will hold if that is not what would be computed here: they are
+        then shared with reservations of the same format alone. The reservation ends with `activate` or
+        `abort`. Raises `InvalidRequestError`.
         """
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        root = self._scheduler.root(request.cache_salt)
+        root = self._scheduler.root(request.cache_salt, foreign_format)
         table, covered = self.blocks.start(token_ids, root, compute_last=False)
         try:
             self.blocks.grow(table, len(token_ids), len(token_ids))
@@ -185,11 +187,15 @@ class Engine:
         """The leading `num_received` of the wanted blocks have come; they go to the prefix cache."""
         keep(self.blocks, room, num_received)
 
-    def activate(self, request_id: str, first_token: int) -> None:
-        """The reserved blocks are filled; `first_token`, already streamed, is the token after them."""
+    def activate(self, request_id: str, first_token: int, *, shareable: bool = True) -> None:
+        """The reserved blocks are filled; `first_token`, already streamed, is the token after them.
+
+        Blocks that hold something else than was said when they were reserved are not `shareable`.
+        """
         sequence = self._sequences[request_id]
         assert sequence.stage is Stage.RESERVED and sequence.table is not None
         sequence.num_computed = len(sequence.token_ids)
+        sequence.table.shareable = shareable
         self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
         sequence.append(first_token)
         sequence.first_scheduled = sequence.first_token_time = time.monotonic()

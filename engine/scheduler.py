@@ -60,13 +60,18 @@ class Scheduler:
         self._copy_blocks = copy_blocks
         self._fetcher = fetcher
 
-    def root(self, cache_salt: str) -> BlockIdentity:
-        """Parent identity of the first block of a tenant's sequences."""
-        if not cache_salt:
-            if "" not in self._roots:
-                self._roots[""] = root_identity(self._model, self._kv_format)
-            return self._roots[""]
-        return root_identity(self._model, self._kv_format, cache_salt)
+    def root(self, cache_salt: str, foreign_format: str = "") -> BlockIdentity:
+        """Parent identity of the first block of a tenant's sequences.
+
+        Blocks that hold other values than would be computed here, as their `foreign_format` says, have
+        identities of their own: a request must not depend on who computed its prefix.
+        """
+        kv_format = f"{self._kv_format} from {foreign_format}" if foreign_format else self._kv_format
+        if cache_salt:
+            return root_identity(self._model, kv_format, cache_salt)
+        if kv_format not in self._roots:
+            self._roots[kv_format] = root_identity(self._model, kv_format)
+        return self._roots[kv_format]
 
     def add_waiting(self, sequence: Sequence) -> None:
         sequence.stage = Stage.WAITING

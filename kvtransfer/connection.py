@@ -29,8 +29,10 @@ from kvtransfer.messages import (
     Ack,
     Hello,
     Piece,
-    failure_counter,
+    failure_kind,
 )
+from kvtransfer.pairs import Pairs
+from kvtransfer.pieces import PieceArrival
 from kvtransfer.transport import PieceReader, Transport
 from protocol.errors import ProtocolError
 
@@ -44,6 +46,7 @@ class ReceiverCore:
     identity: Identity
     leases: LeaseTable
     counters: Counters
+    pairs: Pairs
     stop: Wake
     emit: Callable[[ReceiveEvent], None]
     on_disconnect: Callable[[], None]
@@ -57,6 +60,7 @@ class Connection(threading.Thread):
     def __init__(self, accepted: socket.socket, transport: Transport, core: ReceiverCore) -> None:
         super().__init__(name=f"kv-receive-{transport.name}", daemon=True)
         self.authenticated = False
+        self._peer = ""
         self._channel = Channel(accepted, core.stop)
         self._transport = transport
         self._core = core
@@ -82,8 +86,13 @@ class Connection(threading.Thread):
             self._channel.close()
 
     def _count(self, kind: str, error: Exception) -> None:
-        self._core.counters.add(f"failures_{kind}")
+        self._failed(kind)
         logger.warning("a %s connection was lost: %s", self._transport.name, str(error))
+
+    def _failed(self, kind: str) -> None:
+        self._core.counters.add(f"failures_{kind}")
+        if self._peer:
+            self._core.pairs.error(self._peer, self._transport.name, kind)
 
     def _serve(self) -> None:
         core = self._core
@@ -95,6 +104,7 @@ class Connection(threading.Thread):
         core.leases.connected(sender)
         try:
             self.authenticated = True
+            self._peer = hello.worker_id
             core.counters.add("connections_accepted")
             logger.info("%s connection from %s", self._transport.name, sender)
             while self._next_piece(reader, inlet, hello, sender):
@@ -122,12 +132,14 @@ class Connection(threading.Thread):
         ack = Ack(piece.sequence, refusal, again=refusal in TRANSIENT)
         channel.send(ack, time.monotonic() + core.progress_timeout_s)
         if refusal:
-            core.counters.add(failure_counter(refusal))
+            self._failed(failure_kind(refusal))
             logger.warning("piece %d of lease %s from %s: %s", piece.index, piece.lease_id, sender, refusal)
         elif lease is not None:
-            self._account(num_blocks(runs) * inlet.target.block_bytes, time.monotonic() - started)
-            received = core.leases.record(lease, piece, runs)
-            core.emit(Progress(lease.lease_id, received, lease.is_complete))
+            nbytes = num_blocks(runs) * inlet.target.block_bytes
+            self._account(nbytes, time.monotonic() - started)
+            way = PieceArrival(self._transport.name, inlet.foreign_format, nbytes, started)
+            received, arrival = core.leases.record(lease, piece, runs, way)
+            core.emit(Progress(lease.lease_id, received, arrival is not None, arrival))
         return True
 
     def _take(
@@ -165,6 +177,15 @@ class Connection(threading.Thread):
         counters.add(f"{name}_bytes_received", nbytes)
         counters.add(f"{name}_pieces_received")
         counters.add(f"{name}_receive_seconds", seconds)
+        self._core.pairs.add(
+            self._peer,
+            name,
+            {
+                "kv_receive_bytes_total": nbytes,
+                "kv_receive_pieces_total": 1,
+                "kv_receive_seconds_total": seconds,
+            },
+        )
 
 
 def _block_size(hello: Hello) -> int:

@@ -10,7 +10,7 @@ from kvtransfer.convert import Converter
 from kvtransfer.device import in_order, pinned
 from kvtransfer.extents import Runs, blocks_per_piece, expand, num_blocks, packed, targets_of
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.layout import block_bytes, needs_conversion
+from kvtransfer.layout import block_bytes, foreign_format, needs_conversion
 from kvtransfer.leases import Lease, WriteGate
 from kvtransfer.messages import Hello
 
@@ -18,6 +18,8 @@ from kvtransfer.messages import Hello
 class Incoming(Protocol):
     target: RegisteredPool
     """Where the connection's reader writes to."""
+    foreign_format: str
+    """`layout.foreign_format` of what comes."""
 
     def targets(self, runs: Runs, lease: Lease) -> Runs:
         """Where in `target` the reader is to bring a piece."""
@@ -31,6 +33,7 @@ class Direct:
 
     def __init__(self, pool: RegisteredPool) -> None:
         self.target = pool
+        self.foreign_format = ""
 
     def targets(self, runs: Runs, lease: Lease) -> Runs:
         return targets_of(runs, lease.blocks)
@@ -50,6 +53,7 @@ class Converting:
         self.target = RegisteredPool(staging, wire_bytes, max_blocks, tuple(hello.wire))
         blocks = pool.buffer if pool.device is None else pool.device
         self._converter = Converter(hello.wire, pool.segments, blocks)
+        self.foreign_format = foreign_format(hello.wire, pool.segments)
 
     def targets(self, runs: Runs, lease: Lease) -> Runs:
         return packed(runs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -61,12 +61,33 @@ class RegisteredPool:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """Receiver: how a lease's blocks came.
+
+    The last was in place at `at` (monotonic), `seconds` after the first push, `exposed_s` of them after the
+    final push, that is when nothing was left to compute; `wait_s` is the time that pieces waited for their
+    turn, summed. `nbytes` is what the wire carried. `transport`: the last one, should it have changed.
+    `foreign_formats`: of what came, each `layout.foreign_format` that is not empty.
+    """
+
+    at: float
+    transport: str
+    nbytes: int
+    seconds: float
+    exposed_s: float
+    wait_s: float
+    foreign_formats: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Progress:
     """Receiver: `blocks_received` of the sender's blocks are in place; `complete` after every piece."""
 
     lease_id: str
     blocks_received: int
     complete: bool = False
+    arrival: Arrival | None = field(default=None, compare=False)
+    """With `complete`."""
 
 
 @dataclass(frozen=True)

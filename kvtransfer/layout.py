@@ -148,6 +148,16 @@ def needs_conversion(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -
     return tuple(wire) != tuple(ours)
 
 
+def foreign_format(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> str:
+    """Names how values of this wire are not what our pool would have computed; empty if they may be.
+
+    Values of another dtype, or that were quantized, are near ours at best. The block size changes no value.
+    """
+    theirs_and_ours = ([(each.dtype, each.quantization) for each in side] for side in (wire, ours))
+    theirs, here = theirs_and_ours
+    return "" if theirs == here else ",".join("/".join(pair) for pair in theirs)
+
+
 def conversion_problem(
     wire: Sequence[SegmentInfo],
     ours: Sequence[SegmentInfo],

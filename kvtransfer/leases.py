@@ -11,7 +11,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvtransfer.extents import BlockIndices, Runs, expand
+from kvtransfer.interface import Arrival
 from kvtransfer.messages import OTHER_SENDER, OUTSIDE, UNKNOWN_LEASE, Piece
+from kvtransfer.pieces import ArrivalRecord, PieceArrival
 
 REMEMBERED_LEASES = 4096
 """Completed leases whose names are kept: a piece that is sent again because its ack was lost is no error."""
@@ -95,6 +97,7 @@ class Lease:
         self.gate = gate
         self.sender: str | None = None
         self.lost_at: float | None = None
+        self.arrivals = ArrivalRecord()
         self._source_block_size = 0
         self._received = np.zeros(0, dtype=bool)
         self._first_position = 0
@@ -224,11 +227,18 @@ class LeaseTable:
             refusal = lease.refusal(positions, sender, source_block_size)
             return (None, refusal) if refusal else (lease, "")
 
-    def record(self, lease: Lease, piece: Piece, runs: Runs) -> int:
-        """Note that the piece is in place; returns how many of the sender's blocks are."""
+    def record(
+        self, lease: Lease, piece: Piece, runs: Runs, arrival: PieceArrival
+    ) -> tuple[int, Arrival | None]:
+        """Note that the piece is in place.
+
+        Returns how many of the sender's blocks are, and after the last piece how they came.
+        """
         positions = expand(runs[:, 1], runs[:, 2])
         with self._lock:
-            return lease.record(piece, positions)
+            lease.arrivals.add(piece, arrival)
+            received = lease.record(piece, positions)
+            return received, lease.arrivals.arrival() if lease.is_complete else None
 
     def connected(self, sender: str) -> None:
         """One more connection from this sender."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from kvtransfer.channel import StoppedError
 from kvtransfer.counters import Counters
-from kvtransfer.handshake import Identity
+from kvtransfer.handshake import HandshakeRefusedError, Identity
 from kvtransfer.interface import TransferError
-from kvtransfer.messages import Ack, failure_counter
+from kvtransfer.messages import Ack, failure_kind
+from kvtransfer.pairs import Pairs, Refusal
 from kvtransfer.pieces import PieceQueue, QueuedPiece
 from kvtransfer.stream import Stream
 from kvtransfer.transport import Transport
@@ -33,6 +34,7 @@ class LinkCore:
 
     identity: Identity
     counters: Counters
+    pairs: Pairs
     on_ack: Callable[[QueuedPiece, str, int], None]
     on_refused: Callable[[str, str], None]
     on_down: Callable[[Link, str], None]
@@ -73,6 +75,7 @@ class Link(threading.Thread):
         self._streams: list[Stream] = []
         self._opening: Stream | None = None
         self._active: Candidate | None = None
+        self._busy_since: float | None = None
         self._refused: dict[str, str] = {}
         self._telling: set[str] = set()
         self._stopping = False
@@ -86,6 +89,11 @@ class Link(threading.Thread):
     def transport(self) -> str:
         """The transport in use, or tried first."""
         return (self._active or self._candidates[0]).transport.name
+
+    @property
+    def wire_dtype(self) -> str:
+        """How that transport carries values."""
+        return (self._active or self._candidates[0]).transport.wire_dtype
 
     # --- for any thread ---------------------------------------------------------------------------
 
@@ -111,7 +119,7 @@ class Link(threading.Thread):
                 piece.wanted = piece.wanted and piece.lease_id != lease_id
         for stream in streams:
             if not stream.let_go(lease_id, deadline):
-                self._core.counters.add("failures_abort_timeout")
+                self._failed("abort_timeout", stream.transport_name)
 
     def stop(self) -> None:
         with self.state:
@@ -123,36 +131,65 @@ class Link(threading.Thread):
     # --- for the streams --------------------------------------------------------------------------
 
     def take(self) -> QueuedPiece | None:
-        return self._queue.take()
+        piece = self._queue.take()
+        if piece is not None and self._busy_since is None:
+            self._busy_since = time.monotonic()
+        return piece
 
     def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None:
         if ack.error:
-            self._core.counters.add(failure_counter(ack.error))
+            self._failed(failure_kind(ack.error), stream.transport_name)
         with self.state:
-            refusals = self._settle([piece], ack.error, ack.again)
+            refusals = self._settle(stream, [piece], ack.error, ack.again)
+            busy_s = self._busy_s()
         if not ack.error:
             self._candidate(stream).openings = 0
             nbytes = piece.num_blocks * stream.wire_block_bytes
             self._core.counters.add(f"{stream.transport_name}_bytes_sent", nbytes)
             self._core.counters.add(f"{stream.transport_name}_pieces_sent")
+            self._core.pairs.add(
+                self.peer.worker_id,
+                stream.transport_name,
+                {
+                    "kv_transfer_bytes_total": nbytes,
+                    "kv_transfer_pieces_total": 1,
+                    "kv_transfer_extents_total": len(piece.runs),
+                    "kv_transfer_wire_seconds_total": busy_s,
+                    "kv_transfer_wait_seconds_total": piece.sent_at - piece.queued_at,
+                },
+            )
             if piece.wanted and piece.lease_id not in self._refused and not refusals:
                 self._core.on_ack(piece, stream.transport_name, nbytes)
         self._tell(refusals)
 
     def ended(self, stream: Stream, kind: str, reason: str) -> None:
         if kind:
-            self._core.counters.add(f"failures_{kind}")
+            self._failed(kind, stream.transport_name)
         with self.state:
             pieces = [piece for _, piece in stream.in_flight]
             stream.in_flight.clear()
             self._streams.remove(stream)
-            refusals = self._settle(pieces, reason, again=True)
+            self._busy_s()
+            refusals = self._settle(stream, pieces, reason, again=True)
             if kind:
                 self._note_failure(stream, reason)
             self.state.notify_all()
         self._tell(refusals)
 
-    def _settle(self, pieces: list[QueuedPiece], error: str, again: bool) -> list[tuple[str, str]]:
+    def _busy_s(self) -> float:
+        """Seconds since the last call in which some piece was on its way; called with `state` held."""
+        now, since = time.monotonic(), self._busy_since
+        is_busy = any(stream.in_flight for stream in self._streams)
+        self._busy_since = now if is_busy else None
+        return now - since if since is not None else 0.0
+
+    def _failed(self, kind: str, transport: str) -> None:
+        self._core.counters.add(f"failures_{kind}")
+        self._core.pairs.error(self.peer.worker_id, transport, kind)
+
+    def _settle(
+        self, stream: Stream, pieces: list[QueuedPiece], error: str, again: bool
+    ) -> list[tuple[str, str]]:
         """Send pieces that failed once more, or refuse their leases; returns the refusals that are final.
 
         A lease is refused when none of its pieces is on its way any more: until then its blocks are read.
@@ -170,6 +207,9 @@ class Link(threading.Thread):
         self._queue.put_back([piece for piece in retried if piece.lease_id not in self._refused])
         if retried:
             self._core.counters.add("pieces_sent_again", len(retried))
+            self._core.pairs.add(
+                self.peer.worker_id, stream.transport_name, {"kv_transfer_resent_pieces_total": len(retried)}
+            )
             self._wake_streams()
         busy = {piece.lease_id for stream in self._streams for _, piece in stream.in_flight if piece.wanted}
         over = {piece.lease_id for piece in pieces} & (self._refused.keys() - busy - self._telling)
@@ -179,6 +219,7 @@ class Link(threading.Thread):
     def _note_failure(self, stream: Stream, reason: str) -> None:
         self._reason = reason
         logger.warning("the wire to %s broke: %s", self.peer.worker_id, reason)
+        self._core.pairs.refuse(self.peer.worker_id, stream.transport_name, "broken", reason)
         self._candidate(stream).try_at = time.monotonic() + self._core.retry_interval_s
 
     def _candidate(self, stream: Stream) -> Candidate:
@@ -222,13 +263,14 @@ class Link(threading.Thread):
             except (OSError, TransferError, ProtocolError) as error:
                 reasons.append(f"{candidate.transport.name}: {error}")
                 self._put_off(candidate, error)
-        self._core.counters.add("failures_connect")
+        self._failed("connect", "")
         self._reason = "; ".join(reasons) or self._reason
         return False
 
     def _put_off(self, candidate: Candidate, error: Exception) -> None:
-        name = candidate.transport.name
-        logger.warning("cannot reach %s over %s: %s", self.peer.worker_id, name, str(error))
+        peer, name = self.peer.worker_id, candidate.transport.name
+        if self._core.pairs.refuse(peer, name, _refusal(error), str(error)):
+            logger.warning("cannot reach %s over %s: %s", peer, name, str(error))
         candidate.try_at = time.monotonic() + self._core.retry_interval_s
 
     def _open(self, candidate: Candidate) -> None:
@@ -280,8 +322,11 @@ class Link(threading.Thread):
         rank = self._candidates.index
         if previous is not None and rank(candidate) < rank(previous):
             counters.add("recoveries")
+            self._core.pairs.add(self.peer.worker_id, name, {"kv_transfer_recoveries_total": 1})
         elif rank(candidate) > (rank(previous) if previous is not None else 0):
             counters.add("fallbacks")
+            self._core.pairs.add(self.peer.worker_id, name, {"kv_transfer_fallbacks_total": 1})
+        self._core.pairs.accept(self.peer.worker_id, name)
         logger.info("link to %s over %s, %d streams", self.peer.worker_id, name, streams)
 
     def _watch(self) -> None:
@@ -324,3 +369,9 @@ class Link(threading.Thread):
             else:
                 stream.join()
         self._core.on_down(self, self._reason)
+
+
+def _refusal(error: Exception) -> Refusal:
+    if isinstance(error, TransferError):
+        return "refused" if isinstance(error, HandshakeRefusedError) else "unavailable"
+    return "timeout" if isinstance(error, TimeoutError) else "unreachable"

@@ -37,15 +37,16 @@ TRANSIENT = {STILL_WRITTEN, CHECKSUM_MISMATCH}
 """Sending the piece once more may help."""
 
 
-def failure_counter(refusal: str) -> str:
+def failure_kind(refusal: str) -> str:
     """Bounded in number, whatever a peer answers."""
-    return f"failures_{REFUSALS.get(refusal, 'refused')}"
+    return REFUSALS.get(refusal, "refused")
 
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Reason = Annotated[str, Meta(max_length=512)]
 Number = Annotated[int, Meta(ge=0, lt=2**62)]
+Duration = Annotated[float, Meta(ge=0, le=1e9)]
 Segments = Annotated[list[SegmentInfo], Meta(max_length=8)]
 
 
@@ -96,7 +97,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of one lease that come now.
 
     `runs` as in `extents`. `index` counts the lease's pieces from 0, `final` is on the last one; a piece that
-    is sent again keeps its index. `checksum` covers what travels, in the mode that the Hello names.
+    is sent again keeps its index. `checksum` covers what travels, in the mode that the Hello names. It was
+    pushed `pushed_s` after the lease's first piece, and waited `waited_s` before it was sent.
     """
 
     sequence: Number
@@ -105,6 +107,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     runs: Annotated[bytes, Meta(max_length=MAX_PIECE_BLOCKS * RUN_BYTES)]
     final: bool
     checksum: Annotated[bytes, Meta(min_length=8, max_length=8)] | None = None
+    pushed_s: Duration = 0.0
+    waited_s: Duration = 0.0
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):

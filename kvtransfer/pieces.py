@@ -1,20 +1,23 @@
-"""Pieces on their way: the queue that they wait in, and the time that they took."""
+"""Pieces on their way: the queue that they wait in, and the time that they took, as either side sees it."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtransfer.extents import Runs, num_blocks
+from kvtransfer.interface import Arrival
+from kvtransfer.messages import Piece
 
 
 @dataclass(eq=False)
 class QueuedPiece:
     """Some runs of a lease. `wanted` turns false when the lease is aborted.
 
-    `num_tokens` of the prompt were valid when it was pushed.
+    `num_tokens` of the prompt were valid when it was pushed, `pushed_s` after the lease's first piece.
     """
 
     lease_id: str
@@ -22,6 +25,7 @@ class QueuedPiece:
     runs: Runs
     num_tokens: int
     final: bool
+    pushed_s: float = 0.0
     wanted: bool = True
     attempts: int = 0
     queued_at: float = field(default_factory=time.monotonic)
@@ -88,3 +92,54 @@ class TransferTime:
             busy += max(0.0, end - max(sent, reached))
             reached = max(reached, end)
         return busy
+
+
+@dataclass(frozen=True)
+class PieceArrival:
+    """How a piece came: announced at a time (monotonic seconds), `nbytes` on the wire."""
+
+    transport: str
+    foreign_format: str
+    nbytes: int
+    announced: float
+
+
+@dataclass
+class ArrivalRecord:
+    """How one lease's pieces came in, as their receiver sees it.
+
+    Only lengths of time come from the sender, so the two clocks need not agree; what a message takes on its
+    way is not seen.
+    """
+
+    transport: str = ""
+    nbytes: int = 0
+    wait_s: float = 0.0
+    foreign_formats: set[str] = field(default_factory=set)
+    _first_push: float = math.inf
+    _final_push_s: float = 0.0
+
+    def add(self, piece: Piece, arrival: PieceArrival) -> None:
+        """A piece is in place."""
+        self.transport = arrival.transport
+        self.nbytes += arrival.nbytes
+        self.wait_s += piece.waited_s
+        if arrival.foreign_format:
+            self.foreign_formats.add(arrival.foreign_format)
+        self._first_push = min(self._first_push, arrival.announced - piece.waited_s - piece.pushed_s)
+        if piece.final:
+            self._final_push_s = piece.pushed_s
+
+    def arrival(self) -> Arrival:
+        """All pieces have come, the last just now."""
+        now = time.monotonic()
+        seconds = now - self._first_push
+        return Arrival(
+            at=now,
+            transport=self.transport,
+            nbytes=self.nbytes,
+            seconds=seconds,
+            exposed_s=max(0.0, seconds - self._final_push_s),
+            wait_s=self.wait_s,
+            foreign_formats=frozenset(self.foreign_formats),
+        )

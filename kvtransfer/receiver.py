@@ -17,6 +17,7 @@ from kvtransfer.handshake import Identity
 from kvtransfer.host import host_id
 from kvtransfer.interface import Closed, Failed, ReceiveEvent, RegisteredPool
 from kvtransfer.leases import LeaseTable
+from kvtransfer.pairs import Pairs
 from kvtransfer.transport import Transport
 from protocol.messages import TransferOffer
 
@@ -33,7 +34,7 @@ class Receiver:
     address to listen on, as peers reach it. `on_event` is called from an I/O thread whenever `poll` has
     something new; it must not block. A connection that stands in the middle of a piece is dropped after
     `progress_timeout_s` seconds. A sender without a connection gets `reconnect_grace_s` seconds to come back
-    over another wire before its leases fail.
+    over another wire before its leases fail. `pairs` gets what came from each peer.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Receiver:
         handshake_timeout_s: float = 5.0,
         reconnect_grace_s: float = 2.0,
         max_pending_handshakes: int = 16,
+        pairs: Pairs | None = None,
     ) -> None:
         self._leases = LeaseTable(
             pool.num_blocks, pool.block_size, lambda lease_id: self._emit(Closed(lease_id))
@@ -65,6 +67,7 @@ class Receiver:
             identity=Identity(key, worker_id, incarnation, pool),
             leases=self._leases,
             counters=self._counters,
+            pairs=pairs or Pairs(),
             stop=self._stop,
             emit=self._emit,
             on_disconnect=self._disconnected.set,

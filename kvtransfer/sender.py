@@ -16,6 +16,7 @@ from kvtransfer.handshake import Identity
 from kvtransfer.host import host_id
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
 from kvtransfer.link import Candidate, Link, LinkCore
+from kvtransfer.pairs import Pairs, Refusal
 from kvtransfer.pieces import QueuedPiece, TransferTime
 from kvtransfer.transport import Transport
 from protocol.messages import PeerAddress
@@ -53,7 +54,8 @@ class Sender:
     `on_event` is called from an I/O thread whenever `poll` has something new; it must not block. A wire on
     which nothing is acknowledged for `progress_timeout_s` seconds counts as broken: what is on its way goes
     over the next one, and the broken one is tried again every `retry_interval_s` seconds.
-    `checksum` goes with each piece: of none of its bytes (`off`), a sample, or all of them.
+    `checksum` goes with each piece: of none of its bytes (`off`), a sample, or all of them. `pairs` gets what
+    went to each peer.
     """
 
     def __init__(
@@ -70,16 +72,19 @@ class Sender:
         abort_timeout_s: float = 1.0,
         retry_interval_s: float = 30.0,
         checksum: Mode = "off",
+        pairs: Pairs | None = None,
     ) -> None:
         self._pool = pool
         self._transports = transports
         self._on_event = on_event
         self._abort_timeout_s = abort_timeout_s
         self._counters = Counters()
+        self.pairs = pairs or Pairs()
         self._host_id = host_id()
         self._core = LinkCore(
             identity=Identity(key, worker_id, incarnation, pool, checksum),
             counters=self._counters,
+            pairs=self.pairs,
             on_ack=self._acknowledged,
             on_refused=self._refused,
             on_down=self._link_down,
@@ -101,6 +106,12 @@ class Sender:
         """
         with self._lock:
             return self._link(peer).transport
+
+    def wire_dtype(self, peer: PeerAddress) -> str:
+        """How the transport in use to the peer, or tried at the moment, carries values."""
+        with self._lock:
+            link = self._links.get((peer.worker_id, peer.incarnation))
+        return link.wire_dtype if link is not None else "auto"
 
     def push(
         self,
@@ -187,10 +198,10 @@ class Sender:
         if final:
             all_runs = all_runs or [NO_RUNS]
             lease.pushed_final, lease.time.final_push = True, time.monotonic()
-        first = lease.pushed_pieces
+        first, pushed_s = lease.pushed_pieces, time.monotonic() - lease.time.started
         lease.pushed_pieces = end = first + len(all_runs)
         return [
-            QueuedPiece(lease_id, index, runs, num_tokens, final and index == end - 1)
+            QueuedPiece(lease_id, index, runs, num_tokens, final and index == end - 1, pushed_s)
             for index, runs in enumerate(all_runs, first)
         ]
 
@@ -211,14 +222,17 @@ class Sender:
         candidates, reasons = [], []
         for transport in self._transports:
             offer = offers.get(transport.name)
+            refusal: Refusal
             if offer is None:
-                reasons.append(f"{transport.name}: not offered")
+                refusal, reason = "not_offered", "not offered"
             elif transport.same_host and offer.host_id != self._host_id:
-                reasons.append(f"{transport.name}: another host")
+                refusal, reason = "other_host", "another host"
             else:
                 candidates.append(Candidate(offer, transport))
-        if reasons:
-            logger.info("transports to %s ruled out: %s", peer.worker_id, "; ".join(reasons))
+                continue
+            reasons.append(f"{transport.name}: {reason}")
+            if self.pairs.refuse(peer.worker_id, transport.name, refusal, reason):
+                logger.info("%s does not serve %s: %s", transport.name, peer.worker_id, reason)
         if not candidates:
             raise TransferError(f"no common transport with {peer.worker_id}: {'; '.join(reasons)}")
         return candidates
@@ -242,8 +256,19 @@ class Sender:
 
     def _completed(self, lease_id: str, lease: _Lease, transport: str, now: float) -> Completed:
         busy_s, seconds = lease.time.busy_s(), now - lease.time.started
+        hidden_s = lease.time.busy_s(until=lease.time.final_push)
         self._counters.add("leases_completed")
         self._counters.add("lease_seconds", seconds)
+        self.pairs.add(
+            lease.peer.worker_id,
+            transport,
+            {
+                "kv_transfers_total": 1,
+                "kv_transfer_seconds_total": seconds,
+                "kv_transfer_busy_seconds_total": busy_s,
+                "kv_transfer_hidden_seconds_total": hidden_s,
+            },
+        )
         return Completed(
             lease_id=lease_id,
             transport=transport,
@@ -251,7 +276,7 @@ class Sender:
             num_extents=lease.num_extents,
             seconds=seconds,
             busy_s=busy_s,
-            hidden_s=lease.time.busy_s(until=lease.time.final_push),
+            hidden_s=hidden_s,
             wait_s=lease.time.wait_s,
         )
 

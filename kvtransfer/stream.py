@@ -225,6 +225,8 @@ class Stream(threading.Thread):
             runs=to_wire(queued.runs),
             final=queued.final,
             checksum=checksum,
+            pushed_s=queued.pushed_s,
+            waited_s=queued.sent_at - queued.queued_at,
         )
         return _Transmission(queued, frame(encode(piece)), payload)
 

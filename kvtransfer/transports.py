@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvtransfer.checksum import Mode
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.layout import wire_segments
+from kvtransfer.pairs import Pairs
 from kvtransfer.shm import ShmTransport
 from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import Transport
@@ -54,12 +55,16 @@ assert set(_OPEN) == set(KV_TRANSPORTS)
 
 
 def open_transports(
-    names: Sequence[str], pool: RegisteredPool, name: str, options: TransportOptions = TransportOptions()
+    names: Sequence[str],
+    pool: RegisteredPool,
+    name: str,
+    options: TransportOptions = TransportOptions(),
+    pairs: Pairs | None = None,
 ) -> list[Transport]:
     """The named transports in that order, ready for `pool` under this worker's unique `name`.
 
-    One that cannot be had here is left out, and logged. Raises ValueError for an unknown one, or a wire_dtype
-    that the pool's values don't have, TransferError if none is left.
+    One that cannot be had here is left out, logged, and noted in `pairs`. Raises ValueError for an unknown
+    one, or a wire_dtype that the pool's values don't have, TransferError if none is left.
     """
     unknown = [other for other in names if other not in _OPEN]
     if unknown or not names:
@@ -72,6 +77,8 @@ def open_transports(
         except (TransferError, OSError) as error:
             reasons.append(f"{transport}: {error}")
             logger.warning("transport %s is not available: %s", transport, error)
+            if pairs is not None:
+                pairs.refuse("", transport, "unavailable", str(error))
     if not opened:
         raise TransferError(f"no transport is available: {'; '.join(reasons)}")
     return opened

@@ -28,6 +28,7 @@ class Handover:
     awaits_redirect: bool = False
     deadline: float | None = None
     reserving_since: float = 0.0
+    reserve_s: float = 0.0
     renew_at: float = 0.0
     grant: Reserved | None = None
     num_pushed: int = 0
@@ -94,4 +95,5 @@ def make_manifest(
             seed=handover.request.sampling.seed,
             num_output_tokens=len(handover.request.output_token_ids) + 1,
         ),
+        reserve_s=handover.reserve_s,
     )

@@ -11,7 +11,7 @@ import logging
 import time
 
 from engine.engine import Engine
-from kvtransfer.interface import Completed, Failed, ReceiveEvent, SendEvent
+from kvtransfer.interface import Failed, ReceiveEvent, SendEvent
 from prefill_worker.handover import REDIRECTABLE, Handover, make_manifest
 from protocol.errors import TandemError
 from protocol.messages import (
@@ -173,6 +173,7 @@ class PrefillLoop(WorkerLoop):
             prefill_incarnation=self.parts.incarnation,
             segments=self.engine.pool.segments,
             ttl_s=ttl,
+            wire_dtype=self.sender.wire_dtype(handover.peer),
         )
         self.peers.send(handover.peer, message)
         handover.renew_at = now + ttl / RENEWALS_PER_LIFE
@@ -222,6 +223,7 @@ class PrefillLoop(WorkerLoop):
             self._fail_handover(handover, "transfer", f"the reservation has {reason}")
             return
         handover.grant = grant
+        handover.reserve_s = time.monotonic() - handover.reserving_since
         self.counters.add("reservations_total")
         self.counters.add("kv_blocks_skipped_total", grant.cached_blocks)
         self._by_lease[grant.lease_id] = handover
@@ -287,7 +289,8 @@ class PrefillLoop(WorkerLoop):
         self.peers.send(handover.peer, Handoff(manifest=manifest))
 
     def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
-        self._count(event)
+        if isinstance(event, Failed):
+            self.counters.add("kv_transfer_failures_total")
         handover = self._by_lease.get(event.lease_id)
         if handover is None:
             return
@@ -295,19 +298,6 @@ class PrefillLoop(WorkerLoop):
             self._fail_handover(handover, "transfer", event.reason)
         else:
             self._progress(handover, time.monotonic())
-
-    def _count(self, event: ReceiveEvent | SendEvent) -> None:
-        match event:
-            case Completed():
-                self.counters.add("kv_transfers_total")
-                self.counters.add("kv_transfer_bytes_total", event.nbytes)
-                self.counters.add("kv_transfer_seconds_total", event.seconds)
-                self.counters.add("kv_transfer_busy_seconds_total", event.busy_s)
-                self.counters.add("kv_transfer_hidden_seconds_total", event.hidden_s)
-                self.counters.add("kv_transfer_wait_seconds_total", event.wait_s)
-                self.counters.add("kv_transfer_extents_total", event.num_extents)
-            case Failed():
-                self.counters.add("kv_transfer_failures_total")
 
     # --- deadlines --------------------------------------------------------------------------------
 
@@ -324,6 +314,7 @@ class PrefillLoop(WorkerLoop):
                     self._reserve(handover, now)
             elif now >= handover.deadline:
                 self.counters.add("handoffs_expired_total")
+                self.parts.pairs.add(handover.peer.worker_id, "", {"kv_transfer_leases_expired_total": 1})
                 reason = f"no progress for {self.config.handoff_timeout:g} s (--handoff-timeout)"
                 self._fail_handover(handover, "timeout", reason)
 

@@ -37,7 +37,7 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_tokens` counts the tokens whose KV is described; `first_token` is the one sampled from them, at
     absolute position `first_token_position` (equal to `num_tokens`). `segments` and `pushed_blocks` are the
-    prefill worker's, `block_ids` the decode worker's.
+    prefill worker's, `block_ids` the decode worker's, for which the prefill worker waited `reserve_s`.
     """
 
     version: int = MANIFEST_VERSION
@@ -56,6 +56,7 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingState
     draft: DraftState = DraftState()
     checksum: bytes | None = None
+    reserve_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class ManifestMismatchError(Exception):

@@ -105,6 +105,21 @@ class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
 # --- worker -> router -------------------------------------------------------------------------------
 
 
+class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What went between a worker and one peer over one transport, and whether that transport serves the pair.
+
+    `refused` is the kind of reason why not, `reason` the reason in words. Without a peer the transport serves
+    nobody; without a transport the counters are those of the pair as a whole.
+    """
+
+    peer: Annotated[str, Meta(max_length=128)]
+    transport: Annotated[str, Meta(max_length=128)]
+    in_use: bool = False
+    refused: Annotated[str, Meta(max_length=32)] = ""
+    reason: Annotated[str, Meta(max_length=512)] = ""
+    counters: dict[Id, float] = {}
+
+
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """A worker's load. Sent at a steady pace, from a thread of its own, so it doubles as the heartbeat.
 
@@ -128,6 +143,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     num_reservations: Count = 0
     counters: dict[Id, float] = {}
     transports: dict[Id, Id] = {}
+    pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
@@ -152,11 +168,34 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float] = []
 
 
+class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt's way from its prefill worker to its decode worker, in seconds and bytes.
+
+    reserve_s: from asking the decode worker for blocks to having them. transfer_s: from the first push until
+    all blocks were in place; exposed_s of it after the prompt was computed. wait_s: pieces waited for their
+    turn on the wire, summed. handoff_s: from the last block's arrival to the first decode step. Nothing is
+    pushed if the decode worker has all blocks: then there is no transport, and handoff_s counts from the
+    manifest.
+    """
+
+    transport: Annotated[str, Meta(max_length=128)] = ""
+    transferred_bytes: Count = 0
+    reserve_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    exposed_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    handoff_s: Seconds = 0.0
+
+
 class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a request's time went on one worker, in seconds."""
+    """Where a request's time went on one worker, in seconds.
+
+    `transfer` comes with the first token of a decode worker that took the request over.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    transfer: TransferTiming | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -203,7 +242,10 @@ class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
 
 
 class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
-    """Ask the decode worker for blocks. `ttl_s`: the lease's life without progress."""
+    """Ask the decode worker for blocks. `ttl_s`: the lease's life without progress.
+
+    `segments` are those of the prefill worker's pool, `wire_dtype` is how the wire will carry their values.
+    """
 
     incarnation: Id
     request: EngineRequest
@@ -211,6 +253,7 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     prefill_incarnation: Id
     segments: Annotated[list[SegmentInfo], Meta(max_length=8)]
     ttl_s: Seconds
+    wire_dtype: Annotated[str, Meta(max_length=32)] = "auto"
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):

@@ -19,6 +19,7 @@ from protocol.messages import (
     Generate,
     HandoverFailed,
     Redirect,
+    RequestTiming,
     Role,
     StepOutput,
     TokenOutput,
@@ -29,6 +30,7 @@ from router.metrics import Metrics
 from router.placement.interface import Decision, PlacementPolicy, Refusal, RequestFacts
 from router.prefixes import PrefixDirectory
 from router.registry import Registry, Worker
+from router.request_log import describe
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +178,7 @@ class Dispatcher:
         choice = request.choice
         choice.add(output)
         if output.timing is not None:
+            request.note(output.timing)
             self._metrics.observe_timing(output.timing)
         if choice.finish_reason is not None:
             if output.finish_reason is None:
@@ -184,6 +187,8 @@ class Dispatcher:
             self._release(request)
             self._journal.remove(request)
             self._metrics.request_finished(request, now)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s", describe(request, now))
             generation = request.generation
             generation.num_unfinished -= 1
             if generation.is_over:
@@ -209,6 +214,7 @@ class Dispatcher:
     def _place(self, request: LiveRequest) -> Refusal | None:
         """Send it to the workers that the policy names, and to others when those can't be reached."""
         request.num_emitted_before = len(request.output_token_ids)
+        request.timing = RequestTiming()
         while True:
             decision = self._decide(request)
             if isinstance(decision, Refusal):

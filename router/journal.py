@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from protocol.ids import new_request_id
-from protocol.messages import EngineRequest, FinishReason, TokenOutput
+from protocol.messages import EngineRequest, FinishReason, RequestTiming, TokenOutput
 from protocol.sampling import SamplingParams
 from router.choice import Choice
 from router.errors import ApiError
@@ -40,6 +40,8 @@ class LiveRequest:
         """Tokens of earlier placements."""
         self.early: list[TokenOutput] = []
         """Outputs of the decode worker that overtook the prefill worker's token on their way here."""
+        self.timing = RequestTiming()
+        """What the workers said of the current placement."""
         self.first_token_time = 0.0
         self.last_token_time = 0.0
 
@@ -61,6 +63,12 @@ class LiveRequest:
     def num_prefill_tokens(self) -> int:
         """What the current placement computes before its first token, if nothing of it is cached."""
         return len(self.choice.prompt.token_ids) + self.num_emitted_before
+
+    def note(self, timing: RequestTiming) -> None:
+        """A prefill worker tells of its part, then a decode worker of the hand-off."""
+        if timing.transfer is not None:
+            timing = msgspec.structs.replace(self.timing, transfer=timing.transfer)
+        self.timing = timing
 
     def is_early(self, worker: Worker) -> bool:
         """Whether what `worker` sends comes after a token that the prefill worker has yet to bring."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from protocol.messages import RequestTiming
+from router.counter_names import parse_counter_name
 from router.journal import LiveRequest
+from router.pair_metrics import PairCollector
 from router.registry import Worker
 
 _FIRST_TOKEN_BUCKETS = (
@@ -24,8 +25,21 @@ _REQUEST_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_COUNTER_NAME = re.compile(r"([a-z][a-z0-9_]{0,99})(?:\{([^{}]*)\})?\Z")
-_LABEL = re.compile(r'([a-z][a-z0-9_]*)="?([^",]*)"?\Z')
+
+
+_TRANSFER_BUCKETS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 10.0, 30.0),
+)
+_BYTES_BUCKETS = tuple(float(4**power) for power in range(6, 19))
+_TRANSFER_STAGES = (
+    ("reserve_s", "reserve_time_seconds", "From asking the decode worker for blocks to having them."),
+    ("transfer_s", "transfer_time_seconds", "From the first push until all of the prompt was in place."),
+    ("exposed_s", "transfer_exposed_time_seconds", "The part of it after the prompt was computed."),
+    ("wait_s", "transfer_wait_time_seconds", "Pieces waited for their turn on the wire, summed."),
+    ("handoff_s", "handoff_time_seconds", "From the last block's arrival to the first decode step."),
+)
+"""Fields of `TransferTiming`."""
 
 
 class Metrics:
@@ -69,6 +83,13 @@ class Metrics:
             "request_queue_time_seconds", "Waiting at a worker before it is taken up.", _REQUEST_BUCKETS
         )
         self._prefill = self._histogram("request_prefill_time_seconds", "In prefill.", _REQUEST_BUCKETS)
+        self._transfer = {
+            field: self._histogram(f"request_kv_{name}", text, _TRANSFER_BUCKETS)
+            for field, name, text in _TRANSFER_STAGES
+        }
+        self._transferred = self._histogram(
+            "request_kv_transfer_bytes", "What the wire carried of a prompt.", _BYTES_BUCKETS
+        )
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -76,6 +97,7 @@ class Metrics:
 
     def watch_workers(self, workers: Callable[[], Iterable[Worker]]) -> None:
         self.registry.register(_WorkerCollector(workers, self._model["model_name"]))
+        self.registry.register(PairCollector(workers, self._model["model_name"]))
 
     def failed(self, kind: str) -> None:
         self._failures.labels(kind=kind, **self._model).inc()
@@ -110,6 +132,10 @@ class Metrics:
         if timing.queue_s or timing.prefill_s:
             self._queue.observe(timing.queue_s)
             self._prefill.observe(timing.prefill_s)
+        if timing.transfer is not None:
+            for field, histogram in self._transfer.items():
+                histogram.observe(getattr(timing.transfer, field))
+            self._transferred.observe(timing.transfer.transferred_bytes)
 
     def request_finished(self, request: LiveRequest, now: float) -> None:
         reason = request.choice.finish_reason or "stop"
@@ -191,17 +217,3 @@ class _WorkerCollector:
                     )
                 families[family_key].add_metric([*self._labels(worker), *labels.values()], value)
         yield from families.values()
-
-
-def parse_counter_name(key: str) -> tuple[str | None, dict[str, str]]:
-    """`name{label="value"}` to its parts; the name is None where it is not one that Prometheus takes."""
-    match = _COUNTER_NAME.match(key)
-    if match is None:
-        return None, {}
-    labels = {}
-    for part in filter(None, (match.group(2) or "").split(",")):
-        label = _LABEL.match(part.strip())
-        if label is None or label.group(1) in ("worker", "role", "model_name"):
-            return None, {}
-        labels[label.group(1)] = label.group(2)
-    return match.group(1), labels

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from engine.block_manager import BlockTable
 from engine.engine import Engine
 from engine.prefix import PrefixRoom
-from kvtransfer.interface import Closed, Completed, Failed, ReceiveEvent, SendEvent
+from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from protocol.messages import Fetch, Generate, PeerAddress
@@ -110,7 +110,7 @@ class PrefixFetcher:
         else:
             fetch.deadline = time.monotonic() + FETCH_TIMEOUT_S
             if event.complete:
-                self._finish(fetch, event.blocks_received)
+                self._complete(fetch, event)
         return True
 
     def on_refused(self, request_id: str, lease_id: str, reason: str) -> None:
@@ -131,6 +131,12 @@ class PrefixFetcher:
     def holders(self) -> set[str]:
         """The incarnations that something is awaited from."""
         return {fetch.holder.incarnation for fetch in self._fetches.values()}
+
+    def _complete(self, fetch: _Fetch, event: Progress) -> None:
+        if event.arrival is not None and event.arrival.foreign_formats:
+            self._give_up(fetch, "the wire changed the blocks' values")
+        else:
+            self._finish(fetch, event.blocks_received)
 
     def _finish(self, fetch: _Fetch, num_received: int) -> None:
         self._counters.add("prefix_blocks_fetched_total", num_received)
@@ -173,17 +179,27 @@ class PrefixHolder:
         self._sender = sender
         self._lent: dict[str, BlockTable] = {}
 
-    def lend(self, message: Fetch) -> None:
-        """Push what is here of the wanted blocks, be it none: the final piece tells that there is no more."""
+    def lend(self, message: Fetch) -> str:
+        """Push what is here of the wanted blocks, be it none: the final piece tells that there is no more.
+
+        Returns why not, or an empty string.
+        """
         if message.lease_id in self._lent:
             self._counters.add("duplicate_messages_total")
-            return
+            return ""
+        try:
+            self._sender.connect(message.receiver)
+        except TransferError as error:
+            return str(error)
+        if self._sender.wire_dtype(message.receiver) != "auto":
+            return "the wire between us quantizes"
         table = self._engine.blocks.hold(message.identities)
         self._lent[message.lease_id] = table
         self._counters.add("prefix_blocks_lent_total", len(table.block_ids))
         self._sender.push(
             message.receiver, message.lease_id, table.block_ids, message.first_block, final=True
         )
+        return ""
 
     def on_event(self, event: SendEvent) -> bool:
         """Whether the event was about a lease of ours."""

@@ -125,6 +125,10 @@ class WorkerLoop(ABC):
         """The incarnations that the role awaits something from."""
         return set()
 
+    def timed(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
+        """The outputs of a step that began then (monotonic seconds), with what is known of their way."""
+        return outputs
+
     @abstractmethod
     def after_step(self, outputs: list[TokenOutput]) -> None:
         """The outputs are with the router; do what follows from them."""
@@ -203,14 +207,16 @@ class WorkerLoop(ABC):
                 self.on_peer_reply(peer, reply)
 
     def _on_fetch(self, identity: bytes, message: Fetch) -> None:
-        if message.incarnation == self.parts.incarnation:
-            self._holder.lend(message)
-            return
-        self.counters.add("stale_messages_total")
-        refusal = FetchRefused(
-            request_id=message.request_id, lease_id=message.lease_id, reason="it was restarted"
-        )
-        self.inbox.reply(identity, refusal)
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+            reason = "it was restarted"
+        else:
+            reason = self._holder.lend(message)
+        if reason:
+            refusal = FetchRefused(
+                request_id=message.request_id, lease_id=message.lease_id, reason=reason[:4096]
+            )
+            self.inbox.reply(identity, refusal)
 
     def _keep_house(self, now: float) -> None:
         self._fetcher.expire(now)
@@ -221,7 +227,7 @@ class WorkerLoop(ABC):
 
     def _step(self) -> float:
         """One engine step; returns the seconds that the engine took."""
-        started = time.perf_counter()
+        began, started = time.monotonic(), time.perf_counter()
         try:
             result = self.engine.step()
         except Exception:
@@ -232,7 +238,7 @@ class WorkerLoop(ABC):
         self.counters.add("engine_seconds_total", seconds)
         self.counters.add("computed_tokens_total", result.num_tokens)
         self._failed_steps = 0
-        outputs = result.outputs
+        outputs = self.timed(result.outputs, began)
         self._advancing = bool(result.num_tokens or outputs)
         if outputs:
             for output in outputs:

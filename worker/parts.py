@@ -9,6 +9,7 @@ import zmq
 
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
+from kvtransfer.pairs import Pairs
 from kvtransfer.transport import Transport
 from protocol.config import ServeConfig
 from protocol.messages import Lifecycle, Role, WorkerState
@@ -36,7 +37,7 @@ class WorkerParts:
 
     `host` is the address that the worker's own sockets bind. `wires` are the open transports, best first;
     `transports` tells those in use, by the peer's worker id; it and `transfer_counters` are called from the
-    heartbeat's thread.
+    heartbeat's thread. `pairs` has what moved between this worker and each peer.
     """
 
     config: ServeConfig
@@ -52,6 +53,7 @@ class WorkerParts:
     wires: list[Transport] = field(default_factory=list)
     transports: Callable[[], dict[str, str]] = dict
     transfer_counters: Callable[[], dict[str, float]] = dict
+    pairs: Pairs = field(default_factory=Pairs)
     engine: Engine | None = None
     pool: RegisteredPool | None = None
 
@@ -64,12 +66,14 @@ class WorkerParts:
         load = {name: getattr(stats, name) for name in _STATS} if stats is not None else {}
         if stats is not None:
             load["num_reservations"] = stats.num_reserved
+        transports = self.transports()
         return WorkerState(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             role=self.role,
             lifecycle=self.lifecycle,
             counters=self.counters.snapshot() | totals,
-            transports=self.transports(),
+            transports=transports,
+            pairs=self.pairs.snapshot(transports),
             **load,
         )

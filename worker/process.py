@@ -71,7 +71,8 @@ def run_worker(
     try:
         engine, parts.pool = build_engine(config, role)
         parts.engine = engine
-        parts.wires = open_wires(config, parts.pool, f"{worker_id} {parts.incarnation}")
+        name = f"{worker_id} {parts.incarnation}"
+        parts.wires = open_wires(config, parts.pool, name, parts.pairs)
         engine.on_fetched = parts.wake.set
         loop = make_loop(parts, engine, link)
         parts.lifecycle = "ready"

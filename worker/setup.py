@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.memory import PoolMemory, allocate
+from kvtransfer.pairs import Pairs
 from kvtransfer.transport import Transport
 from kvtransfer.transports import TransportOptions, open_transports
 from protocol.config import ServeConfig, transport_names
@@ -74,7 +75,7 @@ def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPoo
     return engine, pool
 
 
-def open_wires(config: ServeConfig, pool: RegisteredPool, name: str) -> list[Transport]:
+def open_wires(config: ServeConfig, pool: RegisteredPool, name: str, pairs: Pairs) -> list[Transport]:
     """The transports that this worker offers under its unique `name`."""
     options = TransportOptions(config.kv_tcp_streams, config.kv_wire_dtype, config.kv_checksum)
-    return open_transports(transport_names(config), pool, name, options)
+    return open_transports(transport_names(config), pool, name, options, pairs)

@@ -19,6 +19,7 @@ def open_transfers(parts: WorkerParts) -> tuple[Sender, Receiver]:
         incarnation=parts.incarnation,
         transports=parts.wires,
         checksum=parts.config.kv_checksum,
+        pairs=parts.pairs,
         on_event=parts.wake.set,
     )
     receiver = Receiver(
@@ -28,6 +29,7 @@ def open_transfers(parts: WorkerParts) -> tuple[Sender, Receiver]:
         incarnation=parts.incarnation,
         transports=parts.wires,
         host=parts.host,
+        pairs=parts.pairs,
         on_event=parts.wake.set,
     )
     parts.transports = sender.transports

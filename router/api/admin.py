@@ -100,6 +100,7 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "prefix_query_tokens": state.prefix_query_tokens,
         "prefix_hit_tokens": state.prefix_hit_tokens,
         "transports": state.transports,
+        "pairs": state.pairs,
         "counters": state.counters,
         "start_up": worker.start_up,
     }

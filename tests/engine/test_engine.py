@@ -316,6 +316,48 @@ def test_a_reservation_is_activated_or_aborted(
     assert_empty(decode)
 
 
+def hand_over(source: Engine, target: Engine, name: str, prompt: list[int], **how: Any) -> int:
+    """Returns how many blocks `target` had. `how` are the options of `reserve` and `activate`."""
+    source.add(ask(name, prompt), prefill_only=True)
+    first = tokens(run(source)[name])
+    reservation = target.reserve(ask(name, prompt), how.pop("foreign_format", ""))
+    assert reservation is not None
+    missing = slice(reservation.cached_blocks, None)
+    blocks = source.block_ids(name)[missing]
+    target.pool.tensor[reservation.block_ids[missing]] = source.pool.tensor[blocks]
+    target.activate(name, first[0], **how)
+    run(target)
+    return reservation.cached_blocks
+
+
+def cached_tokens(engine: Engine, name: str, prompt: list[int]) -> int | None:
+    engine.add(ask(name, prompt))
+    return run(engine)[name][0].cached_tokens
+
+
+def test_blocks_of_a_foreign_format_are_shared_among_themselves_alone(
+    make_engine: Callable[..., Engine],
+) -> None:
+    prompt, prefill, decode = prompt_of(40), make_engine(), make_engine()
+    assert hand_over(prefill, decode, "a", prompt, foreign_format="float32/int8") == 0
+    assert hand_over(prefill, decode, "b", prompt, foreign_format="float32/int8") == 2
+    assert hand_over(prefill, decode, "c", prompt, foreign_format="float32/fp8") == 0
+    assert cached_tokens(decode, "d", prompt) == 0
+    assert hand_over(prefill, decode, "e", prompt) == 2
+    assert_empty(decode)
+
+
+def test_blocks_that_hold_something_else_than_was_said_are_not_shared(
+    make_engine: Callable[..., Engine],
+) -> None:
+    prompt, prefill, decode = prompt_of(40), make_engine(), make_engine()
+    assert hand_over(prefill, decode, "a", prompt, shareable=False) == 0
+    assert_empty(decode)
+    assert decode.blocks.num_cached == 0
+    assert hand_over(prefill, decode, "b", prompt) == 0
+    assert cached_tokens(decode, "c", prompt) == 32
+
+
 def test_no_room_for_a_reservation_now(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(num_blocks=17)
     assert engine.reserve(ask("a", prompt_of(200))) is not None

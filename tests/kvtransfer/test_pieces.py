@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvtransfer.extents import NO_RUNS
-from kvtransfer.pieces import PieceQueue, QueuedPiece, TransferTime
+from kvtransfer.messages import Piece
+from kvtransfer.pieces import ArrivalRecord, PieceArrival, PieceQueue, QueuedPiece, TransferTime
 
 
 def piece(lease: str, index: int, queued_at: float = 0.0, sent_at: float = 0.0) -> QueuedPiece:
@@ -53,3 +56,19 @@ def test_overlapping_pieces_count_once_and_only_what_came_before_the_end_is_hidd
     assert time.busy_s(until=12.5) == pytest.approx(2.5)
     assert time.busy_s(until=9.0) == 0.0
     assert time.wait_s == pytest.approx(2.0)
+
+
+def test_an_arrivals_times_need_no_common_clock() -> None:
+    """The last piece was pushed two seconds after the first, and each waited before it was sent."""
+    arrivals, now = ArrivalRecord(), time.monotonic()
+    last = Piece(9, "lease", 1, b"", final=True, pushed_s=2.0, waited_s=0.1)
+    first = Piece(8, "lease", 0, b"", final=False, pushed_s=0.0, waited_s=0.5)
+    arrivals.add(last, PieceArrival("tcp", "", 100, announced=now - 0.1))
+    arrivals.add(first, PieceArrival("tcp", "int8", 300, announced=now - 2.0))
+    arrival = arrivals.arrival()
+    assert (arrival.transport, arrival.nbytes) == ("tcp", 400)
+    assert arrival.seconds == pytest.approx(2.5, abs=0.1)
+    assert arrival.exposed_s == pytest.approx(0.5, abs=0.1)
+    assert arrival.wait_s == pytest.approx(0.6)
+    assert arrival.foreign_formats == {"int8"}
+    assert now <= arrival.at <= time.monotonic()

@@ -16,6 +16,7 @@ from protocol.messages import (
     EngineRequest,
     Generate,
     HandoverFailed,
+    PairState,
     PeerAddress,
     Redirect,
     Register,
@@ -74,6 +75,7 @@ class FakeWorker:
         heartbeat_s: float = 0.1,
         counters: dict[str, float] | None = None,
         cached_tokens: int = 5,
+        pairs: list[PairState] | None = None,
     ) -> None:
         self.worker_id, self.role = worker_id, role
         self.incarnation = new_incarnation()
@@ -83,6 +85,7 @@ class FakeWorker:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.heartbeat_s = heartbeat_s
         self.counters = counters or {}
+        self.pairs = pairs or []
         self.eos_token_id = 0
         self.hold = threading.Event()
         self.mute = threading.Event()
@@ -162,6 +165,7 @@ class FakeWorker:
             prefix_query_tokens=7,
             prefix_hit_tokens=3,
             counters=self.counters,
+            pairs=self.pairs,
             transports={"decode-0": "shm"} if self.role == "prefill" else {},
         )
 

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -40,9 +41,9 @@ def run_child(
 ) -> None:
     """Be a worker until the pipe says "stop" or closes; then say how it ended.
 
-    `fault`: "fail:N" lets the first N steps fail, "slow:S" makes every step S seconds slower,
-    "KILL:before:METHOD:N" sends the process that signal at the N-th call of the loop's method, before it or
-    after it, and "STOP:..." that one. Several are joined by "+".
+    `fault`: "fail:N" lets the first N steps fail, "slow:S" makes every step S seconds slower, "idle:S" closes
+    lines to peers that were unused for S seconds, "KILL:before:METHOD:N" sends the process that signal at the
+    N-th call of the loop's method, before it or after it, and "STOP:..." that one. Several are joined by "+".
     """
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
     worker.heartbeat.ROUTER_GRACE_S = 1.0
@@ -78,6 +79,9 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
             break_steps(loop, int(values[0]))
         case "slow":
             slow_steps(loop, float(values[0]))
+        case "idle":
+            lines = sys.modules[type(loop._peers).__module__]  # type: ignore[attr-defined]
+            lines.IDLE_LINK_S = float(values[0])  # type: ignore[attr-defined]
         case _:
             when, method, times = values
             strike(loop, signal.Signals[f"SIG{kind}"], when, method, int(times))

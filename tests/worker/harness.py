@@ -113,6 +113,11 @@ class RunningWorker:
             self._ours.send("stop")
         self.join()
 
+    def ended_when_told(self) -> str:
+        """Tell it to stop; why it ended: "" as asked, else the error."""
+        self._ours.send("stop")
+        return self.ended_with()
+
     def kill(self) -> None:
         self.process.kill()
         self.join()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +12,7 @@ from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from kvtransfer.transports import open_transports
+from kvtransfer.transports import TransportOptions, open_transports
 from protocol.codec import encode, peer_reply, peer_request
 from protocol.handoff import HandoffManifest, SamplingState
 from protocol.ids import new_incarnation, token_ids_digest
@@ -49,12 +49,14 @@ class PrefillEnd:
         engine: Engine,
         pool: RegisteredPool,
         name: str = "prefill-t",
+        transports: Sequence[str] = ("shm", "tcp"),
+        wire_options: TransportOptions = TransportOptions(),
     ) -> None:
         self.name, self.incarnation, self.decode, self.engine = name, new_incarnation(), decode, engine
         self._socket = connect_dealer(
             cluster.context, cluster.keys, decode.control, f"{name}:{self.incarnation}"
         )
-        self._wires = open_transports(["shm", "tcp"], pool, self.incarnation)
+        self._wires = open_transports(transports, pool, self.incarnation, wire_options)
         self.sender = Sender(
             pool,
             key=cluster.keys.transfer_key,

@@ -124,6 +124,23 @@ def test_a_holder_that_has_nothing_says_so(
     assert asking.counter("prefix_fetch_failures_total") == 0
 
 
+def test_quantized_blocks_are_not_lent(
+    cluster: Cluster, model_folder: Path, reference: PreTrainedModel
+) -> None:
+    """A prefix that was fetched is what would have been computed, to the bit."""
+    config = tiny_config(model_folder, kv_transports="tcp", kv_wire_dtype="int8")
+    holder = cluster.start("prefill", "prefill-1", config)
+    asking = cluster.start("prefill", "prefill-0", config)
+    cluster.generate(holder, request("before", prompt(200), max_tokens=1))
+    cluster.run("before")
+    cluster.generate(asking, request("r", prompt(200)), prefix=holder.address)
+    cluster.run("r")
+    assert cluster.tokens("r") == greedy(reference, prompt(200), 12)
+    cluster.wait_empty(holder, asking)
+    assert asking.counter("prefix_fetch_failures_total") == 1
+    assert holder.counter("prefix_blocks_lent_total") == 0
+
+
 def test_a_restarted_holder_is_not_waited_for(
     cluster: Cluster, holder: RunningWorker, asking: RunningWorker, reference: PreTrainedModel
 ) -> None:

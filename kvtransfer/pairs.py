@@ -1,0 +1,104 @@
+"""What a worker moved to and from each peer, by transport, and the transports that a pair can't use."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from protocol.messages import PairState
+
+MAX_PEERS = 128
+"""Peers that are remembered; the one unheard of for the longest goes first."""
+
+PairCounter = Literal[
+    "kv_transfer_bytes_total",
+    "kv_transfer_pieces_total",
+    "kv_transfer_extents_total",
+    "kv_transfer_wire_seconds_total",
+    "kv_transfer_wait_seconds_total",
+    "kv_transfers_total",
+    "kv_transfer_seconds_total",
+    "kv_transfer_busy_seconds_total",
+    "kv_transfer_hidden_seconds_total",
+    "kv_transfer_resent_pieces_total",
+    "kv_transfer_fallbacks_total",
+    "kv_transfer_recoveries_total",
+    "kv_transfer_leases_expired_total",
+    "kv_receive_bytes_total",
+    "kv_receive_pieces_total",
+    "kv_receive_seconds_total",
+]
+"""In Prometheus' naming; `docs/kv-transfer.md` says what each one counts."""
+
+Refusal = Literal["unavailable", "not_offered", "other_host", "refused", "unreachable", "timeout", "broken"]
+"""Why a transport does not serve a pair. `broken`: it did, and will be tried again."""
+
+
+@dataclass
+class _Pair:
+    counters: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    refused: Refusal | None = None
+    reason: str = ""
+
+
+class Pairs:
+    """Totals since the first contact, for use from every thread. Adding is one short critical section."""
+
+    def __init__(self, max_peers: int = MAX_PEERS) -> None:
+        self._max_peers = max_peers
+        self._lock = threading.Lock()
+        self._peers: OrderedDict[str, dict[str, _Pair]] = OrderedDict()
+
+    def add(self, peer: str, transport: str, amounts: Mapping[PairCounter, float]) -> None:
+        """`transport` is empty for what no wire is to blame for."""
+        with self._lock:
+            counters = self._pair(peer, transport).counters
+            for name, amount in amounts.items():
+                counters[name] += amount
+
+    def error(self, peer: str, transport: str, kind: str, count: int = 1) -> None:
+        with self._lock:
+            self._pair(peer, transport).counters[f"kv_transfer_errors_total{{kind={kind}}}"] += count
+
+    def refuse(self, peer: str, transport: str, refusal: Refusal, reason: str) -> bool:
+        """Note why a transport does not serve the pair; returns whether that is news, worth a log line.
+
+        `peer` is empty for a transport that this worker can't offer to anybody.
+        """
+        with self._lock:
+            pair = self._pair(peer, transport)
+            is_news = pair.refused != refusal
+            pair.refused, pair.reason = refusal, reason[:512]
+            return is_news
+
+    def accept(self, peer: str, transport: str) -> None:
+        """The transport serves the pair."""
+        with self._lock:
+            pair = self._pair(peer, transport)
+            pair.refused, pair.reason = None, ""
+
+    def snapshot(self, in_use: Mapping[str, str]) -> list[PairState]:
+        """All pairs; `in_use` has the transport in use by peer."""
+        with self._lock:
+            return [
+                PairState(
+                    peer=peer,
+                    transport=transport,
+                    in_use=bool(transport) and in_use.get(peer) == transport,
+                    refused=pair.refused or "",
+                    reason=pair.reason,
+                    counters=dict(pair.counters),
+                )
+                for peer, pairs in self._peers.items()
+                for transport, pair in pairs.items()
+            ]
+
+    def _pair(self, peer: str, transport: str) -> _Pair:
+        pairs = self._peers.setdefault(peer, {})
+        self._peers.move_to_end(peer)
+        if len(self._peers) > self._max_peers:
+            self._peers.popitem(last=False)
+        return pairs.setdefault(transport, _Pair())

@@ -1,0 +1,29 @@
+"""What the documents point to is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from protocol.config import ServeConfig, flag_name
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+FLAGS = {flag_name(field) for field in ServeConfig.__struct_fields__}
+OTHER_FLAGS = {"--no-disaggregation", "--system"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_test_that_a_document_names_exists(document: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text())
+    assert named
+    for path, name in named:
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (path, name)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_flag_that_a_document_names_exists(document: Path) -> None:
+    named = set(re.findall(r"--[a-z][a-z-]+", document.read_text()))
+    assert named <= FLAGS | OTHER_FLAGS

@@ -1,0 +1,70 @@
+"""What a server's `/metrics` and log say about KV transfer, with real workers behind it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from bench.shapes.tokenizer import save_tokenizer
+from tests.e2e.architectures import VOCAB_SIZE, write_model
+from tests.e2e.serving import HttpServing
+
+STAGES = ("reserve_time", "transfer_time", "transfer_exposed_time", "transfer_wait_time", "handoff_time")
+LENGTHS = (200, 33, 120)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServing]:
+    folder = tmp_path_factory.mktemp("models") / "model"
+    folder.mkdir()
+    write_model("llama", folder)
+    save_tokenizer(folder, VOCAB_SIZE, 512)
+    with HttpServing(folder, kv_transports="tcp") as serving:
+        yield serving
+
+
+def complete(serving: HttpServing, length: int) -> None:
+    body = {"model": "model", "prompt": [3 + length % 50] * length, "max_tokens": 4, "ignore_eos": True}
+    assert serving.http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_each_request_is_in_the_stages_histograms_and_in_the_log(
+    serving: HttpServing, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "router.dispatcher"):
+        for length in LENGTHS:
+            complete(serving, length)
+    total = dict.fromkeys(STAGES, 0.0)
+    for stage in STAGES:
+        name = f"tandem_request_kv_{stage}_seconds"
+        assert serving.metric(f"{name}_count") == len(LENGTHS)
+        total[stage] = serving.metric(f"{name}_sum")
+    assert 0 < total["transfer_exposed_time"] <= total["transfer_time"] < 30
+    assert 0 < total["reserve_time"] < 30 and 0 < total["handoff_time"] < 30
+    blocks = sum(-(-length // 16) for length in LENGTHS)
+    moved = serving.metric("tandem_request_kv_transfer_bytes_sum")
+    assert moved > 0 and moved % blocks == 0
+    lines = [message for message in caplog.messages if "hand-off" in message]
+    assert len(lines) == len(LENGTHS)
+    for line, length in zip(lines, LENGTHS, strict=True):
+        assert f"length, {length} tokens in, 4 out" in line
+        assert re.search(
+            r"queue [\d.]+ ms, prefill [\d.]+ ms, reserve [\d.]+ ms, transfer [\d.]+ ms: \d+ bytes over tcp, "
+            r"exposed [\d.]+ ms, waited [\d.]+ ms, hand-off [\d.]+ ms",
+            line,
+        )
+
+
+def test_the_pairs_totals_agree_with_the_requests(serving: HttpServing) -> None:
+    complete(serving, 64)
+    moved = serving.metric("tandem_request_kv_transfer_bytes_sum")
+    pair = {"worker": "prefill-0", "peer": "decode-0", "transport": "tcp"}
+    serving.wait(lambda: serving.metric("tandem_kv_transfer_bytes_total", **pair) == moved)
+    back = {"worker": "decode-0", "peer": "prefill-0", "transport": "tcp"}
+    serving.wait(lambda: serving.metric("tandem_kv_receive_bytes_total", **back) == moved)
+    serving.wait(lambda: serving.metric("tandem_kv_transport", **pair) == 1)
+    assert 0 < serving.metric("tandem_kv_transfer_wire_seconds_total", **pair) < 30
+    assert serving.metric("tandem_kv_transfer_overlap_ratio", **pair) <= 1
