@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -17,6 +16,7 @@ import transformers.models.llama.modeling_llama
 
 import worker.fetch
 import worker.heartbeat
+import worker.peer_links
 from decode_worker.loop import DecodeLoop
 from engine.engine import StepResult
 from prefill_worker.loop import PrefillLoop
@@ -80,8 +80,7 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
         case "slow":
             slow_steps(loop, float(values[0]))
         case "idle":
-            lines = sys.modules[type(loop._peers).__module__]  # type: ignore[attr-defined]
-            lines.IDLE_LINK_S = float(values[0])  # type: ignore[attr-defined]
+            worker.peer_links.IDLE_LINK_S = float(values[0])
         case _:
             when, method, times = values
             strike(loop, signal.Signals[f"SIG{kind}"], when, method, int(times))
