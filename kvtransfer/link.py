@@ -141,7 +141,7 @@ class Link(threading.Thread):
             self._failed(failure_kind(ack.error), stream.transport_name)
         with self.state:
             refusals = self._settle(stream, [piece], ack.error, ack.again)
-            busy_s = self._busy_s()
+            self._count_busy(stream)
         if not ack.error:
             self._candidate(stream).openings = 0
             nbytes = piece.num_blocks * stream.wire_block_bytes
@@ -154,7 +154,6 @@ class Link(threading.Thread):
                     "kv_transfer_bytes_total": nbytes,
                     "kv_transfer_pieces_total": 1,
                     "kv_transfer_extents_total": len(piece.runs),
-                    "kv_transfer_wire_seconds_total": busy_s,
                     "kv_transfer_wait_seconds_total": piece.sent_at - piece.queued_at,
                 },
             )
@@ -169,19 +168,21 @@ class Link(threading.Thread):
             pieces = [piece for _, piece in stream.in_flight]
             stream.in_flight.clear()
             self._streams.remove(stream)
-            self._busy_s()
+            self._count_busy(stream)
             refusals = self._settle(stream, pieces, reason, again=True)
             if kind:
                 self._note_failure(stream, reason)
             self.state.notify_all()
         self._tell(refusals)
 
-    def _busy_s(self) -> float:
-        """Seconds since the last call in which some piece was on its way; called with `state` held."""
+    def _count_busy(self, stream: Stream) -> None:
+        """Count the time since the last call in which some piece was on its way. Called with `state` held."""
         now, since = time.monotonic(), self._busy_since
-        is_busy = any(stream.in_flight for stream in self._streams)
-        self._busy_since = now if is_busy else None
-        return now - since if since is not None else 0.0
+        self._busy_since = now if any(each.in_flight for each in self._streams) else None
+        if since is not None:
+            self._core.pairs.add(
+                self.peer.worker_id, stream.transport_name, {"kv_transfer_wire_seconds_total": now - since}
+            )
 
     def _failed(self, kind: str, transport: str) -> None:
         self._core.counters.add(f"failures_{kind}")
@@ -326,7 +327,8 @@ class Link(threading.Thread):
         elif rank(candidate) > (rank(previous) if previous is not None else 0):
             counters.add("fallbacks")
             self._core.pairs.add(self.peer.worker_id, name, {"kv_transfer_fallbacks_total": 1})
-        self._core.pairs.accept(self.peer.worker_id, name)
+        for other in self._candidates[rank(candidate) :]:  # the worse ones are merely not needed
+            self._core.pairs.accept(self.peer.worker_id, other.transport.name)
         logger.info("link to %s over %s, %d streams", self.peer.worker_id, name, streams)
 
     def _watch(self) -> None:

@@ -20,6 +20,7 @@ PairCounter = Literal[
     "kv_transfer_wire_seconds_total",
     "kv_transfer_wait_seconds_total",
     "kv_transfers_total",
+    "kv_transfers_failed_total",
     "kv_transfer_seconds_total",
     "kv_transfer_busy_seconds_total",
     "kv_transfer_hidden_seconds_total",
@@ -75,10 +76,11 @@ class Pairs:
             return is_news
 
     def accept(self, peer: str, transport: str) -> None:
-        """The transport serves the pair."""
+        """Nothing is known any more that speaks against the transport."""
         with self._lock:
-            pair = self._pair(peer, transport)
-            pair.refused, pair.reason = None, ""
+            pair = self._peers.get(peer, {}).get(transport)
+            if pair is not None:
+                pair.refused, pair.reason = None, ""
 
     def snapshot(self, in_use: Mapping[str, str]) -> list[PairState]:
         """All pairs; `in_use` has the transport in use by peer."""

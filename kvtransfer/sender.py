@@ -303,5 +303,7 @@ class Sender:
             return
         lease.failed = True
         self._counters.add("leases_failed")
+        transport = lease.link.transport if lease.link is not None else ""
+        self.pairs.add(lease.peer.worker_id, transport, {"kv_transfers_failed_total": 1})
         logger.warning("lease %s to %s failed: %s", lease_id, lease.peer.worker_id, reason)
         self._events.append(Failed(lease_id, reason))

@@ -23,6 +23,7 @@ _TEXTS = {
     "kv_transfer_wire_seconds_total": "Time in which some piece was on its way; bytes over it: bandwidth.",
     "kv_transfer_wait_seconds_total": "Time that pieces waited for their turn, summed.",
     "kv_transfers_total": "Prompts handed over, from the first push to the last acknowledgement.",
+    "kv_transfers_failed_total": "Prompts whose way to the peer was given up.",
     "kv_transfer_seconds_total": "Time that they took, summed.",
     "kv_transfer_busy_seconds_total": "The part of it in which some of the prompt was on its way.",
     "kv_transfer_hidden_seconds_total": "The part of that in which the prompt was still being computed.",

@@ -111,6 +111,7 @@ def test_errors_by_kind_and_peer(closing: Closing) -> None:
     sender.push(receiver.peer, "never opened", [1])
     sender.wait_lease("never opened")
     wait_until(lambda: bool(at_receiver.snapshot({})))  # it answers first
+    assert of(sender.sender.pairs, "decode-0", "tcp").counters["kv_transfers_failed_total"] == 1
     for pairs, peer in ((sender.sender.pairs, "decode-0"), (at_receiver, "prefill-0")):
         assert of(pairs, peer, "tcp").counters["kv_transfer_errors_total{kind=unknown_lease}"] == 1
 
