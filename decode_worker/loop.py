@@ -40,6 +40,7 @@ from protocol.messages import (
 from worker.leases import ANY_LEASE
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
+from worker.mail import MailSocket
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class DecodeLoop(WorkerLoop):
             on_event=parts.wake.set,
         )
         parts.transfer_counters = self._receiver.counters
-        self._peers = PeerSocket(parts)
+        self._peers = PeerSocket(parts) if parts.mail is None else MailSocket(parts, parts.mail)
         self.poller.register(self._peers.socket, zmq.POLLIN)
         self._queue = ReservationQueue()
         self._room_at_last_try = -1

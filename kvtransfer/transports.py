@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.layout import wire_segments
+from kvtransfer.object_store.carrier import Carrier
 from kvtransfer.shm import ShmTransport
 from kvtransfer.tcp import TcpTransport
 from kvtransfer.transport import Transport
@@ -18,10 +19,14 @@ logger = logging.getLogger("tandem.kvtransfer")
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are."""
+    """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are.
+
+    `carrier` is what `object_store` needs.
+    """
 
     tcp_streams: int = 1
     wire_dtype: str = "auto"
+    carrier: Carrier | None = None
 
 
 def _shm(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
@@ -39,10 +44,19 @@ def _tcp(pool: RegisteredPool, name: str, options: TransportOptions) -> Transpor
     return TcpTransport(options.tcp_streams, options.wire_dtype)
 
 
+def _object_store(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    from kvtransfer.object_store.transport import ObjectStoreTransport
+
+    if options.carrier is None:
+        raise TransferError("the worker is no Ray actor")
+    return ObjectStoreTransport(options.carrier)
+
+
 _OPEN: dict[str, Callable[[RegisteredPool, str, TransportOptions], Transport]] = {
     "shm": _shm,
     "ucx": _ucx,
     "tcp": _tcp,
+    "object_store": _object_store,
 }
 assert set(_OPEN) == set(KV_TRANSPORTS)
 

@@ -35,6 +35,7 @@ from protocol.messages import (
 from worker.leases import ANY_LEASE, LEASE_SHARE, RENEWALS_PER_LIFE
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
+from worker.mail import MailLinks
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class PrefillLoop(WorkerLoop):
         )
         parts.transports = self._sender.transports
         parts.transfer_counters = self._sender.counters
-        self._peers = PeerLinks(parts, self.poller)
+        self._peers = PeerLinks(parts, self.poller) if parts.mail is None else MailLinks(parts, parts.mail)
         self._handovers: dict[str, Handover] = {}
         self._by_lease: dict[str, Handover] = {}
         self._pushing: dict[str, Handover] = {}

@@ -22,7 +22,7 @@ logger = logging.getLogger("tandem.config")
 ENV_PREFIX = "TANDEM_"
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tandem-code-10m"
 
-KV_TRANSPORTS = ("shm", "ucx", "tcp")
+KV_TRANSPORTS = ("shm", "ucx", "tcp", "object_store")
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.memory import PoolMemory, allocate
+from kvtransfer.object_store.carrier import Carrier
 from kvtransfer.transport import Transport
 from kvtransfer.transports import TransportOptions, open_transports
 from protocol.config import ServeConfig, transport_names
@@ -76,9 +77,13 @@ def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPoo
     return engine, pool
 
 
-def open_wires(config: ServeConfig, engine: Engine, pool: RegisteredPool, name: str) -> list[Transport]:
+def open_wires(
+    config: ServeConfig, engine: Engine, pool: RegisteredPool, name: str, carrier: Carrier | None
+) -> list[Transport]:
     """The transports that this worker offers under its unique `name`; none where its pool is out of reach."""
     if engine.pool.tensor.is_cuda:
         return []
-    options = TransportOptions(tcp_streams=config.kv_tcp_streams, wire_dtype=config.kv_wire_dtype)
+    options = TransportOptions(
+        tcp_streams=config.kv_tcp_streams, wire_dtype=config.kv_wire_dtype, carrier=carrier
+    )
     return open_transports(transport_names(config), pool, name, options)
