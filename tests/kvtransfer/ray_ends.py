@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import ray
 
 from deploy.actors import CONCURRENCY
@@ -18,7 +18,7 @@ from deploy.ray_carrier import RayCarrier
 from deploy.ray_cluster import object_store_bytes
 from kvtransfer.transports import TransportOptions
 from protocol.config import ServeConfig
-from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, make_pool
+from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, close_memories, make_pool
 
 ANSWER_S = 60.0
 
@@ -73,27 +73,29 @@ class Side:
     def close(self) -> list[str]:
         """Close it all; returns the threads of ours that are left."""
         self.end.close()
+        self.end = None
+        close_memories()
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
 class RemoteSide:
     """A `Side`, from outside."""
 
-    def __init__(
-        self, name: str, role: str, num_blocks: int, block_bytes: int, seed: int, **options: Any
-    ) -> None:
+    def __init__(self, role: str, num_blocks: int, block_bytes: int, seed: int, **options: Any) -> None:
         kind = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(Side)
-        self.actor = kind.options(name=name, num_cpus=0).remote()
+        self.actor = kind.options(name=f"{role}-{secrets.token_hex(8)}", num_cpus=0).remote()
         self.pid = ray.get(self.actor.pid.remote(), timeout=ANSWER_S)
-        start = self.actor.start.remote(role, num_blocks, block_bytes, seed, **options)
-        self.peer = ray.get(start, timeout=ANSWER_S)
+        self._options = (role, num_blocks, block_bytes, seed), options
+        self.start()
+
+    def start(self) -> None:
+        """Again, after a `close`."""
+        arguments, options = self._options
+        self.peer = ray.get(self.actor.start.remote(*arguments, **options), timeout=ANSWER_S)
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What `function(end, *arguments)` returns there."""
         return ray.get(self.actor.apply.remote(function, *arguments), timeout=ANSWER_S)
-
-    def begin(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return self.actor.apply.remote(function, *arguments)
 
     def close(self) -> list[str]:
         return ray.get(self.actor.close.remote(), timeout=ANSWER_S)
@@ -113,7 +115,3 @@ def wait_stored(expected: Callable[[int], bool]) -> None:
     while not expected(stored_bytes()):
         assert time.monotonic() < deadline, f"{stored_bytes()} bytes are in the store"
         time.sleep(0.05)
-
-
-def pool_bytes(end: Any) -> np.ndarray:
-    return np.frombuffer(bytes(end.pool.buffer), np.uint8)
