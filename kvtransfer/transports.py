@@ -11,8 +11,10 @@ from kvtransfer.layout import wire_segments
 from kvtransfer.object_store.carrier import Carrier
 from kvtransfer.shm import ShmTransport
 from kvtransfer.tcp import TcpTransport
+from kvtransfer.tls import TlsTransport
 from kvtransfer.transport import Transport
 from protocol.config import KV_TRANSPORTS
+from protocol.tls import TlsFiles
 
 logger = logging.getLogger("tandem.kvtransfer")
 
@@ -21,11 +23,12 @@ logger = logging.getLogger("tandem.kvtransfer")
 class TransportOptions:
     """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are.
 
-    `carrier` is what `object_store` needs.
+    `tls` makes `tcp` encrypt, `carrier` is what `object_store` needs.
     """
 
     tcp_streams: int = 1
     wire_dtype: str = "auto"
+    tls: TlsFiles | None = None
     carrier: Carrier | None = None
 
 
@@ -41,6 +44,8 @@ def _ucx(pool: RegisteredPool, name: str, options: TransportOptions) -> Transpor
 
 def _tcp(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
     wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError where that can't be
+    if options.tls is not None:
+        return TlsTransport(options.tls, options.tcp_streams, options.wire_dtype)
     return TcpTransport(options.tcp_streams, options.wire_dtype)
 
 

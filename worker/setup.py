@@ -16,7 +16,7 @@ from kvtransfer.memory import PoolMemory, allocate
 from kvtransfer.object_store.carrier import Carrier
 from kvtransfer.transport import Transport
 from kvtransfer.transports import TransportOptions, open_transports
-from protocol.config import ServeConfig, transport_names
+from protocol.config import ServeConfig, tls_files, transport_names
 from protocol.messages import Role
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,9 @@ def open_wires(
     if engine.pool.tensor.is_cuda:
         return []
     options = TransportOptions(
-        tcp_streams=config.kv_tcp_streams, wire_dtype=config.kv_wire_dtype, carrier=carrier
+        tcp_streams=config.kv_tcp_streams,
+        wire_dtype=config.kv_wire_dtype,
+        tls=tls_files(config),
+        carrier=carrier,
     )
     return open_transports(transport_names(config), pool, name, options)
