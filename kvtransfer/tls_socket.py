@@ -14,6 +14,8 @@ from protocol.errors import ProtocolError
 _CHUNK_BYTES = 128 * 1024
 """Encrypted, and read from the socket, at a time: it stays in the cache, and spares calls of the kernel."""
 
+_PROTOCOL_VERSION_ALERT = bytes.fromhex("15 0301 0002 02 46")
+
 _NO_TLS = "TLS: the peer ended the handshake; it may have no TLS, or refuse our certificate"
 
 
@@ -149,7 +151,12 @@ class TlsSocket(socket.socket):
 
     def _feed(self) -> bool:
         """Take in what has come; False at the end of the connection."""
-        data = super().recv(_CHUNK_BYTES)
+        try:
+            data = super().recv(_CHUNK_BYTES)
+        except ConnectionError:
+            if self._tls.version() is not None:
+                raise
+            data = b""
         self._incoming.write(data)
         return bool(data)
 
@@ -162,6 +169,8 @@ class TlsSocket(socket.socket):
         """Raises ProtocolError; the peer is told as well."""
         with contextlib.suppress(OSError):
             self._flush()
+            if error.reason == "WRONG_VERSION_NUMBER":  # OpenSSL itself says nothing to such a peer
+                super().send(_PROTOCOL_VERSION_ALERT)
         raise ProtocolError(f"TLS: {_reason(error)}") from error
 
 
