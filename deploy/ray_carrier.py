@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,8 @@ from ray.exceptions import RayError
 
 from deploy.actors import PARCELS, WATCH
 from kvtransfer.object_store.carrier import Handler, Reference
+
+log = logging.getLogger(__name__)
 
 
 class RayCarrier:
@@ -25,6 +31,8 @@ class RayCarrier:
         self.address: str = ray.get_runtime_context().get_actor_name()
         self._handlers: dict[str, Handler] = {}
         self._actors: dict[str, Any] = {}
+        self._done: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._tell, name="ray-carrier", daemon=True).start()
 
     def handle(self, kind: str, handler: Handler) -> None:
         self._handlers[kind] = handler
@@ -48,7 +56,7 @@ class RayCarrier:
         except (OSError, RayError) as error:
             on_done(_first_line(error))
             return
-        taken.future().add_done_callback(lambda future: on_done(_outcome(future)))
+        self._when_done(taken, lambda future: on_done(_outcome(future)))
 
     def watch(self, address: str, on_lost: Callable[[str], None]) -> None:
         until_ended = self._actor(address).until_ended.options(concurrency_group=WATCH)
@@ -57,7 +65,7 @@ class RayCarrier:
             self._actors.pop(address, None)
             on_lost(address)
 
-        until_ended.remote().future().add_done_callback(ended)
+        self._when_done(until_ended.remote(), ended)
 
     def put(self, buffers: Sequence[memoryview]) -> Reference:
         try:
@@ -76,6 +84,17 @@ class RayCarrier:
             return [memoryview(array) for array in ray.get(reference)]
         except RayError as error:
             raise OSError(f"an object is lost: {_first_line(error)}") from error
+
+    def _when_done(self, result: Reference, callback: Callable[[Future[Any]], None]) -> None:
+        """Call back in a thread of our own: one that asks Ray for something would stop Ray's for ever."""
+        result.future().add_done_callback(lambda future: self._done.put(partial(callback, future)))
+
+    def _tell(self) -> None:
+        while True:
+            try:
+                self._done.get()()
+            except Exception:
+                log.exception("a callback failed")
 
     def _actor(self, address: str) -> Any:
         actor = self._actors.get(address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -52,11 +53,12 @@ class Wake:
         """Forget earlier `set`s; after `stop` raises StoppedError instead."""
         if self.stopped:
             raise StoppedError
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
-        except BlockingIOError:
-            return
+        if self.stopped:  # meanwhile, and what tells others may have been read just now
+            self.set()
+            raise StoppedError
 
     def close(self) -> None:
         self._reader.close()
