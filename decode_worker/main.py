@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decode_worker.loop import DecodeLoop
+from kvtransfer.object_store.carrier import Carrier
 from protocol.config import ServeConfig
 from protocol.sockets import ClusterKeys
 from worker.process import run_worker
@@ -16,6 +17,9 @@ def run(
     keys: ClusterKeys,
     stop: StopHandle | None = None,
     incarnation: str | None = None,
+    carrier: Carrier | None = None,
 ) -> None:
     """Be a decode worker until `stop`, or until the router is gone."""
-    run_worker(DecodeLoop, "decode", config, worker_id, router_endpoint, keys, stop, incarnation)
+    run_worker(
+        DecodeLoop, "decode", config, worker_id, router_endpoint, keys, stop, incarnation, carrier=carrier
+    )

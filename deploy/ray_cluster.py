@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from deploy.cleanup import make_directory, remove_directory
-from protocol.config import ServeConfig
+from deploy.resources import worker_count
+from protocol.config import ServeConfig, transport_names
 from protocol.errors import TandemError
 
 log = logging.getLogger(__name__)
 
-_OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""Ray's least: nothing of ours goes through its object store."""
+_LEAST_STORE_BYTES = 80 * 1024 * 1024
+"""Somewhat more than Ray's own least."""
+
+_STORE_BYTES_PER_PAIR = 4 * 16 * 1024 * 1024
+"""In flight from one worker to another: `kvtransfer.stream.MAX_IN_FLIGHT` pieces, and one that is leaving."""
 
 
 class RayStartError(TandemError):
@@ -30,6 +34,7 @@ class RayCluster:
     """
 
     def __init__(self, config: ServeConfig) -> None:
+        self._config = config
         self._address = config.ray_address
         self._directory: Path | None = None
         self.namespace = f"tandem-{secrets.token_hex(4)}"
@@ -58,7 +63,7 @@ class RayCluster:
             options |= {
                 "num_cpus": 0,
                 "include_dashboard": False,
-                "object_store_memory": _OBJECT_STORE_BYTES,
+                "object_store_memory": object_store_bytes(self._config),
                 "_temp_dir": str(self._directory),
                 "_node_ip_address": "127.0.0.1",
             }
@@ -85,6 +90,14 @@ class RayCluster:
     def remove_files(self) -> None:
         if self._directory is not None:
             remove_directory(self._directory)
+
+
+def object_store_bytes(config: ServeConfig) -> int:
+    """The size of a local cluster's object store: nothing of ours is in it without that transport."""
+    if "object_store" not in transport_names(config):
+        return _LEAST_STORE_BYTES
+    workers = worker_count(config)
+    return _LEAST_STORE_BYTES + workers * (workers - 1) * _STORE_BYTES_PER_PAIR
 
 
 def _set_environment() -> None:

@@ -15,7 +15,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from deploy.actors import Launch, WorkerActor
+from deploy.actors import CONCURRENCY, Launch, WorkerActor
 from deploy.launcher import RouterView
 from deploy.resources import available_cores, plan_workers, thread_environment
 from protocol.config import ServeConfig
@@ -96,7 +96,7 @@ class Supervisor:
     # --- one worker -------------------------------------------------------------------------------
 
     def _start(self, slot: _Slot) -> None:
-        actor_class = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=3)(WorkerActor)
+        actor_class = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(WorkerActor)
         threads = self._config.worker_threads or 1
         environment = thread_environment(threads)
         slot.incarnation = new_incarnation()

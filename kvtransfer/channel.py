@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -10,10 +11,13 @@ from typing import TypeVar
 
 import msgspec
 
+from kvtransfer.tls_socket import TlsSocket
 from protocol.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 64 * 1024
 LENGTH_BYTES = 4
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
+"""How an alert and a handshake begin. With the next two bytes they are no length of ours."""
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -49,11 +53,12 @@ class Wake:
         """Forget earlier `set`s; after `stop` raises StoppedError instead."""
         if self.stopped:
             raise StoppedError
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
-        except BlockingIOError:
-            return
+        if self.stopped:  # meanwhile, and what tells others may have been read just now
+            self.set()
+            raise StoppedError
 
     def close(self) -> None:
         self._reader.close()
@@ -80,6 +85,8 @@ def decode(payload: bytes | bytearray, message_type: type[T]) -> T:
 def frame_length(header: bytes | bytearray) -> int:
     length = int.from_bytes(header[:LENGTH_BYTES], "little")
     if length > MAX_MESSAGE_BYTES:
+        if bytes(header[:2]) in _TLS_RECORDS:
+            raise ProtocolError("the peer speaks TLS, and this side does not")
         raise ProtocolError(f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
     return length
 
@@ -90,6 +97,7 @@ class Channel:
     def __init__(self, sock: socket.socket, wake: Wake) -> None:
         sock.setblocking(False)
         self.socket = sock
+        self._tls = sock if isinstance(sock, TlsSocket) else None
         self._wake = wake
         self._poll = select.poll()
         self._poll.register(sock, 0)
@@ -98,6 +106,19 @@ class Channel:
 
     def wait(self, events: int, deadline: float | None) -> int:
         """Wait for poll events of the socket; 0 when woken. Raises TimeoutError, StoppedError."""
+        if self._tls is not None:
+            return self._wait_tls(self._tls, events, deadline)
+        return self._wait(events, deadline)
+
+    def _wait_tls(self, tls: TlsSocket, events: int, deadline: float | None) -> int:
+        """What the connection is ready for may be another thing than what the caller can do."""
+        polled = tls.events_to_poll(events)
+        if not polled:
+            return select.POLLIN
+        ready = self._wait(polled, deadline)
+        return events | ready if ready else 0
+
+    def _wait(self, events: int, deadline: float | None) -> int:
         if events != self._events:
             self._poll.modify(self.socket, events)
             self._events = events

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import select
-import socket
 import threading
 import time
 from collections import deque
@@ -18,7 +17,7 @@ from kvtransfer.host import host_id
 from kvtransfer.interface import Closed, Failed, ReceiveEvent, RegisteredPool
 from kvtransfer.leases import LeaseTable
 from kvtransfer.pairs import Pairs
-from kvtransfer.transport import Transport
+from kvtransfer.transport import Listener, Transport
 from protocol.messages import TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -75,7 +74,7 @@ class Receiver:
             handshake_timeout_s=handshake_timeout_s,
         )
         self._connections: list[Connection] = []
-        self._listeners: dict[int, tuple[socket.socket, Transport]] = {}
+        self._listeners: dict[int, tuple[Listener, Transport]] = {}
         self.offers: list[TransferOffer] = []
         for transport in transports:
             listener, address = transport.listen(host)
@@ -163,7 +162,7 @@ class Receiver:
             self._emit(Failed(lease_id, "the sender is gone"))
         return look_again
 
-    def _accept_one(self, listener: socket.socket, transport: Transport) -> None:
+    def _accept_one(self, listener: Listener, transport: Transport) -> None:
         try:
             accepted, _ = listener.accept()
         except (BlockingIOError, ConnectionError):

@@ -19,7 +19,7 @@ from kvtransfer.layout import tokens_in_blocks
 from kvtransfer.leases import WriteGate
 from kvtransfer.messages import Hello
 from kvtransfer.quantize import Quantizer
-from kvtransfer.transport import PieceWriter
+from kvtransfer.transport import Listener, PieceWriter
 
 GOOD, SPOILED = b"\x01", b"\x00"
 """The byte after a piece's blocks. Spoiled: the sender gave the blocks up midway and padded the rest."""
@@ -166,7 +166,7 @@ class TcpTransport:
     def close(self) -> None:
         return
 
-    def listen(self, host: str) -> tuple[socket.socket, str]:
+    def listen(self, host: str) -> tuple[Listener, str]:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind(address)

@@ -6,13 +6,25 @@ A new transport implements these three protocols and adds itself to the registry
 from __future__ import annotations
 
 import socket
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtransfer.channel import Channel
 from kvtransfer.extents import Runs
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import WriteGate
 from kvtransfer.messages import Hello
+
+
+class Listener(Protocol):
+    """What `Receiver` needs of a listening socket."""
+
+    def fileno(self) -> int: ...
+
+    def setblocking(self, flag: bool, /) -> None: ...
+
+    def accept(self) -> tuple[socket.socket, Any]: ...
+
+    def close(self) -> None: ...
 
 
 class PieceWriter(Protocol):
@@ -57,8 +69,8 @@ class Transport(Protocol):
     wire_dtype: str
     """How values travel: `auto` as they lie in the pool, or quantized (`layout.wire_segments`)."""
 
-    def listen(self, host: str) -> tuple[socket.socket, str]:
-        """A listening socket, and the address at which peers reach it."""
+    def listen(self, host: str) -> tuple[Listener, str]:
+        """A listening socket, or what acts like one, and the address at which peers reach it."""
 
     def connect(self, address: str) -> socket.socket:
         """Begin to connect, without blocking."""

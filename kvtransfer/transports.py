@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from kvtransfer.checksum import Mode
 from kvtransfer.interface import RegisteredPool, TransferError
 from kvtransfer.layout import wire_segments
+from kvtransfer.object_store.carrier import Carrier
 from kvtransfer.pairs import Pairs
 from kvtransfer.shm import ShmTransport
 from kvtransfer.tcp import TcpTransport
+from kvtransfer.tls import TlsTransport
 from kvtransfer.transport import Transport
 from protocol.config import KV_TRANSPORTS
+from protocol.tls import TlsFiles
 
 logger = logging.getLogger("tandem.kvtransfer")
 
@@ -21,12 +24,16 @@ logger = logging.getLogger("tandem.kvtransfer")
 @dataclass(frozen=True)
 class TransportOptions:
     """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are.
-    `checksum`: what the sender's pieces will carry.
+
+    `checksum` is what the sender's pieces will carry, `tls` makes `tcp` encrypt, `carrier` is what
+    `object_store` needs.
     """
 
     tcp_streams: int = 1
     wire_dtype: str = "auto"
     checksum: Mode = "off"
+    tls: TlsFiles | None = None
+    carrier: Carrier | None = None
 
 
 def _shm(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
@@ -43,13 +50,26 @@ def _ucx(pool: RegisteredPool, name: str, options: TransportOptions) -> Transpor
 
 def _tcp(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
     wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError where that can't be
+    if options.tls is not None:
+        return TlsTransport(options.tls, options.tcp_streams, options.wire_dtype)
     return TcpTransport(options.tcp_streams, options.wire_dtype)
+
+
+def _object_store(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    from kvtransfer.object_store.transport import ObjectStoreTransport
+
+    if options.carrier is None:
+        raise TransferError("the worker is no Ray actor")
+    if pool.device is not None:
+        raise TransferError("it does not send from a GPU's memory")
+    return ObjectStoreTransport(options.carrier)
 
 
 _OPEN: dict[str, Callable[[RegisteredPool, str, TransportOptions], Transport]] = {
     "shm": _shm,
     "ucx": _ucx,
     "tcp": _tcp,
+    "object_store": _object_store,
 }
 assert set(_OPEN) == set(KV_TRANSPORTS)
 

@@ -16,13 +16,14 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
+from protocol.tls import TlsFiles
 
 logger = logging.getLogger("tandem.config")
 
 ENV_PREFIX = "TANDEM_"
 BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tandem-code-10m"
 
-KV_TRANSPORTS = ("shm", "ucx", "tcp")
+KV_TRANSPORTS = ("shm", "ucx", "tcp", "object_store")
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
@@ -114,7 +115,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "on", "off"], _doc("Compile the forward with torch.compile; `auto` where it pays.")
     ] = "auto"
 
-    kv_transports: Annotated[str, _doc("Transports to offer, best first, comma-separated.")] = "shm,ucx,tcp"
+    kv_transports: Annotated[
+        str,
+        _doc(
+            "Transports to offer, best first, comma-separated: shm, ucx, tcp, and object_store for workers "
+            "that reach each other only through Ray."
+        ),
+    ] = "shm,ucx,tcp"
     kv_tcp_streams: Annotated[int, Meta(ge=1, le=64), _doc("Connections per pair of workers over tcp.")] = 1
     kv_wire_dtype: Annotated[
         Literal["auto", "int8", "fp8"],
@@ -124,6 +131,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["off", "sampled", "full"],
         _doc("Check KV that arrives: a sixteenth of each block, or all of it. What differs is sent again."),
     ] = "off"
+    kv_tls_cert: Annotated[
+        str | None, _doc("Encrypt tcp: PEM file with the workers' certificate, on every host.")
+    ] = None
+    kv_tls_key: Annotated[str | None, _doc("PEM file with the key of --kv-tls-cert.")] = None
+    kv_tls_ca: Annotated[
+        str | None, _doc("PEM file with the authority that peers' certificates must come from.")
+    ] = None
     handoff_timeout: Annotated[
         PositiveSeconds, _doc("Seconds without progress after which a hand-off fails.")
     ] = 30.0
@@ -227,12 +241,39 @@ def _check_together(config: ServeConfig) -> None:
             )
     if not transport_names(config):
         raise ConfigError("--kv-transports: name at least one transport")
+    _check_tls(config)
     _check_tiers(config)
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
             f"got {config.max_num_batched_tokens}"
         )
+
+
+def _check_tls(config: ServeConfig) -> None:
+    given = {flag_name(field): getattr(config, field) for field in ("kv_tls_cert", "kv_tls_key", "kv_tls_ca")}
+    missing = [flag for flag, path in given.items() if path is None]
+    if len(missing) == len(given):
+        return
+    if missing:
+        others = ", ".join(flag for flag in given if flag not in missing)
+        raise ConfigError(f"{missing[0]}: must be given together with {others}")
+    if "ucx" in transport_names(config):
+        raise ConfigError(
+            "--kv-transports: ucx does not encrypt; with --kv-tls-cert name others, as in shm,tcp"
+        )
+    if "tcp" not in transport_names(config):
+        raise ConfigError("--kv-tls-cert: is for tcp, which --kv-transports does not name")
+    files = tls_files(config)
+    assert files is not None
+    files.check()
+
+
+def tls_files(config: ServeConfig) -> TlsFiles | None:
+    """The certificates that `tcp` encrypts with, if it does."""
+    if config.kv_tls_cert is None or config.kv_tls_key is None or config.kv_tls_ca is None:
+        return None
+    return TlsFiles(cert=config.kv_tls_cert, key=config.kv_tls_key, ca=config.kv_tls_ca)
 
 
 def _check_tiers(config: ServeConfig) -> None:

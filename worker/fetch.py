@@ -22,6 +22,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from protocol.messages import Fetch, Generate, PeerAddress
 from worker.counters import Counters
+from worker.mail import MailLinks
 from worker.peer_links import PeerLinks
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class PrefixFetcher:
         ours: PeerAddress,
         engine: Engine,
         receiver: Receiver,
-        peers: PeerLinks,
+        peers: PeerLinks | MailLinks,
         counters: Counters,
         go_on: Callable[[Generate], None],
     ) -> None:

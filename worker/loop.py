@@ -35,6 +35,7 @@ from protocol.messages import (
 )
 from worker.fetch import PrefixFetcher, PrefixHolder
 from worker.link import RouterLink
+from worker.mail import MailLinks, MailSocket
 from worker.parts import WorkerParts
 from worker.peer_links import PeerLinks
 from worker.peer_socket import PeerSocket
@@ -67,9 +68,9 @@ class WorkerLoop(ABC):
         self.poller = zmq.Poller()
         self.poller.register(link.socket, zmq.POLLIN)
         self.poller.register(parts.wake.fileno(), zmq.POLLIN)
-        self.inbox = PeerSocket(parts)
+        self.inbox = PeerSocket(parts) if parts.mail is None else MailSocket(parts, parts.mail)
         self.poller.register(self.inbox.socket, zmq.POLLIN)
-        self.peers = PeerLinks(parts, self.poller)
+        self.peers = PeerLinks(parts, self.poller) if parts.mail is None else MailLinks(parts, parts.mail)
         self.sender, self.receiver = open_transfers(parts)
         self.address = PeerAddress(
             worker_id=parts.worker_id,

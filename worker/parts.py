@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -16,6 +17,9 @@ from protocol.messages import Lifecycle, Role, WorkerState
 from protocol.sockets import ClusterKeys
 from worker.counters import Counters
 from worker.wake import Wakeup
+
+if TYPE_CHECKING:
+    from worker.mail import Mail
 
 _STATS = (
     "num_running",
@@ -37,7 +41,8 @@ class WorkerParts:
 
     `host` is the address that the worker's own sockets bind. `wires` are the open transports, best first;
     `transports` tells those in use, by the peer's worker id; it and `transfer_counters` are called from the
-    heartbeat's thread. `pairs` has what moved between this worker and each peer.
+    heartbeat's thread. `pairs` has what moved between this worker and each peer. With `mail`, messages between
+    workers go that way.
     """
 
     config: ServeConfig
@@ -56,6 +61,7 @@ class WorkerParts:
     pairs: Pairs = field(default_factory=Pairs)
     engine: Engine | None = None
     pool: RegisteredPool | None = None
+    mail: Mail | None = None
 
     def state(self) -> WorkerState:
         """The heartbeat's content; called from its thread."""

@@ -12,7 +12,8 @@ from typing import Protocol
 import zmq
 
 from engine.engine import Engine
-from protocol.config import ServeConfig
+from kvtransfer.object_store.carrier import Carrier
+from protocol.config import ServeConfig, transport_names
 from protocol.errors import TandemError
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress, Register, Role
@@ -20,6 +21,7 @@ from protocol.sockets import ClusterKeys
 from worker.heartbeat import Heartbeat
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
+from worker.mail import Mail
 from worker.parts import WorkerParts
 from worker.setup import address_towards, build_engine, open_wires, set_up_logging, set_up_threads
 from worker.stop import StopHandle
@@ -46,10 +48,12 @@ def run_worker(
     stop: StopHandle | None = None,
     incarnation: str | None = None,
     on_router_lost: Callable[[], None] | None = None,
+    carrier: Carrier | None = None,
 ) -> None:
     """Be a worker until `stop`. Returns when it ended as asked; raises `TandemError` when it cannot serve.
 
-    Without `on_router_lost` the whole process ends when the router is gone.
+    Without `on_router_lost` the whole process ends when the router is gone. `carrier` is what the
+    `object_store` transport needs.
     """
     set_up_logging(config, worker_id)
     set_up_threads(config)
@@ -72,8 +76,10 @@ def run_worker(
         engine, parts.pool = build_engine(config, role)
         parts.engine = engine
         name = f"{worker_id} {parts.incarnation}"
-        parts.wires = open_wires(config, parts.pool, name, parts.pairs)
+        parts.wires = open_wires(config, parts.pool, name, parts.pairs, carrier)
         engine.on_fetched = parts.wake.set
+        if carrier is not None and transport_names(config) == ["object_store"]:
+            parts.mail = Mail(carrier, parts.wake.set)
         loop = make_loop(parts, engine, link)
         parts.lifecycle = "ready"
         try:

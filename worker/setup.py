@@ -13,10 +13,11 @@ from transformers.utils.logging import disable_progress_bar
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.memory import PoolMemory, allocate
+from kvtransfer.object_store.carrier import Carrier
 from kvtransfer.pairs import Pairs
 from kvtransfer.transport import Transport
 from kvtransfer.transports import TransportOptions, open_transports
-from protocol.config import ServeConfig, transport_names
+from protocol.config import ServeConfig, tls_files, transport_names
 from protocol.messages import Role
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,15 @@ def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPoo
     return engine, pool
 
 
-def open_wires(config: ServeConfig, pool: RegisteredPool, name: str, pairs: Pairs) -> list[Transport]:
+def open_wires(
+    config: ServeConfig, pool: RegisteredPool, name: str, pairs: Pairs, carrier: Carrier | None
+) -> list[Transport]:
     """The transports that this worker offers under its unique `name`."""
-    options = TransportOptions(config.kv_tcp_streams, config.kv_wire_dtype, config.kv_checksum)
+    options = TransportOptions(
+        tcp_streams=config.kv_tcp_streams,
+        wire_dtype=config.kv_wire_dtype,
+        checksum=config.kv_checksum,
+        tls=tls_files(config),
+        carrier=carrier,
+    )
     return open_transports(transport_names(config), pool, name, options, pairs)

@@ -25,6 +25,7 @@ from kvtransfer.extents import Runs
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.messages import Hello
 from kvtransfer.tcp import TcpTransport, _tune
+from kvtransfer.transport import Listener
 from kvtransfer.ucx.agent import Agent, Memory
 from kvtransfer.ucx.limbo import Limbo
 from kvtransfer.ucx.messages import Introduction, Welcome
@@ -103,7 +104,7 @@ class UcxTransport:
         """Reads that were given up but may still write."""
         return len(self._limbo)
 
-    def listen(self, host: str) -> tuple[socket.socket, str]:
+    def listen(self, host: str) -> tuple[Listener, str]:
         return self._tcp.listen(host)
 
     def connect(self, address: str) -> socket.socket:

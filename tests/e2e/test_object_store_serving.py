@@ -1,0 +1,129 @@
+"""`tandem serve` where workers reach each other through Ray alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from transformers import PreTrainedModel
+
+from bench.shapes.tokenizer import save_tokenizer
+from tests.deploy.server_process import ServerProcess
+from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+LENGTHS = [1, 16, 100, 600]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    write_tiny_llama(folder)
+    save_tokenizer(folder, VOCAB_SIZE, 1024)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedModel:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    running = ServerProcess(
+        folder,
+        log,
+        "--kv-transports",
+        "object_store",
+        "--decode-replicas",
+        "2",
+        "--max-num-batched-tokens",
+        "128",
+    )
+    try:
+        yield running.wait_ready()
+    finally:
+        running.kill()
+
+
+def tokens(server: ServerProcess, prompt: list[int], count: int = 12) -> Any:
+    answer = server.complete(prompt, max_tokens=count, return_token_ids=True)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["token_ids"]
+
+
+def counter(server: ServerProcess, name: str) -> float:
+    return sum(worker["counters"].get(name, 0.0) for worker in server.workers().values())
+
+
+def prompts(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+def test_the_tokens_are_those_of_generate(server: ServerProcess, reference: PreTrainedModel) -> None:
+    before = counter(server, "handoffs_total")
+    for prompt in prompts(1):
+        assert tokens(server, prompt) == greedy(reference, prompt, 12)
+    server.wait(lambda: counter(server, "handoffs_total") >= before + len(LENGTHS), 10)
+    server.wait(lambda: counter(server, "kv_object_store_pieces_sent_total") >= len(LENGTHS), 10)
+    assert counter(server, "kv_tcp_pieces_sent_total") == 0
+    used = {name for worker in server.workers().values() for name in worker["transports"].values()}
+    assert used == {"object_store"}
+
+
+def test_no_worker_listens(server: ServerProcess) -> None:
+    """Ray's own server is the one port of each worker, and what could be reached is not of ours."""
+    for worker_id in ("prefill-0", "decode-0", "decode-1"):
+        process = psutil.Process(server.worker_pid(worker_id))
+        listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        assert len(listening) == 1, listening
+        local = [c.laddr for c in process.net_connections("unix") if "tandem-kv" in str(c.laddr)]
+        assert local == []
+
+
+def test_a_killed_decode_worker_is_made_up_for_then_heals(
+    server: ServerProcess, reference: PreTrainedModel
+) -> None:
+    old = {worker_id: worker["incarnation"] for worker_id, worker in server.workers().items()}
+    prompt = prompts(2)[2]
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 600, "temperature": 0, "stream": True}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        for worker_id in ("decode-0", "decode-1"):
+            os.kill(server.worker_pid(worker_id), signal.SIGKILL)
+        rest = [line for line in lines if line.startswith("data: {")]
+    assert '"error"' not in rest[-1], rest[-1]
+
+    def healed() -> bool:
+        workers = server.workers()
+        return all(
+            worker_id in workers
+            and workers[worker_id]["lifecycle"] == "ready"
+            and workers[worker_id]["incarnation"] != old[worker_id]
+            for worker_id in ("decode-0", "decode-1")
+        )
+
+    server.wait(healed, 60)
+    before = counter(server, "handoffs_total")
+    for prompt in prompts(3):
+        assert tokens(server, prompt) == greedy(reference, prompt, 12)
+    server.wait(lambda: counter(server, "handoffs_total") >= before + len(LENGTHS), 10)
+
+
+def test_it_ends_cleanly(server: ServerProcess) -> None:
+    """Last in this module: it ends the shared server."""
+    server.signal(signal.SIGINT)
+    assert server.wait_end() == 0, server.log
+    assert server.leftovers() == []

@@ -1,0 +1,117 @@
+"""Senders and receivers in actors of a real Ray, with the object store between them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from deploy.actors import CONCURRENCY
+from deploy.cleanup import make_directory, remove_directory
+from deploy.ray_carrier import RayCarrier
+from deploy.ray_cluster import object_store_bytes
+from kvtransfer.transports import TransportOptions
+from protocol.config import ServeConfig
+from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, close_memories, make_pool
+
+ANSWER_S = 60.0
+
+
+@contextmanager
+def running_ray() -> Iterator[None]:
+    """A local cluster like that of `tandem serve`; its token is Ray's own affair."""
+    directory = make_directory()
+    ray.init(
+        namespace="tandem-test",
+        num_cpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=object_store_bytes(ServeConfig(kv_transports="object_store")),
+        _temp_dir=str(directory),
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        remove_directory(directory)
+
+
+class Side:
+    """One side of a transfer in a process of its own."""
+
+    def __init__(self) -> None:
+        self.carrier = RayCarrier()
+        self.end: Any = None
+        self._never = threading.Event()
+
+    def deliver(self, kind: str, parcel: bytes, objects: list[Any]) -> bool:
+        return self.carrier.receive(kind, parcel, objects)
+
+    def until_ended(self) -> None:
+        self._never.wait()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def start(self, role: str, num_blocks: int, block_bytes: int, seed: int, **options: Any) -> Any:
+        pool = make_pool(num_blocks, block_bytes, seed)
+        wire = TransportOptions(carrier=self.carrier)
+        kind = SenderEnd if role == "sender" else ReceiverEnd
+        self.end = kind(["object_store"], pool, wire, **options)  # type: ignore[operator]
+        return None if role == "sender" else self.end.peer
+
+    def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.end, *arguments)
+
+    def close(self) -> list[str]:
+        """Close it all; returns the threads of ours that are left."""
+        self.end.close()
+        self.end = None
+        close_memories()
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+
+
+class RemoteSide:
+    """A `Side`, from outside."""
+
+    def __init__(self, role: str, num_blocks: int, block_bytes: int, seed: int, **options: Any) -> None:
+        kind = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(Side)
+        self.actor = kind.options(name=f"{role}-{secrets.token_hex(8)}", num_cpus=0).remote()
+        self.pid = ray.get(self.actor.pid.remote(), timeout=ANSWER_S)
+        self._options = (role, num_blocks, block_bytes, seed), options
+        self.start()
+
+    def start(self) -> None:
+        """Again, after a `close`."""
+        arguments, options = self._options
+        self.peer = ray.get(self.actor.start.remote(*arguments, **options), timeout=ANSWER_S)
+
+    def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What `function(end, *arguments)` returns there."""
+        return ray.get(self.actor.apply.remote(function, *arguments), timeout=ANSWER_S)
+
+    def close(self) -> list[str]:
+        return ray.get(self.actor.close.remote(), timeout=ANSWER_S)
+
+    def kill(self) -> None:
+        ray.kill(self.actor)
+
+
+def stored_bytes() -> int:
+    """What lies in the object store."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return int(total["object_store_memory"] - free.get("object_store_memory", 0))
+
+
+def wait_stored(expected: Callable[[int], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not expected(stored_bytes()):
+        assert time.monotonic() < deadline, f"{stored_bytes()} bytes are in the store"
+        time.sleep(0.05)

@@ -1,0 +1,283 @@
+"""Blocks through Ray's object store, between actors of a real Ray."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from deploy.ray_cluster import _STORE_BYTES_PER_PAIR, object_store_bytes
+from kvtransfer import Completed, Failed, Progress, TransferError
+from kvtransfer.extents import PIECE_BYTES
+from kvtransfer.object_store.transport import aligned
+from kvtransfer.stream import MAX_IN_FLIGHT
+from kvtransfer.transports import open_transports
+from protocol.config import ServeConfig, load_config, transport_names
+from protocol.messages import PeerAddress
+from tests.kvtransfer.ray_ends import RemoteSide, running_ray, wait_stored
+from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+Make = Callable[..., RemoteSide]
+NUM_BLOCKS, BLOCK_BYTES = 64, 1024 * 1024
+PROMPT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    with running_ray():
+        yield
+
+
+@pytest.fixture
+def make(ray_cluster: None) -> Iterator[Make]:
+    """Starts sides, and kills them after the test."""
+    sides: list[RemoteSide] = []
+
+    def start(
+        role: str, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES, **options: Any
+    ) -> RemoteSide:
+        sides.append(RemoteSide(role, num_blocks, block_bytes, seed=1 + len(sides), **options))
+        return sides[-1]
+
+    yield start
+    for side in sides:
+        side.kill()
+    wait_stored(lambda stored: stored == 0)
+
+
+# --- what the sides are told to do --------------------------------------------------------------------
+
+
+def open_lease(end: ReceiverEnd, lease_id: str, blocks: list[int]) -> None:
+    end.receiver.open(lease_id, blocks)
+
+
+def close_lease(end: ReceiverEnd, lease_id: str) -> bool:
+    return end.receiver.close_lease(lease_id)
+
+
+def wait_lease(end: Any, lease_id: str, timeout_s: float = 20.0) -> Any:
+    return end.wait_lease(lease_id, timeout_s)
+
+
+def push(
+    end: SenderEnd, peer: PeerAddress, lease_id: str, blocks: list[int], first: int, final: bool
+) -> None:
+    end.push(peer, lease_id, blocks, first, final=final)
+
+
+def push_all(end: SenderEnd, peer: PeerAddress, lease_id: str, blocks: list[int]) -> Any:
+    end.push(peer, lease_id, blocks)
+    return end.wait_lease(lease_id)
+
+
+def push_without_end(end: SenderEnd, peer: PeerAddress, lease_id: str, blocks: list[int]) -> None:
+    """Far more than fits in flight, and only told to begin."""
+    for _ in range(40):
+        end.push(peer, lease_id, blocks, final=False)
+    end.wait_for(lambda event: True)
+
+
+def blocks_of(end: Any, indices: list[int]) -> list[bytes]:
+    return [block(end.pool, index) for index in indices]
+
+
+def counters(end: Any) -> dict[str, float]:
+    return end.end.counters()
+
+
+def local_sockets(end: Any) -> int:
+    """Ends of socket pairs, and the few that Ray has within its node."""
+    gc.collect()
+    return len(psutil.Process().net_connections("unix"))
+
+
+# --- tests --------------------------------------------------------------------------------------------
+
+
+def test_it_is_used_only_when_named() -> None:
+    assert "object_store" not in transport_names(ServeConfig())
+    assert "object_store" in transport_names(load_config({"kv_transports": "tcp,object_store"}, {}))
+
+
+def test_outside_of_an_actor_it_is_left_out() -> None:
+    with pytest.raises(TransferError, match="no Ray actor"):
+        open_transports(["object_store"], make_pool(), "name")
+    wires = open_transports(["object_store", "tcp"], make_pool(), "name")
+    assert [wire.name for wire in wires] == ["tcp"]
+
+
+def test_the_store_has_room_for_what_is_in_flight() -> None:
+    assert _STORE_BYTES_PER_PAIR == (MAX_IN_FLIGHT + 1) * PIECE_BYTES
+    least = object_store_bytes(ServeConfig(decode_replicas=8))
+    three = ServeConfig(kv_transports="object_store", prefill_replicas=1, decode_replicas=2)
+    assert object_store_bytes(three) == least + 6 * _STORE_BYTES_PER_PAIR
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buffers_that_are_cut_differently_are_paired(seed: int) -> None:
+    rng = random.Random(seed)
+    nbytes = rng.randrange(1, 2000)
+    source, target = rng.randbytes(nbytes), bytearray(nbytes)
+
+    def cut(buffer: bytes | bytearray) -> list[memoryview]:
+        ends = [*sorted(rng.sample(range(nbytes), min(nbytes, rng.randrange(9)))), nbytes]
+        return [memoryview(buffer)[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    for ours, theirs in aligned(cut(source), cut(target)):
+        theirs[:] = ours
+    assert target == source
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_bytes"), [(200, 48), (3000, 4096), (40, 3_000_001), (3, 40_000_000)]
+)
+def test_blocks_arrive_bit_by_bit(make: Make, num_blocks: int, block_bytes: int) -> None:
+    rng = random.Random(num_blocks)
+    sender = make("sender", num_blocks, block_bytes)
+    receiver = make("receiver", num_blocks, block_bytes)
+    count = num_blocks - 1
+    sources, targets = rng.sample(range(num_blocks), count), rng.sample(range(num_blocks), count)
+    sources[: count // 2] = sorted(sources[: count // 2])
+    (untouched,) = set(range(num_blocks)) - set(targets)
+    before = receiver.apply(blocks_of, [untouched])
+    receiver.apply(open_lease, "lease", targets)
+    half = count // 3
+    sender.apply(push, receiver.peer, "lease", sources[:half], 0, False)
+    sender.apply(push, receiver.peer, "lease", sources[half:], half, False)
+    sender.apply(push, receiver.peer, "lease", [], count, True)
+    completed = sender.apply(wait_lease, "lease")
+    assert isinstance(completed, Completed)
+    assert (completed.transport, completed.nbytes) == ("object_store", count * block_bytes)
+    assert receiver.apply(wait_lease, "lease") == Progress("lease", count, complete=True)
+    assert receiver.apply(blocks_of, targets) == sender.apply(blocks_of, sources)
+    assert receiver.apply(blocks_of, [untouched]) == before
+    wait_stored(lambda stored: stored == 0)
+
+
+def test_many_leases_over_one_pair_and_back_again(make: Make) -> None:
+    """More than the store holds, over connections that stay."""
+    sender, receiver = make("sender"), make("receiver")
+    everything = list(range(NUM_BLOCKS))
+    for number in range(8):
+        receiver.apply(open_lease, f"lease-{number}", everything)
+        assert isinstance(sender.apply(push_all, receiver.peer, f"lease-{number}", everything), Completed)
+        assert receiver.apply(close_lease, f"lease-{number}")
+    assert 2 * object_store_bytes(ServeConfig(kv_transports="object_store")) < 8 * NUM_BLOCKS * BLOCK_BYTES
+    assert receiver.apply(blocks_of, everything) == sender.apply(blocks_of, everything)
+    assert sender.apply(counters)["connections_made"] == 1
+
+
+def test_a_killed_receiver_fails_the_lease_and_its_successor_works(make: Make) -> None:
+    sender, receiver = make("sender"), make("receiver")
+    everything = list(range(NUM_BLOCKS))
+    receiver.apply(open_lease, "lease", everything)
+    sender.apply(push_without_end, receiver.peer, "lease", everything)
+    os.kill(receiver.pid, signal.SIGKILL)
+    failed = sender.apply(wait_lease, "lease", PROMPT_S)
+    assert isinstance(failed, Failed) and failed.reason.startswith("object_store: ")
+    wait_stored(lambda stored: stored == 0)
+
+    late = sender.apply(push_all, receiver.peer, "late", [0])
+    assert isinstance(late, Failed)
+    successor = make("receiver")
+    successor.apply(open_lease, "lease", everything)
+    assert isinstance(sender.apply(push_all, successor.peer, "lease", everything), Completed)
+    assert successor.apply(blocks_of, everything) == sender.apply(blocks_of, everything)
+
+
+def test_a_killed_sender_fails_its_lease_alone(make: Make) -> None:
+    sender, survivor = make("sender"), make("sender")
+    receiver = make("receiver", reconnect_grace_s=0.3)
+    some, others = list(range(32)), list(range(32, 64))
+    receiver.apply(open_lease, "lost", some)
+    receiver.apply(open_lease, "kept", others)
+    survivor.apply(push, receiver.peer, "kept", others[:1], 0, False)
+    sender.apply(push_without_end, receiver.peer, "lost", some)
+    os.kill(sender.pid, signal.SIGKILL)
+    assert receiver.apply(wait_lease, "lost", PROMPT_S) == Failed("lost", "the sender is gone")
+    assert receiver.apply(close_lease, "lost")
+    wait_stored(lambda stored: stored == 0)
+    survivor.apply(push, receiver.peer, "kept", others[1:], 1, True)
+    assert receiver.apply(wait_lease, "kept") == Progress("kept", 32, complete=True)
+    assert receiver.apply(blocks_of, others) == survivor.apply(blocks_of, others)
+
+
+def test_a_frozen_receiver_is_given_up_in_bounded_time(make: Make) -> None:
+    sender = make("sender", progress_timeout_s=0.5, connect_timeout_s=1.0)
+    receiver = make("receiver")
+    everything = list(range(NUM_BLOCKS))
+    receiver.apply(open_lease, "lease", everything)
+    sender.apply(push, receiver.peer, "lease", [0], 0, False)
+    wait_until(lambda: sender.apply(counters).get("object_store_pieces_sent") == 1)
+    os.kill(receiver.pid, signal.SIGSTOP)
+    try:
+        sender.apply(push, receiver.peer, "lease", everything, 0, True)
+        began = time.monotonic()
+        assert isinstance(sender.apply(wait_lease, "lease"), Failed)
+        assert time.monotonic() - began < 6
+    finally:
+        os.kill(receiver.pid, signal.SIGCONT)
+    receiver.apply(open_lease, "again", [])
+    assert isinstance(sender.apply(push_all, receiver.peer, "again", []), Completed)
+
+
+def abort_and_overwrite(end: SenderEnd, lease_id: str) -> None:
+    end.sender.abort(lease_id)
+    end.pool.buffer[:] = b"\x77" * len(end.pool.buffer)
+
+
+def test_what_is_aborted_is_read_no_more(make: Make) -> None:
+    sender, receiver = make("sender"), make("receiver")
+    everything = list(range(NUM_BLOCKS))
+    receiver.apply(open_lease, "lease", everything)
+    sender.apply(push_without_end, receiver.peer, "lease", everything)
+    sender.apply(abort_and_overwrite, "lease")
+    receiver.apply(open_lease, "next", [])
+    assert isinstance(sender.apply(push_all, receiver.peer, "next", []), Completed)
+    assert b"\x77" * BLOCK_BYTES not in receiver.apply(blocks_of, everything)
+
+
+def test_another_cluster_key_is_refused(make: Make) -> None:
+    sender, receiver = make("sender", key=bytes(32)), make("receiver")
+    receiver.apply(open_lease, "lease", [1])
+    failed = sender.apply(push_all, receiver.peer, "lease", [1])
+    assert isinstance(failed, Failed) and "closed the connection during the handshake" in failed.reason
+    wait_until(lambda: receiver.apply(counters).get("handshakes_refused") == 1)
+
+
+def test_nobody_at_the_address_is_named(make: Make) -> None:
+    sender, receiver = make("sender"), make("receiver")
+    offers = [msgspec.structs.replace(offer, address="nobody") for offer in receiver.peer.offers]
+    nobody = PeerAddress(worker_id="decode-0", incarnation="gone", control="-", offers=offers)
+    failed = sender.apply(push_all, nobody, "lease", [1])
+    assert isinstance(failed, Failed) and "there is no actor nobody" in failed.reason
+
+
+def one_transfer(sender: RemoteSide, receiver: RemoteSide) -> list[int]:
+    """And close both sides; returns how many sockets each has then. Both are started again."""
+    receiver.apply(open_lease, "lease", [1])
+    assert isinstance(sender.apply(push_all, receiver.peer, "lease", [1]), Completed)
+    assert sender.close() == receiver.close() == []
+    left = [side.apply(local_sockets) for side in (sender, receiver)]
+    sender.start()
+    receiver.start()
+    return left
+
+
+def test_closing_leaves_no_thread_no_socket_and_no_object(make: Make) -> None:
+    sender, receiver = make("sender"), make("receiver")
+    before = one_transfer(sender, receiver)
+    for _ in range(3):
+        assert one_transfer(sender, receiver) == before
+    wait_stored(lambda stored: stored == 0)

@@ -1,0 +1,343 @@
+"""The tcp transport within TLS: same blocks, nothing in clear, and nobody without a certificate."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtransfer import Completed, Failed
+from kvtransfer.tls_socket import TlsSocket
+from kvtransfer.transports import TransportOptions
+from protocol.messages import PeerAddress
+from protocol.tls import TlsFiles
+from tests.kvtransfer.certificates import Authority
+from tests.kvtransfer.transfer_sides import (
+    PLAIN,
+    ReceiverEnd,
+    SenderEnd,
+    block,
+    close_memories,
+    make_pool,
+    wait_until,
+)
+
+Closing = Callable[[Any], Any]
+PROMPT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="module")
+def files(authority: Authority) -> TlsFiles:
+    return authority.issue("worker")
+
+
+@pytest.fixture(scope="module")
+def tls(files: TlsFiles) -> TransportOptions:
+    return TransportOptions(tls=files)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> TransportOptions:
+    """Of another authority."""
+    return TransportOptions(tls=Authority(tmp_path_factory.mktemp("tls") / "others").issue("worker"))
+
+
+def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None = None) -> Any:
+    receiver.receiver.open("lease", [1])
+    sender.push(peer or receiver.peer, "lease", [2])
+    return sender.wait_lease("lease")
+
+
+# --- it works -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("block_bytes", [48, 4096, 16_384, 100_001, 1_835_008])
+def test_blocks_arrive_bit_by_bit(closing: Closing, files: TlsFiles, block_bytes: int, streams: int) -> None:
+    options = TransportOptions(tcp_streams=streams, tls=files)
+    sender = closing(SenderEnd(["tcp"], make_pool(60, block_bytes, seed=1), options))
+    receiver = closing(ReceiverEnd(["tcp"], make_pool(70, block_bytes, seed=2), options))
+    rng = random.Random(block_bytes)
+    sources, targets = rng.sample(range(60), 50), rng.sample(range(70), 50)
+    expected = [block(receiver.pool, index) for index in range(70)]
+    for source, target in zip(sources, targets, strict=True):
+        expected[target] = block(sender.pool, source)
+    receiver.receiver.open("lease", targets)
+    for start in range(0, 50, 7):
+        sender.push(receiver.peer, "lease", sources[start : start + 7], start, final=start + 7 >= 50)
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    receiver.wait_lease("lease")
+    assert [block(receiver.pool, index) for index in range(70)] == expected
+
+
+def test_an_aborted_lease_leaves_the_connection_in_order(closing: Closing, tls: TransportOptions) -> None:
+    sender = closing(SenderEnd(["tcp"], make_pool(64, 1024 * 1024, seed=1), tls))
+    receiver = closing(ReceiverEnd(["tcp"], make_pool(64, 1024 * 1024, seed=2), tls))
+    for number in range(5):
+        receiver.receiver.open(f"dropped-{number}", range(40))
+        sender.push(receiver.peer, f"dropped-{number}", range(40), final=False)
+        if number:
+            receiver.wait_for(lambda event: True)
+        sender.sender.abort(f"dropped-{number}")
+        receiver.receiver.close_lease(f"dropped-{number}")
+        receiver.receiver.open("next", [50])
+        sender.push(receiver.peer, "next", [50])
+        assert isinstance(sender.wait_lease("next"), Completed)
+        assert block(receiver.pool, 50) == block(sender.pool, 50)
+        receiver.receiver.close_lease("next")
+    assert sender.sender.counters()["connections_made"] == 1
+
+
+def test_an_idle_connection_stays_and_costs_nothing(closing: Closing, tls: TransportOptions) -> None:
+    sender = closing(SenderEnd(["tcp"], None, tls, progress_timeout_s=0.2))
+    receiver = closing(ReceiverEnd(["tcp"], None, tls, progress_timeout_s=0.2))
+    receiver.receiver.open("lease", [1, 2])
+    sender.push(receiver.peer, "lease", [1], final=False)
+    sender.wait_for(lambda event: True)
+    before = time.process_time()
+    time.sleep(0.8)
+    assert time.process_time() - before < 0.01
+    sender.push(receiver.peer, "lease", [2], 1)
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert sender.sender.counters()["connections_made"] == 1
+
+
+def test_closing_leaves_no_descriptor(tls: TransportOptions) -> None:
+    def once() -> int:
+        sender, receiver = SenderEnd(["tcp"], None, tls), ReceiverEnd(["tcp"], None, tls)
+        assert isinstance(transfer(sender, receiver), Completed)
+        sender.close()
+        receiver.close()
+        del sender, receiver
+        close_memories()
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = once()
+    assert once() == before
+
+
+# --- what is on the wire ------------------------------------------------------------------------------
+
+
+class Tap:
+    """Forwards connections, notes what the sender says, and may flip a bit of its byte at `flip`."""
+
+    def __init__(self, target: str, flip: int = -1) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._flip = flip
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.heard = bytearray()
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:
+                return
+            onward = socket.create_connection(self._target)
+            self._sockets += [accepted, onward]
+            for source, sink in ((accepted, onward), (onward, accepted)):
+                threading.Thread(
+                    target=self._pump, args=(source, sink, source is accepted), daemon=True
+                ).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, tapped: bool) -> None:
+        try:
+            while data := bytearray(source.recv(65536)):
+                at = self._flip - len(self.heard)
+                if tapped and 0 <= at < len(data):
+                    data[at] ^= 4
+                if tapped:
+                    self.heard += data
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        for sock in [self._listener, *self._sockets]:
+            sock.close()
+
+
+def tapped(receiver: ReceiverEnd, tap: Tap) -> PeerAddress:
+    offers = [msgspec.structs.replace(offer, address=tap.address) for offer in receiver.receiver.offers]
+    return msgspec.structs.replace(receiver.peer, offers=offers)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_nothing_is_in_clear(closing: Closing, tls: TransportOptions, encrypted: bool) -> None:
+    options = tls if encrypted else PLAIN
+    sender, receiver = (
+        closing(SenderEnd(["tcp"], None, options)),
+        closing(ReceiverEnd(["tcp"], None, options)),
+    )
+    tap = closing(Tap(receiver.receiver.offers[0].address))
+    assert isinstance(transfer(sender, receiver, tapped(receiver, tap)), Completed)
+    assert len(tap.heard) > 4096
+    in_clear = [part in tap.heard for part in (block(sender.pool, 2)[:64], b"lease", b"prefill-0")]
+    assert in_clear == [not encrypted] * 3
+
+
+@pytest.mark.parametrize("flip", [3_000, 20_000, 200_000])
+def test_a_flipped_bit_is_seen_and_repaired_without_checksums(
+    closing: Closing, tls: TransportOptions, flip: int
+) -> None:
+    sender = closing(SenderEnd(["tcp"], make_pool(seed=1), tls))
+    receiver = closing(ReceiverEnd(["tcp"], make_pool(seed=2), tls))
+    tap = closing(Tap(receiver.receiver.offers[0].address, flip))
+    receiver.receiver.open("lease", range(64))
+    sender.push(tapped(receiver, tap), "lease", range(64))
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
+    assert receiver.receiver.counters()["failures_malformed"] == 1
+
+
+# --- who is refused -----------------------------------------------------------------------------------
+
+
+def refused(sender: SenderEnd, receiver: ReceiverEnd) -> str:
+    """The reason, which comes soon and in which nothing was written."""
+    before, began = bytes(receiver.pool.buffer), time.monotonic()
+    event = transfer(sender, receiver)
+    assert isinstance(event, Failed)
+    assert time.monotonic() - began < PROMPT_S
+    assert bytes(receiver.pool.buffer) == before
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused", 0) >= 1)
+    assert "failures_internal" not in receiver.receiver.counters() | sender.sender.counters()
+    return event.reason
+
+
+def test_a_sender_without_tls_is_refused(
+    closing: Closing, tls: TransportOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = refused(closing(SenderEnd(["tcp"])), closing(ReceiverEnd(["tcp"], None, tls)))
+    assert "the peer speaks TLS, and this side does not" in reason
+    assert any("TLS: the peer does not speak it" in message for message in caplog.messages)
+
+
+def test_a_receiver_without_tls_is_refused(
+    closing: Closing, tls: TransportOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = refused(closing(SenderEnd(["tcp"], None, tls)), closing(ReceiverEnd(["tcp"])))
+    assert "TLS: the peer ended the handshake; it may have no TLS" in reason
+    assert any("the peer speaks TLS, and this side does not" in message for message in caplog.messages)
+
+
+def test_a_receiver_of_another_authority_is_refused(
+    closing: Closing, tls: TransportOptions, others: TransportOptions
+) -> None:
+    reason = refused(closing(SenderEnd(["tcp"], None, tls)), closing(ReceiverEnd(["tcp"], None, others)))
+    assert "TLS: the peer's certificate is refused" in reason
+
+
+def test_a_sender_of_another_authority_is_refused(
+    closing: Closing, files: TlsFiles, others: TransportOptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that takes the receiver's certificate."""
+    assert others.tls is not None
+    trusting = TransportOptions(tls=msgspec.structs.replace(others.tls, ca=files.ca))
+    receiver = closing(ReceiverEnd(["tcp"], None, TransportOptions(tls=files)))
+    assert "TLS: the peer refuses our certificate" in refused(
+        closing(SenderEnd(["tcp"], None, trusting)), receiver
+    )
+    assert any("TLS: the peer's certificate is refused" in message for message in caplog.messages)
+
+
+def test_a_sender_without_a_certificate_is_refused(closing: Closing, files: TlsFiles) -> None:
+    receiver = closing(ReceiverEnd(["tcp"], None, TransportOptions(tls=files)))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(files.ca)
+    host, _, port = receiver.receiver.offers[0].address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=PROMPT_S) as plain,
+        context.wrap_socket(plain) as intruder,
+        pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"),
+    ):
+        intruder.recv(1)
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
+
+
+def test_an_old_tls_version_is_refused(closing: Closing, files: TlsFiles) -> None:
+    receiver = closing(ReceiverEnd(["tcp"], None, TransportOptions(tls=files)))
+    context = files.context(server_side=False)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    host, _, port = receiver.receiver.offers[0].address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=PROMPT_S) as plain, pytest.raises(ssl.SSLError):
+        context.wrap_socket(plain)
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
+
+
+def test_the_certificate_does_not_replace_the_key(closing: Closing, tls: TransportOptions) -> None:
+    sender = closing(SenderEnd(["tcp"], None, tls, key=bytes(32)))
+    assert "handshake" in refused(sender, closing(ReceiverEnd(["tcp"], None, tls)))
+
+
+def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, tls: TransportOptions) -> None:
+    receiver = closing(ReceiverEnd(["tcp"], None, tls, handshake_timeout_s=0.3))
+    host, _, port = receiver.receiver.offers[0].address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=PROMPT_S) as silent:
+        assert silent.recv(1) == b""
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_garbage_harms_no_one(closing: Closing, tls: TransportOptions, seed: int) -> None:
+    rng = random.Random(seed)
+    receiver = closing(ReceiverEnd(["tcp"], None, tls, handshake_timeout_s=0.3, max_pending_handshakes=100))
+    host, _, port = receiver.receiver.offers[0].address.rpartition(":")
+    for _ in range(10):
+        with socket.create_connection((host, int(port)), timeout=PROMPT_S) as raw:
+            start = rng.choice([b"", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
+            raw.sendall(start + rng.randbytes(rng.randrange(1, 400)))
+    wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 10)
+    sender = closing(SenderEnd(["tcp"], None, tls))
+    assert isinstance(transfer(sender, receiver), Completed)
+    assert "failures_internal" not in receiver.receiver.counters()
+
+
+# --- the socket ---------------------------------------------------------------------------------------
+
+
+def test_a_blocked_send_goes_on_where_it_was(files: TlsFiles) -> None:
+    """Nobody reads at first: what was encrypted by then is counted once, and only when it has gone out."""
+    ours, theirs = (
+        TlsSocket(sock, files.context(server_side=bool(side)), server_side=bool(side))
+        for side, sock in enumerate(socket.socketpair())
+    )
+    data = random.Random(1).randbytes(3_000_000)
+    sent, got, blocked = 0, bytearray(), 0
+    with ours, theirs:
+        while len(got) < len(data):
+            try:
+                while sent < len(data):
+                    sent += ours.sendmsg([data[sent : sent + 5], data[sent + 5 : sent + 200_000]])
+            except BlockingIOError:
+                blocked += 1
+            buffers = [memoryview(bytearray(30_000)), memoryview(bytearray(7))]
+            try:
+                received = theirs.recvmsg_into(buffers)[0]
+            except BlockingIOError:
+                continue
+            got += b"".join(buffers)[:received]
+    assert bytes(got) == data
+    assert blocked > 5
