@@ -41,8 +41,8 @@ class WorkerParts:
 
     `host` is the address that the worker's own sockets bind. `wires` are the open transports, best first;
     `transports` tells those in use, by the peer's worker id; it and `transfer_counters` are called from the
-    heartbeat's thread. `pairs` has what moved between this worker and each peer. With `mail`, messages between
-    workers go that way.
+    heartbeat's thread. `pairs` has what moved between this worker and each peer. With `mail`, messages
+    between workers go that way.
     """
 
     config: ServeConfig
