@@ -1,4 +1,4 @@
-"""Copies scattered blocks from one pool to another: in one compiled call, or run by run without a compiler."""
+"""Copies scattered blocks from one pool to another: in a compiled call, or run by run without a compiler."""
 
 from __future__ import annotations
 

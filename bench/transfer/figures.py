@@ -77,17 +77,10 @@ def ratio_figure(
 
 def as_table(figures: Iterable[Figure]) -> Table:
     table = Table(title="KV transfer; medians, baselines measured in the same run", title_justify="left")
-    for column in ("what", "value", "target", "", "ours", "baseline"):
+    for column in ("what", "value", "target", ""):
         table.add_column(column, justify="right" if column in ("value", "target") else "left")
     for figure in figures:
-        table.add_row(
-            figure.what,
-            f"{figure.value:.3g}{figure.unit}",
-            figure.target,
-            figure.verdict,
-            figure.ours,
-            figure.baseline,
-        )
+        table.add_row(figure.what, f"{figure.value:.3g}{figure.unit}", figure.target, figure.verdict)
     return table
 
 

@@ -46,7 +46,9 @@ class BareAgent:
 
     def _prepare(self, owner: str | bytes, address: int) -> int:
         pool = self._side.pool
-        blocks = np.array([[address, pool.block_bytes, 0, pool.block_bytes, pool.num_blocks]], dtype=np.uint64)
+        blocks = np.array(
+            [[address, pool.block_bytes, 0, pool.block_bytes, pool.num_blocks]], dtype=np.uint64
+        )
         return int(self._agent.prepXferDlist(owner, self._nixl.DRAM_SEG, blocks, [self._backend]))
 
     def move(self, operation: str, here: Sequence[int], there: Sequence[int]) -> float:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 _JOIN_S = 10.0
 
@@ -58,7 +58,7 @@ class Remote:
             self.process.kill()
             self.process.join()
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

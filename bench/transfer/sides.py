@@ -1,4 +1,4 @@
-"""The two sides of a pair, each to live in a process of its own: our transfers, and the raw wires beside them."""
+"""The two sides of a pair, each in a process of its own: our transfers, and the raw wires beside them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -188,7 +189,7 @@ class Pair:
     def close(self) -> None:
         self._stack.close()
 
-    def __enter__(self) -> Pair:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
