@@ -1,4 +1,4 @@
-PACKAGES := protocol engine speculation kvtransfer worker prefill_worker decode_worker router deploy bench models
+PACKAGES := protocol native engine speculation kvtransfer worker prefill_worker decode_worker router deploy bench models
 BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=

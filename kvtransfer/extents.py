@@ -25,9 +25,11 @@ RUN_BYTES = 12
 _WIRE_TYPE = np.dtype("<i4")
 NO_RUNS: Runs = np.zeros((0, 3), dtype=np.int32)
 
-BATCH_BYTES = 4 * 1024 * 1024
+BATCH_BYTES = 1024 * 1024
+"""What a system call is offered: about what a socket's buffer takes or gives at once. The whole list of
+buffers is walked at each call, however much it then moves."""
 MAX_BATCH_BUFFERS = 512
-"""Well under IOV_MAX (1024): the kernel walks the whole list at each call, however much it then moves."""
+"""Under IOV_MAX (1024)."""
 
 
 def blocks_per_piece(block_bytes: int) -> int:

@@ -25,6 +25,8 @@ GOOD, SPOILED = b"\x01", b"\x00"
 """The byte after a piece's blocks. Spoiled: the sender gave the blocks up midway and padded the rest."""
 
 _SCRATCH_BYTES = 1024 * 1024
+_WAKE_BYTES = 512 * 1024
+"""Worth a wake-up, which costs both sides as much as moving some ten thousand bytes."""
 _DEAD_AFTER_MS = 30_000
 
 
@@ -108,8 +110,19 @@ class TcpReader:
         self._pool = pool
         self._progress_timeout_s = progress_timeout_s
         self._scratch: memoryview | None = None
+        self._low_water = 1
+        self._bytes_are_visible = type(channel.socket) is socket.socket  # not decrypted out of sight
 
     def read(self, runs: Runs, gate: WriteGate | None) -> bool:
+        try:
+            return self._read(runs, gate)
+        finally:
+            self._wake_from(1)
+
+    def close(self) -> None:
+        self._scratch = None
+
+    def _read(self, runs: Runs, gate: WriteGate | None) -> bool:
         trailer = bytearray(1)
         if gate is None:
             self._discard(num_blocks(runs) * self._pool.block_bytes + len(trailer))
@@ -125,11 +138,8 @@ class TcpReader:
             if received:
                 rest.advance(received)
             else:
-                self._await_bytes()
+                self._await_bytes(rest.remaining)
         return trailer == GOOD
-
-    def close(self) -> None:
-        self._scratch = None
 
     def _receive(self, buffers: list[memoryview]) -> int:
         """Bytes that were there already; 0 if none."""
@@ -141,8 +151,22 @@ class TcpReader:
             raise ConnectionResetError("the peer closed the connection")
         return received
 
-    def _await_bytes(self) -> None:
-        self._channel.wait(select.POLLIN, time.monotonic() + self._progress_timeout_s)
+    def _wake_from(self, nbytes: int) -> None:
+        """Let waits last until so many bytes are there."""
+        if nbytes != self._low_water:
+            self._channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._low_water = nbytes
+
+    def _await_bytes(self, remaining: int) -> None:
+        if self._bytes_are_visible:
+            self._wake_from(_WAKE_BYTES if remaining > _WAKE_BYTES else 1)
+        try:
+            self._channel.wait(select.POLLIN, time.monotonic() + self._progress_timeout_s)
+        except TimeoutError:
+            if self._low_water == 1:
+                raise
+            self._wake_from(1)  # a wire as slow as that makes progress too
+            self._channel.wait(select.POLLIN, time.monotonic())
 
     def _discard(self, nbytes: int) -> None:
         if self._scratch is None:
@@ -150,7 +174,7 @@ class TcpReader:
         while nbytes:
             received = self._receive([self._scratch[:nbytes]])
             if not received:
-                self._await_bytes()
+                self._await_bytes(nbytes)
             nbytes -= received
 
 

@@ -11,7 +11,7 @@ from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.cpu_kernel.library import load
 from engine.attention.interface import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
-from engine.native.build import BuildError
+from native.build import BuildError
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.native.build import BuildError, load_library
-from engine.native.openmp import gomp_parallel
+from native.build import BuildError, load_library
+from native.openmp import gomp_parallel
 
 _PANEL = 64
 

@@ -18,7 +18,7 @@ from engine.attention.cpu_kernel import library
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
 from engine.attention.torch_backend import TorchBackend
-from engine.native import build
+from native import build
 from tests.engine.attention_packs import make_pack, run
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_processes_that_start_together_share_one_build(forgetful: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        f"from engine.native.build import *; print(build(Path({str(SOURCE)!r})))",
+        f"from native.build import *; print(build(Path({str(SOURCE)!r})))",
     ]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = {process.communicate()[0].strip() for process in started}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.cpu_kernel.library import load
 from engine.attention.interface import AttentionMetadata
-from engine.native.openmp import gomp_parallel
+from native.openmp import gomp_parallel
 
 
 class _Arguments:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from pathlib import Path
 
-from engine.native.build import load_library
+from native.build import load_library
 
 
 @functools.cache

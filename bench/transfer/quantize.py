@@ -1,6 +1,6 @@
 """Speed of packing KV blocks for the wire and placing them in a pool, against memcpy of the same bytes.
 
-`python -m bench.transfer_quantize --threads 1` prints GB/s of the sender's pool (bfloat16), best of
+`python -m bench.transfer.quantize --threads 1` prints GB/s of the sender's pool (bfloat16), best of
 interleaved repeats, for blocks of the bundled model (32 KiB) and of a 0.6B model (1.75 MiB).
 """
 

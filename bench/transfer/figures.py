@@ -1,0 +1,91 @@
+"""A measured row: its value, its target, and what it was measured against."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from bench.compare import machine
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """`value` is in `unit`, by default a ratio. `samples` are what it is the median of."""
+
+    what: str
+    value: float
+    unit: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+    ours: str = ""
+    baseline: str = ""
+    samples: list[float] = []
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the target is reached; None where there is none."""
+        if self.at_least is not None:
+            return self.value >= self.at_least
+        return self.value <= self.at_most if self.at_most is not None else None
+
+    @property
+    def target(self) -> str:
+        if self.at_least is not None:
+            return f">= {self.at_least:g}{self.unit}"
+        return f"<= {self.at_most:g}{self.unit}" if self.at_most is not None else ""
+
+    @property
+    def verdict(self) -> str:
+        return {True: "reached", False: "missed", None: ""}[self.reached]
+
+    def __str__(self) -> str:
+        text = f"{self.what}: {self.value:.3g}{self.unit}"
+        if self.target:
+            text += f" (target {self.target}: {self.verdict})"
+        beside = [part for part in (self.ours, self.baseline) if part]
+        return text + (f"; {' against '.join(beside)}" if beside else "")
+
+
+def ratio_figure(
+    what: str,
+    rounds: Sequence[tuple[float, float]],
+    nbytes: int,
+    at_least: float | None = None,
+    baseline: str = "",
+) -> Figure:
+    """Our speed as a share of the baseline's; `rounds` are (its seconds, our seconds) for `nbytes` bytes.
+
+    The median of the ratios within each round, which cancels what changes between them.
+    """
+    ratios = [theirs / ours for theirs, ours in rounds]
+    their_rate, our_rate = (
+        nbytes / 1e9 / statistics.median(seconds) for seconds in zip(*rounds, strict=True)
+    )
+    return Figure(
+        what=what,
+        value=statistics.median(ratios),
+        at_least=at_least,
+        ours=f"{our_rate:.2f} GB/s",
+        baseline=f"{baseline} {their_rate:.2f} GB/s".strip(),
+        samples=ratios,
+    )
+
+
+def as_table(figures: Iterable[Figure]) -> Table:
+    table = Table(title="KV transfer; medians, baselines measured in the same run", title_justify="left")
+    for column in ("what", "value", "target", ""):
+        table.add_column(column, justify="right" if column in ("value", "target") else "left")
+    for figure in figures:
+        table.add_row(figure.what, f"{figure.value:.3g}{figure.unit}", figure.target, figure.verdict)
+    return table
+
+
+def write_figures(path: Path, command: str, figures: Sequence[Figure]) -> None:
+    """Write what was measured, and the command and machine that it came from, as JSON."""
+    document = {"command": command, "machine": machine(), "figures": msgspec.to_builtins(figures)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")

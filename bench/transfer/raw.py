@@ -1,0 +1,32 @@
+"""`shm` against a plain memcpy between two processes' memory, `tcp` against one raw stream on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from bench.transfer.figures import Figure, ratio_figure
+from bench.transfer.sides import Pair, scattered
+
+TOTAL_BYTES = 256 * 1024 * 1024
+MODEL_BLOCK, SMALL_BLOCK = 1792 * 1024, 16 * 1024
+"""Bytes of a block of 16 tokens: of a 0.6B model in bfloat16, and of a very small one."""
+
+
+def measure(
+    transport: str, raw: Callable[[Pair], float], what: str, targets: dict[int, float | None], repeats: int
+) -> Iterator[Figure]:
+    for block_bytes, at_least in targets.items():
+        with Pair([transport], block_bytes, TOTAL_BYTES // block_bytes) as pair:
+            order = scattered(pair.num_blocks)
+            rounds = [(raw(pair), pair.move(transport, order).seconds) for _ in range(repeats + 1)]
+        nbytes = pair.num_blocks * block_bytes
+        size = f"blocks of {block_bytes / 1024:.0f} KiB"
+        yield ratio_figure(f"{transport}, {size}", rounds[1:], nbytes, at_least, what)
+
+
+def shm(repeats: int) -> Iterator[Figure]:
+    return measure("shm", Pair.memcpy, "memcpy", {MODEL_BLOCK: 0.85, SMALL_BLOCK: None}, repeats)
+
+
+def tcp(repeats: int) -> Iterator[Figure]:
+    return measure("tcp", Pair.raw_stream, "raw stream", {MODEL_BLOCK: 0.9, SMALL_BLOCK: 0.9}, repeats)

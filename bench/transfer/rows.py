@@ -1,0 +1,23 @@
+"""What can be measured, by name. Each takes the number of rounds and yields its figures as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from bench.transfer.accuracy import int8
+from bench.transfer.delay import delay
+from bench.transfer.figures import Figure
+from bench.transfer.idle import idle
+from bench.transfer.messages import messages
+from bench.transfer.nixl import ucx
+from bench.transfer.raw import shm, tcp
+
+MEASURES: dict[str, Callable[[int], Iterator[Figure]]] = {
+    "shm": shm,
+    "tcp": tcp,
+    "ucx": ucx,
+    "messages": messages,
+    "idle": idle,
+    "int8": int8,
+    "delay": delay,
+}

@@ -1,0 +1,236 @@
+"""The two sides of a pair, each in a process of its own: our transfers, and the raw wires beside them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from bench.transfer.process import Remote
+from kvtransfer import Completed, Failed, Receiver, RegisteredPool, Sender, allocate
+from kvtransfer.memory import map_peer_pool
+from kvtransfer.tcp import TcpTransport
+from kvtransfer.transports import open_transports
+from protocol.messages import PeerAddress
+
+KEY = bytes(32)
+CHUNK_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one transfer took."""
+
+    seconds: float
+    nbytes: int
+    num_extents: int
+
+
+class Side:
+    def __init__(self, transports: Sequence[str], block_bytes: int, num_blocks: int, name: str) -> None:
+        self.name = name
+        self.memory = allocate(block_bytes * num_blocks)
+        np.frombuffer(self.memory.buffer, dtype=np.uint8).fill(1)  # touches every page
+        self.pool = RegisteredPool(self.memory.buffer, block_bytes, num_blocks, memory_fd=self.memory.fd)
+        self.address = address_of(self.memory.buffer)
+        self.transports = open_transports(list(transports), self.pool, name)
+        self.stream = socket.socket()
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+        self.stream.close()
+
+    def cpu_seconds(self) -> float:
+        """What this process has used so far."""
+        return time.process_time()
+
+
+class ReceivingSide(Side):
+    def __init__(self, transports: Sequence[str], block_bytes: int, num_blocks: int, name: str) -> None:
+        super().__init__(transports, block_bytes, num_blocks, name)
+        self.receiver = Receiver(
+            self.pool,
+            key=KEY,
+            worker_id=name,
+            incarnation=name,
+            transports=self.transports,
+            host="127.0.0.1",
+            on_event=lambda: None,
+        )
+        self._listener, self._raw_address = TcpTransport().listen("127.0.0.1")
+
+    def close(self) -> None:
+        self.receiver.close()
+        self._listener.close()
+        super().close()
+
+    def meet(self, pid: int, fd: int) -> tuple[PeerAddress, str]:
+        """Map the sender's pool; returns where we are, and where the raw stream is to connect."""
+        descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        self.source = map_peer_pool(descriptor, os.fstat(descriptor).st_size)
+        peer = PeerAddress(
+            worker_id=self.name, incarnation=self.name, control="-", offers=self.receiver.offers
+        )
+        return peer, self._raw_address
+
+    def accept(self) -> None:
+        self.stream, _ = self._listener.accept()
+
+    def open(self, lease_id: str, blocks: Sequence[int]) -> None:
+        self.receiver.open(lease_id, blocks)
+
+    def close_lease(self, lease_id: str) -> None:
+        self.receiver.close_lease(lease_id)
+
+    def memcpy(self) -> float:
+        """Seconds of one plain copy of the sender's whole pool into ours."""
+        started = time.perf_counter()
+        ctypes.memmove(self.address, address_of(self.source), self.pool.nbytes)
+        return time.perf_counter() - started
+
+    def receive_stream(self) -> None:
+        buffer, received = self.pool.buffer, 0
+        while received < self.pool.nbytes:
+            received += self.stream.recv_into(buffer[received : received + CHUNK_BYTES])
+        self.stream.sendall(b"\0")
+
+
+class SendingSide(Side):
+    def __init__(self, transports: Sequence[str], block_bytes: int, num_blocks: int, name: str) -> None:
+        super().__init__(transports, block_bytes, num_blocks, name)
+        self._woken = threading.Event()
+        self._senders = {
+            transport.name: Sender(
+                self.pool,
+                key=KEY,
+                worker_id=f"{name}-{transport.name}",
+                incarnation=name,
+                transports=[transport],
+                on_event=self._woken.set,
+            )
+            for transport in self.transports
+        }
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        super().close()
+
+    def whereabouts(self) -> tuple[int, int]:
+        """Of the pool's file: this process, and its descriptor here."""
+        assert self.memory.fd is not None
+        return os.getpid(), self.memory.fd
+
+    def meet(self, peer: PeerAddress, raw_address: str) -> None:
+        self._peer = peer
+        self.stream = TcpTransport().connect(raw_address)
+        self.stream.setblocking(True)
+
+    def push(self, transport: str, lease_id: str, blocks: Sequence[int]) -> Moved:
+        """Push blocks of our pool and wait until all are there."""
+        sender = self._senders[transport]
+        started = time.perf_counter()
+        sender.push(self._peer, lease_id, blocks, 0, final=True)
+        while True:
+            self._woken.wait()
+            self._woken.clear()
+            for event in sender.poll():
+                if isinstance(event, Failed):
+                    raise RuntimeError(event.reason)
+                if isinstance(event, Completed):
+                    return Moved(time.perf_counter() - started, event.nbytes, event.num_extents)
+
+    def send_stream(self) -> float:
+        """Seconds of one `sendall` of the whole pool, up to the receiver's word that it is there."""
+        started = time.perf_counter()
+        self.stream.sendall(self.pool.buffer[: self.pool.nbytes])
+        self.stream.recv(1)
+        return time.perf_counter() - started
+
+
+class Pair:
+    """Two processes that are connected over all of `transports` and by a raw stream."""
+
+    def __init__(
+        self,
+        transports: Sequence[str],
+        block_bytes: int,
+        num_blocks: int,
+        receiver_blocks: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        receiving: type[ReceivingSide] = ReceivingSide,
+        sending: type[SendingSide] = SendingSide,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._num_leases = 0
+        with ExitStack() as stack:
+            sizes = {receiving: receiver_blocks or num_blocks, sending: num_blocks}
+            self.receiver, self.sender = (
+                stack.enter_context(
+                    Remote(side, transports, block_bytes, size, side.__name__, environment=environment)
+                )
+                for side, size in sizes.items()
+            )
+            peer, raw_address = self.receiver.call("meet", *self.sender.call("whereabouts"))
+            self.sender.call("meet", peer, raw_address)
+            self.receiver.call("accept")
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def memcpy(self) -> float:
+        return float(self.receiver.call("memcpy"))
+
+    def raw_stream(self) -> float:
+        self.receiver.begin("receive_stream")
+        seconds = self.sender.call("send_stream")
+        self.receiver.end()
+        return float(seconds)
+
+    def begin(self, transport: str, source: Sequence[int]) -> str:
+        """Begin to push these blocks into the receiver's first ones; returns the lease, for `end`."""
+        self._num_leases += 1
+        lease_id = f"{transport}-{self._num_leases}"
+        self.receiver.call("open", lease_id, list(range(len(source))))
+        self.sender.begin("push", transport, lease_id, list(source))
+        return lease_id
+
+    def end(self, lease_id: str) -> Moved:
+        moved: Moved = self.sender.end()
+        self.receiver.call("close_lease", lease_id)
+        return moved
+
+    def move(self, transport: str, source: Sequence[int]) -> Moved:
+        return self.end(self.begin(transport, source))
+
+    def cpu_seconds(self) -> float:
+        """What both processes have used so far."""
+        return sum(float(side.call("cpu_seconds")) for side in (self.sender, self.receiver))
+
+
+def address_of(buffer: object) -> int:
+    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)  # type: ignore[call-overload]
+
+
+def scattered(num_blocks: int) -> list[int]:
+    """All blocks of a pool, in an order in which hardly two follow each other."""
+    blocks = list(range(num_blocks))
+    random.Random(0).shuffle(blocks)
+    return blocks

@@ -1,1 +1,0 @@
-"""C++ kernels, compiled for the machine at first use, on the threads of torch's own OpenMP runtime."""

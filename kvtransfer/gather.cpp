@@ -1,0 +1,78 @@
+// Copies scattered runs of blocks from one pool to another.
+//
+// A large copy goes past the caches, as memcpy's do where a single buffer is larger than they are. A plain
+// store reads its line from memory first, which costs a third of the bandwidth, and pushes out of the caches
+// what the model is working on.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace {
+
+#if defined(__SSE2__)
+
+constexpr int64_t LINE = 64, BURST = 256, PAGE = 4096, PAGES = 4;
+constexpr int64_t SHORT_RUN = 64 * 1024;  // bytes up to which waiting for address translations shows
+
+void stream_lines(char* target, const char* source, int64_t nbytes) {
+    for (int64_t at = 0; at < nbytes; at += sizeof(__m128i)) {
+        const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + at));
+        _mm_stream_si128(reinterpret_cast<__m128i*>(target + at), part);
+    }
+}
+
+// Four pages take turns, so that their translations are looked up at the same time.
+void stream_pages(char* target, const char* source) {
+    for (int64_t at = 0; at < PAGE; at += BURST)
+        for (int64_t page = 0; page < PAGES * PAGE; page += PAGE)
+            stream_lines(target + page + at, source + page + at, BURST);
+}
+
+void stream(char* target, const char* source, int64_t nbytes) {
+    int64_t done = std::min<int64_t>(nbytes, -reinterpret_cast<intptr_t>(target) & (LINE - 1));
+    std::memcpy(target, source, done);
+    if (nbytes <= SHORT_RUN)
+        for (; done + PAGES * PAGE <= nbytes; done += PAGES * PAGE)
+            stream_pages(target + done, source + done);
+    const int64_t lines = (nbytes - done) / LINE * LINE;
+    stream_lines(target + done, source + done, lines);
+    done += lines;
+    std::memcpy(target + done, source + done, nbytes - done);
+}
+
+void finish() { _mm_sfence(); }
+
+#else
+
+void stream(char* target, const char* source, int64_t nbytes) { std::memcpy(target, source, nbytes); }
+
+void finish() {}
+
+#endif
+
+}  // namespace
+
+// Copies the bytes [first, last) of `count` runs taken one after the other. A run is (source block, target
+// block, number of blocks).
+extern "C" void tandem_gather(char* target, const char* source, const int32_t* runs, int64_t count,
+                              int64_t block_bytes, int64_t first, int64_t last, int32_t past_caches) {
+    int64_t start = 0;
+    for (const int32_t* run = runs; run < runs + 3 * count && start < last; run += 3) {
+        const int64_t nbytes = run[2] * block_bytes;
+        const int64_t from = std::max<int64_t>(first - start, 0), to = std::min(last - start, nbytes);
+        start += nbytes;
+        if (from >= to) continue;
+        char* there = target + run[1] * block_bytes + from;
+        const char* here = source + run[0] * block_bytes + from;
+        if (past_caches)
+            stream(there, here, to - from);
+        else
+            std::memcpy(there, here, to - from);
+    }
+    finish();
+}
