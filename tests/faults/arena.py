@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -212,7 +212,7 @@ class Arena:
     def __init__(self, stock: Stock, transports: tuple[str, ...] = ("tcp",)) -> None:
         self.transports = transports
         self.requests: list[Request] = []
-        self.undo: list[Callable[[], None]] = []
+        self._proxies: list[Proxy] = []
         self._stock = stock
         self._children: list[Child] = []
         self._segments = shared_segments()
@@ -244,9 +244,13 @@ class Arena:
         offers = list(receiver.peer.offers)
         index = next(i for i, offer in enumerate(offers) if offer.transport == transport)
         proxy = Proxy(offers[index].address, list(damages))
-        self.undo.append(proxy.close)
+        self._proxies.append(proxy)
         offers[index] = msgspec.structs.replace(offers[index], address=proxy.address)
         return proxy, msgspec.structs.replace(receiver.peer, offers=offers)
+
+    def drop(self, proxy: Proxy) -> None:
+        proxy.close()
+        self._proxies.remove(proxy)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -259,6 +263,12 @@ class Arena:
         if refusal:
             request.outcomes = {"receiver": ("failed", refusal)}
         return request
+
+    def again(self, request: Request, sender: Child) -> Request:
+        """The same lease, but another sender."""
+        again = Request(request.lease_id, request.seed, sender, request.receiver, request.count)
+        again.outcomes = {"receiver": ("failed", "it is the other one's")}
+        return again
 
     def push(
         self,
@@ -351,7 +361,7 @@ class Arena:
         """Nothing is left of the requests, the survivors serve the next one, and then nothing is left of it."""
         for child in survivors:
             assert child.alive, f"{child.worker_id} died"
-            assert child.ask("problems") == [], self.logs(child)
+            self._expect_nothing(child, "problems")
         self._serve_next(*survivors)
         for child in self._children:
             if child not in survivors:
@@ -360,11 +370,11 @@ class Arena:
         receivers = [child for child in survivors if child.role == "receiver"]
         for first, others in ((senders, receivers), (receivers, senders)):
             for child in first:
-                assert child.ask("shut") == {}, self.logs(child)
+                self._expect_nothing(child, "shut")
                 child.role = ""
             for child in others:
                 if child.role:
-                    assert child.ask("left") == {}, self.logs(child)
+                    self._expect_nothing(child, "left")
         deadline = time.monotonic() + 5
         while left := orphaned_segments(self._segments):
             assert time.monotonic() < deadline, left
@@ -382,22 +392,24 @@ class Arena:
             for receiver in receivers:
                 self.serve(sender, receiver, 8, chunk=4)
                 for child in (sender, receiver):
-                    assert child.ask("problems") == [], self.logs(child)
+                    self._expect_nothing(child, "problems")
 
     def _part_with(self, child: Child) -> None:
         """A process that is no survivor. A frozen one holds its connections until somebody kills it."""
         if child.frozen:
             child.kill()
         elif child.alive and child.role:
-            assert child.ask("shut") == {}, self.logs(child)
+            self._expect_nothing(child, "shut")
             child.role = ""
 
-    def logs(self, child: Child) -> str:
-        return "\n".join([f"--- the log of {child.worker_id}:", *child.ask("log")])
+    @staticmethod
+    def _expect_nothing(child: Child, of: str) -> None:
+        found = child.ask(of)
+        assert not found, "\n".join([f"{of} of {child.worker_id}: {found}", *child.ask("log")])
 
     def close(self) -> None:
-        for undo in reversed(self.undo):
-            undo()
+        for proxy in self._proxies:
+            proxy.close()
         for child in self._children:
             if child.alive and not child.frozen and not child.role:
                 self._stock.give(child)

@@ -165,7 +165,7 @@ class FaultPoints:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "STOP":
                 self._report.send(fault.point)
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
             case "HOLD":
                 with self._holding:
                     self._report.send(fault.point)

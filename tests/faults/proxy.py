@@ -63,6 +63,10 @@ class Proxy:
         for sock in [self._listener, *self._sockets]:
             sock.close()
 
+    def redirect(self, target: str) -> None:
+        """Where the connections from now on lead."""
+        self._target = target.rpartition(":")
+
     def drop_all(self) -> None:
         for sock in list(self._sockets):
             _reset(sock)

@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import random
+import socket
 import threading
 import time
 import traceback
@@ -44,7 +45,7 @@ Outcome = tuple[Literal["completed", "failed", "expired", "corrupt"], str]
 
 @dataclass(frozen=True)
 class Options:
-    """How one end is opened. `listen_at`: addresses by transport, any where there is none."""
+    """How one end is opened. `listen_at`: addresses by transport; elsewhere the transport chooses."""
 
     worker_id: str
     transports: tuple[str, ...]
@@ -80,6 +81,16 @@ def held() -> dict[str, int]:
         if "memfd:" in line or "/dev/shm" in line or "SYSV" in line:
             counts["mapping " + line.split(maxsplit=5)[5]] += 1
     return dict(counts)
+
+
+def _at_rest() -> dict[str, int]:
+    """What is held once that has not changed for a while: UCX still connects to itself when it is open."""
+    now, since = held(), time.monotonic()
+    while time.monotonic() < since + 0.1:
+        time.sleep(0.01)
+        if (then := held()) != now:
+            now, since = then, time.monotonic()
+    return now
 
 
 def more_than(before: dict[str, int]) -> dict[str, int]:
@@ -398,7 +409,7 @@ class Process:
         self.arm([])
         kind = SenderEnd if role == "sender" else ReceiverEnd
         self.end = kind(self._pool, options)
-        self._idle = held()
+        self._idle = _at_rest() if "ucx" in options.transports else held()
         return self.end.peer() if isinstance(self.end, ReceiverEnd) else None
 
     def shut(self) -> dict[str, int]:
@@ -434,8 +445,7 @@ class Process:
 
 
 def _pin(wire: Transport, address: str) -> None:
-    """Let a transport listen at a given address: where a predecessor did."""
-    import socket
+    """Let a transport listen at a given address, where a predecessor did or a successor will."""
 
     def listen(host: str) -> tuple[socket.socket, str]:
         if wire.name == "shm":
@@ -445,6 +455,7 @@ def _pin(wire: Transport, address: str) -> None:
         else:
             name, _, port = address.rpartition(":")
             listener = socket.create_server((name, int(port)), backlog=128)
+            return listener, "{}:{}".format(*listener.getsockname())
         return listener, address
 
     wire.listen = listen  # type: ignore[method-assign]
