@@ -28,6 +28,9 @@ DEADLINE_S = 6.0
 ORPHAN_S = 0.8
 """After which a lease is given up under which nobody has sent anything."""
 
+UCX_CONNECT_S = 2.0
+"""Its first contact takes longer than the others'."""
+
 SMALL = (96, 16 * 1024)
 LARGE = (96, 256 * 1024)
 """Pools: blocks, and bytes of each. A large one's pieces are more than a socket's buffers hold."""
@@ -234,9 +237,12 @@ class Arena:
         tls: str = "cma,tcp",
         **options: Any,
     ) -> Child:
+        transports = options.pop("transports", self.transports)
+        if "ucx" in transports:
+            options.setdefault("connect_timeout_s", UCX_CONNECT_S)
         child = self._stock.take(size, network, tls)
         self._children.append(child)
-        child.open(role, Options(worker_id, options.pop("transports", self.transports), **options))
+        child.open(role, Options(worker_id, transports, **options))
         return child
 
     def proxy(self, receiver: Child, *damages: Damage, transport: str = "tcp") -> tuple[Proxy, PeerAddress]:
@@ -257,7 +263,7 @@ class Arena:
     def reserve(self, sender: Child, receiver: Child, count: int = 24, lease_id: str = "") -> Request:
         """Blocks for a request; one that is refused has its outcome at once."""
         seed = next(_numbers)
-        request = Request(lease_id or f"lease-{seed}", seed, sender, receiver, count)
+        request = Request(lease_id or f"lease-{seed:06}", seed, sender, receiver, count)
         self.requests.append(request)
         refusal = receiver.ask("reserve", request.lease_id, request.seed, count)
         if refusal:
@@ -320,10 +326,12 @@ class Arena:
         assert (request.sent, request.received) == ("completed", "completed"), request.outcomes
         return request
 
-    def finish(self, *requests: Request, deadline_s: float = DEADLINE_S, of: str = "") -> None:
+    def finish(
+        self, *requests: Request, deadline_s: float = DEADLINE_S, of: str = "", allow_corrupt: bool = False
+    ) -> None:
         """Wait for the ends of requests, on those of their sides that live, and check them.
 
-        `of`: of one side alone.
+        `of`: of one side alone. `allow_corrupt`: nobody has looked at checksums.
         """
         asked: dict[Child, list[Request]] = {}
         for request in requests:
@@ -343,7 +351,7 @@ class Arena:
                 request.outcomes[child.role] = outcomes[request.lease_id]
         assert time.monotonic() - began < deadline_s + 2, "the ends of the requests came too late"
         for request in requests:
-            _check(request)
+            _check(request, allow_corrupt)
 
     @staticmethod
     def _or_dies(child: Child, tell: tuple[Any, ...] = ()) -> bool:
@@ -417,12 +425,12 @@ class Arena:
                 child.dispose()
 
 
-def _check(request: Request) -> None:
+def _check(request: Request, allow_corrupt: bool) -> None:
     """Of each side that lives: the right bytes, or one clear error in time. And they agree."""
     for role, (status, reason) in request.outcomes.items():
-        assert status in ("completed", "failed", "expired"), (role, status, reason, request)
+        assert status in ("completed", "failed", "expired") or allow_corrupt, (role, status, reason, request)
         assert status == "completed" or reason, (role, request)
-    if request.sent == "completed" and request.received:
+    if request.sent == "completed" and request.received and not allow_corrupt:
         assert request.received == "completed", request
 
 

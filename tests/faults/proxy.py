@@ -34,7 +34,7 @@ class Damage:
 
 
 class Proxy:
-    """Forwards connections to `target`, with `damages`. Keeps what the first connection's sender said."""
+    """Forwards connections to `target`, with `damages`. Keeps what was said on the first one."""
 
     def __init__(self, target: str, damages: list[Damage], host: str = "127.0.0.1") -> None:
         self._target = target.rpartition(":")
@@ -42,7 +42,8 @@ class Proxy:
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.connections = 0
-        self.spoken = bytearray()
+        self.spoken = {True: bytearray(), False: bytearray()}
+        """Upstream and downstream, as it came."""
         self.struck = threading.Event()
         """A damage has been done."""
         self._closing = threading.Event()
@@ -109,8 +110,8 @@ class Proxy:
                     self._strike(damages.pop(0), pair, stream, sink)
                     continue
                 data = stream.take(min(due, CHUNK))
-                if upstream and number == 0:
-                    self.spoken += data
+                if number == 0:
+                    self.spoken[upstream] += data
                 if not data:
                     sink.shutdown(socket.SHUT_WR)
                     return

@@ -335,7 +335,7 @@ class ReceiverEnd(End):
         return ""
 
     def give_up(self, lease_id: str) -> None:
-        if self._reservations[lease_id].outcome is None:
+        if self._is_open(lease_id):
             self._close(lease_id, ("expired", "the request's deadline"))
 
     def expire(self, lease_id: str) -> None:
@@ -359,10 +359,15 @@ class ReceiverEnd(End):
         match event:
             case Closed():
                 self._over(event.lease_id)
-            case Failed():
+            case Failed() if self._is_open(event.lease_id):
                 self._close(event.lease_id, ("failed", event.reason))
-            case Progress() if event.complete:
+            case Progress() if event.complete and self._is_open(event.lease_id):
                 self._close(event.lease_id, self._examined(event.lease_id))
+
+    def _is_open(self, lease_id: str) -> bool:
+        """Events that were there before a lease was closed come after it."""
+        reservation = self._reservations.get(lease_id)
+        return reservation is not None and reservation.outcome is None
 
     def _examined(self, lease_id: str) -> Outcome:
         reservation, size = self._reservations[lease_id], self.pool.block_bytes

@@ -123,7 +123,7 @@ def test_what_a_sender_once_said_is_said_again(arena: Arena, restarted: bool) ->
     request = arena.reserve(sender, listener, lease_id="lease-replayed" if restarted else "")
     host, _, port = listener.peer.offers[0].address.rpartition(":")
     with socket.create_connection((host, int(port)), 5) as replay:
-        replay.sendall(bytes(proxy.spoken))
+        replay.sendall(bytes(proxy.spoken[True]))
         replay.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             while replay.recv(4096):
