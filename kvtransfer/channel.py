@@ -10,12 +10,16 @@ import time
 from typing import TypeVar
 
 import msgspec
+import xxhash
 
 from kvtransfer.tls_socket import TlsSocket
 from protocol.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 64 * 1024
 LENGTH_BYTES = 4
+CHECK_BYTES = 4
+PREFIX_BYTES = LENGTH_BYTES + CHECK_BYTES
+"""What goes before a message's payload."""
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 """How an alert and a handshake begin. With the next two bytes they are no length of ours."""
 
@@ -70,8 +74,20 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def frame(payload: bytes) -> bytes:
-    """A message's bytes as they go over the wire: their length first."""
-    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+    """A message's bytes as they go over the wire: their length first, and a check of it and of them.
+
+    A piece whose blocks are whole but whose message is damaged would put them in the wrong places.
+    """
+    length = len(payload).to_bytes(LENGTH_BYTES, "little")
+    return length + xxhash.xxh32_digest(length + payload) + payload
+
+
+def unframe(framed: bytearray) -> bytearray:
+    """The payload of a whole frame. Raises ProtocolError for one that was damaged on the way."""
+    payload = framed[PREFIX_BYTES:]
+    if xxhash.xxh32_digest(framed[:LENGTH_BYTES] + payload) != framed[LENGTH_BYTES:PREFIX_BYTES]:
+        raise ProtocolError("a message was damaged on the way")
+    return payload
 
 
 def decode(payload: bytes | bytearray, message_type: type[T]) -> T:
@@ -174,7 +190,9 @@ class Channel:
 
     def recv_frame(self, deadline: float) -> bytearray:
         """The next frame's payload."""
-        return self.recv_exact(frame_length(self.recv_exact(LENGTH_BYTES, deadline)), deadline)
+        length = self.recv_exact(LENGTH_BYTES, deadline)
+        rest = self.recv_exact(CHECK_BYTES + frame_length(length), deadline)
+        return unframe(length + rest)
 
     def at_end(self) -> bool:
         """Whether the peer has closed its side, nothing being left to read."""

@@ -11,7 +11,7 @@ from kvtransfer.extents import MAX_PIECE_BLOCKS, RUN_BYTES
 from protocol.handoff import SegmentInfo
 from protocol.messages import Id
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 NONCE_BYTES = 32
 
 UNKNOWN_LEASE = "unknown lease"

@@ -9,7 +9,18 @@ import time
 from collections import deque
 from typing import Protocol
 
-from kvtransfer.channel import LENGTH_BYTES, Channel, StoppedError, Wake, decode, encode, frame, frame_length
+from kvtransfer.channel import (
+    LENGTH_BYTES,
+    PREFIX_BYTES,
+    Channel,
+    StoppedError,
+    Wake,
+    decode,
+    encode,
+    frame,
+    frame_length,
+    unframe,
+)
 from kvtransfer.checksum import piece_checksum
 from kvtransfer.extents import ScatterList, packed, to_wire
 from kvtransfer.handshake import Identity, introduce
@@ -272,10 +283,10 @@ class Stream(threading.Thread):
             raise ConnectionResetError("the peer closed the connection")
         self._acks += received
         while len(self._acks) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + frame_length(self._acks)
+            end = PREFIX_BYTES + frame_length(self._acks)
             if len(self._acks) < end:
                 return
-            self._acknowledged(decode(self._acks[LENGTH_BYTES:end], Ack))
+            self._acknowledged(decode(unframe(self._acks[:end]), Ack))
             del self._acks[:end]
 
     def _acknowledged(self, ack: Ack) -> None:

@@ -20,9 +20,13 @@ from kvtransfer.leases import WriteGate
 from kvtransfer.messages import Hello
 from kvtransfer.quantize import Quantizer
 from kvtransfer.transport import Listener, PieceWriter
+from protocol.errors import ProtocolError
 
-GOOD, SPOILED = b"\x01", b"\x00"
-"""The byte after a piece's blocks. Spoiled: the sender gave the blocks up midway and padded the rest."""
+GOOD, SPOILED = b"good", b"void"
+"""What follows a piece's blocks. Spoiled: the sender gave the blocks up midway and padded the rest.
+
+Anything else means that bytes were lost or came twice: what follows can't be understood either.
+"""
 
 _SCRATCH_BYTES = 1024 * 1024
 _WAKE_BYTES = 512 * 1024
@@ -123,7 +127,7 @@ class TcpReader:
         self._scratch = None
 
     def _read(self, runs: Runs, gate: WriteGate | None) -> bool:
-        trailer = bytearray(1)
+        trailer = bytearray(len(GOOD))
         if gate is None:
             self._discard(num_blocks(runs) * self._pool.block_bytes + len(trailer))
             return False
@@ -139,6 +143,8 @@ class TcpReader:
                 rest.advance(received)
             else:
                 self._await_bytes(rest.remaining)
+        if trailer not in (GOOD, SPOILED):
+            raise ProtocolError("a piece's blocks do not end where they should")
         return trailer == GOOD
 
     def _receive(self, buffers: list[memoryview]) -> int:

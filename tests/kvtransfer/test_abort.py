@@ -42,7 +42,7 @@ def test_tcp_pads_the_piece_that_was_on_its_way(closing: Closing) -> None:
     assert time.monotonic() - began < 1
     pool.buffer[:] = b"\x99" * len(pool.buffer)
     rest = raw.channel.recv_exact(size - MIB, raw.deadline())
-    trailer = raw.channel.recv_exact(1, raw.deadline())
+    trailer = raw.channel.recv_exact(len(SPOILED), raw.deadline())
 
     assert start == b"\x11" * MIB
     assert b"\x99" not in rest

@@ -229,7 +229,7 @@ def test_a_receiver_that_finds_every_piece_damaged_fails_the_lease(closing: Clos
         piece = raw_receiver.piece(raw)
         checksums.add(piece.checksum)
         if transport == "tcp":
-            raw.channel.recv_exact(BLOCK + 1, raw.deadline())
+            raw.channel.recv_exact(BLOCK + len(GOOD), raw.deadline())
         raw.send(Ack(piece.sequence, CHECKSUM_MISMATCH, again=True))
     assert sender.wait_lease("lease") == Failed("lease", CHECKSUM_MISMATCH)
     assert len(checksums) == 1 and None not in checksums

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.arena import Arena, Stock
+from tests.faults.namespaces import Network, why_not
+
+@pytest.fixture(scope="session")
+def stock() -> Iterator[Stock]:
+    stock = Stock()
+    yield stock
+    stock.close()
+
+
+@pytest.fixture
+def transport() -> str:
+    """Overridden by the tests' parameters."""
+    return "tcp"
+
+
+@pytest.fixture
+def arena(stock: Stock, transport: str) -> Iterator[Arena]:
+    arena = Arena(stock, (transport,))
+    yield arena
+    arena.close()
+
+
+@pytest.fixture(scope="session")
+def networks_work() -> None:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def network(networks_work: None) -> Iterator[Network]:
+    network = Network()
+    yield network
+    network.close()

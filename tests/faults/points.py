@@ -1,0 +1,174 @@
+"""Named points of the transfer protocol, at which a test's process is killed, frozen, held or cut off.
+
+The points are calls of the product's own methods, wrapped inside of the test's processes; the product knows
+nothing of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from kvtransfer.messages import Ack
+
+Action = Literal["KILL", "STOP", "HOLD", "CUT"]
+"""SIGKILL or SIGSTOP to the process itself; wait there for the test's word; break every connection."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Before or after those calls of `owner`'s `method` (module:class or module) that `applies` accepts.
+
+    `applies` gets the call's arguments, and after the call its result too.
+    """
+
+    owner: str
+    method: str
+    when: Literal["before", "after"]
+    applies: Callable[..., bool] = lambda *arguments: True
+
+
+def _begins(stream: Any, channel: Any, writer: Any, transmission: Any) -> bool:
+    return transmission.rest.done == 0
+
+
+def _is_partial(stream: Any, channel: Any, writer: Any, transmission: Any, result: bool) -> bool:
+    return result and transmission.rest.remaining > 0
+
+
+def _is_whole(stream: Any, channel: Any, writer: Any, transmission: Any, result: bool) -> bool:
+    return transmission.rest.remaining == 0
+
+
+def _acks(channel: Any, message: Any, *rest: Any) -> bool:
+    return isinstance(message, Ack)
+
+
+SENDER_POINTS = {
+    "connecting": Point("kvtransfer.stream:Stream", "open", "before"),
+    "connected": Point("kvtransfer.channel:Channel", "finish_connect", "after"),
+    "hello sent": Point("kvtransfer.channel:Channel", "recv_frame", "before"),
+    "challenge received": Point("kvtransfer.channel:Channel", "recv_frame", "after"),
+    "verdict received": Point("kvtransfer.stream", "introduce", "after"),
+    "link ready": Point("kvtransfer.stream:Stream", "open", "after"),
+    "piece taken": Point(
+        "kvtransfer.stream:Stream", "_take", "after", lambda stream, writer, result: result is not None
+    ),
+    "piece begins": Point("kvtransfer.stream:Stream", "_write", "before", _begins),
+    "mid payload": Point("kvtransfer.stream:Stream", "_write", "after", _is_partial),
+    "piece sent": Point("kvtransfer.stream:Stream", "_write", "after", _is_whole),
+    "ack arrives": Point("kvtransfer.stream:Stream", "_read_acks", "before"),
+    "ack read": Point("kvtransfer.sender:Sender", "_acknowledged", "after"),
+    "final push": Point("kvtransfer.link:Link", "enqueue", "after", lambda link, pieces, result: pieces[-1].final),
+    "completed": Point("kvtransfer.sender:Sender", "_completed", "after"),
+}
+
+RECEIVER_POINTS = {
+    "accepted": Point("kvtransfer.connection:Connection", "run", "before"),
+    "hello received": Point("kvtransfer.channel:Channel", "send_all", "before"),
+    "challenge sent": Point("kvtransfer.channel:Channel", "send_all", "after"),
+    "verdict sent": Point("kvtransfer.connection", "examine", "after"),
+    "reader ready": Point("kvtransfer.leases:LeaseTable", "connected", "after"),
+    "piece announced": Point("kvtransfer.leases:LeaseTable", "admit", "before"),
+    "piece admitted": Point("kvtransfer.leases:LeaseTable", "admit", "after"),
+    "mid copy": Point("kvtransfer.shm:ShmReader", "_copy_slice", "before"),
+    "mid receive": Point("kvtransfer.tcp:TcpReader", "_receive", "after"),
+    "mid read": Point("kvtransfer.ucx.reader:UcxReader", "_wait", "before"),
+    "in place": Point("kvtransfer.connection:Connection", "_take", "after"),
+    "ack due": Point("kvtransfer.channel:Channel", "send", "before", _acks),
+    "ack sent": Point("kvtransfer.channel:Channel", "send", "after", _acks),
+    "recorded": Point("kvtransfer.leases:LeaseTable", "record", "after"),
+    "told": Point("kvtransfer.receiver:Receiver", "_emit", "after"),
+    "closing": Point("kvtransfer.leases:LeaseTable", "close", "before"),
+    "closed": Point("kvtransfer.leases:LeaseTable", "close", "after"),
+}
+
+ONLY_OVER = {"mid payload": "tcp", "mid copy": "shm", "mid receive": "tcp", "mid read": "ucx"}
+"""The points that only one transport passes."""
+
+
+def points_over(points: dict[str, Point], transport: str) -> list[str]:
+    """The names of those that this transport passes."""
+    return [name for name in points if ONLY_OVER.get(name, transport) == transport]
+
+
+@dataclass
+class Fault:
+    """What happens at the `left`-th passage of a point."""
+
+    point: str
+    action: Action
+    left: int = 1
+
+
+class FaultPoints:
+    """This process's faults. `report` tells the test where it is held or frozen, and brings its word back."""
+
+    def __init__(self, points: dict[str, Point], report: Connection, cut: Callable[[], None]) -> None:
+        self._report = report
+        self._cut = cut
+        self._lock = threading.Lock()
+        self._holding = threading.Lock()
+        self._faults: list[Fault] = []
+        wrapped: dict[tuple[str, str], dict[str, Point]] = {}
+        for name, point in points.items():
+            wrapped.setdefault((point.owner, point.method), {})[name] = point
+        for (owner, method), there in wrapped.items():
+            self._wrap(owner, method, there)
+
+    def arm(self, faults: list[Fault]) -> None:
+        """From now on these, and no earlier ones."""
+        with self._lock:
+            self._faults = faults
+
+    def _wrap(self, owner: str, method: str, points: dict[str, Point]) -> None:
+        module, _, kind = owner.partition(":")
+        holder = importlib.import_module(module)
+        if kind:
+            holder = getattr(holder, kind)
+        original = getattr(holder, method)
+
+        @functools.wraps(original)
+        def call(*arguments: Any) -> Any:
+            for name, point in points.items():
+                if point.when == "before" and point.applies(*arguments):
+                    self._pass(name)
+            result = original(*arguments)
+            for name, point in points.items():
+                if point.when == "after" and point.applies(*arguments, result):
+                    self._pass(name)
+            return result
+
+        setattr(holder, method, call)
+
+    def _pass(self, name: str) -> None:
+        with self._lock:
+            due = []
+            for fault in self._faults:
+                if fault.point == name:
+                    fault.left -= 1
+                    if fault.left == 0:
+                        due.append(fault)
+        for fault in due:
+            self._strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        match fault.action:
+            case "KILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "STOP":
+                self._report.send(fault.point)
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
+            case "HOLD":
+                with self._holding:
+                    self._report.send(fault.point)
+                    self._report.recv()
+            case "CUT":
+                self._cut()

@@ -1,0 +1,487 @@
+"""What runs in a process of the fault harness: a pool, and the little of an engine that a transfer needs.
+
+It hands out blocks, fills them with content that both ends can compute, checks what arrives, and looks after
+what is left behind. Free blocks carry a stamp: whoever writes to them, or believes what it reads from them,
+is found out.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import logging
+import os
+import random
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+import kvtransfer.extents
+from kvtransfer import Closed, Completed, Failed, Progress, Receiver, RegisteredPool, Sender, Sent, allocate
+from kvtransfer.checksum import Mode
+from kvtransfer.transport import Transport
+from kvtransfer.transports import TransportOptions, open_transports
+from protocol.ids import new_incarnation
+from protocol.messages import PeerAddress
+from tests.faults.namespaces import enter
+from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Fault, FaultPoints
+
+KEY = bytes(range(32))
+CALL_BYTES = 64 * 1024
+"""Per system call: so that a piece has a middle."""
+SETTLE_S = 5.0
+LOG_LINES = 200
+
+Outcome = tuple[Literal["completed", "failed", "expired", "corrupt"], str]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one end is opened. `listen_at`: addresses by transport; elsewhere the transport chooses."""
+
+    worker_id: str
+    transports: tuple[str, ...]
+    checksum: Mode = "full"
+    streams: int = 1
+    host: str = "127.0.0.1"
+    listen_at: dict[str, str] = field(default_factory=dict)
+    progress_timeout_s: float = 0.5
+    connect_timeout_s: float = 0.5
+    reconnect_grace_s: float = 0.3
+    retry_interval_s: float = 1.0
+
+
+def content(seed: int, position: int, nbytes: int) -> bytes:
+    return np.random.default_rng((seed, position)).bytes(nbytes)
+
+
+def held() -> dict[str, int]:
+    """What this process has that could be left behind, counted."""
+    gc.collect()
+    counts: collections.Counter[str] = collections.Counter()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            counts["thread " + Path(f"/proc/self/task/{task}/comm").read_text().strip()] += 1
+        except OSError:
+            continue
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            counts["descriptor " + os.readlink(f"/proc/self/fd/{descriptor}").split(":")[0]] += 1
+        except OSError:
+            continue
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:" in line or "/dev/shm" in line or "SYSV" in line:
+            counts["mapping " + line.split(maxsplit=5)[5]] += 1
+    return dict(counts)
+
+
+def _at_rest() -> dict[str, int]:
+    """What is held once that has not changed for a while: UCX still connects to itself when it is open."""
+    now, since = held(), time.monotonic()
+    while time.monotonic() < since + 0.1:
+        time.sleep(0.01)
+        if (then := held()) != now:
+            now, since = then, time.monotonic()
+    return now
+
+
+def more_than(before: dict[str, int]) -> dict[str, int]:
+    """What is held now and was not before."""
+    extra = {what: count - before.get(what, 0) for what, count in held().items()}
+    return {what: count for what, count in extra.items() if count > 0}
+
+
+class Blocks:
+    """The pool's free blocks, in no order, and the stamp on them."""
+
+    def __init__(self, pool: RegisteredPool, stamp: int) -> None:
+        self._pool = pool
+        self._stamp = bytes([stamp]) * pool.block_bytes
+        self._free: list[int] = []
+        self._random = random.Random(stamp)
+        self.give(range(pool.num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def view(self, block: int) -> memoryview:
+        size = self._pool.block_bytes
+        return self._pool.buffer[block * size : (block + 1) * size]
+
+    def take(self, count: int) -> list[int]:
+        self._random.shuffle(self._free)
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.view(block)[:] = self._stamp
+            self._free.append(block)
+
+    def spoiled(self) -> list[int]:
+        """Free blocks that somebody has written to."""
+        return [block for block in self._free if self.view(block) != self._stamp]
+
+
+class End:
+    """What both ends have in common. Public methods are commands of the test."""
+
+    def __init__(self, pool: RegisteredPool, stamp: int, options: Options) -> None:
+        self.options = options
+        self.incarnation = new_incarnation()
+        self.pool = pool
+        self.blocks = Blocks(pool, stamp)
+        wire_options = TransportOptions(tcp_streams=options.streams)
+        self.wires = open_transports(options.transports, pool, self.incarnation, wire_options)
+        for wire in self.wires:
+            if wire.name in options.listen_at:
+                _pin(wire, options.listen_at[wire.name])
+        self.woken = threading.Event()
+        self.outcomes: dict[str, Outcome] = {}
+        self.end: Any = None
+
+    def results(self, lease_ids: list[str], timeout_s: float) -> dict[str, Outcome]:
+        """How each lease ended. What has not by then is given up."""
+        deadline = time.monotonic() + timeout_s
+        while not all(lease_id in self.outcomes for lease_id in lease_ids):
+            if not self._events(deadline):
+                break
+        for lease_id in lease_ids:
+            if lease_id not in self.outcomes:
+                self.give_up(lease_id)
+                self.outcomes[lease_id] = "expired", "the request's deadline"
+        return {lease_id: self.outcomes.pop(lease_id) for lease_id in lease_ids}
+
+    def give_up(self, lease_id: str) -> None:
+        raise NotImplementedError
+
+    def problems(self) -> list[str]:
+        """What is not as it has to be when no request is left."""
+        deadline = time.monotonic() + SETTLE_S
+        while self.blocks.num_free < self.pool.num_blocks and self._events(deadline):
+            pass
+        found = [f"block {block} was written to when it was free" for block in self.blocks.spoiled()]
+        if self.blocks.num_free != self.pool.num_blocks:
+            found.append(f"{self.pool.num_blocks - self.blocks.num_free} blocks are not free")
+        if self.end.counters().get("failures_internal"):
+            found.append("a defect ended a thread")
+        if self.outcomes:
+            found.append(f"nobody asked for {self.outcomes}")
+        return found
+
+    def counters(self) -> dict[str, float]:
+        return dict(self.end.counters())
+
+    def close(self) -> None:
+        self.end.close()
+        for wire in self.wires:
+            wire.close()
+
+    def _events(self, deadline: float) -> bool:
+        """Take what happened, waiting for it if need be; False: nothing did by then."""
+        while not (events := self.end.poll()):
+            if not self.woken.wait(max(0.0, deadline - time.monotonic())):
+                return False
+            self.woken.clear()
+        for event in events:
+            self._on_event(event)
+        return True
+
+    def _on_event(self, event: Any) -> None:
+        raise NotImplementedError
+
+    def _settle(self, lease_id: str, outcome: Outcome) -> None:
+        assert lease_id not in self.outcomes, f"{lease_id} ended as {self.outcomes[lease_id]} and as {outcome}"
+        self.outcomes[lease_id] = outcome
+
+
+class SenderEnd(End):
+    """Prefills: fills blocks, pushes them, and reuses them as soon as it may."""
+
+    def __init__(self, pool: RegisteredPool, options: Options) -> None:
+        super().__init__(pool, 0x5A, options)
+        self._sources: dict[str, list[int]] = {}
+        self.end = self.sender = Sender(
+            pool,
+            key=KEY,
+            worker_id=options.worker_id,
+            incarnation=self.incarnation,
+            transports=self.wires,
+            on_event=self.woken.set,
+            progress_timeout_s=options.progress_timeout_s,
+            connect_timeout_s=options.connect_timeout_s,
+            retry_interval_s=options.retry_interval_s,
+            checksum=options.checksum,
+        )
+
+    def connect(self, peer: PeerAddress) -> str:
+        return self.sender.connect(peer)
+
+    def push(
+        self, peer: PeerAddress, lease_id: str, seed: int, chunks: list[int], first: int = 0, final: bool = True
+    ) -> None:
+        """Push chunks of so many blocks each, from position `first` on, `final` with the last."""
+        for number, count in enumerate(chunks, 1):
+            sources = self.blocks.take(count)
+            assert len(sources) == count, "the sender's pool is full"
+            for position, block in enumerate(sources, first):
+                self.blocks.view(block)[:] = content(seed, position, self.pool.block_bytes)
+            self._sources.setdefault(lease_id, []).extend(sources)
+            self.sender.push(peer, lease_id, sources, first, final=final and number == len(chunks))
+            first += count
+
+    def await_sent(self, lease_id: str, blocks: int, timeout_s: float = SETTLE_S) -> None:
+        """Until so many of the lease's blocks are in place."""
+        self._sent = 0
+        deadline = time.monotonic() + timeout_s
+        self._watched = lease_id
+        while self._sent < blocks:
+            assert self._events(deadline), f"{self._sent} of {blocks} blocks were sent"
+
+    def give_up(self, lease_id: str) -> None:
+        self.sender.abort(lease_id)
+        self._free(lease_id)
+
+    def abort(self, lease_id: str) -> None:
+        """What a client's disconnect leads to."""
+        self.give_up(lease_id)
+        self.outcomes[lease_id] = "expired", "aborted"
+
+    def cut(self) -> None:
+        """Break every connection, as a network would."""
+        for link in list(self.sender._links.values()):
+            for stream in link._streams:
+                if stream._channel is not None:
+                    stream._channel.shutdown()
+
+    def transports(self) -> dict[str, str]:
+        return self.sender.transports()
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.sender._leases:
+            found.append(f"the sender holds leases {list(self.sender._leases)}")
+        for link in self.sender._links.values():
+            if link._queue or link._refused or link._telling or any(s.in_flight for s in link._streams):
+                found.append(f"the link to {link.peer.worker_id} is not idle")
+        return found
+
+    def _on_event(self, event: Sent | Completed | Failed) -> None:
+        match event:
+            case Sent() if event.lease_id == getattr(self, "_watched", None):
+                self._sent = event.blocks
+            case Completed():
+                self._free(event.lease_id)
+                self._settle(event.lease_id, ("completed", event.transport))
+            case Failed():
+                self.sender.abort(event.lease_id)
+                self._free(event.lease_id)
+                self._settle(event.lease_id, ("failed", event.reason))
+
+    def _free(self, lease_id: str) -> None:
+        self.blocks.give(self._sources.pop(lease_id, []))
+
+
+@dataclass
+class _Reservation:
+    seed: int
+    blocks: list[int]
+    outcome: Outcome | None = None
+
+
+class ReceiverEnd(End):
+    """Decodes: reserves blocks, checks what has arrived, and reuses them once their lease is closed."""
+
+    def __init__(self, pool: RegisteredPool, options: Options) -> None:
+        super().__init__(pool, 0xA5, options)
+        self._reservations: dict[str, _Reservation] = {}
+        self.end = self.receiver = Receiver(
+            pool,
+            key=KEY,
+            worker_id=options.worker_id,
+            incarnation=self.incarnation,
+            transports=self.wires,
+            host=options.host,
+            on_event=self.woken.set,
+            progress_timeout_s=options.progress_timeout_s,
+            handshake_timeout_s=options.connect_timeout_s,
+            reconnect_grace_s=options.reconnect_grace_s,
+        )
+
+    def peer(self) -> PeerAddress:
+        return PeerAddress(
+            worker_id=self.options.worker_id,
+            incarnation=self.incarnation,
+            control="-",
+            offers=self.receiver.offers,
+        )
+
+    def reserve(self, lease_id: str, seed: int, count: int) -> str:
+        """Open a lease; returns why not, or an empty string."""
+        if count > self.blocks.num_free:
+            return f"no room for {count} blocks, {self.blocks.num_free} are free"
+        blocks = self.blocks.take(count)
+        self._reservations[lease_id] = _Reservation(seed, blocks)
+        self.receiver.open(lease_id, blocks)
+        return ""
+
+    def give_up(self, lease_id: str) -> None:
+        if self._is_open(lease_id):
+            self._close(lease_id, ("expired", "the request's deadline"))
+
+    def expire(self, lease_id: str) -> None:
+        """Close a lease before its time."""
+        self._close(lease_id, ("expired", "closed early"))
+
+    def cut(self) -> None:
+        for connection in self.receiver._connections:
+            connection._channel.shutdown()
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        table = self.receiver._leases
+        if table._leases or table._closing or table._leased.any():
+            found.append(f"the receiver holds leases {[*table._leases, *table._closing]}")
+        if any(wire.in_limbo for wire in self.wires if wire.name == "ucx"):
+            found.append("a read is in limbo")
+        return found
+
+    def _on_event(self, event: Progress | Failed | Closed) -> None:
+        match event:
+            case Closed():
+                self._over(event.lease_id)
+            case Failed() if self._is_open(event.lease_id):
+                self._close(event.lease_id, ("failed", event.reason))
+            case Progress() if event.complete and self._is_open(event.lease_id):
+                self._close(event.lease_id, self._examined(event.lease_id))
+
+    def _is_open(self, lease_id: str) -> bool:
+        """Events that were there before a lease was closed come after it."""
+        reservation = self._reservations.get(lease_id)
+        return reservation is not None and reservation.outcome is None
+
+    def _examined(self, lease_id: str) -> Outcome:
+        reservation, size = self._reservations[lease_id], self.pool.block_bytes
+        wrong = [
+            position
+            for position, block in enumerate(reservation.blocks)
+            if self.blocks.view(block) != content(reservation.seed, position, size)
+        ]
+        return ("corrupt", f"at positions {wrong}") if wrong else ("completed", "")
+
+    def _close(self, lease_id: str, outcome: Outcome) -> None:
+        reservation = self._reservations[lease_id]
+        assert reservation.outcome is None, f"{lease_id} ended as {reservation.outcome} and as {outcome}"
+        reservation.outcome = outcome
+        self._settle(lease_id, outcome)
+        if self.receiver.close_lease(lease_id):
+            self._over(lease_id)
+
+    def _over(self, lease_id: str) -> None:
+        self.blocks.give(self._reservations.pop(lease_id).blocks)
+
+
+class Process:
+    """The process as the test sees it: one end after another over the same pool."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, report: Connection) -> None:
+        self._log: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
+        handler = logging.Handler()
+        handler.emit = lambda record: self._log.append(  # type: ignore[method-assign]
+            f"{record.relativeCreated:.0f} {record.threadName}: {logging.Formatter().format(record)}"
+        )
+        logging.basicConfig(level=logging.DEBUG, handlers=[handler], force=True)
+        kvtransfer.extents.BATCH_BYTES = CALL_BYTES
+        self._memory = allocate(num_blocks * block_bytes)
+        self._pool = RegisteredPool(self._memory.buffer, block_bytes, num_blocks, memory_fd=self._memory.fd)
+        self._points = FaultPoints(SENDER_POINTS, report, self._cut)
+        self._more_points = FaultPoints(RECEIVER_POINTS, report, self._cut)
+        self.end: SenderEnd | ReceiverEnd | None = None
+        self._before = held()
+        self._idle = self._before
+
+    def open(self, role: Literal["sender", "receiver"], options: Options) -> PeerAddress | None:
+        assert self.end is None
+        self.arm([])
+        kind = SenderEnd if role == "sender" else ReceiverEnd
+        self.end = kind(self._pool, options)
+        self._idle = _at_rest() if "ucx" in options.transports else held()
+        return self.end.peer() if isinstance(self.end, ReceiverEnd) else None
+
+    def shut(self) -> dict[str, int]:
+        """Close the end; returns what is left of it."""
+        assert self.end is not None
+        self.arm([])
+        self.end.close()
+        self.end = None
+        return self._settled(self._before)
+
+    def left(self) -> dict[str, int]:
+        """What the end holds more than when it had just been opened, its peers having gone."""
+        return self._settled(self._idle)
+
+    def arm(self, faults: list[Fault]) -> None:
+        self._points.arm(faults)
+        self._more_points.arm(faults)
+
+    def log(self) -> list[str]:
+        return list(self._log)
+
+    def _cut(self) -> None:
+        assert self.end is not None
+        self.end.cut()
+
+    @staticmethod
+    def _settled(before: dict[str, int]) -> dict[str, int]:
+        """Threads and descriptors end a moment after what ended them: that they do is what counts."""
+        deadline = time.monotonic() + SETTLE_S
+        while (extra := more_than(before)) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return extra
+
+
+def _pin(wire: Transport, address: str) -> None:
+    """Let a transport listen at a given address, where a predecessor did or a successor will."""
+
+    def listen(host: str) -> tuple[socket.socket, str]:
+        if wire.name == "shm":
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind("\0" + address)
+            listener.listen(128)
+        else:
+            name, _, port = address.rpartition(":")
+            listener = socket.create_server((name, int(port)), backlog=128)
+            return listener, "{}:{}".format(*listener.getsockname())
+        return listener, address
+
+    wire.listen = listen  # type: ignore[method-assign]
+
+
+def serve(
+    commands: Connection, report: Connection, num_blocks: int, block_bytes: int, network: str, tls: str
+) -> None:
+    """Answer commands: methods of the end that is open, or of the process."""
+    gc.freeze()  # what the fork server has imported: collecting it each time would take long
+    enter(network)
+    os.environ["UCX_TLS"] = tls
+    process = Process(num_blocks, block_bytes, report)
+    commands.send((True, None))
+    while True:
+        try:
+            name, arguments = commands.recv()
+        except EOFError:
+            return
+        try:
+            owner = process if hasattr(Process, name) else process.end
+            commands.send((True, getattr(owner, name)(*arguments)))
+        except Exception:
+            commands.send((False, traceback.format_exc()))

@@ -1,0 +1,109 @@
+"""SIGSTOP to either side, for good or until the other has long gone on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.arena import LARGE, ORPHAN_S, Arena, cases
+from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Point
+
+SENDER_FROZEN = ["connected", "hello sent", "verdict received", "piece begins", "mid payload", "ack arrives", "ack read"]
+RECEIVER_FROZEN = ["accepted", "challenge sent", "reader ready", "piece admitted", "mid copy", "mid receive", "ack due",
+                   "ack sent", "told"]  # fmt: skip
+PROMPT_S = 5.0
+"""Two timeouts of half a second, for ucx more, and what a busy machine adds."""
+
+
+def only(points: dict[str, Point], names: list[str]) -> dict[str, Point]:
+    return {name: points[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("point", "transport"), cases(only(SENDER_POINTS, SENDER_FROZEN), ucx=["piece begins", "piece sent"])
+)
+def test_the_sender_freezes_and_wakes_up_late(arena: Arena, point: str) -> None:
+    """What it still sends is for a lease that is over, or completes one that is not."""
+    sender, receiver = arena.sender(), arena.receiver()
+    sender.arm(point, "STOP")
+    request = arena.reserve(sender, receiver)
+    arena.push_and_freeze(request, point)
+    arena.finish(request, deadline_s=ORPHAN_S)
+    assert request.received in ("failed", "expired", "completed")
+    sender.thaw()
+    arena.finish(request, of="sender")
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize(
+    ("point", "transport"), cases(only(RECEIVER_POINTS, RECEIVER_FROZEN), ucx=["reader ready", "mid read"])
+)
+def test_the_receiver_freezes_and_wakes_up_late(arena: Arena, point: str) -> None:
+    """By then the sender uses its blocks for something else: nothing of that is believed."""
+    sender, receiver = arena.sender(), arena.receiver()
+    receiver.arm(point, "STOP")
+    request = arena.begin(sender, receiver)
+    receiver.wait_at(point)
+    receiver.await_frozen()
+    arena.finish(request, deadline_s=PROMPT_S)
+    assert request.sent == "failed" and "no progress" in request.reasons
+    receiver.thaw()
+    arena.finish(request, deadline_s=ORPHAN_S)
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("point", ["piece begins", "ack arrives"])
+def test_the_sender_freezes_for_good(arena: Arena, point: str) -> None:
+    sender, receiver = arena.sender(), arena.receiver()
+    sender.arm(point, "STOP", 2)
+    request = arena.reserve(sender, receiver)
+    arena.push_and_freeze(request, point)
+    arena.finish(request, deadline_s=ORPHAN_S)
+    arena.check(receiver)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("point", ["accepted", "in place"])
+def test_the_receiver_freezes_for_good(arena: Arena, point: str) -> None:
+    sender, receiver = arena.sender(), arena.receiver()
+    receiver.arm(point, "STOP")
+    request = arena.begin(sender, receiver)
+    receiver.wait_at(point)
+    receiver.await_frozen()
+    arena.finish(request, deadline_s=PROMPT_S)
+    assert request.sent == "failed"
+    arena.check(sender)
+
+
+def test_a_full_socket_to_a_frozen_receiver_holds_up_nobody(arena: Arena) -> None:
+    """More is on its way than the sockets hold, and the sender serves another receiver meanwhile."""
+    sender = arena.sender(size=LARGE)
+    frozen, other = arena.receiver("decode-0", size=LARGE), arena.receiver("decode-1", size=LARGE)
+    frozen.arm("mid receive", "STOP")
+    stuck = arena.begin(sender, frozen, 48, chunk=24)
+    frozen.wait_at("mid receive")
+    frozen.await_frozen()
+    arena.serve(sender, other, 24)
+    arena.finish(stuck, deadline_s=PROMPT_S)
+    assert stuck.sent == "failed"
+    frozen.thaw()
+    arena.finish(stuck, deadline_s=ORPHAN_S)
+    arena.check(sender, frozen, other)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_short_freeze_costs_nothing_but_time(arena: Arena) -> None:
+    sender = arena.sender(progress_timeout_s=20.0, connect_timeout_s=20.0)
+    receiver = arena.receiver(progress_timeout_s=20.0, connect_timeout_s=20.0)
+    for child, point in ((sender, "piece begins"), (receiver, "piece admitted")):
+        child.arm(point, "STOP", 2)
+        request = arena.reserve(sender, receiver)
+        arena.push(request, wait=False)
+        child.wait_at(point)
+        child.await_frozen()
+        child.thaw()
+        arena.pushed(request)
+        arena.finish(request)
+        assert (request.sent, request.received) == ("completed", "completed")
+    assert sender.ask("counters")["connections_made"] == 1
+    arena.check(sender, receiver)

@@ -1,0 +1,56 @@
+"""SIGKILL to either side at every named point of the protocol."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.arena import ORPHAN_S, Arena, cases
+from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS
+
+SENDER_OVER_UCX = ["hello sent", "verdict received", "piece begins", "piece sent", "ack read"]
+RECEIVER_OVER_UCX = ["hello received", "reader ready", "piece admitted", "mid read", "ack due", "told"]
+
+
+@pytest.mark.parametrize(("point", "transport"), cases(SENDER_POINTS, ucx=SENDER_OVER_UCX))
+def test_the_sender_is_killed(arena: Arena, point: str) -> None:
+    sender, receiver = arena.sender(), arena.receiver()
+    sender.arm(point, "KILL")
+    request = arena.begin(sender, receiver)
+    sender.wait_at(point)
+    arena.finish(request, deadline_s=ORPHAN_S)
+    assert point == "completed" or request.received in ("failed", "expired")
+    arena.check(receiver)
+
+
+@pytest.mark.parametrize(("point", "transport"), cases(RECEIVER_POINTS, ucx=RECEIVER_OVER_UCX))
+def test_the_receiver_is_killed(arena: Arena, point: str) -> None:
+    sender, receiver = arena.sender(), arena.receiver()
+    receiver.arm(point, "KILL")
+    request = arena.begin(sender, receiver)
+    arena.finish(request)
+    receiver.wait_at(point)
+    assert request.sent == "failed" or point in ("told", "closing", "closed")
+    arena.check(sender)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("point", ["piece sent", "ack read"])
+def test_others_go_on_when_one_of_two_senders_is_killed(arena: Arena, point: str) -> None:
+    doomed, other, receiver = arena.sender("prefill-0"), arena.sender("prefill-1"), arena.receiver()
+    doomed.arm(point, "KILL", 2)
+    requests = [arena.begin(doomed, receiver, 48), arena.begin(other, receiver, 48)]
+    doomed.wait_at(point)
+    arena.finish(*requests, deadline_s=2.0)
+    assert (requests[0].received, requests[1].received) == ("failed", "completed")
+    arena.check(other, receiver)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("point", ["piece admitted", "ack sent"])
+def test_others_go_on_when_one_of_two_receivers_is_killed(arena: Arena, point: str) -> None:
+    sender, doomed, other = arena.sender(), arena.receiver("decode-0"), arena.receiver("decode-1")
+    doomed.arm(point, "KILL", 2)
+    requests = [arena.begin(sender, doomed), arena.begin(sender, other)]
+    arena.finish(*requests)
+    assert (requests[0].sent, requests[1].received) == ("failed", "completed")
+    arena.check(sender, other)

@@ -1,0 +1,149 @@
+"""A process dies and another one listens on its address: what was meant for the old one changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import msgspec
+import pytest
+
+from tests.faults.arena import ORPHAN_S, Arena, Child, needs_nixl
+from tests.faults.proxy import Damage
+
+OVER_ALL = pytest.mark.parametrize("transport", ["tcp", "shm", pytest.param("ucx", marks=needs_nixl)])
+
+
+def first(arena: Arena) -> Child:
+    """A receiver whose address another one can have after it."""
+    return arena.receiver(listen_at=dict.fromkeys(("tcp", "ucx"), "127.0.0.1:0"))
+
+
+def successor_of(arena: Arena, receiver: Child) -> Child:
+    addresses = {offer.transport: offer.address for offer in receiver.peer.offers}
+    return arena.receiver(receiver.worker_id, listen_at=addresses)
+
+
+@OVER_ALL
+def test_a_receiver_restarts_between_two_requests(arena: Arena) -> None:
+    sender, old = arena.sender(), first(arena)
+    arena.serve(sender, old)
+    stale = old.peer
+    old.kill()
+    new = successor_of(arena, old)
+    assert new.peer.offers == stale.offers and new.peer.incarnation != stale.incarnation
+    request = arena.reserve(sender, new)
+    arena.push(request, peer=stale)
+    arena.finish(request, of="sender")
+    assert request.sent == "failed" and "stale" in request.reasons
+    arena.finish(request, deadline_s=0.0)
+    arena.serve(sender, new)
+    arena.check(sender, new)
+
+
+@OVER_ALL
+@pytest.mark.parametrize("point", ["piece admitted", "ack sent"])
+def test_a_receiver_restarts_in_the_middle_of_a_request(arena: Arena, point: str) -> None:
+    """The sender, which connects again at once, takes it for nobody else."""
+    sender, old = arena.sender(), first(arena)
+    old.arm(point, "HOLD", 2)
+    request = arena.begin(sender, old)
+    old.wait_at(point)
+    old.kill()
+    new = successor_of(arena, old)
+    again = arena.reserve(sender, new, lease_id=f"{request.lease_id}-again")
+    arena.finish(request)
+    assert request.sent == "failed"
+    arena.push(again)
+    arena.finish(again)
+    assert (again.sent, again.received) == ("completed", "completed")
+    arena.check(sender, new)
+
+
+@OVER_ALL
+def test_a_receiver_under_its_own_name_reopens_a_lease_of_its_predecessor(arena: Arena) -> None:
+    """Pieces for the dead one's lease don't land in the living one's, though the lease has the same name."""
+    sender, old = arena.sender(), first(arena)
+    before = arena.begin(sender, old, until=12)
+    sender.ask("await_sent", before.lease_id, 12)
+    old.kill()
+    new = successor_of(arena, old)
+    after = arena.reserve(sender, new, lease_id=before.lease_id)
+    stale = msgspec.structs.replace(new.peer, incarnation=old.peer.incarnation)
+    arena.push(before, peer=stale, first=12)
+    arena.finish(before)
+    assert before.sent == "failed"
+    arena.finish(after, of="receiver", deadline_s=0.0)
+    assert new.ask("counters").get("connections_accepted", 0) == 0
+    arena.check(sender, new)
+
+
+@OVER_ALL
+def test_a_sender_restarts_and_means_the_same_lease(arena: Arena) -> None:
+    old, receiver = arena.sender(), arena.receiver()
+    held = arena.begin(old, receiver, until=12)
+    old.ask("await_sent", held.lease_id, 12)
+    new = arena.sender(old.worker_id)
+    intruding = arena.again(held, new)
+    arena.push(intruding)
+    arena.finish(intruding, of="sender")
+    assert intruding.sent == "failed" and "another sender" in intruding.reasons
+    arena.push(held, first=12)
+    arena.finish(held)
+    assert (held.sent, held.received) == ("completed", "completed")
+    arena.check(old, new, receiver)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_frozen_senders_successor_takes_over(arena: Arena) -> None:
+    """The old one wakes up and goes on with a lease that is over; the new one's lease is none of its business."""
+    old, receiver = arena.sender(), arena.receiver()
+    old.arm("piece begins", "STOP", 2)
+    request = arena.reserve(old, receiver)
+    arena.push_and_freeze(request, "piece begins")
+    receiver.ask("expire", request.lease_id)
+    new = arena.sender(old.worker_id)
+    arena.serve(new, receiver, 72)
+    old.thaw()
+    arena.finish(request)
+    assert request.sent == "failed"
+    arena.check(old, new, receiver)
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["to itself", "to its successor"])
+def test_what_a_sender_once_said_is_said_again(arena: Arena, restarted: bool) -> None:
+    """A recorded connection proves nothing: each handshake has a new nonce."""
+    sender, receiver = arena.sender(), first(arena)
+    proxy, peer = arena.proxy(receiver)
+    original = arena.serve(sender, receiver, peer=peer)
+    listener = receiver
+    if restarted:
+        receiver.kill()
+        listener = successor_of(arena, receiver)
+    request = arena.reserve(sender, listener, lease_id="lease-replayed" if restarted else "")
+    host, _, port = listener.peer.offers[0].address.rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as replay:
+        replay.sendall(bytes(proxy.spoken[True]))
+        replay.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            while replay.recv(4096):
+                pass
+    assert listener.ask("counters")["handshakes_refused"] == 1
+    arena.finish(request, of="receiver", deadline_s=0.0)
+    assert original.received == "completed"
+    arena.drop(proxy)
+    arena.check(sender, listener)
+
+
+def test_a_link_that_broke_comes_back_to_another_incarnation(arena: Arena) -> None:
+    """The proxy stands for an address that a load balancer or a pod's new address leads elsewhere."""
+    sender, receiver = arena.sender(), arena.receiver()
+    proxy, peer = arena.proxy(receiver, Damage("drop", 200_000))
+    other = arena.receiver("decode-1")
+    request = arena.reserve(sender, receiver)
+    proxy.redirect(other.peer.offers[0].address)
+    arena.push(request, peer=peer)
+    arena.finish(request, deadline_s=ORPHAN_S)
+    assert request.sent == "failed" and "stale" in request.reasons
+    arena.drop(proxy)
+    arena.check(sender, receiver, other)

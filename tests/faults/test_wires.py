@@ -1,0 +1,170 @@
+"""A bad wire between two good processes: what is lost, late, damaged, doubled or swapped is repaired, or told."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.arena import DEADLINE_S, LARGE, ORPHAN_S, SMALL, Arena, Child, Request, Stock, needs_nixl
+from tests.faults.places import downstream_places, upstream_places
+from tests.faults.proxy import Damage, Kind
+
+COUNT, CHUNK = 24, 6
+UPSTREAM = ["hello", "proof", "length", "header", "positions", "payload", "trailer", "second length", "last payload"]
+DOWNSTREAM = ["challenge", "verdict", "ack", "last ack"]
+HANDSHAKE = {"hello", "proof", "challenge", "verdict"}
+KINDS: dict[Kind, int] = {"drop": 1, "hang": 1, "corrupt": 1, "truncate": 5, "swap": 7, "repeat": 5}
+"""With the number of bytes."""
+
+
+@pytest.fixture(scope="module")
+def places(stock: Stock) -> dict[str, int]:
+    arena = Arena(stock)
+    sender, receiver = arena.sender(), arena.receiver()
+    proxy, peer = arena.proxy(receiver)
+    arena.serve(sender, receiver, COUNT, chunk=CHUNK, peer=peer)
+    arena.drop(proxy)
+    arena.check(sender, receiver)
+    arena.close()
+    return upstream_places(bytes(proxy.spoken[True]), SMALL[1]) | downstream_places(bytes(proxy.spoken[False]))
+
+
+def request_through(
+    arena: Arena, *damages: Damage, allow_corrupt: bool = False, **options: object
+) -> tuple[Child, Child, Request]:
+    """A request over a damaged wire, and how it ended."""
+    sender, receiver = arena.sender(**options), arena.receiver()
+    proxy, peer = arena.proxy(receiver, *damages)
+    request = arena.begin(sender, receiver, COUNT, chunk=CHUNK, peer=peer)
+    arena.finish(request, of="sender")
+    arena.finish(request, deadline_s=DEADLINE_S if request.sent == "completed" else ORPHAN_S, allow_corrupt=allow_corrupt)
+    assert proxy.struck.is_set(), "the damage was beyond what was said"
+    arena.drop(proxy)
+    return sender, receiver, request
+
+
+@pytest.mark.parametrize("place", [*UPSTREAM, *DOWNSTREAM])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_damage(arena: Arena, places: dict[str, int], kind: Kind, place: str) -> None:
+    """In the handshake it is one clear error; whatever it does after that is repaired."""
+    damage = Damage(kind, places[place], KINDS[kind], upstream=place in UPSTREAM)
+    sender, receiver, request = request_through(arena, damage)
+    assert request.sent == ("failed" if place in HANDSHAKE else "completed"), request.outcomes
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("place", ["length", "payload", "ack", "last ack"])
+def test_a_wire_that_is_slow_for_a_moment(arena: Arena, places: dict[str, int], place: str) -> None:
+    damage = Damage("delay", places[place], seconds=0.2, upstream=place in UPSTREAM)
+    sender, receiver, request = request_through(arena, damage)
+    assert (request.sent, request.received) == ("completed", "completed")
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("place", ["length", "payload", "last ack"])
+def test_a_wire_that_is_slow_for_too_long(arena: Arena, places: dict[str, int], place: str) -> None:
+    """The bytes come when both have given the connection up, and go on over another."""
+    damage = Damage("delay", places[place], seconds=1.0, upstream=place in UPSTREAM)
+    sender, receiver, request = request_through(arena, damage)
+    assert request.sent == "completed"
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("kind", ["drop", "corrupt", "truncate"])
+def test_a_wire_that_never_works(arena: Arena, places: dict[str, int], kind: Kind) -> None:
+    """One clear error after a bounded number of tries."""
+    damage = Damage(kind, places["payload"], KINDS[kind], connection=-1)
+    repeated = [damage] if kind != "corrupt" else [
+        Damage("corrupt", places["payload"] + piece * (CHUNK * SMALL[1]), connection=-1) for piece in range(60)
+    ]  # fmt: skip
+    sender, receiver, request = request_through(arena, *repeated)
+    assert request.sent == "failed"
+    if kind == "corrupt":
+        assert "checksum" in request.reasons
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("place", ["length", "header", "positions", "payload", "trailer", "ack"])
+@pytest.mark.parametrize("kind", ["corrupt", "truncate", "repeat"])
+def test_without_checksums_nothing_hangs(
+    arena: Arena, places: dict[str, int], kind: Kind, place: str
+) -> None:
+    """Only the blocks' own bytes may be wrong then."""
+    damage = Damage(kind, places[place], KINDS[kind], upstream=place in UPSTREAM)
+    in_payload = place == "payload" and kind == "corrupt"
+    sender, receiver, request = request_through(arena, damage, allow_corrupt=in_payload, checksum="off")
+    assert request.received == ("corrupt" if in_payload else "completed")
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("checksum", ["sampled", "full"])
+@pytest.mark.parametrize("streams", [2, 4])
+def test_one_of_several_streams_breaks(arena: Arena, checksum: str, streams: int) -> None:
+    sender, receiver = arena.sender(checksum=checksum, streams=streams), arena.receiver(streams=streams)
+    proxy, peer = arena.proxy(receiver, Damage("drop", 100_000, connection=0))
+    request = arena.begin(sender, receiver, 96, chunk=8, peer=peer)
+    arena.finish(request)
+    assert request.sent == "completed"
+    arena.drop(proxy)
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("kind", ["drop", "hang", "corrupt"])
+@pytest.mark.parametrize("offset", [300_000, 3_000_000])
+def test_pieces_larger_than_the_sockets_hold(arena: Arena, kind: Kind, offset: int) -> None:
+    sender, receiver = arena.sender(size=LARGE), arena.receiver(size=LARGE)
+    proxy, peer = arena.proxy(receiver, Damage(kind, offset))
+    request = arena.begin(sender, receiver, 48, chunk=24, peer=peer)
+    arena.finish(request)
+    assert proxy.struck.is_set() and (request.sent, request.received) == ("completed", "completed")
+    arena.drop(proxy)
+    arena.check(sender, receiver)
+
+
+@needs_nixl
+@pytest.mark.parametrize("transport", ["ucx"])
+@pytest.mark.parametrize("kind", ["drop", "corrupt", "truncate"])
+def test_the_wire_of_messages_beside_ucx_breaks(arena: Arena, kind: Kind) -> None:
+    """Blocks take another way than the messages about them."""
+    sender, receiver = arena.sender(), arena.receiver()
+    plain, through = arena.proxy(receiver, transport="ucx")
+    arena.serve(sender, receiver, COUNT, chunk=CHUNK, peer=through)
+    said = len(plain.spoken[True])
+    arena.drop(plain)
+    arena.check(sender, receiver)
+
+    sender, receiver = arena.sender(), arena.receiver()
+    proxy, through = arena.proxy(receiver, Damage(kind, said - 100, KINDS[kind]), transport="ucx")
+    request = arena.begin(sender, receiver, COUNT, chunk=CHUNK, peer=through)
+    arena.finish(request)
+    assert proxy.struck.is_set() and request.sent == "completed"
+    arena.drop(proxy)
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize(
+    "transport", ["shm", "tcp", pytest.param("ucx", marks=needs_nixl)], ids="over {}".format
+)
+@pytest.mark.parametrize("point", ["piece sent", "ack arrives"])
+def test_every_connection_breaks_at_once(arena: Arena, point: str) -> None:
+    """The same wire is made anew; nobody has to know."""
+    sender, receiver = arena.sender(), arena.receiver()
+    sender.arm(point, "CUT", 2)
+    request = arena.begin(sender, receiver)
+    arena.finish(request)
+    assert (request.sent, request.received) == ("completed", "completed")
+    assert sender.ask("counters")["connections_made"] == 2
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("first", ["shm", pytest.param("ucx", marks=needs_nixl)])
+@pytest.mark.parametrize("point", ["piece admitted", "in place", "ack due"])
+def test_the_next_transport_takes_over(stock: Stock, first: str, point: str) -> None:
+    arena = Arena(stock, (first, "tcp"))
+    sender, receiver = arena.sender(), arena.receiver()
+    receiver.arm(point, "CUT", 2)
+    request = arena.begin(sender, receiver)
+    arena.finish(request)
+    assert request.outcomes["sender"] == ("completed", "tcp") and request.received == "completed"
+    assert sender.ask("counters")["fallbacks"] == 1
+    arena.check(sender, receiver)
+    arena.close()
