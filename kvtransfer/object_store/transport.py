@@ -69,7 +69,7 @@ class ObjectReader:
 
     def read(self, runs: Runs, gate: WriteGate | None) -> bool:
         deadline = time.monotonic() + self._progress_timeout_s
-        is_good = self._channel.recv_exact(1, deadline) == GOOD
+        is_good = self._channel.recv_exact(len(GOOD), deadline) == GOOD
         if not len(runs):
             return is_good and gate is not None
         reference = self._lines.take_object(self._line)
