@@ -17,7 +17,7 @@ FROZEN = "STOP:before"
 STAGES = {
     "in prefill": {"prefill-0": "slow:0.5"},
     "waiting for its blocks": {"decode-0": f"{FROZEN}:_on_reserve:1"},
-    "as its blocks arrive": {"decode-0": f"{FROZEN}:handle_transfers:1"},
+    "as its blocks arrive": {"decode-0": f"{FROZEN}:on_transfer:1"},
     "at the manifest": {"decode-0": f"{FROZEN}:_on_handoff:1"},
     "in decode": {"decode-0": "slow:0.3"},
 }
