@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvtransfer.channel import LENGTH_BYTES, Channel, StoppedError, Wake, decode, encode, frame, frame_length
 from kvtransfer.checksum import piece_checksum
-from kvtransfer.extents import ScatterList, packed, to_wire
+from kvtransfer.extents import Buffers, ScatterList, packed, to_wire
 from kvtransfer.handshake import Identity, introduce
 from kvtransfer.layout import wire_block_bytes
 from kvtransfer.messages import NOT_QUANTIZABLE, Ack, Piece
@@ -47,7 +47,7 @@ class StreamOwner(Protocol):
 class _Transmission:
     """A piece that is being written to the connection."""
 
-    def __init__(self, piece: QueuedPiece, header: bytes, payload: list[memoryview]) -> None:
+    def __init__(self, piece: QueuedPiece, header: bytes, payload: Buffers) -> None:
         self.piece = piece
         self._header = memoryview(header)
         self._padded = False
@@ -209,7 +209,8 @@ class Stream(threading.Thread):
                 self._sequence += 1
                 self.in_flight.append((self._sequence, queued))
             self._progress_at = queued.sent_at = time.monotonic()
-            payload, checksum, refusal = [], None, ""
+            payload: Buffers = []
+            checksum, refusal = None, ""
             try:
                 payload = writer.payload(queued.runs, queued.num_tokens)
                 checksum = self._checksum(writer, queued)
