@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import TypeAlias
+from itertools import accumulate, chain
+from operator import sub
+from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -87,12 +88,44 @@ def merge_adjacent(first: Runs, lengths: Runs) -> tuple[Runs, Runs]:
     return first[starts], np.add.reduceat(lengths, starts) if len(starts) else lengths
 
 
-def views(buffer: memoryview, block_bytes: int, first: Runs, lengths: Runs) -> list[memoryview]:
+class Views(Sequence[memoryview]):
+    """The parts [starts[i], ends[i]) of a buffer, in bytes.
+
+    Each is made when it is asked for: a thousand at once would set off the garbage collector.
+    """
+
+    def __init__(self, buffer: memoryview, starts: list[int], ends: list[int]) -> None:
+        self._buffer = buffer
+        self._starts = starts
+        self._ends = ends
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(map(sub, self._ends, self._starts))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[memoryview]: ...
+    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
+        if isinstance(index, int):
+            return self._buffer[self._starts[index] : self._ends[index]]
+        pairs = zip(self._starts[index], self._ends[index], strict=True)
+        return [self._buffer[start:end] for start, end in pairs]
+
+
+Buffers: TypeAlias = Sequence[memoryview | Views]
+
+
+def views(buffer: memoryview, block_bytes: int, first: Runs, lengths: Runs) -> Views:
     """The memory of some ranges of blocks, in as few buffers as possible."""
     first, lengths = merge_adjacent(first, lengths)
     starts = first.astype(np.int64) * block_bytes
     ends = starts + lengths.astype(np.int64) * block_bytes
-    return [buffer[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    return Views(buffer, starts.tolist(), ends.tolist())
 
 
 def to_wire(runs: Runs) -> bytes:
@@ -117,14 +150,14 @@ def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Runs:
 class ScatterList:
     """Buffers that a stream fills or empties in order, some bytes at a time."""
 
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = list(buffers)
-        self._ends = list(accumulate(map(len, self._buffers)))
+    def __init__(self, buffers: Buffers) -> None:
+        self._parts = [part if isinstance(part, Views) else [part] for part in buffers]
+        self._firsts = [0, *accumulate(map(len, self._parts))]
+        lengths = (part.lengths if isinstance(part, Views) else map(len, part) for part in self._parts)
+        self._ends = list(accumulate(chain.from_iterable(lengths)))
         self.done = 0
         nbytes = self._ends[-1] if self._ends else 0
-        self._batch_buffers = max(
-            1, min(MAX_BATCH_BUFFERS, BATCH_BYTES * len(self._buffers) // max(1, nbytes))
-        )
+        self._batch_buffers = max(1, min(MAX_BATCH_BUFFERS, BATCH_BYTES * len(self._ends) // max(1, nbytes)))
 
     @property
     def remaining(self) -> int:
@@ -133,10 +166,17 @@ class ScatterList:
     def batch(self) -> list[memoryview]:
         """The buffers for the next system call."""
         first = bisect_right(self._ends, self.done)
-        batch = self._buffers[first : first + self._batch_buffers]
+        batch = self._slice(first, first + self._batch_buffers)
         batch[0] = batch[0][len(batch[0]) - (self._ends[first] - self.done) :]
         return batch
 
     def advance(self, nbytes: int) -> None:
         """The next `nbytes` bytes are done."""
         self.done += nbytes
+
+    def _slice(self, first: int, last: int) -> list[memoryview]:
+        """The buffers [first, last) of all parts taken together."""
+        chosen: list[memoryview] = []
+        for part, start in zip(self._parts, self._firsts, strict=False):
+            chosen += part[max(0, first - start) : max(0, last - start)]
+        return chosen

@@ -22,7 +22,7 @@ from kvtransfer.channel import (
     unframe,
 )
 from kvtransfer.checksum import piece_checksum
-from kvtransfer.extents import ScatterList, packed, to_wire
+from kvtransfer.extents import Buffers, ScatterList, packed, to_wire
 from kvtransfer.handshake import Identity, introduce
 from kvtransfer.layout import wire_block_bytes
 from kvtransfer.messages import NOT_QUANTIZABLE, Ack, Piece
@@ -58,7 +58,7 @@ class StreamOwner(Protocol):
 class _Transmission:
     """A piece that is being written to the connection."""
 
-    def __init__(self, piece: QueuedPiece, header: bytes, payload: list[memoryview]) -> None:
+    def __init__(self, piece: QueuedPiece, header: bytes, payload: Buffers) -> None:
         self.piece = piece
         self._header = memoryview(header)
         self._padded = False
@@ -220,7 +220,8 @@ class Stream(threading.Thread):
                 self._sequence += 1
                 self.in_flight.append((self._sequence, queued))
             self._progress_at = queued.sent_at = time.monotonic()
-            payload, checksum, refusal = [], None, ""
+            payload: Buffers = []
+            checksum, refusal = None, ""
             try:
                 payload = writer.payload(queued.runs, queued.num_tokens)
                 checksum = self._checksum(writer, queued)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtransfer.channel import Channel
 from kvtransfer.device import BlockGatherer
-from kvtransfer.extents import Runs, ScatterList, blocks_per_piece, expand, num_blocks, views
+from kvtransfer.extents import Buffers, Runs, ScatterList, blocks_per_piece, expand, num_blocks, views
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.layout import tokens_in_blocks
 from kvtransfer.leases import WriteGate
@@ -29,8 +29,6 @@ Anything else means that bytes were lost or came twice: what follows can't be un
 """
 
 _SCRATCH_BYTES = 1024 * 1024
-_WAKE_BYTES = 512 * 1024
-"""Worth a wake-up, which costs both sides as much as moving some ten thousand bytes."""
 _DEAD_AFTER_MS = 30_000
 
 
@@ -59,9 +57,9 @@ class TcpWriter:
     def __init__(self, pool: RegisteredPool) -> None:
         self._pool = pool
 
-    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
+    def payload(self, runs: Runs, num_tokens: int) -> Buffers:
         blocks = views(self._pool.buffer, self._pool.block_bytes, runs[:, 0], runs[:, 2])
-        return [*blocks, memoryview(GOOD)]
+        return [blocks, memoryview(GOOD)]
 
     def close(self) -> None:
         return
@@ -95,7 +93,7 @@ class QuantizingWriter:
         self._gatherer = BlockGatherer(pool.device, max_blocks) if pool.device is not None else None
         self.packed = memoryview(bytearray(max_blocks * self._quantizer.wire_block_bytes))
 
-    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
+    def payload(self, runs: Runs, num_tokens: int) -> Buffers:
         blocks, positions = expand(runs[:, 0], runs[:, 2]), expand(runs[:, 1], runs[:, 2])
         valid = tokens_in_blocks(positions, self._pool.block_size, num_tokens)
         source = self._pool.buffer
@@ -114,25 +112,14 @@ class TcpReader:
         self._pool = pool
         self._progress_timeout_s = progress_timeout_s
         self._scratch: memoryview | None = None
-        self._low_water = 1
-        self._bytes_are_visible = type(channel.socket) is socket.socket  # not decrypted out of sight
 
     def read(self, runs: Runs, gate: WriteGate | None) -> bool:
-        try:
-            return self._read(runs, gate)
-        finally:
-            self._wake_from(1)
-
-    def close(self) -> None:
-        self._scratch = None
-
-    def _read(self, runs: Runs, gate: WriteGate | None) -> bool:
         trailer = bytearray(len(GOOD))
         if gate is None:
             self._discard(num_blocks(runs) * self._pool.block_bytes + len(trailer))
             return False
         blocks = views(self._pool.buffer, self._pool.block_bytes, runs[:, 1], runs[:, 2])
-        rest = ScatterList([*blocks, memoryview(trailer)])
+        rest = ScatterList([blocks, memoryview(trailer)])
         while rest.remaining:
             with gate.writing() as still_open:
                 received = self._receive(rest.batch()) if still_open else 0
@@ -142,10 +129,13 @@ class TcpReader:
             if received:
                 rest.advance(received)
             else:
-                self._await_bytes(rest.remaining)
+                self._await_bytes()
         if trailer not in (GOOD, SPOILED):
             raise ProtocolError("a piece's blocks do not end where they should")
         return trailer == GOOD
+
+    def close(self) -> None:
+        self._scratch = None
 
     def _receive(self, buffers: list[memoryview]) -> int:
         """Bytes that were there already; 0 if none."""
@@ -157,22 +147,8 @@ class TcpReader:
             raise ConnectionResetError("the peer closed the connection")
         return received
 
-    def _wake_from(self, nbytes: int) -> None:
-        """Let waits last until so many bytes are there."""
-        if nbytes != self._low_water:
-            self._channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
-            self._low_water = nbytes
-
-    def _await_bytes(self, remaining: int) -> None:
-        if self._bytes_are_visible:
-            self._wake_from(_WAKE_BYTES if remaining > _WAKE_BYTES else 1)
-        try:
-            self._channel.wait(select.POLLIN, time.monotonic() + self._progress_timeout_s)
-        except TimeoutError:
-            if self._low_water == 1:
-                raise
-            self._wake_from(1)  # a wire as slow as that makes progress too
-            self._channel.wait(select.POLLIN, time.monotonic())
+    def _await_bytes(self) -> None:
+        self._channel.wait(select.POLLIN, time.monotonic() + self._progress_timeout_s)
 
     def _discard(self, nbytes: int) -> None:
         if self._scratch is None:
@@ -180,7 +156,7 @@ class TcpReader:
         while nbytes:
             received = self._receive([self._scratch[:nbytes]])
             if not received:
-                self._await_bytes(nbytes)
+                self._await_bytes()
             nbytes -= received
 
 

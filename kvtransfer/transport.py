@@ -9,7 +9,7 @@ import socket
 from typing import Any, Protocol
 
 from kvtransfer.channel import Channel
-from kvtransfer.extents import Runs
+from kvtransfer.extents import Buffers, Runs
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import WriteGate
 from kvtransfer.messages import Hello
@@ -37,7 +37,7 @@ class PieceWriter(Protocol):
     def packed(self) -> memoryview | None:
         """The last payload's blocks as they travel, where that is not as they lie in the pool."""
 
-    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
+    def payload(self, runs: Runs, num_tokens: int) -> Buffers:
         """What follows the piece's message on the connection: views of the source blocks, then a trailer.
 
         `num_tokens` of the prompt are valid; what a block at its end holds beyond them means nothing.

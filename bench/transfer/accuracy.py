@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from bench.transfer.figures import Figure
 from engine.engine import Engine
@@ -56,6 +57,7 @@ class Handoffs:
     """The bundled model, whose prompts' KV goes through the wire's format and back before decoding."""
 
     def __init__(self, dtype: Literal["float32", "bfloat16"]) -> None:
+        disable_progress_bar()
         config = ServeConfig(
             model=str(BUNDLED_MODEL),
             dtype=dtype,

@@ -78,7 +78,7 @@ def test_a_scatter_list_moves_every_byte_once(pairs: list[tuple[int, int]], bloc
     source = memoryview(bytes(rng.randbytes(NUM_BLOCKS * block_bytes)))
     expected = b"".join(source[s * block_bytes : (s + 1) * block_bytes] for s, _ in pairs)
     runs = coalesce(np.asarray(pairs, dtype=np.int64).reshape(-1, 2))
-    rest = ScatterList(views(source, block_bytes, runs[:, 0], runs[:, 2]))
+    rest = ScatterList([views(source, block_bytes, runs[:, 0], runs[:, 2])])
     moved = b""
     assert rest.remaining == len(expected)
     while rest.remaining:

@@ -1,0 +1,95 @@
+"""`tandem bench transfer`: what a figure says, and real pairs of processes that are measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.transfer import growth, raw
+from bench.transfer.figures import Figure, ratio_figure
+from bench.transfer.growth import Point
+from bench.transfer.process import Remote
+from bench.transfer.sides import Pair, scattered
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    figure = ratio_figure(
+        "shm", [(1.0, 2.0), (4.0, 4.0), (9.0, 3.0)], 10**9, at_least=0.85, baseline="memcpy"
+    )
+    assert figure.samples == [0.5, 1.0, 3.0]
+    assert figure.value == 1.0 and figure.reached
+    assert str(figure) == "shm: 1 (target >= 0.85: reached); 0.33 GB/s against memcpy 0.25 GB/s"
+
+
+@pytest.mark.parametrize(
+    ("limits", "reached", "target"),
+    [
+        ({"at_least": 2.0}, False, ">= 2 ms"),
+        ({"at_least": 1.0}, True, ">= 1 ms"),
+        ({"at_most": 0.5}, False, "<= 0.5 ms"),
+        ({"at_most": 1.0}, True, "<= 1 ms"),
+        ({}, None, ""),
+    ],
+)
+def test_targets(limits: dict[str, float], reached: bool | None, target: str) -> None:
+    figure = Figure(what="x", value=1.0, unit=" ms", **limits)
+    assert (figure.reached, figure.target) == (reached, target)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_pair_moves_its_blocks(transport: str) -> None:
+    with Pair([transport], 4096, 64) as pair:
+        for _ in range(2):
+            moved = pair.move(transport, scattered(64))
+            assert moved.nbytes == 64 * 4096 and moved.num_extents > 32
+        assert pair.move(transport, range(64)).num_extents == 1
+        assert min(pair.memcpy(), pair.raw_stream(), pair.cpu_seconds()) > 0
+
+
+class Failing:
+    def fail(self, text: str) -> None:
+        raise ValueError(text)
+
+    def close(self) -> None:
+        return
+
+
+def test_an_error_in_a_process_is_raised_here() -> None:
+    with Remote(Failing) as remote, pytest.raises(RuntimeError, match="ValueError: no such thing"):
+        remote.call("fail", "no such thing")
+
+
+def test_rows_and_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(raw, "TOTAL_BYTES", 8 * 1024 * 1024)
+    path = tmp_path / "deep" / "figures.json"
+    result = CliRunner().invoke(
+        app, ["transfer", "--rows", "shm,tcp", "--repeats", "1", "--output", str(path)]
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(path.read_text())
+    assert document["command"] == "tandem bench transfer --rows shm,tcp --repeats 1"
+    assert [figure["at_least"] for figure in document["figures"]] == [0.85, None, 0.9, 0.9]
+    assert all(figure["value"] > 0 and len(figure["samples"]) == 1 for figure in document["figures"])
+    assert "blocks of 1792 KiB" in result.output
+
+
+def test_an_unknown_row_is_named() -> None:
+    result = CliRunner().invoke(app, ["transfer", "--rows", "shm,carrier-pigeon"])
+    assert result.exit_code == 2
+    assert "carrier-pigeon" in result.output
+
+
+def test_growth_as_table_plot_and_json(tmp_path: Path) -> None:
+    point = Point(
+        transport="shm", layout="scattered", tokens=128, pairs=1, nbytes=2**20, extents=8, seconds=0.002
+    )
+    growth.write(tmp_path, [point], [point], "the command")
+    table = (tmp_path / "transfer-growth.md").read_text()
+    assert "`the command`" in table
+    assert table.count("| shm | scattered | 128 | 1 | 1 | 8 | 2.0 | 0.52 |") == 2
+    assert (tmp_path / "transfer-growth.svg").read_text().count("<svg") == 1
+    assert json.loads((tmp_path / "transfer-growth.json").read_text())["prompts"][0]["extents"] == 8
