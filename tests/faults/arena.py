@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ LARGE = (96, 256 * 1024)
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.worker.child", "tests.faults.sides"])
+_starting = threading.Lock()
+"""`multiprocessing` looks after its processes whenever one is started, in whatever thread."""
 _numbers = itertools.count()
 
 
@@ -54,7 +57,7 @@ def cases(points: dict[str, Point], ucx: Sequence[str] = ()) -> list[Any]:
 
 
 class Died(Exception):
-    """The process has ended."""
+    """The process has ended, or is frozen for good."""
 
 
 class Child:
@@ -73,7 +76,8 @@ class Child:
         self._process = _processes.Process(
             target=serve, args=(commands, report, *size, network, tls), daemon=True
         )
-        self._process.start()
+        with _starting:
+            self._process.start()
         commands.close()
         report.close()
         self.answer()
@@ -103,7 +107,11 @@ class Child:
             raise Died from error
 
     def answer(self) -> Any:
-        assert self._commands.poll(ANSWER_S), f"{self.worker_id} does not answer"
+        deadline = time.monotonic() + ANSWER_S
+        while not self._commands.poll(0.05):
+            if self.frozen:
+                raise Died
+            assert time.monotonic() < deadline, f"{self.worker_id} does not answer"
         try:
             good, value = self._commands.recv()
         except (EOFError, OSError) as error:
@@ -130,16 +138,13 @@ class Child:
         """From where it is held."""
         self._report.send("go on")
 
-    def freeze(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        self.await_frozen()
-
-    def await_frozen(self) -> None:
+    def await_frozen(self, for_good: bool = True) -> None:
+        """For all that the test knows `for_good`."""
         deadline = time.monotonic() + ANSWER_S
         while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline, f"{self.worker_id} is not frozen"
             time.sleep(0.001)
-        self.frozen = True
+        self.frozen = for_good
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -158,26 +163,61 @@ class Child:
 
     def dispose(self) -> None:
         self.kill()
-        self._process.close()
+        with _starting:
+            self._process.close()
         self._commands.close()
         self._report.close()
 
 
+class Keeper(threading.Thread):
+    """Lets a process go on from where its faults hold or freeze it, when their time is over."""
+
+    def __init__(self, child: Child, faults: Sequence[Fault]) -> None:
+        super().__init__(daemon=True)
+        self._child = child
+        self._faults = {fault.point: fault for fault in faults}
+        self._over = threading.Event()
+        child.ask("arm", list(faults))
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self._over.is_set():
+                if self._child._report.poll(0.02):
+                    self._attend(self._faults[self._child._report.recv()])
+        except (EOFError, OSError):
+            return  # it was killed
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+    def _attend(self, fault: Fault) -> None:
+        if fault.action == "STOP":
+            self._child.await_frozen(for_good=fault.seconds is None)
+        if fault.seconds is not None:
+            self._over.wait(fault.seconds)
+            self._child.thaw() if fault.action == "STOP" else self._child.go_on()
+
+
 class Stock:
-    """Processes that are ready for the next scenario."""
+    """Processes that are ready for the next scenario. For use from every thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._idle: list[Child] = []
 
     def take(self, size: tuple[int, int], network: str, tls: str) -> Child:
-        for child in self._idle:
-            if (child.size, child.network, child.tls) == (size, network, tls) and child.alive:
-                self._idle.remove(child)
-                return child
+        with self._lock:
+            for child in self._idle:
+                if (child.size, child.network, child.tls) == (size, network, tls) and child.alive:
+                    self._idle.remove(child)
+                    return child
         return Child(size, network, tls)
 
     def give(self, child: Child) -> None:
-        self._idle.append(child)
+        with self._lock:
+            self._idle.append(child)
 
     def close(self) -> None:
         for child in self._idle:
@@ -359,7 +399,8 @@ class Arena:
         try:
             child.tell(*tell) if tell else child.answer()
         except Died:
-            child.join()
+            if not child.frozen:
+                child.join()
             return False
         return True
 

@@ -101,11 +101,12 @@ def points_over(points: dict[str, Point], transport: str) -> list[str]:
 
 @dataclass
 class Fault:
-    """What happens at the `left`-th passage of a point."""
+    """What happens at the `left`-th passage of a point. Held or frozen, it goes on after `seconds`, or never."""
 
     point: str
     action: Action
     left: int = 1
+    seconds: float | None = None
 
 
 class FaultPoints:
