@@ -165,11 +165,11 @@ class FaultPoints:
             case "KILL":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "STOP":
-                self._report.send(fault.point)
+                self._report.send((fault.point, fault.action))
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
             case "HOLD":
                 with self._holding:
-                    self._report.send(fault.point)
+                    self._report.send((fault.point, fault.action))
                     self._report.recv()
             case "CUT":
                 self._cut()

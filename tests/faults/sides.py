@@ -38,6 +38,7 @@ KEY = bytes(range(32))
 CALL_BYTES = 64 * 1024
 """Per system call: so that a piece has a middle."""
 SETTLE_S = 5.0
+CLOSED_EARLY = "closed early"
 LOG_LINES = 200
 
 Outcome = tuple[Literal["completed", "failed", "expired", "corrupt"], str]
@@ -340,7 +341,7 @@ class ReceiverEnd(End):
 
     def expire(self, lease_id: str) -> None:
         """Close a lease before its time."""
-        self._close(lease_id, ("expired", "closed early"))
+        self._close(lease_id, ("expired", CLOSED_EARLY))
 
     def cut(self) -> None:
         for connection in self.receiver._connections:
