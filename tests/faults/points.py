@@ -66,7 +66,9 @@ SENDER_POINTS = {
     "piece sent": Point("kvtransfer.stream:Stream", "_write", "after", _is_whole),
     "ack arrives": Point("kvtransfer.stream:Stream", "_read_acks", "before"),
     "ack read": Point("kvtransfer.sender:Sender", "_acknowledged", "after"),
-    "final push": Point("kvtransfer.link:Link", "enqueue", "after", lambda link, pieces, result: pieces[-1].final),
+    "final push": Point(
+        "kvtransfer.link:Link", "enqueue", "after", lambda link, pieces, result: pieces[-1].final
+    ),
     "completed": Point("kvtransfer.sender:Sender", "_completed", "after"),
 }
 
@@ -101,16 +103,17 @@ def points_over(points: dict[str, Point], transport: str) -> list[str]:
 
 @dataclass
 class Fault:
-    """What happens at the `left`-th passage of a point. Held or frozen, it goes on after `seconds`, or never."""
+    """What happens at the `left`-th passage of a point. What is held or frozen goes on after `seconds`."""
 
     point: str
     action: Action
     left: int = 1
     seconds: float | None = None
+    """None: when the test says so, if ever."""
 
 
 class FaultPoints:
-    """This process's faults. `report` tells the test where it is held or frozen, and brings its word back."""
+    """This process's faults. `report` tells the test where it is held or frozen, and brings its word."""
 
     def __init__(self, points: dict[str, Point], report: Connection, cut: Callable[[], None]) -> None:
         self._report = report

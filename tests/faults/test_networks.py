@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.arena import ORPHAN_S, Arena, Child
+from tests.faults.arena import ORPHAN_S, Arena
 from tests.faults.namespaces import Network
+from tests.faults.processes import Child
 
 PROMPT_S = 5.0
 POINTS = ["hello sent", "piece begins", "mid payload", "ack arrives"]
@@ -20,7 +21,9 @@ def ends(arena: Arena, network: Network) -> tuple[Child, Child]:
 
 @pytest.mark.parametrize("way", ["both ways", "there", "back"])
 @pytest.mark.parametrize("point", POINTS)
-def test_the_link_is_cut(arena: Arena, network: Network, ends: tuple[Child, Child], point: str, way: str) -> None:
+def test_the_link_is_cut(
+    arena: Arena, network: Network, ends: tuple[Child, Child], point: str, way: str
+) -> None:
     """Each side ends its requests by itself; when the link is mended, the next one is served."""
     sender, receiver = ends
     sender.arm(point, "HOLD", 2 if point != "hello sent" else 1)
@@ -52,7 +55,9 @@ def test_the_link_comes_back_in_time(arena: Arena, network: Network) -> None:
     arena.check(sender, receiver)
 
 
-def test_the_link_is_cut_between_two_requests(arena: Arena, network: Network, ends: tuple[Child, Child]) -> None:
+def test_the_link_is_cut_between_two_requests(
+    arena: Arena, network: Network, ends: tuple[Child, Child]
+) -> None:
     sender, receiver = ends
     arena.serve(sender, receiver)
     cut(network, "both ways")

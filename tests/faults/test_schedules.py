@@ -1,7 +1,7 @@
 """Random schedules of faults over some requests.
 
-Each is a function of its seed, which is in the test's name. TANDEM_FAULT_SEEDS chooses others: `17` or `17,23`
-replays these, `1000-1999` runs a range.
+Each is a function of its seed, which is in the test's name. TANDEM_FAULT_SEEDS chooses others: `17` or
+`17,23` replays these, `1000-1999` runs a range.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.faults.arena import SMALL, Arena, Child, Died, Keeper, Request, Stock
+from tests.faults.arena import Arena, Request
 from tests.faults.points import ONLY_OVER, RECEIVER_POINTS, SENDER_POINTS, Action, Fault, Point
+from tests.faults.processes import SMALL, Child, DiedError, Keeper, Stock
 from tests.faults.proxy import Damage, Kind
 
 DEFAULT_SEEDS = "0-199"
@@ -151,7 +152,7 @@ def _follow(arena: Arena, schedule: Schedule) -> None:
 
 
 def _end_early(request: Request, work: Work) -> None:
-    with contextlib.suppress(Died):
+    with contextlib.suppress(DiedError):
         if work.end == "abort":
             request.sender.ask("abort", request.lease_id)
         elif work.end == "expire":
@@ -162,6 +163,6 @@ def _disarmed(child: Child) -> bool:
     """Whether it lives, and nothing happens to it any more."""
     try:
         child.ask("arm", [])
-    except Died:
+    except DiedError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Faults of whole servers that need more than a signal: restarted workers, a full pool, a network that is cut. fp32."""
+"""Faults of whole servers beyond signals: restarted workers, a full pool, a network that is cut. fp32."""
 
 from __future__ import annotations
 
