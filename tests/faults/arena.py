@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import pytest
 
 from protocol.messages import PeerAddress
-from tests.faults.points import Action, Fault, Point, points_over
+from tests.faults.leftovers import orphaned_segments, shared_segments
+from tests.faults.points import Point, points_over
+from tests.faults.processes import SMALL, Child, DiedError, Stock
 from tests.faults.proxy import Damage, Proxy
-from tests.faults.sides import Options, Outcome, serve
+from tests.faults.sides import CLOSED_EARLY, Options, Outcome
 
-ANSWER_S = 30.0
 DEADLINE_S = 6.0
 """What a request may take; an end that is told of a failure must end it long before."""
 
@@ -31,15 +28,7 @@ ORPHAN_S = 0.8
 UCX_CONNECT_S = 2.0
 """Its first contact takes longer than the others'."""
 
-SMALL = (96, 16 * 1024)
-LARGE = (96, 256 * 1024)
-"""Pools: blocks, and bytes of each. A large one's pieces are more than a socket's buffers hold."""
-
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.worker.child", "tests.faults.sides"])
 _numbers = itertools.count()
-
-
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 
 
@@ -51,137 +40,6 @@ def cases(points: dict[str, Point], ucx: Sequence[str] = ()) -> list[Any]:
         for name in points_over(points, transport)
     ]
     return everywhere + [pytest.param(name, "ucx", id=f"{name}, ucx", marks=needs_nixl) for name in ucx]
-
-
-class Died(Exception):
-    """The process has ended."""
-
-
-class Child:
-    """A process with a pool, and in it one end at a time."""
-
-    def __init__(self, size: tuple[int, int] = SMALL, network: str = "", tls: str = "cma,tcp") -> None:
-        self._commands, commands = _processes.Pipe()
-        self._report, report = _processes.Pipe()
-        self.size, self.network, self.tls = size, network, tls
-        self.role = ""
-        self.worker_id = ""
-        self.address: PeerAddress | None = None
-        self.frozen = False
-        self.owes_answer = False
-        """To a command that it was frozen at."""
-        self._process = _processes.Process(
-            target=serve, args=(commands, report, *size, network, tls), daemon=True
-        )
-        self._process.start()
-        commands.close()
-        report.close()
-        self.answer()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
-    def peer(self) -> PeerAddress:
-        assert self.address is not None
-        return self.address
-
-    @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
-
-    def open(self, role: Literal["sender", "receiver"], options: Options) -> None:
-        self.role, self.worker_id = role, options.worker_id
-        self.address = self.ask("open", role, options)
-
-    def tell(self, command: str, *arguments: Any) -> None:
-        try:
-            self._commands.send((command, arguments))
-        except OSError as error:
-            raise Died from error
-
-    def answer(self) -> Any:
-        assert self._commands.poll(ANSWER_S), f"{self.worker_id} does not answer"
-        try:
-            good, value = self._commands.recv()
-        except (EOFError, OSError) as error:
-            raise Died from error
-        assert good, value
-        return value
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        self.tell(command, *arguments)
-        return self.answer()
-
-    def arm(self, point: str, action: Action, nth: int = 1) -> None:
-        self.ask("arm", [Fault(point, action, nth)])
-
-    def wait_at(self, point: str) -> None:
-        """Until it is held at a point, or frozen there, or was killed."""
-        assert self._report.poll(ANSWER_S), f"{self.worker_id} never came to {point!r}"
-        try:
-            assert self._report.recv() == point
-        except (EOFError, OSError):
-            self.join()
-
-    def go_on(self) -> None:
-        """From where it is held."""
-        self._report.send("go on")
-
-    def freeze(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        self.await_frozen()
-
-    def await_frozen(self) -> None:
-        deadline = time.monotonic() + ANSWER_S
-        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < deadline, f"{self.worker_id} is not frozen"
-            time.sleep(0.001)
-        self.frozen = True
-
-    def thaw(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-        self.frozen = False
-        if self.owes_answer:
-            self.owes_answer = False
-            self.answer()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self.join()
-
-    def join(self) -> None:
-        self._process.join(ANSWER_S)
-        assert not self._process.is_alive(), f"{self.worker_id} does not die"
-
-    def dispose(self) -> None:
-        self.kill()
-        self._process.close()
-        self._commands.close()
-        self._report.close()
-
-
-class Stock:
-    """Processes that are ready for the next scenario."""
-
-    def __init__(self) -> None:
-        self._idle: list[Child] = []
-
-    def take(self, size: tuple[int, int], network: str, tls: str) -> Child:
-        for child in self._idle:
-            if (child.size, child.network, child.tls) == (size, network, tls) and child.alive:
-                self._idle.remove(child)
-                return child
-        return Child(size, network, tls)
-
-    def give(self, child: Child) -> None:
-        self._idle.append(child)
-
-    def close(self) -> None:
-        for child in self._idle:
-            child.dispose()
 
 
 @dataclass
@@ -291,16 +149,9 @@ class Arena:
         """
         end = request.count if until is None else until
         chunks = [min(chunk, end - start) for start in range(first, end, chunk)]
-        request.sender.tell(
-            "push",
-            peer or request.receiver.peer,
-            request.lease_id,
-            request.seed,
-            chunks,
-            first,
-            end == request.count,
-        )
-        if wait:
+        where = peer or request.receiver.peer
+        command = "push", where, request.lease_id, request.seed, chunks, first, end == request.count
+        if self._or_dies(request.sender, tell=command) and wait:
             self.pushed(request)
 
     def pushed(self, request: Request) -> None:
@@ -339,13 +190,18 @@ class Arena:
                 if child.role not in request.outcomes and of in ("", child.role):
                     asked.setdefault(child, []).append(request)
         began = time.monotonic()
-        waiting = [child for child in asked if not child.frozen and self._or_dies(child, tell=(
-            "results", [request.lease_id for request in asked[child]], deadline_s
-        ))]
+        waiting = [
+            child
+            for child in asked
+            if not child.frozen
+            and self._or_dies(
+                child, tell=("results", [request.lease_id for request in asked[child]], deadline_s)
+            )
+        ]
         for child in waiting:
             try:
                 outcomes = child.answer()
-            except Died:
+            except DiedError:
                 continue
             for request in asked[child]:
                 request.outcomes[child.role] = outcomes[request.lease_id]
@@ -358,15 +214,16 @@ class Arena:
         """Send a command, or else take the answer to one; whether the child lives still."""
         try:
             child.tell(*tell) if tell else child.answer()
-        except Died:
-            child.join()
+        except DiedError:
+            if not child.frozen:
+                child.join()
             return False
         return True
 
     # --- afterwards -------------------------------------------------------------------------------
 
     def check(self, *survivors: Child) -> None:
-        """Nothing is left of the requests, the survivors serve the next one, and then nothing is left of it."""
+        """Nothing is left of the requests, the survivors serve the next, and then nothing is left of it."""
         for child in survivors:
             assert child.alive, f"{child.worker_id} died"
             self._expect_nothing(child, "problems")
@@ -391,7 +248,7 @@ class Arena:
         """Pairs of survivors serve each other; one without a fellow gets a fresh one."""
         senders = [child for child in survivors if child.role == "sender"]
         receivers = [child for child in survivors if child.role == "receiver"]
-        own = dict(size=survivors[0].size, tls=survivors[0].tls, network=survivors[0].network)
+        own = {"size": survivors[0].size, "tls": survivors[0].tls, "network": survivors[0].network}
         if not senders:
             senders = [self.sender("prefill-fresh", **own)]
         if not receivers:
@@ -431,28 +288,4 @@ def _check(request: Request, allow_corrupt: bool) -> None:
         assert status in ("completed", "failed", "expired") or allow_corrupt, (role, status, reason, request)
         assert status == "completed" or reason, (role, request)
     if request.sent == "completed" and request.received and not allow_corrupt:
-        assert request.received == "completed", request
-
-
-def shared_segments() -> set[str]:
-    """Names of shared memory that a transfer might leave behind."""
-    files = {name for name in os.listdir("/dev/shm") if name.startswith(("ucx", "nixl", "tandem"))}
-    table = Path("/proc/sysvipc/shm")
-    rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
-    return files | {f"SYSV {row[1]}" for row in rows}
-
-
-def orphaned_segments(before: set[str]) -> set[str]:
-    """New shared memory that no living process has mapped."""
-    new = shared_segments() - before
-    if not new:
-        return set()
-    mapped = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            lines = (process / "maps").read_text().splitlines()
-        except OSError:
-            continue
-        mapped |= {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
-        mapped |= {f"SYSV {line.split()[4]}" for line in lines if "/SYSV" in line}
-    return new - mapped
+        assert request.received == "completed" or CLOSED_EARLY in request.reasons, request

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.arena import Arena, Stock
+from tests.faults.arena import Arena
 from tests.faults.namespaces import Network, why_not
+from tests.faults.processes import Stock
+
 
 @pytest.fixture(scope="session")
 def stock() -> Iterator[Stock]:

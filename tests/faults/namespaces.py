@@ -33,7 +33,7 @@ def _ip(*arguments: str) -> None:
 class Network:
     """Namespaces `left` and `right`, and with `joined` this process's own too; `close` removes them.
 
-    `cut` loses every packet from one of them to another without a word to anybody, `unplug` takes a link down.
+    `cut` loses every packet from one of them to another and tells nobody, `unplug` takes a link down.
     """
 
     def __init__(self, joined: bool = False) -> None:

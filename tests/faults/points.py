@@ -66,7 +66,9 @@ SENDER_POINTS = {
     "piece sent": Point("kvtransfer.stream:Stream", "_write", "after", _is_whole),
     "ack arrives": Point("kvtransfer.stream:Stream", "_read_acks", "before"),
     "ack read": Point("kvtransfer.sender:Sender", "_acknowledged", "after"),
-    "final push": Point("kvtransfer.link:Link", "enqueue", "after", lambda link, pieces, result: pieces[-1].final),
+    "final push": Point(
+        "kvtransfer.link:Link", "enqueue", "after", lambda link, pieces, result: pieces[-1].final
+    ),
     "completed": Point("kvtransfer.sender:Sender", "_completed", "after"),
 }
 
@@ -101,15 +103,17 @@ def points_over(points: dict[str, Point], transport: str) -> list[str]:
 
 @dataclass
 class Fault:
-    """What happens at the `left`-th passage of a point."""
+    """What happens at the `left`-th passage of a point. What is held or frozen goes on after `seconds`."""
 
     point: str
     action: Action
     left: int = 1
+    seconds: float | None = None
+    """None: when the test says so, if ever."""
 
 
 class FaultPoints:
-    """This process's faults. `report` tells the test where it is held or frozen, and brings its word back."""
+    """This process's faults. `report` tells the test where it is held or frozen, and brings its word."""
 
     def __init__(self, points: dict[str, Point], report: Connection, cut: Callable[[], None]) -> None:
         self._report = report
@@ -164,11 +168,11 @@ class FaultPoints:
             case "KILL":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "STOP":
-                self._report.send(fault.point)
+                self._report.send((fault.point, fault.action))
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
             case "HOLD":
                 with self._holding:
-                    self._report.send(fault.point)
+                    self._report.send((fault.point, fault.action))
                     self._report.recv()
             case "CUT":
                 self._cut()

@@ -98,7 +98,9 @@ class Proxy:
                     for damage in self._damages
                     if damage.connection in (number, -1) and damage.upstream == upstream
                 ]
-                self._start(self._pump, pair, upstream, sorted(mine, key=lambda damage: damage.offset), number)
+                self._start(
+                    self._pump, pair, upstream, sorted(mine, key=lambda damage: damage.offset), number
+                )
 
     def _pump(self, pair: _Pair, upstream: bool, damages: list[Damage], number: int) -> None:
         source, sink = (pair.near, pair.far) if upstream else (pair.far, pair.near)

@@ -16,10 +16,10 @@ import socket
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +31,7 @@ from kvtransfer.transport import Transport
 from kvtransfer.transports import TransportOptions, open_transports
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress
+from tests.faults.leftovers import at_rest, held, more_than
 from tests.faults.namespaces import enter
 from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Fault, FaultPoints
 
@@ -38,6 +39,7 @@ KEY = bytes(range(32))
 CALL_BYTES = 64 * 1024
 """Per system call: so that a piece has a middle."""
 SETTLE_S = 5.0
+CLOSED_EARLY = "closed early"
 LOG_LINES = 200
 
 Outcome = tuple[Literal["completed", "failed", "expired", "corrupt"], str]
@@ -61,42 +63,6 @@ class Options:
 
 def content(seed: int, position: int, nbytes: int) -> bytes:
     return np.random.default_rng((seed, position)).bytes(nbytes)
-
-
-def held() -> dict[str, int]:
-    """What this process has that could be left behind, counted."""
-    gc.collect()
-    counts: collections.Counter[str] = collections.Counter()
-    for task in os.listdir("/proc/self/task"):
-        try:
-            counts["thread " + Path(f"/proc/self/task/{task}/comm").read_text().strip()] += 1
-        except OSError:
-            continue
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            counts["descriptor " + os.readlink(f"/proc/self/fd/{descriptor}").split(":")[0]] += 1
-        except OSError:
-            continue
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:" in line or "/dev/shm" in line or "SYSV" in line:
-            counts["mapping " + line.split(maxsplit=5)[5]] += 1
-    return dict(counts)
-
-
-def _at_rest() -> dict[str, int]:
-    """What is held once that has not changed for a while: UCX still connects to itself when it is open."""
-    now, since = held(), time.monotonic()
-    while time.monotonic() < since + 0.1:
-        time.sleep(0.01)
-        if (then := held()) != now:
-            now, since = then, time.monotonic()
-    return now
-
-
-def more_than(before: dict[str, int]) -> dict[str, int]:
-    """What is held now and was not before."""
-    extra = {what: count - before.get(what, 0) for what, count in held().items()}
-    return {what: count for what, count in extra.items() if count > 0}
 
 
 class Blocks:
@@ -132,7 +98,7 @@ class Blocks:
         return [block for block in self._free if self.view(block) != self._stamp]
 
 
-class End:
+class End(ABC):
     """What both ends have in common. Public methods are commands of the test."""
 
     def __init__(self, pool: RegisteredPool, stamp: int, options: Options) -> None:
@@ -161,8 +127,13 @@ class End:
                 self.outcomes[lease_id] = "expired", "the request's deadline"
         return {lease_id: self.outcomes.pop(lease_id) for lease_id in lease_ids}
 
+    @abstractmethod
     def give_up(self, lease_id: str) -> None:
-        raise NotImplementedError
+        """The engine's deadline: let go of the lease, and of its blocks as soon as that may be."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Break every connection, as a network would."""
 
     def problems(self) -> list[str]:
         """What is not as it has to be when no request is left."""
@@ -196,11 +167,13 @@ class End:
             self._on_event(event)
         return True
 
-    def _on_event(self, event: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_event(self, event: Any) -> None: ...
 
     def _settle(self, lease_id: str, outcome: Outcome) -> None:
-        assert lease_id not in self.outcomes, f"{lease_id} ended as {self.outcomes[lease_id]} and as {outcome}"
+        assert lease_id not in self.outcomes, (
+            f"{lease_id} ended as {self.outcomes[lease_id]} and as {outcome}"
+        )
         self.outcomes[lease_id] = outcome
 
 
@@ -227,7 +200,13 @@ class SenderEnd(End):
         return self.sender.connect(peer)
 
     def push(
-        self, peer: PeerAddress, lease_id: str, seed: int, chunks: list[int], first: int = 0, final: bool = True
+        self,
+        peer: PeerAddress,
+        lease_id: str,
+        seed: int,
+        chunks: list[int],
+        first: int = 0,
+        final: bool = True,
     ) -> None:
         """Push chunks of so many blocks each, from position `first` on, `final` with the last."""
         for number, count in enumerate(chunks, 1):
@@ -257,7 +236,6 @@ class SenderEnd(End):
         self.outcomes[lease_id] = "expired", "aborted"
 
     def cut(self) -> None:
-        """Break every connection, as a network would."""
         for link in list(self.sender._links.values()):
             for stream in link._streams:
                 if stream._channel is not None:
@@ -340,7 +318,7 @@ class ReceiverEnd(End):
 
     def expire(self, lease_id: str) -> None:
         """Close a lease before its time."""
-        self._close(lease_id, ("expired", "closed early"))
+        self._close(lease_id, ("expired", CLOSED_EARLY))
 
     def cut(self) -> None:
         for connection in self.receiver._connections:
@@ -414,7 +392,7 @@ class Process:
         self.arm([])
         kind = SenderEnd if role == "sender" else ReceiverEnd
         self.end = kind(self._pool, options)
-        self._idle = _at_rest() if "ucx" in options.transports else held()
+        self._idle = at_rest() if "ucx" in options.transports else held()
         return self.end.peer() if isinstance(self.end, ReceiverEnd) else None
 
     def shut(self) -> dict[str, int]:

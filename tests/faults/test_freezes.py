@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.arena import LARGE, ORPHAN_S, Arena, cases
+from tests.faults.arena import ORPHAN_S, Arena, cases
 from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Point
+from tests.faults.processes import LARGE
 
-SENDER_FROZEN = ["connected", "hello sent", "verdict received", "piece begins", "mid payload", "ack arrives", "ack read"]
-RECEIVER_FROZEN = ["accepted", "challenge sent", "reader ready", "piece admitted", "mid copy", "mid receive", "ack due",
-                   "ack sent", "told"]  # fmt: skip
+SENDER_FROZEN = [
+    "connected",
+    "hello sent",
+    "verdict received",
+    "piece begins",
+    "mid payload",
+    "ack arrives",
+    "ack read",
+]
+RECEIVER_FROZEN = [
+    "accepted",
+    "challenge sent",
+    "reader ready",
+    "piece admitted",
+    "mid copy",
+    "mid receive",
+    "ack due",
+    "ack sent",
+    "told",
+]
 PROMPT_S = 5.0
 """Two timeouts of half a second, for ucx more, and what a busy machine adds."""
 

@@ -52,5 +52,6 @@ def test_others_go_on_when_one_of_two_receivers_is_killed(arena: Arena, point: s
     doomed.arm(point, "KILL", 2)
     requests = [arena.begin(sender, doomed), arena.begin(sender, other)]
     arena.finish(*requests)
+    doomed.wait_at(point)
     assert (requests[0].sent, requests[1].received) == ("failed", "completed")
     arena.check(sender, other)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.arena import SMALL, Arena, needs_nixl
+from tests.faults.arena import Arena, needs_nixl
+from tests.faults.processes import SMALL
 
 OVER_ALL = pytest.mark.parametrize("transport", ["tcp", "shm", pytest.param("ucx", marks=needs_nixl)])
 ROOM = SMALL[0]

@@ -8,7 +8,8 @@ import socket
 import msgspec
 import pytest
 
-from tests.faults.arena import ORPHAN_S, Arena, Child, needs_nixl
+from tests.faults.arena import ORPHAN_S, Arena, needs_nixl
+from tests.faults.processes import Child
 from tests.faults.proxy import Damage
 
 OVER_ALL = pytest.mark.parametrize("transport", ["tcp", "shm", pytest.param("ucx", marks=needs_nixl)])
@@ -96,7 +97,7 @@ def test_a_sender_restarts_and_means_the_same_lease(arena: Arena) -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_frozen_senders_successor_takes_over(arena: Arena) -> None:
-    """The old one wakes up and goes on with a lease that is over; the new one's lease is none of its business."""
+    """The old one wakes up and goes on with a lease that is over, beside the new one's."""
     old, receiver = arena.sender(), arena.receiver()
     old.arm("piece begins", "STOP", 2)
     request = arena.reserve(old, receiver)

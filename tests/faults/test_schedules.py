@@ -1,27 +1,33 @@
 """Random schedules of faults over some requests.
 
-Each is a function of its seed, which is in the test's name. TANDEM_FAULT_SEEDS chooses others: `17` or `17,23`
-replays these, `1000-1999` runs a range.
+Each is a function of its seed, which is in the test's name. TANDEM_FAULT_SEEDS chooses others: `17` or
+`17,23` replays these, `1000-1999` runs a range.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-from tests.faults.arena import ORPHAN_S, SMALL, Arena, Child, Request, Stock
+from tests.faults.arena import Arena, Request
 from tests.faults.points import ONLY_OVER, RECEIVER_POINTS, SENDER_POINTS, Action, Fault, Point
+from tests.faults.processes import SMALL, Child, DiedError, Keeper, Stock
 from tests.faults.proxy import Damage, Kind
 
 DEFAULT_SEEDS = "0-199"
-ROUND_S = 2.5
+ORPHAN_S = 0.5
+"""For a receiver to learn that its sender is gone."""
+ROUND_S = 4.0
 """For the requests of a schedule to end once nothing holds them up; two timeouts, and some more."""
+
+AT_ONCE = 4
 
 TRANSPORTS = [("tcp",), ("shm",), ("shm", "tcp"), ("tcp", "shm")]
 WITH_UCX = [("ucx",), ("ucx", "tcp")]
@@ -74,8 +80,9 @@ def _fault(rng: random.Random, transports: tuple[str, ...]) -> tuple[str, Fault]
     role: str = rng.choice(["sender", "receiver"])
     points: dict[str, Point] = SENDER_POINTS if role == "sender" else RECEIVER_POINTS
     names = [name for name in points if ONLY_OVER.get(name, transports[0]) in transports]
-    actions: list[Action] = ["KILL", "CUT", "CUT", "STOP", "HOLD"]
-    return role, Fault(rng.choice(names), rng.choice(actions), rng.choice([1, 1, 2, 3, 5]))
+    action: Action = rng.choice(["KILL", "CUT", "CUT", "STOP", "HOLD"])
+    seconds = rng.choice([0.02, 0.2, 0.8]) if action == "HOLD" else rng.choice([0.05, 0.9, None])
+    return role, Fault(rng.choice(names), action, rng.choice([1, 1, 2, 3, 5]), seconds)
 
 
 def _damages(rng: random.Random) -> tuple[Damage, ...]:
@@ -94,31 +101,68 @@ def _work(rng: random.Random) -> Work:
     return Work(count, rng.choice([1, 4, 8, 40]), rng.choice(["", "", "", "", "abort", "expire"]))
 
 
+@pytest.fixture(scope="module")
+def running(stock: Stock, request: pytest.FixtureRequest) -> Iterator[dict[int, Future[None]]]:
+    """All the schedules of this session, some at once: they spend most of their time waiting."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    chosen = [item.callspec.params["seed"] for item in items if item.originalname == "test_schedule"]
+    executor = ThreadPoolExecutor(AT_ONCE)
+    yield {seed: executor.submit(_run, stock, Schedule.of(seed)) for seed in chosen}
+    executor.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("seed", list(seeds()))
-def test_schedule(stock: Stock, seed: int) -> None:
-    schedule = Schedule.of(seed)
-    print(f"seed {seed}: {schedule}")
+def test_schedule(running: dict[int, Future[None]], seed: int) -> None:
+    print(f"seed {seed}: {Schedule.of(seed)}")
+    running[seed].result()
+
+
+def _run(stock: Stock, schedule: Schedule) -> None:
     arena = Arena(stock, schedule.transports)
     try:
-        _run(arena, schedule)
+        _follow(arena, schedule)
     finally:
         arena.close()
 
 
-def _run(arena: Arena, schedule: Schedule) -> None:
+def _follow(arena: Arena, schedule: Schedule) -> None:
     sender = arena.sender(checksum=schedule.checksum, streams=schedule.streams)
     receiver = arena.receiver(streams=schedule.streams)
     peer, proxy = receiver.peer, None
     if schedule.damages:
         proxy, peer = arena.proxy(receiver, *schedule.damages)
-    for child in (sender, receiver):
-        child.ask("arm", [fault for role, fault in schedule.faults if role == child.role])
-    requests = [_begin(arena, sender, receiver, work, peer) for work in schedule.work]
-    _end_early(arena, requests, schedule.work)
-    _finish(arena, requests, sender, receiver)
+    requests = [arena.reserve(sender, receiver, work.count) for work in schedule.work]
+    keepers = [
+        Keeper(child, [fault for role, fault in schedule.faults if role == child.role])
+        for child in (sender, receiver)
+    ]
+    for request, work in zip(requests, schedule.work, strict=True):
+        if not request.outcomes:
+            arena.push(request, peer=peer, chunk=work.chunk)
+            _end_early(request, work)
+    arena.finish(*requests, deadline_s=ROUND_S, of="sender")
+    arena.finish(*(request for request in requests if request.sent == "completed"), deadline_s=ROUND_S)
+    arena.finish(*requests, deadline_s=ORPHAN_S)
     if proxy is not None:
         arena.drop(proxy)
-    survivors = [child for child in (sender, receiver) if child.alive and not child.frozen]
-    for child in survivors:
-        child.ask("arm", [])
+    survivors = [child for child in (sender, receiver) if _disarmed(child)]
     arena.check(*survivors or [arena.sender("prefill-late"), arena.receiver("decode-late")])
+    for keeper in keepers:
+        keeper.stop()
+
+
+def _end_early(request: Request, work: Work) -> None:
+    with contextlib.suppress(DiedError):
+        if work.end == "abort":
+            request.sender.ask("abort", request.lease_id)
+        elif work.end == "expire":
+            request.receiver.ask("expire", request.lease_id)
+
+
+def _disarmed(child: Child) -> bool:
+    """Whether it lives, and nothing happens to it any more."""
+    try:
+        child.ask("arm", [])
+    except DiedError:
+        return False
+    return True

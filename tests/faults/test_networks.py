@@ -1,0 +1,100 @@
+"""The link between two hosts, each a network namespace, is cut: no packet, no error, nothing comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.arena import ORPHAN_S, Arena
+from tests.faults.namespaces import Network
+from tests.faults.processes import Child
+
+PROMPT_S = 5.0
+POINTS = ["hello sent", "piece begins", "mid payload", "ack arrives"]
+
+
+@pytest.fixture
+def ends(arena: Arena, network: Network) -> tuple[Child, Child]:
+    """A sender on the left, a receiver on the right; both in processes that end with the test."""
+    sender = arena.sender(network=network.left, host=network.hosts[network.left])
+    return sender, arena.receiver(network=network.right, host=network.hosts[network.right])
+
+
+@pytest.mark.parametrize("way", ["both ways", "there", "back"])
+@pytest.mark.parametrize("point", POINTS)
+def test_the_link_is_cut(
+    arena: Arena, network: Network, ends: tuple[Child, Child], point: str, way: str
+) -> None:
+    """Each side ends its requests by itself; when the link is mended, the next one is served."""
+    sender, receiver = ends
+    sender.arm(point, "HOLD", 2 if point != "hello sent" else 1)
+    request = arena.begin(sender, receiver, 96)
+    sender.wait_at(point)
+    cut(network, way)
+    sender.go_on()
+    arena.finish(request, of="sender", deadline_s=PROMPT_S)
+    assert request.sent == "failed" and "no progress" in request.reasons
+    arena.finish(request, deadline_s=ORPHAN_S)
+    mend(network, way)
+    arena.check(sender, receiver)
+
+
+def test_the_link_comes_back_in_time(arena: Arena, network: Network) -> None:
+    """The packets are sent again: it takes longer, and that is all."""
+    patient = {"progress_timeout_s": 20.0, "connect_timeout_s": 20.0}
+    sender = arena.sender(network=network.left, host=network.hosts[network.left], **patient)
+    receiver = arena.receiver(network=network.right, host=network.hosts[network.right], **patient)
+    sender.arm("piece begins", "HOLD", 2)
+    request = arena.begin(sender, receiver)
+    sender.wait_at("piece begins")
+    cut(network, "both ways")
+    sender.go_on()
+    mend(network, "both ways")
+    arena.finish(request)
+    assert (request.sent, request.received) == ("completed", "completed")
+    assert sender.ask("counters")["connections_made"] == 1
+    arena.check(sender, receiver)
+
+
+def test_the_link_is_cut_between_two_requests(
+    arena: Arena, network: Network, ends: tuple[Child, Child]
+) -> None:
+    sender, receiver = ends
+    arena.serve(sender, receiver)
+    cut(network, "both ways")
+    request = arena.begin(sender, receiver)
+    arena.finish(request, of="sender", deadline_s=PROMPT_S)
+    arena.finish(request, deadline_s=ORPHAN_S)
+    assert request.sent == "failed"
+    mend(network, "both ways")
+    arena.check(sender, receiver)
+
+
+@pytest.mark.parametrize("unplugged", ["left", "right"])
+def test_a_host_is_unplugged(
+    arena: Arena, network: Network, ends: tuple[Child, Child], unplugged: str
+) -> None:
+    sender, receiver = ends
+    sender.arm("piece begins", "HOLD", 2)
+    request = arena.begin(sender, receiver)
+    sender.wait_at("piece begins")
+    network.unplug(getattr(network, unplugged))
+    sender.go_on()
+    arena.finish(request, of="sender", deadline_s=PROMPT_S)
+    arena.finish(request, deadline_s=ORPHAN_S)
+    assert request.sent == "failed"
+    network.plug_in(getattr(network, unplugged))
+    arena.check(sender, receiver)
+
+
+def cut(network: Network, way: str) -> None:
+    if way != "back":
+        network.cut(network.left, network.right)
+    if way != "there":
+        network.cut(network.right, network.left)
+
+
+def mend(network: Network, way: str) -> None:
+    if way != "back":
+        network.mend(network.left, network.right)
+    if way != "there":
+        network.mend(network.right, network.left)

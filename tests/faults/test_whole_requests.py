@@ -1,0 +1,114 @@
+"""Faults of whole servers beyond signals: restarted workers, a full pool, a network that is cut. fp32."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.e2e.serving
+import tests.worker.harness
+from router.server import RouterServer
+from tests.e2e.serving import HttpServing
+from tests.e2e.test_failover import (
+    BOUND_S,
+    NUM_TOKENS,
+    REQUESTS,
+    SLOW,
+    ask,
+    ask_all,
+    bury,
+    changes,
+    check_afterwards,
+    expected,
+    folder,
+    pool,
+    reference,
+)
+from tests.faults.namespaces import Network, enter
+from tests.worker.child import run_child
+
+__all__ = ["expected", "folder", "pool", "reference"]
+pytestmark = pytest.mark.slow
+
+BLOCK = 16
+
+
+def run_in_network(networks: dict[str, str], role: Any, config: Any, worker_id: str, *rest: Any) -> None:
+    enter(networks[worker_id])
+    run_child(role, config, worker_id, *rest)
+
+
+@pytest.fixture
+def joined(networks_work: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    """Prefill workers on one host and decode workers on another; the router reaches both."""
+    network = Network(joined=True)
+    where = {"prefill-0": network.left, "decode-0": network.right}
+    monkeypatch.setattr(tests.worker.harness, "run_child", functools.partial(run_in_network, where))
+    router = functools.partial(RouterServer, link_host=network.hosts[""])
+    monkeypatch.setattr(tests.e2e.serving, "RouterServer", router)
+    yield network
+    network.close()
+
+
+@pytest.mark.parametrize("cut", ["both ways", "to the decode worker", "to the prefill worker"])
+def test_the_network_between_two_workers_is_cut(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], joined: Network, cut: str
+) -> None:
+    """Both live, and the router sees both: what one has computed is decoded there."""
+    ways = {
+        "to the decode worker": [(joined.left, joined.right)],
+        "to the prefill worker": [(joined.right, joined.left)],
+    }
+    ways["both ways"] = [way for each in list(ways.values()) for way in each]
+    workers = {"prefill-0": SLOW, "decode-0": ""}
+    with HttpServing(folder, workers, handoff_timeout=1.5, kv_transports="shm,tcp") as serving:
+        assert ask(serving, REQUESTS[1]) == expected[1]
+        answers = ask_all(serving, pool)
+        for way in ways[cut]:
+            joined.cut(*way)
+        assert [answer.result(BOUND_S) for answer in answers] == expected
+        assert changes(serving) + serving.counter("prefill-0", "handoffs_kept_total") > 0
+        for way in ways[cut]:
+            joined.mend(*way)
+        check_afterwards(serving, expected)
+
+
+@pytest.mark.parametrize("restarted", ["prefill-0", "decode-0"])
+def test_a_worker_restarts_under_its_own_name(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], restarted: str
+) -> None:
+    """The other one's messages for the dead incarnation are stale, and nothing of it is left."""
+    fault = {"prefill-0": "KILL:after:_push:3", "decode-0": "KILL:after:handle_transfers:2"}[restarted]
+    workers = {"prefill-0": SLOW, "decode-0": ""}
+    workers[restarted] = "+".join(filter(None, [fault, workers[restarted]]))
+    with HttpServing(folder, workers, handoff_timeout=3.0) as serving:
+        answers = ask_all(serving, pool)
+        bury(serving, restarted)
+        serving.workers[restarted] = serving._start(restarted, "")
+        assert [answer.result(BOUND_S) for answer in answers] == expected
+        serving.wait(lambda: restarted in serving.worker_states())
+        check_afterwards(serving, expected)
+
+
+def test_decode_workers_pools_are_full(folder: Path, expected: list[dict[str, Any]]) -> None:
+    """Eight prompts where two fit: the others wait, and all are served."""
+    blocks = -(-(REQUESTS[0]["length"] + NUM_TOKENS) // BLOCK)
+    size = tests.e2e.serving.tiny_config(folder).kv_cache_memory_bytes
+    assert size is not None
+    with HttpServing(folder) as serving:
+        total = next(iter(serving.worker_states().values()))["total_blocks"]
+    room = (2 * blocks + 2) * (size // total)
+    options = {"kv_cache_memory_bytes": room, "max_model_len": 512, "handoff_timeout": 10.0}
+    with HttpServing(folder, **options) as serving, ThreadPoolExecutor(8) as many:
+        began = time.monotonic()
+        answers = [many.submit(ask, serving, REQUESTS[0]) for _ in range(8)]
+        assert [answer.result(BOUND_S) for answer in answers] == [expected[0]] * 8
+        assert time.monotonic() - began < BOUND_S
+        serving.wait_empty()
+        check_afterwards(serving, expected)
