@@ -14,6 +14,9 @@ from tests.kvtransfer.transfer_sides import WAIT_S, ReceiverEnd, SenderEnd, make
 NUM_BLOCKS = 64
 BLOCK_BYTES = 256 * 1024
 
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.worker.child"])
+
 
 def receive(pipe: Connection, transports: list[str]) -> None:
     """Opens the leases that it is told to, and answers "pool" with the bytes there."""
@@ -39,12 +42,11 @@ def send(pipe: Connection, transports: list[str]) -> None:
 
 
 class PeerProcess:
-    """One of the functions above in a spawned process, with a pipe to it."""
+    """One of the functions above in a process of its own, with a pipe to it."""
 
     def __init__(self, target: Any, transports: list[str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, transports), daemon=True)
+        self.pipe, theirs = _processes.Pipe()
+        self._process = _processes.Process(target=target, args=(theirs, transports), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.worker.child"])
+
 WAIT_S = 30.0
 
 
@@ -258,7 +261,7 @@ def _serve(pipe: Connection, kind: type[Side], options: dict[str, Any], environm
 
 
 class Process:
-    """A `Side` in a spawned process. `emulate`: it may read over TCP too."""
+    """A `Side` in a process of its own. `emulate`: it may read over TCP too."""
 
     def __init__(
         self,
@@ -270,13 +273,14 @@ class Process:
         seed: int = 0,
         emulate: bool = True,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = _processes.Pipe()
         options = {"num_blocks": num_blocks, "block_bytes": block_bytes, "seed": seed}
         environment = {"UCX_TLS": tls}
         if emulate:
             environment["UCX_PROTO_EMULATION_ENABLE"] = "y"
-        self._process = context.Process(target=_serve, args=(theirs, kind, options, environment), daemon=True)
+        self._process = _processes.Process(
+            target=_serve, args=(theirs, kind, options, environment), daemon=True
+        )
         self._process.start()
         theirs.close()
         assert self.answer() == "ready"
