@@ -80,7 +80,7 @@ class ObjectReader:
         if sum(map(len, blocks)) != num_blocks(runs) * self._pool.block_bytes:
             raise ProtocolError("a piece's object has another size than its blocks")
         targets = views(self._pool.buffer, self._pool.block_bytes, runs[:, 1], runs[:, 2])
-        return all(_copy(source, target, gate) for source, target in aligned(blocks, targets))
+        return all(copy(source, target, gate) for source, target in aligned(blocks, targets))
 
     def close(self) -> None:
         self._lines.forget_objects(self._line)
@@ -113,7 +113,8 @@ def aligned(
             rest, target = rest[size:], target[size:]
 
 
-def _copy(source: memoryview, target: memoryview, gate: WriteGate) -> bool:
+def copy(source: memoryview, target: memoryview, gate: WriteGate) -> bool:
+    """If the gate is open; whether it is."""
     with gate.writing() as is_open:
         if is_open:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from deploy.ray_cluster import _STORE_BYTES_PER_PAIR, object_store_bytes
-from kvtransfer import Completed, Failed, Progress, TransferError
+from kvtransfer import Closed, Completed, Failed, Progress, TransferError
 from kvtransfer.extents import PIECE_BYTES
-from kvtransfer.object_store.transport import aligned
+from kvtransfer.leases import WriteGate
+from kvtransfer.object_store.transport import aligned, copy
 from kvtransfer.stream import MAX_IN_FLIGHT
 from kvtransfer.transports import open_transports
 from protocol.config import ServeConfig, load_config, transport_names
@@ -102,6 +103,13 @@ def local_sockets(end: Any) -> int:
     return len(psutil.Process().net_connections("unix"))
 
 
+def close_and_overwrite(end: ReceiverEnd, lease_id: str) -> None:
+    """As the engine does: once the last writer has left."""
+    if not end.receiver.close_lease(lease_id):
+        end.wait_for(lambda event: isinstance(event, Closed))
+    end.pool.buffer[:] = b"\x77" * len(end.pool.buffer)
+
+
 # --- tests --------------------------------------------------------------------------------------------
 
 
@@ -137,6 +145,13 @@ def test_buffers_that_are_cut_differently_are_paired(seed: int) -> None:
     for ours, theirs in aligned(cut(source), cut(target)):
         theirs[:] = ours
     assert target == source
+
+
+def test_a_closed_gate_lets_nothing_in() -> None:
+    gate, target = WriteGate(), bytearray(4)
+    assert copy(memoryview(b"abcd"), memoryview(target), gate) and target == b"abcd"
+    gate.close()
+    assert not copy(memoryview(b"efgh"), memoryview(target), gate) and target == b"abcd"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +226,39 @@ def test_a_killed_sender_fails_its_lease_alone(make: Make) -> None:
     survivor.apply(push, receiver.peer, "kept", others[1:], 1, True)
     assert receiver.apply(wait_lease, "kept") == Progress("kept", 32, complete=True)
     assert receiver.apply(blocks_of, others) == survivor.apply(blocks_of, others)
+
+
+def test_a_killed_idle_sender_is_noticed(make: Make) -> None:
+    """Nothing is on its way that could fail."""
+    sender, receiver = make("sender"), make("receiver", reconnect_grace_s=0.3)
+    receiver.apply(open_lease, "lease", [0, 1])
+    sender.apply(push, receiver.peer, "lease", [0], 0, False)
+    wait_until(lambda: sender.apply(counters).get("object_store_pieces_sent") == 1)
+    os.kill(sender.pid, signal.SIGKILL)
+    assert receiver.apply(wait_lease, "lease", PROMPT_S) == Failed("lease", "the sender is gone")
+
+
+def test_a_sender_that_closes_midway_leaves_no_object(make: Make) -> None:
+    """Both processes live on, and what was on its way between them goes."""
+    sender, receiver = make("sender"), make("receiver")
+    everything = list(range(NUM_BLOCKS))
+    receiver.apply(open_lease, "lease", everything)
+    sender.apply(push_without_end, receiver.peer, "lease", everything)
+    assert sender.close() == []
+    wait_stored(lambda stored: stored == 0)
+    sender.start()
+    receiver.apply(open_lease, "next", [])
+    assert isinstance(sender.apply(push_all, receiver.peer, "next", []), Completed)
+
+
+def test_nothing_is_written_under_a_closed_lease(make: Make) -> None:
+    sender, receiver = make("sender"), make("receiver")
+    everything = list(range(NUM_BLOCKS))
+    receiver.apply(open_lease, "lease", everything)
+    sender.apply(push_without_end, receiver.peer, "lease", everything)
+    receiver.apply(close_and_overwrite, "lease")
+    assert isinstance(sender.apply(wait_lease, "lease"), Failed)
+    assert receiver.apply(blocks_of, everything) == [b"\x77" * BLOCK_BYTES] * NUM_BLOCKS
 
 
 def test_a_frozen_receiver_is_given_up_in_bounded_time(make: Make) -> None:

@@ -300,6 +300,21 @@ def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, tls: T
     wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
 
 
+def test_a_silent_receiver_is_waited_for_and_given_up(closing: Closing, tls: TransportOptions) -> None:
+    """Without turning round and round until then."""
+    sender, receiver = (
+        closing(SenderEnd(["tcp"], None, tls, connect_timeout_s=0.7)),
+        closing(ReceiverEnd(["tcp"])),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        offers = [msgspec.structs.replace(offer, address=address) for offer in receiver.receiver.offers]
+        before = time.process_time()
+        event = transfer(sender, receiver, msgspec.structs.replace(receiver.peer, offers=offers))
+        assert isinstance(event, Failed) and "no progress" in event.reason
+        assert time.process_time() - before < 0.1
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_garbage_harms_no_one(closing: Closing, tls: TransportOptions, seed: int) -> None:
     rng = random.Random(seed)
