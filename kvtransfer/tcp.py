@@ -30,14 +30,12 @@ Anything else means that bytes were lost or came twice: what follows can't be un
 
 _SCRATCH_BYTES = 1024 * 1024
 _DEAD_AFTER_MS = 30_000
+_HOST_SEND_BYTES = 512 * 1024
+_HOST_WINDOW_BYTES = 1024 * 1024
 
 
 def _tune(sock: socket.socket) -> None:
-    """Send at once, and notice a dead host.
-
-    Buffer sizes stay the kernel's: it grows them as far as the path needs, while fixed ones are held to
-    `net.core.*mem_max`, by default too little for a fast network, and measured no faster on loopback.
-    """
+    """Send at once, and notice a dead host."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -48,6 +46,19 @@ def _tune(sock: socket.socket) -> None:
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _bound_buffers(sock: socket.socket) -> None:
+    """Within one host, keep what is on its way small enough to be found in a cache.
+
+    There the kernel lets it grow to tens of megabytes, for no delay that it had to cover. Between hosts the
+    sizes stay the kernel's: it grows them as far as the path needs.
+    """
+    if sock.getpeername()[0] != sock.getsockname()[0]:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _HOST_SEND_BYTES)
+    if hasattr(socket, "TCP_WINDOW_CLAMP"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, _HOST_WINDOW_BYTES)
 
 
 class TcpWriter:
@@ -194,6 +205,7 @@ class TcpTransport:
         return sock
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> PieceWriter:
+        _bound_buffers(channel.socket)
         max_blocks = blocks_per_piece(pool.block_bytes)
         if self.wire_dtype != "auto":
             return QuantizingWriter(pool, self.wire_dtype, max_blocks)
@@ -205,4 +217,5 @@ class TcpTransport:
         self, channel: Channel, pool: RegisteredPool, hello: Hello, deadline: float, progress_timeout_s: float
     ) -> TcpReader:
         _tune(channel.socket)
+        _bound_buffers(channel.socket)
         return TcpReader(channel, pool, progress_timeout_s)
