@@ -72,6 +72,8 @@ class Arena:
 
     def __init__(self, stock: Stock, transports: tuple[str, ...] = ("tcp",)) -> None:
         self.transports = transports
+        self.converting = False
+        """The receivers' blocks have another size and dtype than the senders'."""
         self.requests: list[Request] = []
         self._proxies: list[Proxy] = []
         self._stock = stock
@@ -96,6 +98,8 @@ class Arena:
         **options: Any,
     ) -> Child:
         transports = options.pop("transports", self.transports)
+        if self.converting:
+            options |= {"layout": "bf16"} if role == "sender" else {"layout": "fp32", "their_layout": "bf16"}
         if "ucx" in transports:
             options.setdefault("connect_timeout_s", UCX_CONNECT_S)
         child = self._stock.take(size, network, tls)

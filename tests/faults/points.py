@@ -83,6 +83,8 @@ RECEIVER_POINTS = {
     "mid copy": Point("kvtransfer.shm:ShmReader", "_copy_slice", "before"),
     "mid receive": Point("kvtransfer.tcp:TcpReader", "_receive", "after"),
     "mid read": Point("kvtransfer.ucx.reader:UcxReader", "_wait", "before"),
+    "converting": Point("kvtransfer.convert:Converter", "place", "before"),
+    "converted": Point("kvtransfer.convert:Converter", "place", "after"),
     "in place": Point("kvtransfer.connection:Connection", "_take", "after"),
     "ack due": Point("kvtransfer.channel:Channel", "send", "before", _acks),
     "ack sent": Point("kvtransfer.channel:Channel", "send", "after", _acks),
@@ -92,13 +94,16 @@ RECEIVER_POINTS = {
     "closed": Point("kvtransfer.leases:LeaseTable", "close", "after"),
 }
 
+CONVERTING = ("converting", "converted")
+"""The points that only pieces of an unlike pool pass."""
 ONLY_OVER = {"mid payload": "tcp", "mid copy": "shm", "mid receive": "tcp", "mid read": "ucx"}
 """The points that only one transport passes."""
 
 
 def points_over(points: dict[str, Point], transport: str) -> list[str]:
     """The names of those that this transport passes."""
-    return [name for name in points if ONLY_OVER.get(name, transport) == transport]
+    ours = [name for name in points if name not in CONVERTING]
+    return [name for name in ours if ONLY_OVER.get(name, transport) == transport]
 
 
 @dataclass

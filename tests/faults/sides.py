@@ -18,11 +18,9 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
-
-import numpy as np
 
 import kvtransfer.extents
 from kvtransfer import Closed, Completed, Failed, Progress, Receiver, RegisteredPool, Sender, Sent, allocate
@@ -31,6 +29,7 @@ from kvtransfer.transport import Transport
 from kvtransfer.transports import TransportOptions, open_transports
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress
+from tests.faults.contents import SEGMENTS, Layout, blocks_received, pushed, received
 from tests.faults.leftovers import at_rest, held, more_than
 from tests.faults.namespaces import enter
 from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Fault, FaultPoints
@@ -53,16 +52,14 @@ class Options:
     transports: tuple[str, ...]
     checksum: Mode = "full"
     streams: int = 1
+    layout: Layout = "bytes"
+    their_layout: Layout = "bytes"
     host: str = "127.0.0.1"
     listen_at: dict[str, str] = field(default_factory=dict)
     progress_timeout_s: float = 0.5
     connect_timeout_s: float = 0.5
     reconnect_grace_s: float = 0.3
     retry_interval_s: float = 1.0
-
-
-def content(seed: int, position: int, nbytes: int) -> bytes:
-    return np.random.default_rng((seed, position)).bytes(nbytes)
 
 
 class Blocks:
@@ -102,6 +99,7 @@ class End(ABC):
     """What both ends have in common. Public methods are commands of the test."""
 
     def __init__(self, pool: RegisteredPool, stamp: int, options: Options) -> None:
+        pool = replace(pool, segments=SEGMENTS[options.layout])
         self.options = options
         self.incarnation = new_incarnation()
         self.pool = pool
@@ -182,6 +180,7 @@ class SenderEnd(End):
 
     def __init__(self, pool: RegisteredPool, options: Options) -> None:
         super().__init__(pool, 0x5A, options)
+        pool = self.pool
         self._sources: dict[str, list[int]] = {}
         self.end = self.sender = Sender(
             pool,
@@ -210,10 +209,10 @@ class SenderEnd(End):
     ) -> None:
         """Push chunks of so many blocks each, from position `first` on, `final` with the last."""
         for number, count in enumerate(chunks, 1):
-            sources = self.blocks.take(count)
+            sources, size = self.blocks.take(count), self.pool.block_bytes
             assert len(sources) == count, "the sender's pool is full"
             for position, block in enumerate(sources, first):
-                self.blocks.view(block)[:] = content(seed, position, self.pool.block_bytes)
+                self.blocks.view(block)[:] = pushed(self.options.layout, seed, position, size)
             self._sources.setdefault(lease_id, []).extend(sources)
             self.sender.push(peer, lease_id, sources, first, final=final and number == len(chunks))
             first += count
@@ -281,6 +280,7 @@ class ReceiverEnd(End):
 
     def __init__(self, pool: RegisteredPool, options: Options) -> None:
         super().__init__(pool, 0xA5, options)
+        pool = self.pool
         self._reservations: dict[str, _Reservation] = {}
         self.end = self.receiver = Receiver(
             pool,
@@ -304,7 +304,8 @@ class ReceiverEnd(End):
         )
 
     def reserve(self, lease_id: str, seed: int, count: int) -> str:
-        """Open a lease; returns why not, or an empty string."""
+        """Open a lease for so many of the sender's blocks; returns why not, or an empty string."""
+        count = blocks_received(self.options.their_layout, self.options.layout, count)
         if count > self.blocks.num_free:
             return f"no room for {count} blocks, {self.blocks.num_free} are free"
         blocks = self.blocks.take(count)
@@ -349,10 +350,11 @@ class ReceiverEnd(End):
 
     def _examined(self, lease_id: str) -> Outcome:
         reservation, size = self._reservations[lease_id], self.pool.block_bytes
+        layouts = self.options.their_layout, self.options.layout
         wrong = [
             position
             for position, block in enumerate(reservation.blocks)
-            if self.blocks.view(block) != content(reservation.seed, position, size)
+            if self.blocks.view(block) != received(*layouts, reservation.seed, position, size)
         ]
         return ("corrupt", f"at positions {wrong}") if wrong else ("completed", "")
 

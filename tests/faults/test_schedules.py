@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.faults.arena import Arena, Request
-from tests.faults.points import ONLY_OVER, RECEIVER_POINTS, SENDER_POINTS, Action, Fault, Point
+from tests.faults.points import CONVERTING, ONLY_OVER, RECEIVER_POINTS, SENDER_POINTS, Action, Fault, Point
 from tests.faults.processes import SMALL, Child, DiedError, Keeper, Stock
 from tests.faults.proxy import Damage, Kind
 
@@ -55,6 +55,7 @@ class Schedule:
     transports: tuple[str, ...]
     checksum: str
     streams: int
+    converting: bool
     faults: tuple[tuple[str, Fault], ...]
     damages: tuple[Damage, ...]
     work: tuple[Work, ...]
@@ -64,22 +65,25 @@ class Schedule:
         rng = random.Random(seed)
         with_ucx = importlib.util.find_spec("nixl") is not None and rng.random() < UCX_SHARE
         transports = rng.choice(WITH_UCX if with_ucx else TRANSPORTS)
+        converting = rng.random() < 0.15
         damages = () if rng.random() < 0.5 or "tcp" not in transports else _damages(rng)
-        faults = tuple(_fault(rng, transports) for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3])))
+        faults = tuple(_fault(rng, transports, converting) for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3])))
         return cls(
             transports=transports,
             checksum="full" if damages else rng.choice(["off", "sampled", "full"]),
             streams=rng.choice([1, 1, 1, 2]),
+            converting=converting,
             faults=faults,
             damages=damages,
             work=tuple(_work(rng) for _ in range(rng.randint(1, 4))),
         )
 
 
-def _fault(rng: random.Random, transports: tuple[str, ...]) -> tuple[str, Fault]:
+def _fault(rng: random.Random, transports: tuple[str, ...], converting: bool) -> tuple[str, Fault]:
     role: str = rng.choice(["sender", "receiver"])
     points: dict[str, Point] = SENDER_POINTS if role == "sender" else RECEIVER_POINTS
     names = [name for name in points if ONLY_OVER.get(name, transports[0]) in transports]
+    names = [name for name in names if converting or name not in CONVERTING]
     action: Action = rng.choice(["KILL", "CUT", "CUT", "STOP", "HOLD"])
     seconds = rng.choice([0.02, 0.2, 0.8]) if action == "HOLD" else rng.choice([0.05, 0.9, None])
     return role, Fault(rng.choice(names), action, rng.choice([1, 1, 2, 3, 5]), seconds)
@@ -119,6 +123,7 @@ def test_schedule(running: dict[int, Future[None]], seed: int) -> None:
 
 def _run(stock: Stock, schedule: Schedule) -> None:
     arena = Arena(stock, schedule.transports)
+    arena.converting = schedule.converting
     try:
         _follow(arena, schedule)
     finally:

@@ -1,0 +1,44 @@
+"""What blocks hold: mere bytes, or values of a layout, which both ends of a transfer can compute."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from protocol.handoff import SegmentInfo
+
+Layout = Literal["bytes", "bf16", "fp32"]
+SEGMENTS: dict[Layout, tuple[SegmentInfo, ...]] = {
+    "bytes": (),
+    "bf16": (SegmentInfo(name="target", dtype="bfloat16", shape=(2, 2, 16, 2, 64)),),
+    "fp32": (SegmentInfo(name="target", dtype="float32", shape=(2, 2, 8, 2, 64)),),
+}
+"""Blocks of 16 KiB in each: half as many tokens of twice the width in the last."""
+
+
+def pushed(layout: Layout, seed: int, position: int, nbytes: int) -> bytes:
+    """The block at a position of a prompt, as its sender has it."""
+    if layout == "bytes":
+        return np.random.default_rng((seed, position)).bytes(nbytes)
+    return _values(seed, position).view(torch.uint8).numpy().tobytes()
+
+
+def received(theirs: Layout, ours: Layout, seed: int, position: int, nbytes: int) -> bytes:
+    """The same prompt's block as the receiver has to have it."""
+    if theirs == ours:
+        return pushed(theirs, seed, position, nbytes)
+    half = position % 2 * 8
+    tokens = _values(seed, position // 2)[:, :, half : half + 8]
+    return tokens.float().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def blocks_received(theirs: Layout, ours: Layout, count: int) -> int:
+    """How many blocks of the receiver take so many of the sender."""
+    return count if theirs == ours else 2 * count
+
+
+def _values(seed: int, position: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed * 4096 + position)
+    return torch.randn(SEGMENTS["bf16"][0].shape, generator=generator).bfloat16()
