@@ -162,7 +162,7 @@ def agreement(reference: list[Continuation], other: list[Continuation]) -> Agree
     for expected, got in zip(reference, other, strict=True):
         assert len(expected.token_ids) == len(expected.margins) == len(got.token_ids) == NEW_TOKENS
         differing = np.flatnonzero(np.array(expected.token_ids) != np.array(got.token_ids))
-        decisions += differing[0] + 1 if len(differing) else NEW_TOKENS
+        decisions += int(differing[0]) + 1 if len(differing) else NEW_TOKENS
         margins.extend(expected.margins[first] for first in differing[:1])
     count = len(reference)
     return Agreement((count - len(margins)) / count, 1 - len(margins) / decisions, np.array(margins))
