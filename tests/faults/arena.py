@@ -22,7 +22,7 @@ from tests.faults.sides import CLOSED_EARLY, Options, Outcome
 DEADLINE_S = 6.0
 """What a request may take; an end that is told of a failure must end it long before."""
 
-ORPHAN_S = 0.8
+ORPHAN_S = 0.6
 """After which a lease is given up under which nobody has sent anything."""
 
 UCX_CONNECT_S = 2.0

@@ -81,7 +81,7 @@ RECEIVER_POINTS = {
     "piece announced": Point("kvtransfer.leases:LeaseTable", "admit", "before"),
     "piece admitted": Point("kvtransfer.leases:LeaseTable", "admit", "after"),
     "mid copy": Point("kvtransfer.shm:ShmReader", "_copy_slice", "before"),
-    "mid receive": Point("kvtransfer.tcp:TcpReader", "_receive", "after"),
+    "mid receive": Point("kvtransfer.tcp:TcpReader", "_receive", "before"),
     "mid read": Point("kvtransfer.ucx.reader:UcxReader", "_wait", "before"),
     "converting": Point("kvtransfer.convert:Converter", "place", "before"),
     "converted": Point("kvtransfer.convert:Converter", "place", "after"),

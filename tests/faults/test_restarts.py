@@ -129,7 +129,7 @@ def test_what_a_sender_once_said_is_said_again(arena: Arena, restarted: bool) ->
         with contextlib.suppress(ConnectionResetError):
             while replay.recv(4096):
                 pass
-    assert listener.ask("counters")["handshakes_refused"] == 1
+    assert listener.ask("counters")["handshakes_refused"] >= 1
     arena.finish(request, of="receiver", deadline_s=0.0)
     assert original.received == "completed"
     arena.drop(proxy)

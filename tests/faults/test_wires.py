@@ -59,8 +59,14 @@ def request_through(
     return sender, receiver, request
 
 
-@pytest.mark.parametrize("place", [*UPSTREAM, *DOWNSTREAM])
-@pytest.mark.parametrize("kind", KINDS)
+DAMAGES = [
+    pytest.param(kind, place, id=f"{kind}, {place}")
+    for place in [*UPSTREAM, *DOWNSTREAM]
+    for kind in (KINDS if place not in HANDSHAKE else ["drop", "hang", "corrupt"])
+]
+
+
+@pytest.mark.parametrize(("kind", "place"), DAMAGES)
 def test_one_damage(arena: Arena, places: dict[str, int], kind: Kind, place: str) -> None:
     """In the handshake it is one clear error; whatever it does after that is repaired."""
     damage = Damage(kind, places[place], KINDS[kind], upstream=place in UPSTREAM)
