@@ -80,7 +80,7 @@ RECEIVER_POINTS = {
     "reader ready": Point("kvtransfer.leases:LeaseTable", "connected", "after"),
     "piece announced": Point("kvtransfer.leases:LeaseTable", "admit", "before"),
     "piece admitted": Point("kvtransfer.leases:LeaseTable", "admit", "after"),
-    "mid copy": Point("kvtransfer.shm:ShmReader", "_copy_slice", "before"),
+    "mid copy": Point("kvtransfer.gather:Gather", "copy", "before"),
     "mid receive": Point("kvtransfer.tcp:TcpReader", "_receive", "before"),
     "mid read": Point("kvtransfer.ucx.reader:UcxReader", "_wait", "before"),
     "converting": Point("kvtransfer.convert:Converter", "place", "before"),
