@@ -84,7 +84,7 @@ def test_a_worker_restarts_under_its_own_name(
     folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], restarted: str
 ) -> None:
     """The other one's messages for the dead incarnation are stale, and nothing of it is left."""
-    fault = {"prefill-0": "KILL:after:_push:3", "decode-0": "KILL:after:handle_transfers:2"}[restarted]
+    fault = {"prefill-0": "KILL:after:_push:3", "decode-0": "KILL:after:on_transfer:2"}[restarted]
     workers = {"prefill-0": SLOW, "decode-0": ""}
     workers[restarted] = "+".join(filter(None, [fault, workers[restarted]]))
     with HttpServing(folder, workers, handoff_timeout=3.0) as serving:
