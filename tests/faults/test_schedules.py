@@ -109,6 +109,7 @@ def _work(rng: random.Random) -> Work:
 def running(stock: Stock, request: pytest.FixtureRequest) -> Iterator[dict[int, Future[None]]]:
     """All the schedules of this session, some at once: they spend most of their time waiting."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    items = [item for item in items if item.module is request.module]
     chosen = [item.callspec.params["seed"] for item in items if item.originalname == "test_schedule"]
     executor = ThreadPoolExecutor(AT_ONCE)
     yield {seed: executor.submit(_run, stock, Schedule.of(seed)) for seed in chosen}
