@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -53,6 +55,7 @@ def serve(
         checked = load_config(flags, config_file=config)
     except TandemError as error:
         raise fail(error) from error
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # imports may lose a KeyboardInterrupt
     from deploy.serve import serve as run
 
     raise typer.Exit(run(checked))

@@ -55,17 +55,22 @@ def serve(config: ServeConfig) -> int:
 class _Patience:
     """What a signal means while the router's own handlers are not in place.
 
-    Before anything was started it ends the process; during the orderly end it calls that off.
+    Before anything was started it ends the process, during the orderly end it calls that off. An exception
+    will not do for the former: one that is raised within a callback of the import system is lost.
     """
 
     def __init__(self) -> None:
+        self.started = False
         self.ending = False
         self.over = threading.Event()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.ending:
+        if self.ending:
+            self.over.set()
+        elif self.started:
             raise KeyboardInterrupt
-        self.over.set()
+        else:
+            os._exit(130)
 
 
 def _run(config: ServeConfig, patience: _Patience) -> int:
@@ -78,8 +83,13 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
         print(announcement(config, server), flush=True)
 
     launcher = Launcher(config, keys, server, on_ready=announce, on_failure=server.stop)
+
+    def start() -> None:
+        patience.started = True
+        launcher.start()
+
     try:
-        server.run(on_start=launcher.start)
+        server.run(on_start=start)
     finally:
         patience.ending = True
         _end(launcher, patience)

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +155,20 @@ def test_ctrl_c_during_the_start(started: ServerProcess, delay_s: float) -> None
     started.signal(signal.SIGINT)
     assert started.wait_end() in (0, 130), started.log
     assert started.leftovers() == []
+
+
+def test_a_signal_during_the_imports_is_not_lost() -> None:
+    """Python ignores what is raised in a callback of a weak reference, which imports make use of."""
+    code = """if True:
+        import os, signal, weakref
+        from deploy.serve import _Patience
+        class Lock: pass
+        signal.signal(signal.SIGINT, _Patience().on_signal)
+        lock = Lock()
+        reference = weakref.ref(lock, lambda _: [os.kill(os.getpid(), signal.SIGINT), *range(9)])
+        del lock
+    """
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
 
 
 def test_a_second_signal_ends_at_once(started: ServerProcess) -> None:
