@@ -84,10 +84,15 @@ class Cluster:
         return float(sum(each.user + each.system for each in times))
 
     def counters(self, worker_id: str) -> dict[str, float]:
-        """A worker's counters as of now."""
+        """A worker's counters as of now, those of its pairs summed; 0 for what has not happened."""
         self._states[worker_id].clear()
         self._wait(lambda: len(self._states[worker_id]) >= HEARTBEATS, 30.0)
-        return self._states[worker_id][-1].counters
+        state = self._states[worker_id][-1]
+        counters: dict[str, float] = defaultdict(float, state.counters)
+        for pair in state.pairs:
+            for name, value in pair.counters.items():
+                counters[name] += value
+        return counters
 
     def request(self, prompt: list[int], max_tokens: int) -> EngineRequest:
         self._num_requests += 1
