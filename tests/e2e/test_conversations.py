@@ -9,24 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from bench.shapes.tokenizer import save_tokenizer
-from tests.e2e.architectures import VOCAB_SIZE, write_model
+from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
-from tests.worker.tiny_model import greedy, load
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "model"
-    folder.mkdir()
-    write_model("llama", folder)
-    save_tokenizer(folder, VOCAB_SIZE, 512)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return load(folder)
+from tests.worker.tiny_model import greedy
 
 
 @pytest.fixture

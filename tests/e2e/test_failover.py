@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from bench.shapes.tokenizer import save_tokenizer
-from tests.e2e.architectures import VOCAB_SIZE, write_model
+from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
-from tests.worker.tiny_model import greedy, load
+from tests.worker.tiny_model import greedy
 
 NUM_TOKENS = 24
 BOUND_S = 15.0
@@ -49,20 +48,6 @@ PREFILL_KILLED = {
 }
 HANDED_OVER = "KILL:after:_send_manifest"
 """Where the decode worker may have all it needs, and go on."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "model"
-    folder.mkdir()
-    write_model("llama", folder)
-    save_tokenizer(folder, VOCAB_SIZE, 512)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -13,33 +13,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.shapes.tokenizer import save_tokenizer
-from tests.e2e.architectures import VOCAB_SIZE, write_model
+from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
-from tests.worker.tiny_model import greedy, load
+from tests.worker.tiny_model import greedy
 
 PROMPT = "def main(): return 0"
 NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "model"
-    folder.mkdir()
-    write_model("llama", folder)
-    save_tokenizer(folder, VOCAB_SIZE, 512)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def serving(folder: Path) -> Iterator[HttpServing]:
     with HttpServing(folder) as serving:
         yield serving
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> PreTrainedModel:
-    return load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.shapes.tokenizer import save_tokenizer
-from tests.e2e.architectures import VOCAB_SIZE, write_model
 from tests.e2e.serving import PAIR, HttpServing
 
 TIMEOUT_S = 1.5
@@ -21,15 +19,6 @@ STAGES = {
     "at the manifest": {"decode-0": f"{FROZEN}:_on_handoff:1"},
     "in decode": {"decode-0": "slow:0.3"},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "model"
-    folder.mkdir()
-    write_model("llama", folder)
-    save_tokenizer(folder, VOCAB_SIZE, 512)
-    return folder
 
 
 @pytest.mark.parametrize("stage", STAGES)
