@@ -14,6 +14,7 @@ import pytest
 import tests.e2e.serving
 import tests.worker.harness
 from router.server import RouterServer
+from tests.e2e.conftest import folder, reference
 from tests.e2e.serving import HttpServing
 from tests.e2e.test_failover import (
     BOUND_S,
@@ -26,9 +27,7 @@ from tests.e2e.test_failover import (
     changes,
     check_afterwards,
     expected,
-    folder,
     pool,
-    reference,
 )
 from tests.faults.namespaces import Network, enter
 from tests.worker.child import run_child
