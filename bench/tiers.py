@@ -136,7 +136,7 @@ def report(bench: Bench, rounds: list[dict[str, float]]) -> None:
     for name in rounds[0]:
         ratio = statistics.median(times["computed"] / times[name] for times in rounds)
         print(f"  {name:28}{statistics.median(times[name] for times in rounds) * 1e3:10.1f}{ratio:18.1f}")
-    counters = bench.engine.tier_counters()
+    counters = bench.engine.counters()
     step = bench.decode_step()
     print(f"  a decode step: {step * 1e3:.2f} ms; a block of {bench.block_bytes / 2**20:.2f} MiB, per copy:")
     for name, seconds, blocks in (

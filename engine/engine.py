@@ -17,14 +17,16 @@ from torch import Tensor
 from engine.attention.select import select_backend
 from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
 from engine.forward import Forward
-from engine.kv_pool import Allocate, KVPool, pool_blocks
+from engine.kv_pool import DRAFT, TARGET, Allocate, KVPool, pool_blocks
 from engine.linear.packed import kernel_fault, pack_linears
-from engine.loader import load_model
+from engine.loader import LoadedModel, load_model
+from engine.packing import PackedStep, pack
 from engine.prefix import PrefixRoom, find_room, keep
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.sequence import Sequence, Stage
+from engine.speculator import Outcome, Speculator, Verdict
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
@@ -33,12 +35,14 @@ from protocol.messages import (
     ErrorKind,
     FinishReason,
     RequestTiming,
-    TokenLogprobs,
     TokenOutput,
 )
 from protocol.sampling import check_sampling_params
 
 logger = logging.getLogger("tandem.engine")
+
+Speculate = Callable[[ServeConfig, LoadedModel], Speculator | None]
+"""Makes what speculates for a model, or says that nobody does."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class Engine:
     on_fetched: Callable[[], None] | None = None
     """Called in another thread when blocks for a waiting request have come from the disk: `step` helps."""
 
-    def __init__(self, config: ServeConfig, *, allocate: Allocate | None = None) -> None:
+    def __init__(
+        self, config: ServeConfig, *, allocate: Allocate | None = None, speculate: Speculate | None = None
+    ) -> None:
         self.config = config
         started = time.monotonic()
         loaded = load_model(config)
@@ -90,8 +96,15 @@ class Engine:
         self.max_model_len = loaded.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
         self.kv_format = loaded.kv_shape.describe(config.block_size)
-        num_blocks = pool_blocks(config, loaded.kv_shape, loaded.device, loaded.max_model_len)
-        self.pool = KVPool(loaded.kv_shape, num_blocks, config.block_size, loaded.device, allocate)
+        self._speculator = speculate(config, loaded) if speculate is not None else None
+        shapes = {TARGET: loaded.kv_shape}
+        hidden_layers: tuple[int, ...] = ()
+        if self._speculator is not None:
+            hidden_layers = self._speculator.hidden_layers
+            if self._speculator.segment is not None:
+                shapes[DRAFT] = self._speculator.segment
+        num_blocks = pool_blocks(config, shapes, loaded.device, loaded.max_model_len)
+        self.pool = KVPool(shapes, num_blocks, config.block_size, loaded.device, allocate)
         self.tiers = build_tiers(config, self.pool, loaded.model, self._fetched)
         self.blocks = BlockManager(
             num_blocks, config.block_size, config.enable_prefix_caching, lower=self.tiers
@@ -102,8 +115,8 @@ class Engine:
         packed = products is None
         if packed:
             products = f"{pack_linears(loaded.model)} packed layers, summed alike in every batch"
-        forward = Forward(loaded.model, loaded.device, config.compile, packed)
-        self._runner = Runner(forward, backend(self.pool.tensor), self.pool, loaded.device)
+        forward = Forward(loaded.model, loaded.device, config.compile, packed, hidden_layers)
+        self._runner = Runner(forward, backend(self.pool.tensor), config.block_size, loaded.device)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._scheduler = Scheduler(
             self.blocks,
@@ -120,6 +133,9 @@ class Engine:
         self._eos = frozenset(loaded.eos_token_ids)
         loaded_s = time.monotonic() - started
         warm_up_s = self._runner.warm_up() if forward.compiled else 0.0
+        if self._speculator is not None:
+            self._speculator.attach(loaded, self.pool, self._sampler)
+            self._speculator.warm_up()
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
             "attention": f"{backend.name} ({why})",
@@ -240,6 +256,8 @@ class Engine:
         result = StepResult(outputs=self._expire())
         if self.tiers is not None:
             self.tiers.poll()
+        if self._speculator is not None:
+            self._speculator.plan([sequence for sequence in self._scheduler.running if sequence.is_decoding])
         step = self._scheduler.schedule()
         if not step.sequences:
             return result
@@ -247,24 +265,19 @@ class Engine:
         for sequence in step.first_time:
             if self.on_scheduled is not None:
                 self.on_scheduled(sequence.request)
-        result.num_tokens = step.total_tokens
-        sampled, prompts, logit_rows = _logit_rows(step)
-        logits = self._runner.run(step, logit_rows)
-        self._collect_prompt_logprobs(prompts, logits[len(sampled) :])
-        rows = [sequence.sampling_row() for sequence in sampled]
-        output = self._sampler.sample(logits[: len(rows)], rows) if rows else None
-        if output is not None:
-            for index in output.failed_rows:
-                reason = "no token has a finite score (every token forbidden, or the model computed NaN)"
-                result.outputs.append(self._fail(sampled[index], "internal", reason))
+        if self._speculator is not None:
+            self._speculator.propose(step)
+        packed = pack(step)
+        result.num_tokens = packed.num_tokens
+        logits, hidden = self._runner.run(packed.batch, packed.logit_rows)
+        self._collect_prompt_logprobs(packed.prompts, logits[packed.num_sampled_rows :])
+        verdicts = dict(zip(packed.sampled, self._verify(packed, logits), strict=True))
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
-            if sequence.table is not None:
-                sequence.num_computed += count
-                self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
-        if output is not None:
-            for sequence, token_id, logprobs in zip(sampled, output.token_ids, output.logprobs, strict=True):
-                if sequence.table is not None:
-                    result.outputs.append(self._accept(sequence, token_id, logprobs))
+            output = self._commit(sequence, count, verdicts.get(sequence), step)
+            if output is not None:
+                result.outputs.append(output)
+        if self._speculator is not None:
+            self._speculator.observe(step, hidden)
         return result
 
     def computed_blocks(self, request_id: str) -> int:
@@ -297,9 +310,12 @@ class Engine:
             steps=self._steps,
         )
 
-    def tier_counters(self) -> dict[str, float]:
-        """The use of the tiers below the pool, and totals, in Prometheus' naming; for any thread."""
-        return self.tiers.totals() if self.tiers is not None else {}
+    def counters(self) -> dict[str, float]:
+        """The use of the tiers below the pool, totals, and speculation's, in Prometheus' naming; for any
+        thread.
+        """
+        counters = self.tiers.totals() if self.tiers is not None else {}
+        return counters | (self._speculator.counters() if self._speculator is not None else {})
 
     def close(self) -> None:
         """Let the disk tier finish what it was given. Idempotent."""
@@ -345,6 +361,8 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._sampler.forget(sequence.request_id)
+        if self._speculator is not None:
+            self._speculator.forget(sequence.request_id)
         del self._sequences[sequence.request_id]
 
     def _expire(self) -> list[TokenOutput]:
@@ -373,13 +391,64 @@ class Engine:
             sequence.prompt_logprobs.extend(rows)
             logits = logits[count:]
 
-    def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
-        sequence.append(token_id)
+    def _verify(self, packed: PackedStep, logits: Tensor) -> list[Verdict]:
+        """What each of the sequences that sample in this step gets."""
+        if not packed.sampled:
+            return []
+        logits = logits[: packed.num_sampled_rows]
+        if self._speculator is not None and packed.num_sampled_rows > len(packed.sampled):
+            return self._speculator.verify(packed.sampled, logits)
+        output = self._sampler.sample(logits, [sequence.sampling_row() for sequence in packed.sampled])
+        failed = set(output.failed_rows)
+        return [
+            Verdict([token_id], [], [logprobs], failed=index in failed)
+            for index, (token_id, logprobs) in enumerate(zip(output.token_ids, output.logprobs, strict=True))
+        ]
+
+    def _commit(
+        self, sequence: Sequence, count: int, verdict: Verdict | None, step: ScheduledStep
+    ) -> TokenOutput | None:
+        """The KV of `count` tokens was computed, and that of the drafts that `verdict` accepts."""
+        start, draft, sequence.draft = sequence.num_computed, sequence.draft, None
+        first_drafted = start + count
+        num_rows = count + (len(draft.token_ids) if draft is not None else 0)
+        token_ids: list[int] = []
+        finish: tuple[FinishReason | None, int | None] = (None, None)
+        num_accepted = 0
+        assert sequence.table is not None
+        if verdict is not None and not verdict.failed:
+            if draft is not None and draft.parents is not None:
+                self.pool.move_tokens(sequence.table.block_ids, first_drafted, verdict.accepted)
+            for token_id in verdict.token_ids:
+                sequence.append(token_id)
+                token_ids.append(token_id)
+                finish = self._finish_reason(sequence, token_id)
+                if finish[0] is not None:
+                    break
+            num_accepted = min(len(token_ids), len(verdict.accepted))
+        sequence.num_computed = first_drafted + num_accepted
+        outcome = Outcome(start, count + num_accepted, num_rows, num_accepted, draft, verdict)
+        step.outcomes.append(outcome)
+        if verdict is not None and verdict.failed:
+            reason = "no token has a finite score (every token forbidden, or the model computed NaN)"
+            return self._fail(sequence, "internal", reason)
+        self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
+        if verdict is None:
+            return None
+        return self._output(sequence, token_ids, outcome, *finish)
+
+    def _output(
+        self,
+        sequence: Sequence,
+        token_ids: list[int],
+        outcome: Outcome,
+        reason: FinishReason | None,
+        stop_token_id: int | None,
+    ) -> TokenOutput:
+        assert outcome.verdict is not None
         is_first = sequence.first_token_time is None
-        timing = None
-        if is_first:
-            timing = self._first_token_timing(sequence)
-        reason, stop_token_id = self._finish_reason(sequence, token_id)
+        timing = self._first_token_timing(sequence) if is_first else None
+        logprobs = outcome.verdict.logprobs[: len(token_ids)]
         if reason is not None:
             self._forget(sequence)
         elif sequence.prefill_only:
@@ -387,13 +456,15 @@ class Engine:
             sequence.stage = Stage.HELD
         return TokenOutput(
             request_id=sequence.request_id,
-            token_ids=[token_id],
+            token_ids=token_ids,
             finish_reason=reason,
             stop_token_id=stop_token_id,
-            logprobs=None if logprobs is None else [logprobs],
+            logprobs=[entry for entry in logprobs if entry is not None] or None,
             prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.prompt_logprobs else None,
             cached_tokens=sequence.num_cached if is_first else None,
             timing=timing,
+            drafted_tokens=outcome.draft.num_nodes if outcome.draft is not None else 0,
+            accepted_tokens=outcome.num_accepted,
         )
 
     def _first_token_timing(self, sequence: Sequence) -> RequestTiming:
@@ -419,23 +490,3 @@ def _token_budget(config: ServeConfig, device: torch.device) -> int:
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     return max(512 if device.type == "cpu" else 2048, config.max_num_seqs)
-
-
-def _logit_rows(step: ScheduledStep) -> tuple[list[Sequence], list[tuple[Sequence, int]], list[int]]:
-    """Which packed rows need logits: the last ones of the sequences that sample in this step, then whole
-    chunks of the prompts that want log-probabilities. Returns (sequences that sample, (prompt, row count)
-    pairs, rows)."""
-    sampled: list[Sequence] = []
-    prompts: list[tuple[Sequence, int]] = []
-    sample_rows: list[int] = []
-    prompt_rows: list[int] = []
-    row = 0
-    for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
-        if count == sequence.num_uncomputed:
-            sampled.append(sequence)
-            sample_rows.append(row + count - 1)
-        if sequence.wants_prompt_logprobs:
-            prompts.append((sequence, count))
-            prompt_rows.extend(range(row, row + count))
-        row += count
-    return sampled, prompts, sample_rows + prompt_rows

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import shutil
+import types
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,18 +27,34 @@ ONEDNN_MIN_ROWS = 4
 """oneDNN's matrix kernels take less time for four rows than for one or two."""
 
 
+class ForwardOutput(NamedTuple):
+    """`logits` [rows asked for, vocab_size]. `hidden` [all rows, captured layers * hidden_size], if any."""
+
+    logits: Tensor
+    hidden: Tensor | None
+
+
 class Forward:
-    """Callable (token_ids [rows], positions [rows], logit_rows) -> logits [len(logit_rows), vocab_size].
+    """Callable (token_ids [rows], positions [rows], logit_rows) -> ForwardOutput.
 
     `choice` says whether it is compiled, and why.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, mode: str, packed: bool) -> None:
-        """`packed`: the linear layers are ours (`engine.linear`)."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        mode: str,
+        packed: bool,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> None:
+        """`packed`: the linear layers are ours (`engine.linear`). `hidden_layers` are captured, numbered as
+        in Transformers' `hidden_states`."""
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
         self._model = model
         self._device = device
         self._mode = mode
+        self._hidden_layers = hidden_layers
         self.compiled, self.choice = _choose(mode, device)
         self._run = self._compile() if self.compiled else self._model_forward
 
@@ -44,30 +62,40 @@ class Forward:
         """How many rows the packed input should have for `total_tokens` real ones."""
         return max(total_tokens, self._min_rows) if self.compiled else total_tokens
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
         keep = logit_rows
         wanted = MIN_ROWS if self.compiled else 1
         if len(keep) < wanted:
             keep = keep + [0] * (wanted - len(keep))
         rows = torch.tensor(keep, device=self._device)
-        logits = self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), rows)
-        return logits[0, : len(logit_rows)]
+        logits, hidden = self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), rows)
+        return ForwardOutput(logits[0, : len(logit_rows)], None if hidden is None else hidden[0])
 
-    def _model_forward(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        return self._model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
-        ).logits
+    def _model_forward(
+        self, token_ids: Tensor, positions: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        capture = {"output_hidden_states": True} if self._hidden_layers else {}
+        output = self._model(
+            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows, **capture
+        )
+        if not self._hidden_layers:
+            return output.logits, None
+        return output.logits, torch.cat([output.hidden_states[i] for i in self._hidden_layers], dim=-1)
 
-    def _compile(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _compile(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]:
         import torch._inductor.config as inductor
 
         inductor.freezing = True
         inductor.cpp.enable_concat_linear = True  # one product for q, k, v and one for gate and up
         inductor.cpp.dynamic_threads = True
         inductor.size_asserts = inductor.alignment_asserts = False
-        # The model never changes, so guards on it would only cost time at each step.
+        # The model never changes, so guards on it would only cost time at each step. But what is compiled
+        # belongs to the code, and without guards one model's would serve the next: so each has a code of its
+        # own.
         options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        return torch.compile(self._model_forward, fullgraph=True, dynamic=True, options=options)
+        function = type(self)._model_forward
+        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        return torch.compile(types.MethodType(own, self), fullgraph=True, dynamic=True, options=options)
 
     def give_up_compiling(self, error: Exception) -> None:
         """Run eagerly from now on; with `--compile on` the error is raised instead."""

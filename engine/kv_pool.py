@@ -1,14 +1,15 @@
-"""The paged KV pool: one tensor, block-major, and how large to make it."""
+"""The paged KV pool: one piece of memory, block-major, and how large to make it."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 import torch
+from torch import Tensor
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -43,12 +44,20 @@ class KVShape:
         return f"{name}/{self.num_layers}x{self.num_kv_heads}x{self.head_dim}/{block_size}"
 
 
+TARGET, DRAFT = "target", "draft"
+
+
 class KVPool:
-    """`tensor` is [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]: a block is one extent."""
+    """A block is its segments one after the other, so all of it is one extent.
+
+    `blocks` are the bytes, uint8 [num_blocks, block_bytes]. `tensor` is the target's segment, and
+    `segment(name)` any: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], each block
+    contiguous.
+    """
 
     def __init__(
         self,
-        shape: KVShape,
+        shapes: Mapping[str, KVShape],
         num_blocks: int,
         block_size: int,
         device: torch.device,
@@ -56,49 +65,78 @@ class KVPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.block_bytes = shape.block_bytes(block_size)
-        full_shape = (num_blocks, *shape.block_shape(block_size))
+        self.block_bytes = block_bytes(shapes, block_size)
+        nbytes = num_blocks * self.block_bytes
         if allocate is not None and device.type == "cpu":
-            memory = torch.frombuffer(allocate(num_blocks * self.block_bytes), dtype=shape.dtype)
-            self.tensor = memory.view(full_shape)
+            memory = torch.frombuffer(allocate(nbytes), dtype=torch.uint8)
         else:
-            self.tensor = torch.zeros(full_shape, dtype=shape.dtype, device=device)
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.blocks = memory.view(num_blocks, self.block_bytes)
+        self._segments: dict[str, Tensor] = {}
+        start = 0
+        for name, shape in shapes.items():
+            end = start + shape.block_bytes(block_size)
+            values = self.blocks[:, start:end].view(shape.dtype)
+            self._segments[name] = values.unflatten(1, shape.block_shape(block_size))
+            start = end
+        self.tensor = self._segments[TARGET]
         self.segments = [
             SegmentInfo(
-                name="target",
+                name=name,
                 dtype=str(shape.dtype).removeprefix("torch."),
                 shape=shape.block_shape(block_size),
             )
+            for name, shape in shapes.items()
         ]
 
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
+    def segment(self, name: str) -> Tensor:
+        return self._segments[name]
+
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks, source to target, within the pool."""
         for source, target in copies:
-            self.tensor[target].copy_(self.tensor[source])
+            self.blocks[target].copy_(self.blocks[source])
+
+    def move_tokens(self, block_ids: Sequence[int], first: int, places: Sequence[int]) -> None:
+        """Of one sequence: move the KV at place `first + places[i]` to `first + i`. `places` ascend."""
+        moved = [(first + place, first + i) for i, place in enumerate(places) if place != i]
+        if not moved:
+            return
+        size = self.block_size
+        for values in self._segments.values():
+            for source, target in moved:
+                kept = values[block_ids[source // size], :, :, source % size]
+                values[block_ids[target // size], :, :, target % size] = kept
 
 
-def pool_blocks(config: ServeConfig, shape: KVShape, device: torch.device, max_model_len: int) -> int:
+def block_bytes(shapes: Mapping[str, KVShape], block_size: int) -> int:
+    return sum(shape.block_bytes(block_size) for shape in shapes.values())
+
+
+def pool_blocks(
+    config: ServeConfig, shapes: Mapping[str, KVShape], device: torch.device, max_model_len: int
+) -> int:
     """How many blocks fit. Raises `ConfigError` when not even one sequence of `max_model_len` does."""
-    block_bytes = shape.block_bytes(config.block_size)
+    nbytes = block_bytes(shapes, config.block_size)
     budget, reason = _pool_budget(config, device)
-    num_blocks = budget // block_bytes
+    num_blocks = budget // nbytes
     # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
     per_sequence = math.ceil(max_model_len / config.block_size) + 1
     if num_blocks < per_sequence:
         raise ConfigError(
             f"--kv-cache-memory-bytes: a KV pool of {budget} bytes ({reason}) holds "
             f"{num_blocks * config.block_size} tokens, fewer than --max-model-len ({max_model_len}), "
-            f"which needs {per_sequence * block_bytes} bytes"
+            f"which needs {per_sequence * nbytes} bytes"
         )
     logger.info(
         "KV pool: %d blocks of %d tokens, %.2f GiB (%s)",
         num_blocks,
         config.block_size,
-        num_blocks * block_bytes / 2**30,
+        num_blocks * nbytes / 2**30,
         reason,
     )
     return num_blocks

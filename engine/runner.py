@@ -7,6 +7,8 @@ metadata which rows belong together. Logits are computed only for the rows asked
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,49 +16,65 @@ from torch import Tensor
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend, AttentionMetadata
-from engine.forward import Forward
-from engine.kv_pool import KVPool
-from engine.scheduler import ScheduledStep
+from engine.forward import Forward, ForwardOutput
 
 WARM_UP_ROWS = 64
 """Unlike the number of logit rows, or torch.compile would take the two sizes for one."""
 
 
+@dataclass(slots=True, eq=False)
+class SequenceRows:
+    """Tokens of one sequence to run: the KV of `token_ids[i]` goes to place `start + i` of its blocks.
+
+    With `masks` they are no chain: see `AttentionMetadata.visible`. Keys before `first_key` are not looked
+    at.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: list[int]
+    masks: list[int] | None = None
+    first_key: int = 0
+
+
 class Runner:
+    """Runs a model over blocks of `block_size` tokens in the pool that `backend` was made for."""
+
     def __init__(
-        self, forward: Forward, backend: AttentionBackend, pool: KVPool, device: torch.device
+        self, forward: Forward, backend: AttentionBackend, block_size: int, device: torch.device
     ) -> None:
         self._forward = forward
         self._backend = backend
-        self._pool = pool
+        self._block_size = block_size
         self._device = device
 
-    def run(self, step: ScheduledStep, logit_rows: list[int]) -> Tensor:
-        """Write the step's KV and return logits [len(logit_rows), vocab_size] of those packed rows."""
-        total = step.total_tokens
-        rows = self._forward.padded_rows(total)
-        token_ids = np.zeros(rows, np.int64)
-        positions = np.zeros(rows, np.int64)
-        slots = np.full(rows, -1, np.int64)
-        query_start = np.zeros(len(step.sequences) + 1, np.int32)
-        context_len = np.empty(len(step.sequences), np.int32)
-        block_table = self._block_table(step)
-        block_size = self._pool.block_size
-        row = 0
-        for index, (sequence, count) in enumerate(zip(step.sequences, step.num_tokens, strict=True)):
-            start = sequence.num_computed
+    def run(self, batch: Sequence[SequenceRows], logit_rows: list[int]) -> ForwardOutput:
+        """Write the KV of all rows; the logits are those of the packed rows asked for."""
+        total = sum(len(rows.token_ids) for rows in batch)
+        padded = self._forward.padded_rows(total)
+        token_ids = np.zeros(padded, np.int64)
+        positions = np.zeros(padded, np.int64)
+        slots = np.full(padded, -1, np.int64)
+        query_start = np.zeros(len(batch) + 1, np.int32)
+        context_len = np.empty(len(batch), np.int32)
+        block_table = _block_table(batch)
+        block_size = self._block_size
+        row = longest = 0
+        for index, rows in enumerate(batch):
+            start, count = rows.start, len(rows.token_ids)
             if count == 1:
-                token_ids[row] = sequence.token_ids[start]
+                token_ids[row] = rows.token_ids[0]
                 positions[row] = start
-                slots[row] = int(block_table[index, start // block_size]) * block_size + start % block_size
+                slots[row] = rows.block_ids[start // block_size] * block_size + start % block_size
             else:
-                token_ids[row : row + count] = sequence.token_ids[start : start + count]
+                token_ids[row : row + count] = rows.token_ids
                 span = np.arange(start, start + count)
                 positions[row : row + count] = span
                 slots[row : row + count] = (
                     block_table[index, span // block_size].astype(np.int64) * block_size + span % block_size
                 )
             row += count
+            longest = max(longest, count)
             query_start[index + 1] = row
             context_len[index] = start + count
         metadata = AttentionMetadata(
@@ -64,10 +82,33 @@ class Runner:
             context_len=self._tensor(context_len),
             block_table=self._tensor(block_table),
             slot_mapping=self._tensor(slots),
-            max_query_len=max(step.num_tokens),
+            max_query_len=longest,
             max_context_len=int(context_len.max()),
+            visible=self._visible(batch, positions),
+            first_key=self._first_key(batch),
         )
         return self._execute(metadata, self._tensor(token_ids), self._tensor(positions), logit_rows)
+
+    def _visible(self, batch: Sequence[SequenceRows], positions: np.ndarray) -> Tensor | None:
+        """The rows' masks, if any sequence is no chain; its rows' positions are then mended."""
+        if all(rows.masks is None for rows in batch):
+            return None
+        visible = np.zeros(len(positions), np.uint64)
+        row = 0
+        for rows in batch:
+            count = len(rows.token_ids)
+            if rows.masks is not None:
+                visible[row : row + count] = rows.masks
+                positions[row : row + count] = [rows.start + mask.bit_count() - 1 for mask in rows.masks]
+            elif count <= 64:
+                visible[row : row + count] = [(2 << index) - 1 for index in range(count)]
+            row += count
+        return self._tensor(visible.view(np.int64))
+
+    def _first_key(self, batch: Sequence[SequenceRows]) -> Tensor | None:
+        if not any(rows.first_key for rows in batch):
+            return None
+        return self._tensor(np.array([rows.first_key for rows in batch], np.int32))
 
     def warm_up(self) -> float:
         """Run padding rows, which compiles the forward if it is to be; returns the seconds it took."""
@@ -92,21 +133,18 @@ class Runner:
 
     def _execute(
         self, metadata: AttentionMetadata, token_ids: Tensor, positions: Tensor, logit_rows: list[int]
-    ) -> Tensor:
+    ) -> ForwardOutput:
         with torch.inference_mode():
             self._backend.begin_step(metadata)
             transformers_hook.set_current_backend(self._backend)
             return self._forward(token_ids, positions, logit_rows)
 
-    def _block_table(self, step: ScheduledStep) -> np.ndarray:
-        tables = []
-        for sequence in step.sequences:
-            assert sequence.table is not None
-            tables.append(sequence.table.block_ids)
-        table = np.zeros((len(tables), max(map(len, tables))), np.int32)
-        for index, block_ids in enumerate(tables):
-            table[index, : len(block_ids)] = block_ids
-        return table
-
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _block_table(batch: Sequence[SequenceRows]) -> np.ndarray:
+    table = np.zeros((len(batch), max(len(rows.block_ids) for rows in batch)), np.int32)
+    for index, rows in enumerate(batch):
+        table[index, : len(rows.block_ids)] = rows.block_ids
+    return table

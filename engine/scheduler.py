@@ -16,17 +16,23 @@ from dataclasses import dataclass, field
 
 from engine.block_manager import BlockCopy, BlockManager, OutOfBlocksError
 from engine.sequence import Sequence, Stage
+from engine.speculator import Outcome
 from engine.tiers.interface import Fetcher
 from protocol.ids import BlockIdentity, root_identity
 
 
 @dataclass
 class ScheduledStep:
-    """One packed forward: `num_tokens[i]` tokens of `sequences[i]`, from its `num_computed` on."""
+    """One packed forward: `num_tokens[i]` tokens of `sequences[i]`, from its `num_computed` on, then its
+    draft.
+
+    Once it is over there is an outcome for each sequence.
+    """
 
     sequences: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     first_time: list[Sequence] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
 
     @property
     def total_tokens(self) -> int:
@@ -105,6 +111,7 @@ class Scheduler:
             if sequence.stage is not Stage.RUNNING:
                 continue  # preempted for an earlier one of this very step
             budget -= self._schedule_running(sequence, budget, step)
+        budget -= self._make_draft_room(step, budget)
         for sequence in list(self.waiting):
             if budget == 0 or len(self.running) >= self._max_num_seqs:
                 break
@@ -115,6 +122,22 @@ class Scheduler:
                 break
             budget -= taken
         return step
+
+    def _make_draft_room(self, step: ScheduledStep, budget: int) -> int:
+        """Grant the sequences what they wish of room for drafts, as far as there is; returns the tokens'
+        sum.
+        """
+        granted = 0
+        for sequence in step.sequences:
+            if sequence.draft_room == 0:
+                continue
+            num_tokens = len(sequence.token_ids)
+            left = sequence.params.max_tokens - len(sequence.output_token_ids) - 1
+            wish = min(sequence.draft_room, left, budget - granted) if sequence.is_decoding else 0
+            room = wish if wish > 0 and self._grow(sequence, num_tokens + wish) else 0
+            sequence.draft_room = room
+            granted += room
+        return granted
 
     def _waits_for_a_leader(self, sequence: Sequence) -> bool:
         if not sequence.follows():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
-from engine.sampler.rows import SamplingRow
+from engine.sampler.rows import SamplingRow, needs_history
+from engine.speculator import Draft
 from engine.tiers.interface import Fetch
 from protocol.messages import EngineRequest, TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -49,6 +51,10 @@ class Sequence:
     """Who computes a prefix that this waiting sequence can share, and that prefix's tokens."""
     fetch: Fetch | None = None
     """Its blocks that were on the disk when it was to be admitted."""
+    draft_room: int = 0
+    """For how many drafted tokens the coming step has room, or is to have."""
+    draft: Draft | None = None
+    """What this step verifies."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = self.request.prompt_token_ids
@@ -69,10 +75,13 @@ class Sequence:
         """Absolute position of the token that comes next; keys its noise."""
         return len(self.token_ids)
 
-    def sampling_row(self) -> SamplingRow:
-        return SamplingRow(
-            self.params, self.prompt_token_ids, self.output_token_ids, self.position, self.request_id
-        )
+    def sampling_row(self, drafted: Many[int] = ()) -> SamplingRow:
+        """For the token that comes next, or for the one after `drafted` ones."""
+        output = self.output_token_ids
+        if drafted and needs_history(self.params):
+            output = [*output, *drafted]
+        position = self.position + len(drafted)
+        return SamplingRow(self.params, self.prompt_token_ids, output, position, self.request_id)
 
     @property
     def num_uncomputed(self) -> int:
@@ -95,6 +104,11 @@ class Sequence:
             return False
         sequence, num_shared = self.leader
         return sequence.stage is Stage.RUNNING and sequence.num_computed < num_shared
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all that lacks is its last token's KV."""
+        return self.stage is Stage.RUNNING and self.num_uncomputed == 1 and bool(self.output_token_ids)
 
     def append(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
+from protocol.speculation import SpeculativeConfig, parse_speculative_config
 from protocol.tls import TlsFiles
 
 logger = logging.getLogger("tandem.config")
@@ -115,6 +116,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "on", "off"], _doc("Compile the forward with torch.compile; `auto` where it pays.")
     ] = "auto"
 
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        _doc('Draft tokens ahead: JSON with a method and its options, as in \'{"method": "ngram"}\'.'),
+    ] = None
+
     kv_transports: Annotated[
         str,
         _doc(
@@ -203,7 +209,10 @@ def load_config(
     for field in values:
         if field not in known:
             raise ConfigError(f"{sources[field]}: there is no such option")
-        _check_field(field, values[field], sources[field])
+        if field == "speculative_config" and values[field] is not None:
+            values[field] = parse_speculative_config(values[field], sources[field])
+        else:
+            _check_field(field, values[field], sources[field])
     config = msgspec.convert(values, ServeConfig, strict=False)
     _check_together(config)
     return config

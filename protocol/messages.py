@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from protocol.handoff import HandoffManifest, SegmentInfo
 from protocol.sampling import SamplingParams
+from protocol.speculation import RequestSpeculation
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 ShortText = Annotated[str, Meta(max_length=4096)]
@@ -55,6 +56,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     timeout_s: Seconds = 600.0
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    speculation: RequestSpeculation | None = None
 
 
 # --- router -> worker -------------------------------------------------------------------------------
@@ -199,7 +201,10 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step made for one request. `cached_tokens` comes with a sequence's first token."""
+    """What one step made for one request. `cached_tokens` comes with a sequence's first token.
+
+    Of the `drafted_tokens` that the step verified `accepted_tokens` are among its tokens.
+    """
 
     request_id: Id
     token_ids: TokenIds
@@ -209,6 +214,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_tokens: int | None = None
     timing: RequestTiming | None = None
+    drafted_tokens: Count = 0
+    accepted_tokens: Count = 0
     error_kind: ErrorKind | None = None
     error: ShortText | None = None
 

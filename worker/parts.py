@@ -68,7 +68,7 @@ class WorkerParts:
         stats = self.engine.stats() if self.engine is not None else None
         totals = {f"kv_{name}_total": value for name, value in self.transfer_counters().items()}
         if self.engine is not None:
-            totals |= self.engine.tier_counters()
+            totals |= self.engine.counters()
         load = {name: getattr(stats, name) for name in _STATS} if stats is not None else {}
         if stats is not None:
             load["num_reservations"] = stats.num_reserved

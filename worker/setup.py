@@ -19,6 +19,7 @@ from kvtransfer.transport import Transport
 from kvtransfer.transports import TransportOptions, open_transports
 from protocol.config import ServeConfig, tls_files, transport_names
 from protocol.messages import Role
+from speculation.speculator import speculate
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +64,14 @@ def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPoo
         memory.append(allocate(nbytes, shared=shared))
         return memory[0].buffer
 
-    engine = Engine(config, allocate=allocate_pool)
-    tensor, block_bytes, num_blocks = engine.pool.tensor, engine.pool.block_bytes, engine.pool.num_blocks
+    engine = Engine(config, allocate=allocate_pool, speculate=speculate)
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),
-        block_bytes=block_bytes,
-        num_blocks=num_blocks,
+        block_bytes=engine.pool.block_bytes,
+        num_blocks=engine.pool.num_blocks,
         segments=tuple(engine.pool.segments),
         memory_fd=memory[0].fd if memory else None,
-        device=tensor.view(torch.uint8).view(num_blocks, block_bytes) if not memory else None,
+        device=engine.pool.blocks if not memory else None,
     )
     return engine, pool
 

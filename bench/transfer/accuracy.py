@@ -69,7 +69,7 @@ class Handoffs:
         )
         self.engine = Engine(config)
         self.segments = self.engine.pool.segments
-        self.pool = memoryview(self.engine.pool.tensor.flatten().view(torch.uint8).numpy())
+        self.pool = memoryview(self.engine.pool.blocks.flatten().numpy())
         self.block_bytes = block_bytes(self.segments)
         tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
         lines = HELD_OUT.read_text("utf-8").splitlines()

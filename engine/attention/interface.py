@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass
 class AttentionMetadata:
-    """One packed forward. Row j of a sequence with q query rows sits at position context_len - q + j."""
+    """One packed forward. Row j of a sequence with q query rows has key context_len - q + j."""
 
     query_start: Tensor
     """int32 [num_seqs + 1]: sequence s owns the packed rows query_start[s]:query_start[s + 1]."""
@@ -28,6 +28,13 @@ class AttentionMetadata:
     row, for which nothing is written and the output is zero. Rows past query_start[-1] must be padding."""
     max_query_len: int
     max_context_len: int
+    visible: Tensor | None = None
+    """int64 [total_tokens], where some sequence's query rows are no chain: bit j of a row's mask says that
+    it sees row j of its own sequence, of at most 64. Every row sees itself and all keys before the query
+    rows, and sits as many positions behind these as it sees other rows. None: each row sees those before
+    it."""
+    first_key: Tensor | None = None
+    """int32 [num_seqs]: no row sees keys before this one. None: all keys hold something."""
 
 
 class AttentionBackend(Protocol):
@@ -57,7 +64,7 @@ class AttentionBackend(Protocol):
 
         query is [total_tokens, num_heads, head_dim], key and value are
         [total_tokens, num_kv_heads, head_dim], all of the pool's dtype and with any strides.
-        A sliding window w lets position p see the keys in (p - w, p]; a soft cap c turns a score s into
+        A sliding window w lets position p see the positions in (p - w, p]; a soft cap c turns a score s into
         c * tanh(s / c). Returns `out`, or a new contiguous tensor, of the query's shape and dtype.
         """
         ...

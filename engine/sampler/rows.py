@@ -11,7 +11,8 @@ from protocol.sampling import SamplingParams
 class SamplingRow:
     """One token to choose: `position` is its absolute position in prompt + output.
 
-    Several rows may belong to one request, each with the output that would precede its token.
+    Several rows may belong to one request, each with the output that would precede its token (or with less
+    of it where `needs_history` says that it does not matter).
     """
 
     params: SamplingParams
@@ -19,3 +20,14 @@ class SamplingRow:
     output_token_ids: list[int]
     position: int
     request_id: str
+
+
+def needs_history(params: SamplingParams) -> bool:
+    """Whether the choice of a token looks at the output before it."""
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.min_tokens > 0
+        or any(len(sequence) > 1 for sequence in params.banned_token_sequences)
+    )

@@ -32,7 +32,7 @@ def build_tiers(
     """
     if config.kv_offloading_size == 0:
         return None
-    memory = HostMemory(pool.tensor, _host_slots(config, pool))
+    memory = HostMemory(pool.blocks, _host_slots(config, pool))
     if config.kv_disk_path is None:
         return HostTier(memory)
     if not hasattr(os, "posix_fallocate"):

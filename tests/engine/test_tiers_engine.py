@@ -137,13 +137,13 @@ def test_prompts_come_back_from_the_host(
             assert got == expected
             if turn > 0:
                 assert num_cached == min(len(prompt) // 16 * 16, len(prompt) - 1)
-    counters = tiered.tier_counters()
+    counters = tiered.counters()
     assert plain.stats().prefix_hit_tokens == 0
     assert tiered.stats().prefix_hit_tokens == 2 * sum(min(n // 16 * 16, n - 1) for n in LENGTHS)
     assert counters["kv_host_hit_blocks_total"] > 80
     assert counters["kv_host_loaded_bytes_total"] == counters["kv_host_hit_blocks_total"] * BLOCK_BYTES
     assert counters["kv_host_miss_blocks_total"] == sum((n - 1) // 16 for n in LENGTHS)
-    assert plain.tier_counters() == {}
+    assert plain.counters() == {}
     assert_empty(tiered)
 
 
@@ -156,8 +156,8 @@ def test_seeded_tokens_do_not_depend_on_the_tiers(make_engine: Callable[..., Eng
             expected = serve(roomy, prompt, sampling=sampling)[0]
             for engine in small:
                 assert serve(engine, prompt, sampling=sampling)[0] == expected
-    assert small[0].tier_counters()["kv_host_hit_blocks_total"] > 0
-    assert small[1].tier_counters()["kv_disk_hit_blocks_total"] > 0
+    assert small[0].counters()["kv_host_hit_blocks_total"] > 0
+    assert small[1].counters()["kv_disk_hit_blocks_total"] > 0
     for engine in small:
         assert_empty(engine)
 
@@ -242,7 +242,7 @@ def test_tenants_are_apart_in_every_tier(
             written(engine)
 
     def hits() -> float:
-        return engine.tier_counters()[f"kv_{tier}_hit_blocks_total"]
+        return engine.counters()[f"kv_{tier}_hit_blocks_total"]
 
     serve(engine, prompt, cache_salt="one")
     flood()
@@ -276,7 +276,7 @@ def test_prompts_come_back_from_the_disk_also_after_a_restart(
             got, num_cached = serve(engine, prompt)
             assert got == greedy(reference, prompt, 8)
             assert num_cached > 0 or turn == 0
-    assert engine.tier_counters()["kv_disk_hit_blocks_total"] > 20
+    assert engine.counters()["kv_disk_hit_blocks_total"] > 20
     assert_empty(engine)
     engine.close()
     again = make_engine(host_blocks=24, disk=tmp_path)
@@ -303,7 +303,7 @@ def test_a_model_trained_again_finds_nothing_of_the_old_one(
     new = make_engine(
         host_blocks=24, disk=tmp_path / "kv", served_model_name="m", model=str(tmp_path / "new")
     )
-    assert new.tier_counters()["kv_disk_foreign_files_total"] == 1
+    assert new.counters()["kv_disk_foreign_files_total"] == 1
     assert serve(new, PROMPTS[0])[1] == 0
 
 
@@ -324,7 +324,7 @@ def test_damaged_files_cost_no_token(
     for _ in range(2):
         for prompt in PROMPTS:
             assert serve(again, prompt)[0] == greedy(reference, prompt, 8)
-    assert again.tier_counters()["kv_disk_corrupt_blocks_total"] > 1
+    assert again.counters()["kv_disk_corrupt_blocks_total"] > 1
     assert_empty(again)
 
 
@@ -374,7 +374,7 @@ def test_others_run_while_a_prompt_comes_from_the_disk(
     outputs = run(engine)["from disk"]
     assert tokens(outputs) == greedy(reference, PROMPTS[0], 8)
     assert outputs[0].cached_tokens is not None and outputs[0].cached_tokens >= 10 * 16
-    assert engine.tier_counters()["kv_disk_fetch_timeouts_total"] == 0
+    assert engine.counters()["kv_disk_fetch_timeouts_total"] == 0
     assert_empty(engine)
 
 
@@ -386,7 +386,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
     engine.add(ask("from disk", PROMPTS[0]))
     outputs = run(engine)["from disk"]
     assert tokens(outputs) == greedy(reference, PROMPTS[0], 8)
-    assert engine.tier_counters()["kv_disk_fetch_timeouts_total"] == 1
+    assert engine.counters()["kv_disk_fetch_timeouts_total"] == 1
     StuckFile.go.set()
     assert_empty(engine)
 
@@ -426,7 +426,7 @@ def test_random_traffic_keeps_the_tokens_and_leaks_nothing(
         outputs.setdefault(name, []).extend(rest)
     for name, prompt in prompts.items():
         assert tokens(outputs[name]) == greedy(reference, prompt, 6), name
-    counters = engine.tier_counters()
+    counters = engine.counters()
     assert counters["kv_host_hit_blocks_total"] > 0
     assert counters["kv_disk_hit_blocks_total"] > 0
     assert counters["kv_disk_corrupt_blocks_total"] == counters["kv_disk_io_errors_total"] == 0

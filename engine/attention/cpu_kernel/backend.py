@@ -37,8 +37,8 @@ class CpuBackend:
     def __init__(self, pool: Tensor) -> None:
         if pool.device.type != "cpu" or pool.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the cpu attention backend takes float32 and bfloat16 pools, not {pool.dtype}")
-        if not pool.is_contiguous():
-            raise ValueError("the cpu attention backend takes contiguous pools")
+        if not pool[0].is_contiguous():
+            raise ValueError("the cpu attention backend takes pools of contiguous blocks")
         self._library = load()
         self._pool = pool
         num_blocks, self._num_layers, _, block_size, kv_heads, head_dim = pool.shape

@@ -1,0 +1,51 @@
+"""From a step's sequences to the rows that the runner takes, and those of them whose logits are wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.runner import SequenceRows
+from engine.scheduler import ScheduledStep
+from engine.sequence import Sequence
+
+
+@dataclass(eq=False)
+class PackedStep:
+    """A step's rows as the runner takes them, one sequence after the other.
+
+    `logit_rows` are the packed rows that need logits: those of the `sampled` sequences, after their last
+    token and after each drafted one, then whole chunks of `prompts` (with their number of rows) that want
+    log-probabilities.
+    """
+
+    batch: list[SequenceRows] = field(default_factory=list)
+    sampled: list[Sequence] = field(default_factory=list)
+    prompts: list[tuple[Sequence, int]] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+    num_sampled_rows: int = 0
+    num_tokens: int = 0
+
+
+def pack(step: ScheduledStep) -> PackedStep:
+    packed = PackedStep()
+    prompt_rows: list[int] = []
+    row = 0
+    for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
+        assert sequence.table is not None
+        start = sequence.num_computed
+        token_ids, masks = sequence.token_ids[start : start + count], None
+        if count == sequence.num_uncomputed:
+            packed.sampled.append(sequence)
+            if sequence.draft is not None:
+                token_ids = token_ids + sequence.draft.token_ids
+                masks = sequence.draft.masks()
+            packed.logit_rows.extend(range(row + count - 1, row + len(token_ids)))
+        if sequence.wants_prompt_logprobs:
+            packed.prompts.append((sequence, count))
+            prompt_rows.extend(range(row, row + count))
+        packed.batch.append(SequenceRows(token_ids, start, sequence.table.block_ids, masks))
+        row += len(token_ids)
+    packed.num_sampled_rows = len(packed.logit_rows)
+    packed.logit_rows += prompt_rows
+    packed.num_tokens = row
+    return packed

@@ -1,0 +1,131 @@
+"""Drafting with a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
+
+Its KV lies in the pool's second segment, under the target's blocks. It draws with the noise that the target
+will draw with, so that where the two models agree on the likely tokens they agree on the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import msgspec
+import torch
+
+from engine.attention.select import select_backend
+from engine.forward import Forward
+from engine.kv_pool import DRAFT, KVPool, KVShape
+from engine.linear.packed import kernel_fault, pack_linears
+from engine.loader import LoadedModel, load_model
+from engine.runner import Runner, SequenceRows
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.speculation import SpeculativeConfig
+from speculation.drafter import Computed
+
+_CATCH_UP_TOKENS = 2048
+"""Rows of one forward in which the draft model reads what it has missed."""
+
+
+class DraftModel:
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
+        assert options.model is not None
+        dtype = str(target.dtype).removeprefix("torch.")
+        self._config = msgspec.structs.replace(
+            config, model=options.model, dtype=dtype, revision=None, max_model_len=None
+        )
+        try:
+            self._loaded = load_model(self._config)
+        except ConfigError as error:
+            raise ConfigError(f"--speculative-config: model: {error}") from error
+        self._check(target)
+        self.segment: KVShape | None = self._loaded.kv_shape
+        self._computed: dict[str, int] = {}
+        """By request: leading places that have the draft model's KV."""
+
+    def _check(self, target: LoadedModel) -> None:
+        ours, theirs = self._loaded, target
+        if ours.vocab_size < theirs.vocab_size:
+            raise ConfigError(
+                f"--speculative-config: model: the draft's vocabulary has {ours.vocab_size} tokens, "
+                f"the model's {theirs.vocab_size}; they must share a tokenizer"
+            )
+        if ours.max_model_len < theirs.max_model_len:
+            raise ConfigError(
+                f"--speculative-config: model: the draft takes {ours.max_model_len} tokens; "
+                f"--max-model-len is {theirs.max_model_len}"
+            )
+        self._vocab_size = theirs.vocab_size
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        device, dtype = self._loaded.device, self._loaded.dtype
+        packed = kernel_fault(device, dtype) is None
+        if packed:
+            pack_linears(self._loaded.model)
+        requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
+        backend, _ = select_backend(device, dtype, requested)
+        self._forward = Forward(self._loaded.model, device, self._config.compile, packed)
+        self._runner = Runner(self._forward, backend(pool.segment(DRAFT)), pool.block_size, device)
+        self._sampler = Sampler(self._vocab_size, device, [])
+
+    def warm_up(self) -> None:
+        if self._forward.compiled:
+            self._runner.warm_up()
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        drafted: list[list[int]] = [[] for _ in sequences]
+        self._catch_up(sequences)
+        active = list(range(len(sequences)))
+        while active:
+            batch = [self._next_rows(sequences[i], drafted[i]) for i in active]
+            logits = self._run(batch)
+            rows = [sequences[i].sampling_row(drafted[i]) for i in active]
+            tokens = self._sampler.sample(logits, rows).token_ids
+            for index, token in zip(active, tokens, strict=True):
+                drafted[index].append(token)
+            active = [i for i in active if len(drafted[i]) < counts[i]]
+        for sequence, tokens in zip(sequences, drafted, strict=True):
+            self._computed[sequence.request_id] = len(sequence.token_ids) + len(tokens) - 1
+        return [Draft(tokens) for tokens in drafted]
+
+    def _next_rows(self, sequence: Sequence, drafted: list[int]) -> SequenceRows:
+        assert sequence.table is not None
+        if drafted:
+            start = len(sequence.token_ids) + len(drafted) - 1
+            return SequenceRows(drafted[-1:], start, sequence.table.block_ids)
+        start = self._computed.get(sequence.request_id, 0)
+        return SequenceRows(sequence.token_ids[start:], start, sequence.table.block_ids)
+
+    def _run(self, batch: list[SequenceRows]) -> torch.Tensor:
+        ends, row = [], 0
+        for rows in batch:
+            row += len(rows.token_ids)
+            ends.append(row - 1)
+        return self._runner.run(batch, ends).logits[:, : self._vocab_size]
+
+    def _catch_up(self, sequences: Many[Sequence]) -> None:
+        """Compute the KV of what came without it, all but a forward's worth of tokens."""
+        for sequence in sequences:
+            assert sequence.table is not None
+            start = self._computed.get(sequence.request_id, 0)
+            while len(sequence.token_ids) - start > _CATCH_UP_TOKENS:
+                tokens = sequence.token_ids[start : start + _CATCH_UP_TOKENS]
+                self._runner.run([SequenceRows(tokens, start, sequence.table.block_ids)], [0])
+                start += len(tokens)
+            self._computed[sequence.request_id] = start
+
+    def observe(self, computed: Many[Computed]) -> None:
+        """Drafted places that were not accepted hold the KV of other tokens."""
+        for each in computed:
+            request_id = each.sequence.request_id
+            known = self._computed.get(request_id, 0)
+            if each.draft is None and each.start < known:
+                known = 0  # it was preempted, and has other blocks now
+            self._computed[request_id] = min(known, each.start + each.num_tokens)
+
+    def forget(self, request_id: str) -> None:
+        self._computed.pop(request_id, None)

@@ -1,0 +1,70 @@
+"""The contract of a drafting method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.kv_pool import KVPool, KVShape
+from engine.loader import LoadedModel
+from engine.sequence import Sequence
+from engine.speculator import Draft
+
+
+@dataclass(slots=True, eq=False)
+class Computed:
+    """What a step computed of one sequence. All of it is committed; `sequence` has its new tokens already.
+
+    The KV of the tokens at places `start` to `start + num_tokens - 1` was computed, and `hidden` [num_tokens,
+    captured layers * hidden_size] are their hidden states, in the model's dtype; None if the method captures
+    none. `draft` is what the step verified, `accepted` the nodes of it that are among these tokens, and
+    `probed` the model's likeliest token after each of its probes.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    hidden: Tensor | None = None
+    draft: Draft | None = None
+    accepted: Many[int] = ()
+    probed: Many[int] = ()
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the sequences of a batch, all at once. For one thread.
+
+    `segment` and `hidden_layers` are as in `engine.speculator.Speculator`. It keeps what it knows of a
+    request by its id until `forget`; a request may come back from far behind (preempted) or go to another
+    worker, so that whatever it lacks it must be able to make anew from the sequence's tokens, or do without.
+    """
+
+    segment: KVShape | None
+    hidden_layers: tuple[int, ...]
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        """The pool exists; `pool.segment("draft")` is the method's own if it has a `segment`."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile what is to be compiled."""
+        ...
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        """A draft for each sequence, of at most `counts[i]` tokens (probes included); None where there is
+        none.
+
+        All of them are decoding: every token but the last has its KV. Their blocks have room for the KV of
+        `counts[i]` tokens more, at the places that follow the last token.
+        """
+        ...
+
+    def observe(self, computed: Many[Computed]) -> None:
+        """A step is over: prompts' chunks, and what was verified."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request is over. Unknown ids are ignored."""
+        ...

@@ -1,0 +1,25 @@
+"""The drafting methods by name."""
+
+from __future__ import annotations
+
+from engine.loader import LoadedModel
+from protocol.config import ServeConfig
+from protocol.speculation import Method, SpeculativeConfig
+from speculation.drafter import Drafter
+
+
+def build_drafter(
+    method: Method, options: SpeculativeConfig, config: ServeConfig, loaded: LoadedModel
+) -> Drafter:
+    """Loads what the method needs. Raises `ConfigError` that names the option."""
+    match method:
+        case "draft_model":
+            from speculation.draft_model import DraftModel
+
+            return DraftModel(options, config, loaded)
+        case "ngram":
+            from speculation.ngram import NgramDrafter
+
+            return NgramDrafter(options)
+        case _:
+            raise NotImplementedError(method)

@@ -1,0 +1,164 @@
+"""Speculation of one engine: asks drafters, verifies, and keeps account of what it brings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.kv_pool import KVPool, KVShape
+from engine.loader import LoadedModel
+from engine.sampler import Sampler
+from engine.scheduler import ScheduledStep
+from engine.sequence import Sequence
+from engine.speculator import Outcome, Verdict
+from protocol.config import ServeConfig
+from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig
+from speculation.account import Account
+from speculation.drafter import Computed, Drafter
+from speculation.methods import build_drafter
+from speculation.verification import coupled
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """How one request speculates: with a method (None: not at all), for a number of tokens or as pays."""
+
+    method: Method | None
+    fixed_tokens: int | None
+
+
+def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
+    """For `Engine`. Raises `ConfigError` for a draft that does not fit the model."""
+    return BatchSpeculator(config, loaded)
+
+
+class BatchSpeculator:
+    """Implements `engine.speculator.Speculator`.
+
+    The deployment's method is loaded at once. Those that need no weights are made when a request first asks.
+    """
+
+    def __init__(self, config: ServeConfig, loaded: LoadedModel) -> None:
+        self._config = config
+        self._loaded = loaded
+        self._deployed = config.speculative_config
+        self._options = self._deployed or SpeculativeConfig(method="ngram")
+        self._drafters: dict[Method, Drafter] = {}
+        self._requests: dict[str, Request] = {}
+        self._proposed: dict[Sequence, Method] = {}
+        self._account = Account()
+        self.segment: KVShape | None = None
+        self.hidden_layers: tuple[int, ...] = ()
+        if self._deployed is not None:
+            drafter = build_drafter(self._deployed.method, self._options, config, loaded)
+            self._drafters[self._deployed.method] = drafter
+            self.segment, self.hidden_layers = drafter.segment, drafter.hidden_layers
+
+    def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
+        self._pool, self._sampler = pool, sampler
+        for drafter in self._drafters.values():
+            drafter.attach(loaded, pool)
+
+    def warm_up(self) -> None:
+        for drafter in self._drafters.values():
+            drafter.warm_up()
+
+    def plan(self, decoding: Many[Sequence]) -> None:
+        for sequence in decoding:
+            request = self._request(sequence)
+            sequence.draft_room = 0 if request.method is None else self._room(request)
+
+    def _room(self, request: Request) -> int:
+        if request.fixed_tokens is not None:
+            return request.fixed_tokens
+        return self._options.max_speculative_tokens
+
+    def propose(self, step: ScheduledStep) -> None:
+        by_method: dict[Method, list[Sequence]] = {}
+        for sequence in step.sequences:
+            if sequence.draft_room > 0 and sequence.is_decoding:
+                method = self._request(sequence).method
+                assert method is not None
+                by_method.setdefault(method, []).append(sequence)
+        for method, sequences in by_method.items():
+            started = time.perf_counter()
+            rooms = [sequence.draft_room for sequence in sequences]
+            drafts = self._drafters[method].propose(sequences, rooms)
+            for sequence, draft in zip(sequences, drafts, strict=True):
+                sequence.draft = draft
+                self._proposed[sequence] = method
+            self._account.drafted(method, time.perf_counter() - started)
+
+    def verify(self, sequences: Many[Sequence], logits: Tensor) -> list[Verdict]:
+        return coupled.verify(sequences, logits, self._sampler)
+
+    def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
+        computed: dict[Method, list[Computed]] = {}
+        row = 0
+        for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
+            first, row = row, row + outcome.num_rows
+            if outcome.draft is not None:
+                self._account.verified(
+                    self._proposed[sequence], outcome.draft.num_nodes, outcome.num_accepted
+                )
+            if sequence.table is None:
+                continue  # it has ended
+            method = self._request(sequence).method
+            if method is not None:
+                of_sequence = hidden[first:row] if hidden is not None else None
+                computed.setdefault(method, []).append(_computed(sequence, outcome, of_sequence))
+        self._proposed.clear()
+        for method, found in computed.items():
+            self._drafters[method].observe(found)
+
+    def forget(self, request_id: str) -> None:
+        request = self._requests.pop(request_id, None)
+        if request is not None and request.method is not None:
+            self._drafters[request.method].forget(request_id)
+
+    def counters(self) -> dict[str, float]:
+        return self._account.counters()
+
+    def _request(self, sequence: Sequence) -> Request:
+        request = self._requests.get(sequence.request_id)
+        if request is None:
+            request = self._requests[sequence.request_id] = self._new_request(sequence)
+        return request
+
+    def _new_request(self, sequence: Sequence) -> Request:
+        asked = sequence.request.speculation or RequestSpeculation()
+        method = asked.method or (self._deployed.method if self._deployed is not None else None)
+        fixed = asked.num_speculative_tokens
+        if fixed is None:
+            fixed = self._options.fixed_tokens
+        if method is None or not asked.enabled or fixed == 0:
+            return Request(None, 0)
+        if method not in self._drafters:
+            drafter = build_drafter(method, self._options, self._config, self._loaded)
+            drafter.attach(self._loaded, self._pool)
+            self._drafters[method] = drafter
+        return Request(method, fixed)
+
+
+def _computed(sequence: Sequence, outcome: Outcome, hidden: Tensor | None) -> Computed:
+    """`hidden`: of all rows that the sequence had in the step."""
+    verdict, draft = outcome.verdict, outcome.draft
+    accepted = verdict.accepted[: outcome.num_accepted] if verdict is not None else []
+    if hidden is not None:
+        own = outcome.num_tokens - outcome.num_accepted
+        if draft is None or draft.parents is None:
+            hidden = hidden[: outcome.num_tokens]
+        else:
+            hidden = hidden[[*range(own), *(own + node for node in accepted)]]
+    return Computed(
+        sequence=sequence,
+        start=outcome.start,
+        num_tokens=outcome.num_tokens,
+        hidden=hidden,
+        draft=draft,
+        accepted=accepted,
+        probed=verdict.probed if verdict is not None else (),
+    )

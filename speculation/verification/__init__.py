@@ -1,0 +1,1 @@
+"""What of a draft becomes output, by the target's logits."""
