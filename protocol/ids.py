@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 BlockIdentity = bytes
 """Chained 128-bit identity of a full block of committed tokens."""
 
+_TOKEN_BYTES = 4
+
 
 def new_incarnation() -> str:
     """An id that no earlier start of any process has had."""
@@ -36,20 +38,29 @@ def root_identity(model: str, kv_format: str, cache_salt: str = "") -> BlockIden
 
 def child_identity(parent: BlockIdentity, token_ids: Sequence[int]) -> BlockIdentity:
     """Identity of the block that holds `token_ids` and follows `parent`."""
-    payload = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    return hashlib.blake2b(parent + payload, digest_size=16).digest()
+    return _child(parent, _packed(token_ids))
 
 
 def block_identities(
     root: BlockIdentity, token_ids: Sequence[int], block_size: int
 ) -> Iterator[BlockIdentity]:
     """Identities of the full blocks of `token_ids`, in order; a partial last block has none."""
-    identity = root
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        identity = child_identity(identity, token_ids[end - block_size : end])
+    packed = _packed(token_ids)
+    identity, width = root, block_size * _TOKEN_BYTES
+    for end in range(width, len(packed) + 1, width):
+        identity = _child(identity, packed[end - width : end])
         yield identity
 
 
 def token_ids_digest(token_ids: Sequence[int]) -> bytes:
     """128-bit digest of a token list, to compare two processes' view of it."""
     return child_identity(b"", token_ids)
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    """Little-endian unsigned integers of `_TOKEN_BYTES` each."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def _child(parent: BlockIdentity, packed: bytes) -> BlockIdentity:
+    return hashlib.blake2b(parent + packed, digest_size=16).digest()
