@@ -11,19 +11,22 @@ from collections.abc import Sequence as Many
 import msgspec
 from torch import Tensor
 
+from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
-from engine.forward import Forward
+from engine.decoder.forward import DecoderForward
 from engine.kv_pool import DRAFT, KVPool, KVShape
-from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel, load_model
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
+from engine.sampler.rows import edits_logits
+from engine.select_forward import build_forward
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
+from speculation.native_chain import NativeChain
 
 _ROWS = 2048
 """At most so many of a forward's rows belong to one sequence that the draft model reads."""
@@ -63,24 +66,28 @@ class DraftModel:
         self._vocab_size = theirs.vocab_size
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
-        device, dtype = self._loaded.device, self._loaded.dtype
-        packed = kernel_fault(device, dtype) is None
-        if packed:
-            pack_linears(self._loaded.model)
+        device = self._loaded.device
         requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
-        backend, _ = select_backend(device, dtype, requested)
-        self._forward = Forward(self._loaded.model, device, self._config.compile, packed)
-        self._runner = Runner(self._forward, backend(pool.segment(DRAFT)), pool.block_size, device)
+        backend_class, _ = select_backend(device, self._loaded.dtype, requested)
+        backend = backend_class(pool.segment(DRAFT))
+        forward = build_forward(self._loaded, backend, self._config.compile)
+        self._runner = Runner(forward, backend, pool.block_size, device)
         self._sampler = Sampler(self._vocab_size, device, [])
+        self._chain: NativeChain | None = None
+        if isinstance(forward, DecoderForward) and isinstance(backend, CpuBackend):
+            self._chain = NativeChain(forward, backend, pool.block_size)
 
     def warm_up(self) -> None:
-        if self._forward.compiled:
-            self._runner.warm_up()
+        self._runner.warm_up()
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafted: list[list[int]] = [[] for _ in sequences]
         for sequence in sequences:
             self._read(sequence, len(sequence.token_ids) - 1, leave=_ROWS - 1)
+        if self._chain is not None and not any(edits_logits(sequence.params) for sequence in sequences):
+            logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
+            drafted = self._chain.draft(logits, sequences, counts)
+            return self._drafts(sequences, drafted)
         active = list(range(len(sequences)))
         while active:
             batch = [self._next_rows(sequences[i], drafted[i]) for i in active]
@@ -90,6 +97,9 @@ class DraftModel:
             for index, token in zip(active, tokens, strict=True):
                 drafted[index].append(token)
             active = [i for i in active if len(drafted[i]) < counts[i]]
+        return self._drafts(sequences, drafted)
+
+    def _drafts(self, sequences: Many[Sequence], drafted: list[list[int]]) -> list[Draft | None]:
         for sequence, tokens in zip(sequences, drafted, strict=True):
             self._computed[sequence.request_id] = len(sequence.token_ids) + len(tokens) - 1
         return [Draft(tokens) for tokens in drafted]
