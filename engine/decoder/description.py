@@ -92,5 +92,11 @@ class Description:
             + self._weights(attention.o_proj)
             + self._weights(mlp.gate_proj, mlp.up_proj)
             + self._weights(mlp.down_proj)
-            + struct.pack("=q", getattr(attention, "sliding_window", None) or 0)
+            + struct.pack("=q", _window(attention))
         )
+
+
+def _window(attention: Any) -> int:
+    """Mistral's layers read theirs from the configuration; 0 for none."""
+    holder = attention.config if type(attention).__name__ == "MistralAttention" else attention
+    return getattr(holder, "sliding_window", None) or 0
