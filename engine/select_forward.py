@@ -21,8 +21,7 @@ logger = logging.getLogger("tandem.engine")
 
 
 class PackedForward(Protocol):
-    """Callable (token_ids [rows], positions [rows], logit_rows) -> ForwardOutput; `choice` says what it is.
-    """
+    """Callable (token_ids [rows], positions [rows], logit_rows) -> ForwardOutput; `choice` says what it is."""
 
     choice: str
     products: str
