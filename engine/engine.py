@@ -147,13 +147,17 @@ class Engine:
 
     # --- requests in --------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest, *, prefill_only: bool = False) -> None:
-        """Queue a request. With `prefill_only` it samples one token and holds its blocks until `release`.
+    def add(
+        self, request: EngineRequest, *, prefill_only: bool = False, drafts_elsewhere: bool = False
+    ) -> None:
+        """Queue a request. With `prefill_only` it samples one token and holds its blocks until `release`;
+        with `drafts_elsewhere` the draft's KV of its prompt is left to whoever takes the blocks over.
 
         Raises `InvalidRequestError` when the request cannot be served by this model.
         """
         self._check(request)
         sequence = self._new_sequence(request, prefill_only)
+        sequence.drafts_elsewhere = drafts_elsewhere
         self._scheduler.add_waiting(sequence)
 
     def reserve(self, request: EngineRequest, foreign_format: str = "") -> Reservation | None:
@@ -257,6 +261,14 @@ class Engine:
         return table
 
     # --- tokens out ---------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
 
     def has_work(self) -> bool:
         return bool(self._scheduler.running or self._scheduler.waiting)

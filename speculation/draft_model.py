@@ -195,7 +195,7 @@ class DraftModel:
                 self._read(each.sequence, each.start + each.num_tokens)
 
     def _reads_along(self, sequence: Sequence) -> bool:
-        return not sequence.prefill_only or self._options.prefill != "rebuild"
+        return not sequence.drafts_elsewhere
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
