@@ -21,7 +21,8 @@ logger = logging.getLogger("tandem.engine")
 
 
 class PackedForward(Protocol):
-    """Callable (token_ids [rows], positions [rows], logit_rows) -> ForwardOutput; `choice` says what it is."""
+    """Callable (token_ids [rows], positions [rows], logit_rows) -> ForwardOutput. `choice` says what it is,
+    `products` how it multiplies."""
 
     choice: str
     products: str
