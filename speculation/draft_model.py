@@ -1,7 +1,6 @@
 """Drafting with a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
-Its KV lies in the pool's second segment, under the target's blocks. It draws with the noise that the target
-will draw with, so that where the two models agree on the likely tokens they agree on the token.
+Its KV lies in the pool's second segment, under the target's blocks.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
+from speculation.drawing import Chain, Drawing
 
 _ROWS = 2048
 """At most so many of a forward's rows belong to one sequence that the draft model reads."""
@@ -71,30 +71,29 @@ class DraftModel:
         backend, _ = select_backend(device, dtype, requested)
         self._forward = Forward(self._loaded.model, device, self._config.compile, packed)
         self._runner = Runner(self._forward, backend(pool.segment(DRAFT)), pool.block_size, device)
-        self._sampler = Sampler(self._vocab_size, device, [])
+        self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
+        self._drawing = Drawing(self._sampler, self._options.verification)
 
     def warm_up(self) -> None:
         if self._forward.compiled:
             self._runner.warm_up()
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        drafted: list[list[int]] = [[] for _ in sequences]
         for sequence in sequences:
             self._read(sequence, len(sequence.token_ids) - 1, leave=_ROWS - 1)
-        active = list(range(len(sequences)))
-        while active:
-            batch = [self._next_rows(sequences[i], drafted[i]) for i in active]
-            logits = self._run(batch)
-            rows = [sequences[i].sampling_row(drafted[i]) for i in active]
-            tokens = self._sampler.sample(logits, rows).token_ids
-            for index, token in zip(active, tokens, strict=True):
-                drafted[index].append(token)
-            active = [i for i in active if len(drafted[i]) < counts[i]]
-        for sequence, tokens in zip(sequences, drafted, strict=True):
-            self._computed[sequence.request_id] = len(sequence.token_ids) + len(tokens) - 1
-        return [Draft(tokens) for tokens in drafted]
+        chains = [Chain(sequence) for sequence in sequences]
+        wanted = dict(zip(sequences, counts, strict=True))
+        growing = chains
+        while growing:
+            self._drawing.extend(growing, self._run([self._next_rows(chain) for chain in growing]))
+            growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
+        for chain in chains:
+            length = len(chain.sequence.token_ids) + len(chain.token_ids)
+            self._computed[chain.sequence.request_id] = length - 1
+        return [chain.draft() for chain in chains]
 
-    def _next_rows(self, sequence: Sequence, drafted: list[int]) -> SequenceRows:
+    def _next_rows(self, chain: Chain) -> SequenceRows:
+        sequence, drafted = chain.sequence, chain.token_ids
         assert sequence.table is not None
         if drafted:
             start = len(sequence.token_ids) + len(drafted) - 1
@@ -142,3 +141,4 @@ class DraftModel:
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
+        self._sampler.forget(request_id)
