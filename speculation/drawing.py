@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.sampler import Purpose, Sampler, draw, round_keys
+from engine.sampler import Purpose, Sampler, draw
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.speculation import Verification
+from speculation.rounds import noise_keys
 
 
 @dataclass(slots=True, eq=False)
@@ -49,17 +50,10 @@ class Drawing:
             tokens, _ = self._sampler.choose(logits, rows)
         else:
             probabilities = self._sampler.probabilities(logits, rows)
-            tokens = draw(probabilities, _keys(chains, logits.device))
+            sequences, positions = [chain.sequence for chain in chains], [row.position for row in rows]
+            tokens = draw(probabilities, noise_keys(sequences, positions, Purpose.DRAFT, logits.device))
             for chain, distribution in zip(chains, probabilities, strict=True):
                 if not chain.sequence.params.is_greedy:
                     chain.distributions.append(distribution)
         for chain, token in zip(chains, tokens.tolist(), strict=True):
             chain.token_ids.append(token)
-
-
-def _keys(chains: Many[Chain], device: torch.device) -> Tensor:
-    starts = [chain.sequence.position for chain in chains]
-    positions = [start + len(chain.token_ids) for start, chain in zip(starts, chains, strict=True)]
-    seeds = [chain.sequence.params.seed for chain in chains]
-    numbers = torch.tensor([seeds, starts, positions], dtype=torch.int64, device=device)
-    return round_keys(numbers[0], numbers[1], numbers[2], Purpose.DRAFT)

@@ -8,7 +8,7 @@ the lowest token id wins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +54,8 @@ class Sampler:
             return SampleOutput([], [])
         chosen, failed_rows = self.choose(logits, rows)
         token_ids = chosen.tolist()
-        return SampleOutput(token_ids, self.logprobs(logits, rows, token_ids), failed_rows)
+        logprobs = self.logprobs(logits, rows, dict(enumerate(token_ids)))
+        return SampleOutput(token_ids, [logprobs.get(row) for row in range(len(rows))], failed_rows)
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, list[int]]:
         """The tokens alone, int64 [n], and the rows that failed. There is at least one row."""
@@ -92,18 +93,16 @@ class Sampler:
         return values
 
     def logprobs(
-        self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Sequence[int]
-    ) -> list[TokenLogprobs | None]:
-        """Those of each row's token, for the rows that want them."""
-        entries: list[TokenLogprobs | None] = [None] * len(rows)
-        wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-        if wanted:
-            num_top = [rows[index].params.logprobs or 0 for index in wanted]
-            selected = logits if len(wanted) == len(rows) else logits[wanted]
-            found = token_logprobs(selected, [token_ids[index] for index in wanted], num_top)
-            for index, entry in zip(wanted, found, strict=True):
-                entries[index] = entry
-        return entries
+        self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Mapping[int, int]
+    ) -> dict[int, TokenLogprobs]:
+        """Those of the tokens chosen at some of the rows, by row, for the rows that want them."""
+        wanted = [row for row in token_ids if rows[row].params.logprobs is not None]
+        if not wanted:
+            return {}
+        num_top = [rows[row].params.logprobs or 0 for row in wanted]
+        selected = logits if len(wanted) == len(rows) else logits[wanted]
+        found = token_logprobs(selected, [token_ids[row] for row in wanted], num_top)
+        return dict(zip(wanted, found, strict=True))
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens: row i of `logits` predicts `next_token_ids[i]`."""
