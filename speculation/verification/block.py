@@ -1,7 +1,7 @@
 """Block verification (Sun et al. 2024, "Block Verification Accelerates Speculative Decoding"), for chains.
 
-The tokens of a chain are judged together, so that an unlikely one can be made up for by likelier ones: no rule
-keeps more of them in expectation. Trees fall to the standard rule.
+The tokens of a chain are judged together, so that an unlikely one can be made up for by likelier ones: no
+rule keeps more of them in expectation. Trees fall to the standard rule.
 """
 
 from __future__ import annotations
