@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -35,27 +35,19 @@ class Odds:
     target: Tensor
     nodes: list[list[float]]
 
-    def without(self, weights: Tensor, node: int) -> Tensor:
-        """What the rejected node leaves of `weights` [vocab_size]: all that exceeds the probabilities that it
-        was drawn with, normalized.
-        """
-        if self.draft.distributions is None:
-            left = weights.clone()
-            left[self.draft.token_ids[node]] = 0.0
-        else:
-            left = (weights - self.draft.distributions[node]).clamp_min_(0.0)
-        total = left.sum()
-        return torch.where(total > 0, left / total, weights)  # rounding alone can leave nothing
 
-    def after_probes(self) -> list[int]:
-        """The model's likeliest tokens there."""
-        if not self.draft.probes:
-            return []
-        return self.target[1 + self.draft.num_nodes :].argmax(dim=1).tolist()
+@dataclass(slots=True, eq=False)
+class Stop:
+    """The nodes that are accepted, in order, and those that were then rejected, against a share of the
+    target's distribution after the accepted ones.
+    """
+
+    accepted: list[int] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+    share: float = 1.0
 
 
-Rule = Callable[[Odds], tuple[list[int], Tensor]]
-"""Says which nodes are accepted, and gives weights [vocab_size] for the token after them."""
+Rule = Callable[[Many[Odds]], list[Stop]]
 
 
 def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler, rule: Rule) -> list[Verdict]:
@@ -65,15 +57,50 @@ def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler, rule: Ru
     failed_rows = (target.amax(dim=1) == 0).nonzero()[:, 0].tolist()
     target[failed_rows] = 1.0
     odds = _odds(rows, target)
-    accepted, weights = zip(*map(rule, odds), strict=True)
-    positions = [sequence.position + len(path) for sequence, path in zip(sequences, accepted, strict=True)]
+    stops = rule(odds)
+    positions = [sequence.position + len(s.accepted) for sequence, s in zip(sequences, stops, strict=True)]
     keys = noise_keys(sequences, positions, Purpose.RECOVERY, target.device)
-    last_tokens = draw(torch.stack(weights), keys).tolist()
+    last_tokens = draw(left_over(odds, stops), keys).tolist()
     decisions = [
-        Decision(path, last_token, each.after_probes())
-        for path, last_token, each in zip(accepted, last_tokens, odds, strict=True)
+        Decision(stop.accepted, last_token, _after_probes(each))
+        for stop, last_token, each in zip(stops, last_tokens, odds, strict=True)
     ]
     return rows.conclude(decisions, logits, failed_rows, sampler)
+
+
+def left_over(odds: Many[Odds], stops: Many[Stop]) -> Tensor:
+    """float32 [sequences, vocab_size]: what the rejected nodes left of the target's distributions.
+
+    Each takes away the probabilities that it was drawn with; what remains is normalized.
+    """
+    last_rows = [stop.accepted[-1] + 1 if stop.accepted else 0 for stop in stops]
+    left = torch.stack([each.target[row] for each, row in zip(odds, last_rows, strict=True)])
+    left *= left.new_tensor([stop.share for stop in stops]).unsqueeze(1)
+    for number in range(max(len(stop.rejected) for stop in stops)):
+        concerned = [index for index, stop in enumerate(stops) if number < len(stop.rejected)]
+        nodes = [stops[index].rejected[number] for index in concerned]
+        before = left[concerned]
+        after = _subtract(before, [odds[index].draft for index in concerned], nodes)
+        total = after.sum(dim=1, keepdim=True)
+        left[concerned] = torch.where(total > 0, after / total, before)  # rounding may leave nothing
+    return left
+
+
+def _subtract(weights: Tensor, drafts: list[Draft], nodes: list[int]) -> Tensor:
+    """[n, vocab_size]: the weights less what the node of each row's draft was drawn with, at least 0."""
+    left = weights.clone()
+    drawn: dict[int, Tensor] = {}
+    certain: dict[int, int] = {}
+    for row, (draft, node) in enumerate(zip(drafts, nodes, strict=True)):
+        if draft.distributions is None:
+            certain[row] = draft.token_ids[node]
+        else:
+            drawn[row] = draft.distributions[node]
+    left[list(certain), list(certain.values())] = 0.0
+    if drawn:
+        rows = list(drawn)
+        left[rows] = (left[rows] - torch.stack(list(drawn.values()))).clamp_min_(0.0)
+    return left
 
 
 def _odds(rows: DraftedRows, target: Tensor) -> list[Odds]:
@@ -92,7 +119,7 @@ def _odds(rows: DraftedRows, target: Tensor) -> list[Odds]:
     positions = [rows.sampling[parent].position for parent in parents]
     keys = noise_keys(owners, positions, Purpose.ACCEPTANCE, target.device)
     p = target[torch.tensor(parents, device=target.device), tokens]
-    q = torch.cat([_drawn_with(draft, target.device) for draft in drafts])
+    q = _drawn_with(drafts, tokens)
     nodes = iter(torch.stack([p.double(), q.double(), uniform_noise(keys, tokens)], dim=1).tolist())
     return [
         Odds(draft, target[span], list(islice(nodes, draft.num_nodes)))
@@ -100,10 +127,24 @@ def _odds(rows: DraftedRows, target: Tensor) -> list[Odds]:
     ]
 
 
-def _drawn_with(draft: Draft, device: torch.device) -> Tensor:
-    """float32 [nodes]: the probability that each was drawn with."""
-    if draft.distributions is None:
-        return torch.ones(draft.num_nodes, device=device)
-    tokens = torch.tensor(draft.token_ids[: draft.num_nodes], device=device)
-    probabilities = draft.distributions.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return probabilities.clamp_min(torch.finfo(torch.float32).tiny)  # none was drawn with 0
+def _drawn_with(drafts: list[Draft], tokens: Tensor) -> Tensor:
+    """float32 [nodes of all]: the probability that each was drawn with."""
+    probabilities = torch.ones(len(tokens), device=tokens.device)
+    first = 0
+    rows: list[int] = []
+    distributions: list[Tensor] = []
+    for draft in drafts:
+        if draft.distributions is not None:
+            rows += range(first, first + draft.num_nodes)
+            distributions.append(draft.distributions)
+        first += draft.num_nodes
+    if rows:
+        drawn = torch.cat(distributions).gather(1, tokens[rows].unsqueeze(1)).squeeze(1)
+        probabilities[rows] = drawn.clamp_min_(torch.finfo(torch.float32).tiny)
+    return probabilities
+
+
+def _after_probes(odds: Odds) -> list[int]:
+    if not odds.draft.probes:
+        return []
+    return odds.target[1 + odds.draft.num_nodes :].argmax(dim=1).tolist()

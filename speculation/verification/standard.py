@@ -7,25 +7,28 @@ no chance chose q is 1 there and 0 elsewhere. What comes out has the target's di
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence as Many
 
-from speculation.verification.rejection import Odds
+from speculation.verification.rejection import Odds, Stop, left_over
 
 
-def decide(odds: Odds) -> tuple[list[int], Tensor]:
+def decide(odds: Many[Odds]) -> list[Stop]:
     """A `rejection.Rule`."""
-    path: list[int] = []
-    last, left, untouched = -1, odds.target[0], True
-    for node in range(odds.draft.num_nodes):  # a node's children come after it
+    return [walk(each) for each in odds]
+
+
+def walk(odds: Odds) -> Stop:
+    stop = Stop()
+    last = -1
+    for node, (p, q, u) in enumerate(odds.nodes):  # a node's children come after it
         if odds.draft.parent(node) != last:
             continue
-        p, q, u = odds.nodes[node]
-        if not untouched:
-            p = float(left[odds.draft.token_ids[node]])
-        untouched = u * q < p
-        if untouched:
-            path.append(node)
-            last, left = node, odds.target[node + 1]
+        if stop.rejected:
+            p = float(left_over([odds], [stop])[0, odds.draft.token_ids[node]])
+        if u * q < p:
+            stop.accepted.append(node)
+            stop.rejected.clear()
+            last = node
         else:
-            left = odds.without(left, node)
-    return path, left
+            stop.rejected.append(node)
+    return stop
