@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,9 +27,9 @@ class RequestParams:
         self.params = list(params)
         self.vocab_size = vocab_size
         self.device = device
-        self.greedy = self._flags(lambda p: p.is_greedy)
-        self._read_edits()
-        self._read_distribution()
+        self.seeds = np.array([p.seed for p in params], np.int64)
+        self._read_numbers(np.array([_numbers(p) for p in params]).T)
+        self._read_token_ids()
 
     @property
     def only_argmax(self) -> bool:
@@ -40,49 +40,42 @@ class RequestParams:
         """Whether these are the very objects that the arrays were made from."""
         return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
 
-    def _flags(self, holds: Callable[[SamplingParams], bool]) -> np.ndarray:
-        return np.array([holds(params) for params in self.params], dtype=bool)
+    def _read_numbers(self, columns: np.ndarray) -> None:
+        temperature, top_k, self.top_p, min_p, repetition, presence, frequency, min_tokens = columns
+        self.greedy = temperature == 0
+        self.temperature = np.where(self.greedy, 1.0, np.maximum(temperature, _MIN_TEMPERATURE))
+        self.min_p_floor = np.log(min_p, where=min_p > 0, out=np.full_like(min_p, -np.inf))
+        limits = (top_k > 0) & (top_k < self.vocab_size) & ~self.greedy
+        self.top_k = np.where(limits, top_k, 0).astype(np.int64)
+        """0 for no filter."""
+        self.is_nucleus = (self.top_p < 1.0) & ~self.greedy
+        self.is_open = ~(self.greedy | limits | self.is_nucleus | (min_p > 0))
+        """Whether there is no filter."""
+        self.has_min_tokens = min_tokens > 0
+        self.penalized = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
+        self.penalties = np.stack([repetition, presence, frequency], axis=1).astype(np.float32)
 
-    def _floats(self, value: Callable[[SamplingParams], float]) -> np.ndarray:
-        return np.array([value(params) for params in self.params])
-
-    def _read_edits(self) -> None:
-        self.penalized = self._flags(_has_penalty)
-        self.has_min_tokens = self._flags(lambda p: p.min_tokens > 0)
-        self.has_banned_sequences = self._flags(lambda p: any(len(s) > 1 for s in p.banned_token_sequences))
-        self.restricted = self._flags(lambda p: p.allowed_token_ids is not None)
-        self.biased = [np.fromiter(p.logit_bias, np.int64) for p in self.params]
-        self.biases = [np.fromiter(p.logit_bias.values(), np.float32) for p in self.params]
-        self.banned = [
-            np.array([s[0] for s in p.banned_token_sequences if len(s) == 1], np.int64) for p in self.params
-        ]
-        self.edits_logits = bool(
-            (self.penalized | self.has_min_tokens | self.has_banned_sequences | self.restricted).any()
-            or any(map(len, self.biased))
-            or any(map(len, self.banned))
+    def _read_token_ids(self) -> None:
+        """Biased, banned and allowed tokens; single ones are arrays, empty where there are none."""
+        params = self.params
+        self.biased = [np.fromiter(p.logit_bias, np.int64) for p in params]
+        self.biases = [np.fromiter(p.logit_bias.values(), np.float32) for p in params]
+        singles = [[s[0] for s in p.banned_token_sequences if len(s) == 1] for p in params]
+        self.banned = [np.array(tokens, np.int64) for tokens in singles]
+        self.has_banned_sequences = np.array(
+            [len(p.banned_token_sequences) > len(tokens) for p, tokens in zip(params, singles, strict=True)]
         )
-        self.penalties = np.array(
-            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in self.params], np.float32
-        )
+        self.restricted = np.array([p.allowed_token_ids is not None for p in params])
         restricted = np.flatnonzero(self.restricted)
         disallowed = torch.ones(len(restricted), self.vocab_size, dtype=torch.bool)
         for index, request in enumerate(restricted):
-            disallowed[index, self.params[request].allowed_token_ids] = False
+            disallowed[index, params[request].allowed_token_ids] = False
         self.disallowed = disallowed.to(self.device)
         """Bool [restricted requests, vocab]."""
-
-    def _read_distribution(self) -> None:
-        greedy = self.greedy
-        self.seeds = np.array([p.seed for p in self.params], np.int64)
-        self.temperature = np.where(greedy, 1.0, self._floats(lambda p: max(p.temperature, _MIN_TEMPERATURE)))
-        self.min_p_floor = self._floats(lambda p: math.log(p.min_p) if p.min_p > 0 else -math.inf)
-        top_k = self._floats(lambda p: p.top_k).astype(np.int64)
-        self.top_k = np.where((top_k > 0) & (top_k < self.vocab_size) & ~greedy, top_k, 0)
-        """0 for no filter."""
-        self.top_p = self._floats(lambda p: p.top_p)
-        self.is_nucleus = (self.top_p < 1.0) & ~greedy
-        self.is_open = ~greedy & ~self.is_nucleus & (self.top_k == 0) & (self.min_p_floor == -math.inf)
-        """Whether there is no filter."""
+        of_batch = self.penalized | self.has_min_tokens | self.has_banned_sequences | self.restricted
+        self.edits_logits = bool(of_batch.any()) or any(
+            p.logit_bias or p.banned_token_sequences for p in params
+        )
 
 
 class BatchParams:
@@ -163,7 +156,14 @@ class BatchParams:
         self.row_floor = self._column(floor)
 
 
-def _has_penalty(params: SamplingParams) -> bool:
+def _numbers(params: SamplingParams) -> tuple[float, ...]:
     return (
-        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.min_tokens,
     )

@@ -84,8 +84,9 @@ def _tokens(draft: Draft | None, nodes: Many[int]) -> list[int]:
 
 def _paths(draft: Draft) -> list[list[int]]:
     """For each node the drafted tokens up to it."""
+    if draft.parents is None:
+        return [draft.token_ids[: node + 1] for node in range(draft.num_nodes)]
     found: list[list[int]] = []
-    for node in range(draft.num_nodes):
-        parent = draft.parent(node)
-        found.append([*(found[parent] if parent >= 0 else ()), draft.token_ids[node]])
+    for parent, token in zip(draft.parents, draft.token_ids, strict=False):
+        found.append([*(found[parent] if parent >= 0 else ()), token])
     return found

@@ -18,17 +18,19 @@ def decide(odds: Many[Odds]) -> list[Stop]:
 
 
 def walk(odds: Odds) -> Stop:
-    stop = Stop()
-    last = -1
+    draft, stop = odds.draft, Stop()
+    last, mass = -1, 1.0
     for node, (p, q, u) in enumerate(odds.nodes):  # a node's children come after it
-        if odds.draft.parent(node) != last:
+        if draft.parent(node) != last:
             continue
-        if stop.rejected:
-            p = float(left_over([odds], [stop])[0, odds.draft.token_ids[node]])
-        if u * q < p:
+        if stop.rejected and draft.distributions is not None:
+            p = float(left_over([odds], [stop])[0, draft.token_ids[node]])
+        if u * q * mass < p:
             stop.accepted.append(node)
             stop.rejected.clear()
-            last = node
+            last, mass = node, 1.0
         else:
             stop.rejected.append(node)
+            if draft.distributions is None:
+                mass -= p  # what is left of the siblings' distribution, not normalized
     return stop
