@@ -20,13 +20,14 @@ from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
 from tests.speculation import scripted
 from tests.speculation.scripted import Answers, ScriptedDrafter
-from tests.speculation.small_engine import CHUNK, VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
 
+CHUNK = 128
 LENGTHS = [1, 16, 20, 33, 40, CHUNK + 20]
 """Of the prompts: the last one is computed in chunks, beside others that draft already."""
 
 NUM_TOKENS = 56
-ROOMY, CRAMPED = 128, 22
+ROOMY, CRAMPED = 128, 26
 """Blocks of a pool for all of them, and of one where some are preempted."""
 
 SAMPLING: dict[str, list[dict[str, Any]]] = {
@@ -105,7 +106,8 @@ def test_tokens_are_those_without_speculation(
     """First with an empty cache, then again with the prompts' blocks found there."""
     target, draft = pair
     segments = 2 if "draft_model" in method else 1
-    config = small_config(target, segments * (CRAMPED if cramped else ROOMY))
+    blocks = segments * (CRAMPED if cramped else ROOMY)
+    config = small_config(target, blocks, max_num_batched_tokens=CHUNK)
     engine = METHODS[method](Given(config, draft, plain[sampling], num_tokens))
     for _ in range(2):
         hits, preemptions = engine.stats().prefix_hit_tokens, engine.stats().num_preemptions
