@@ -1,0 +1,84 @@
+"""What the methods have in common that draft from text alone: requests' tokens as arrays, and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+from torch import Tensor
+
+from engine.kv_pool import KVPool, KVShape
+from engine.loader import LoadedModel
+from engine.sequence import Sequence
+from speculation.drafter import Computed
+
+
+class Text:
+    """A sequence's tokens as int32 [length], at `address`, until the next `update`."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.length = 0
+        self.address = 0
+        self._buffer = np.empty(0, np.int32)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self._buffer[: self.length]
+
+    def update(self) -> None:
+        """Append what is new; begin anew if what is known is no longer there."""
+        token_ids, known = self.sequence.token_ids, self.length
+        if known > len(token_ids) or (known and self._buffer[known - 1] != token_ids[known - 1]):
+            known = self.length = 0
+        if len(token_ids) > len(self._buffer):
+            buffer = np.empty(2 * len(token_ids), np.int32)
+            buffer[:known] = self._buffer[:known]
+            self._buffer, self.address = buffer, int(buffer.ctypes.data)
+        self._buffer[known : len(token_ids)] = token_ids[known:]
+        self.length = len(token_ids)
+
+
+class TextDrafter:
+    """A `Drafter` without KV and hidden states, that knows its requests' texts."""
+
+    segment: KVShape | None = None
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._texts: dict[str, Text] = {}
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        """It needs neither."""
+
+    def warm_up(self) -> None:
+        """What there is to compile was compiled when the method was chosen."""
+
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        self._text(sequence)
+
+    def num_drafted(self, request_id: str) -> int:
+        return 0
+
+    def feature(self, request_id: str) -> Tensor | None:
+        return None
+
+    def rows(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def observe(self, computed: Many[Computed]) -> None:
+        """What was committed is read when a draft is wanted."""
+
+    def forget(self, request_id: str) -> None:
+        self._texts.pop(request_id, None)
+
+    def _text(self, sequence: Sequence) -> Text:
+        text = self._texts.get(sequence.request_id)
+        if text is None or text.sequence is not sequence:
+            text = self._texts[sequence.request_id] = Text(sequence)
+        return text
+
+    def _updated(self, sequence: Sequence) -> Text:
+        text = self._text(sequence)
+        text.update()
+        return text
