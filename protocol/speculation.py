@@ -59,6 +59,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lookahead_guesses: Annotated[int, Meta(ge=1, le=16)] = 5
 
     @property
+    def lookahead_rows(self) -> int:
+        """Rows of a step that the window and the guesses take."""
+        return (self.lookahead_window + self.lookahead_guesses) * (self.lookahead_ngram - 1)
+
+    @property
     def fixed_tokens(self) -> int | None:
         """How many tokens to draft, None for as many as pay."""
         return self.num_speculative_tokens if isinstance(self.num_speculative_tokens, int) else None
@@ -101,11 +106,10 @@ def _check(config: SpeculativeConfig, flag: str) -> None:
         )
     if config.tree and config.method not in _MODEL_METHODS:
         raise ConfigError(f"{flag}: tree: the method {config.method} drafts no tree")
-    nodes = (config.lookahead_window + config.lookahead_guesses) * (config.lookahead_ngram - 1)
-    if nodes > MAX_TREE_NODES:
+    if config.lookahead_rows > MAX_TREE_NODES:
         raise ConfigError(
             f"{flag}: lookahead_window: (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) is "
-            f"{nodes}, at most {MAX_TREE_NODES} rows fit into a step"
+            f"{config.lookahead_rows}, at most {MAX_TREE_NODES} rows fit into a step"
         )
 
 

@@ -77,9 +77,6 @@ class DraftModel:
         if self._forward.compiled:
             self._runner.warm_up()
 
-    def rows(self, num_tokens: int) -> int:
-        return num_tokens
-
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafted: list[list[int]] = [[] for _ in sequences]
         for sequence in sequences:

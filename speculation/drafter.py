@@ -68,10 +68,6 @@ class Drafter(Protocol):
         """The hidden state of the request's last computed token, for methods that draft from it."""
         ...
 
-    def rows(self, num_tokens: int) -> int:
-        """How many rows of a step are wanted to draft `num_tokens` (at least 1) ahead."""
-        ...
-
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         """A draft for each sequence, of at most `counts[i]` tokens (probes included); None where there is
         none.

@@ -108,12 +108,14 @@ class BatchSpeculator:
     def plan(self, decoding: Many[Sequence]) -> None:
         for sequence in decoding:
             request = self._request(sequence)
-            sequence.draft_room = 0 if request.method is None else self._room(request.method, request)
+            sequence.draft_room = 0 if request.method is None else self._room(request)
 
-    def _room(self, method: Method, request: Request) -> int:
+    def _room(self, request: Request) -> int:
+        if request.method == "lookahead":
+            return self._options.lookahead_rows
         if request.fixed_tokens is not None:
-            return self._drafters[method].rows(request.fixed_tokens)
-        return self._drafters[method].rows(self._options.max_speculative_tokens)
+            return request.fixed_tokens
+        return self._options.max_speculative_tokens
 
     def propose(self, step: ScheduledStep) -> None:
         by_method: dict[Method, list[Sequence]] = {}

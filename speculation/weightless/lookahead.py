@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Many
-from itertools import islice
+from itertools import islice, zip_longest
 
 import numpy as np
 
@@ -43,9 +43,6 @@ class LookaheadDrafter(TextDrafter):
         self._windows: dict[str, Window] = {}
         self._pools: dict[str, NgramPool] = {}
 
-    def rows(self, num_tokens: int) -> int:
-        return len(self._masks) + self._num_guesses * self._num_levels
-
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         return [self._draft(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
 
@@ -55,12 +52,16 @@ class LookaheadDrafter(TextDrafter):
             self._windows[name] = Window(tokens, self._num_levels, self._num_columns, self._eos)
             self._pools[name] = NgramPool(self._num_guesses)
         remembered = self._pools[name].starting_with(sequence.token_ids[-1])
-        ngrams = dict.fromkeys([*remembered, *ngrams_of(tokens, self._num_levels)])
-        nodes, parents = tree(islice(ngrams, self._num_guesses), num_rows)
+        nodes, parents = tree(self._choose(remembered, ngrams_of(tokens, self._num_levels)), num_rows)
         if len(nodes) + len(self._masks) > num_rows:
             return Draft(nodes, parents) if nodes else None
         masks = [1 | mask << (len(nodes) + 1) for mask in self._masks]
         return Draft(nodes + self._windows[name].probes(), parents, masks)
+
+    def _choose(self, *sources: Iterable[Ngram]) -> list[Ngram]:
+        """The first different ones, from the sources in turn."""
+        in_turn = (ngram for round in zip_longest(*sources) for ngram in round if ngram is not None)
+        return list(islice(dict.fromkeys(in_turn), self._num_guesses))
 
     def observe(self, computed: Many[Computed]) -> None:
         for each in computed:

@@ -63,9 +63,6 @@ class TextDrafter:
     def feature(self, request_id: str) -> Tensor | None:
         return None
 
-    def rows(self, num_tokens: int) -> int:
-        return num_tokens
-
     def observe(self, computed: Many[Computed]) -> None:
         """What was committed is read when a draft is wanted."""
 
