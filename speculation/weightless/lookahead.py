@@ -54,9 +54,11 @@ class LookaheadDrafter(TextDrafter):
         remembered = self._pools[name].starting_with(sequence.token_ids[-1])
         nodes, parents = tree(self._choose(remembered, ngrams_of(tokens, self._num_levels)), num_rows)
         if len(nodes) + len(self._masks) > num_rows:
-            return Draft(nodes, parents) if nodes else None
-        masks = [1 | mask << (len(nodes) + 1) for mask in self._masks]
-        return Draft(nodes + self._windows[name].probes(), parents, masks)
+            probes, masks = [], []
+        else:
+            probes = self._windows[name].probes()
+            masks = [1 | mask << (len(nodes) + 1) for mask in self._masks]
+        return Draft(nodes + probes, parents, masks) if nodes or probes else None
 
     def _choose(self, *sources: Iterable[Ngram]) -> list[Ngram]:
         """The first different ones, from the sources in turn."""
