@@ -35,6 +35,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     to `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. `tree` lets the
     methods that can draft a tree (`draft_model`, `medusa`, `eagle`) do so: "auto" is then up to `tree_nodes`
     tokens, of which up to `max_speculative_tokens` follow one another.
+    Suffix decoding keeps the outputs of `suffix_decoding_max_cached_requests` requests, of all tenants
+    together, and at most 1,048,576 tokens of them in up to 40 MiB; 0 keeps none.
     `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
     """
 

@@ -19,7 +19,7 @@ from engine.sequence import Sequence
 from engine.speculator import Draft
 from native.build import BuildError, load_library
 from protocol.speculation import SpeculativeConfig
-from speculation.weightless.text import Text, TextDrafter
+from speculation.weightless.text import Batch, TextDrafter
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -32,8 +32,7 @@ def compiled() -> Callable[..., None] | None:
     except BuildError as error:
         logger.warning("n-grams are looked up with numpy: %s", error)
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [*[pointer] * 3, *[number] * 3, pointer, number, pointer]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     function.restype = None
     return function
 
@@ -47,32 +46,13 @@ class NgramDrafter(TextDrafter):
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         texts = [self._updated(sequence) for sequence in sequences]
         if self._compiled is None:
-            drafts = [
-                look_up(text.tokens, count, *self._bounds) for text, count in zip(texts, counts, strict=True)
-            ]
+            pairs = zip(texts, counts, strict=True)
+            drafted = [look_up(text.tokens, count, *self._bounds) for text, count in pairs]
         else:
-            drafts = self._look_up_all(self._compiled, texts, counts)
-        return [Draft(token_ids) if token_ids else None for token_ids in drafts]
-
-    def _look_up_all(
-        self, search: Callable[..., None], texts: Many[Text], counts: Many[int]
-    ) -> list[list[int]]:
-        addresses = np.array([text.address for text in texts], np.uintp)
-        lengths = np.array([text.length for text in texts], np.int64)
-        wanted = np.array(counts, np.int64)
-        drafts = np.empty((len(texts), max(counts, default=0)), np.int32)
-        found = np.empty(len(texts), np.int64)
-        search(
-            addresses.ctypes.data,
-            lengths.ctypes.data,
-            wanted.ctypes.data,
-            len(texts),
-            *self._bounds,
-            drafts.ctypes.data,
-            drafts.shape[1],
-            found.ctypes.data,
-        )
-        return [tokens[:count] for tokens, count in zip(drafts.tolist(), found.tolist(), strict=True)]
+            batch = Batch(texts, counts)
+            self._compiled(ctypes.byref(batch), *self._bounds)
+            drafted = batch.drafted()
+        return [Draft(token_ids) if token_ids else None for token_ids in drafted]
 
 
 def look_up(text: np.ndarray, count: int, shortest: int, longest: int) -> list[int]:

@@ -1,9 +1,19 @@
-// Where a text's last tokens stood before.
+// Texts to draft for, and where a text's last tokens stood before.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+
+// `size` texts of lengths[i] tokens each. Of text i, at most counts[i] tokens go to drafts[i * stride ..], and
+// found[i] says how many.
+struct Batch {
+    const int32_t* const* texts;
+    const int64_t *lengths, *counts;
+    int32_t* drafts;
+    int64_t* found;
+    int64_t size, stride;
+};
 
 // How many tokens that end at `place` equal the text's last ones, up to `longest`.
 inline int64_t matched(const int32_t* text, int64_t length, int64_t place, int64_t longest) {

@@ -26,11 +26,11 @@ struct Settings {
 // A ring of outputs, each with NOTHING at its end. A symbol is a tenant's number and a token, so that nothing
 // of one tenant's matches another's. Places count on and on, modulo 2^32.
 struct Corpus {
-    const int64_t* symbols;                 // [capacity]
-    uint32_t (*previous)[NUM_ORDERS];       // [capacity]: the place before in each order's chain
-    uint32_t (*heads)[NUM_ORDERS];          // [capacity]: by hash, each chain's most recent place
-    uint32_t mask;                          // capacity - 1, capacity a power of two
-    uint32_t oldest, end;                   // places [oldest, end) hold outputs
+    const int64_t* symbols;            // [capacity]
+    uint32_t (*previous)[NUM_ORDERS];  // [capacity]: the place before in each order's chain
+    uint32_t (*heads)[NUM_ORDERS];     // [capacity]: by hash, each chain's most recent place
+    uint32_t mask;                     // capacity - 1, capacity a power of two
+    uint32_t oldest, end;              // places [oldest, end) hold outputs
 
     int64_t symbol(uint32_t place) const { return symbols[place & mask]; }
     int32_t after(uint32_t place) const { return int32_t(symbol(place + 1)); }
@@ -182,17 +182,16 @@ extern "C" void tandem_suffix_enter(const Corpus* corpus, uint32_t start, int64_
     }
 }
 
-// For each of `batch` texts, at most counts[i] tokens go to drafts[i * stride ..]; found[i] says how many. The
-// corpus is searched for texts whose tenants[i] is not negative.
-extern "C" void tandem_suffix_search(const Corpus* corpus, const Settings* settings, const int32_t* const* texts,
-                                     const int64_t* lengths, const int64_t* counts, const int64_t* tenants,
-                                     int64_t batch, int32_t* drafts, int64_t stride, int64_t* found) {
-    std::vector<int32_t> path(stride);
-    for (int64_t i = 0; i < batch; i++) {
-        const Text text{texts[i], lengths[i]};
-        Draft best{drafts + i * stride};
-        search_text(text, counts[i], *settings, path.data(), best);
-        if (tenants[i] >= 0) search_corpus(*corpus, text, tenants[i], counts[i], *settings, path.data(), best);
-        found[i] = best.length;
+// The corpus is searched for the texts whose tenants[i] is not negative.
+extern "C" void tandem_suffix_search(const Batch* batch, const Settings* settings, const Corpus* corpus,
+                                     const int64_t* tenants) {
+    std::vector<int32_t> path(batch->stride);
+    for (int64_t i = 0; i < batch->size; i++) {
+        const Text text{batch->texts[i], batch->lengths[i]};
+        const int64_t count = batch->counts[i];
+        Draft best{batch->drafts + i * batch->stride};
+        search_text(text, count, *settings, path.data(), best);
+        if (tenants[i] >= 0) search_corpus(*corpus, text, tenants[i], count, *settings, path.data(), best);
+        batch->found[i] = best.length;
     }
 }

@@ -24,7 +24,7 @@ from native.build import BuildError, load_library
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless import suffix_plain
 from speculation.weightless.corpus import Corpus
-from speculation.weightless.text import Text, TextDrafter
+from speculation.weightless.text import Batch, Text, TextDrafter
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -52,10 +52,10 @@ def compiled() -> ctypes.CDLL | None:
     except BuildError as error:
         logger.warning("suffixes are looked up with numpy, in fewer earlier outputs: %s", error)
         return None
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.tandem_suffix_enter.argtypes = [pointer, ctypes.c_uint32, number]
+    pointer = ctypes.c_void_p
+    library.tandem_suffix_enter.argtypes = [pointer, ctypes.c_uint32, ctypes.c_int64]
     library.tandem_suffix_enter.restype = None
-    library.tandem_suffix_search.argtypes = [*[pointer] * 6, number, pointer, number, pointer]
+    library.tandem_suffix_search.argtypes = [pointer] * 4
     library.tandem_suffix_search.restype = None
     return library
 
@@ -92,26 +92,13 @@ class SuffixDrafter(TextDrafter):
 
     def _search(self, texts: Many[Text], counts: Many[int], tenants: Many[int | None]) -> list[list[int]]:
         assert self._library is not None
-        ring = self._corpus.ring() if self._corpus is not None else None
-        addresses = np.array([text.address for text in texts], np.uintp)
-        lengths = np.array([text.length for text in texts], np.int64)
-        wanted = np.array(counts, np.int64)
+        batch = Batch(texts, counts)
+        ring = ctypes.byref(self._corpus.ring()) if self._corpus is not None else None
         numbers = np.array([-1 if tenant is None else tenant for tenant in tenants], np.int64)
-        drafts = np.empty((len(texts), max(counts, default=0)), np.int32)
-        found = np.empty(len(texts), np.int64)
         self._library.tandem_suffix_search(
-            None if ring is None else ctypes.byref(ring),
-            ctypes.byref(self._settings),
-            addresses.ctypes.data,
-            lengths.ctypes.data,
-            wanted.ctypes.data,
-            numbers.ctypes.data,
-            len(texts),
-            drafts.ctypes.data,
-            drafts.shape[1],
-            found.ctypes.data,
+            ctypes.byref(batch), ctypes.byref(self._settings), ring, numbers.ctypes.data
         )
-        return [tokens[:count] for tokens, count in zip(drafts.tolist(), found.tolist(), strict=True)]
+        return batch.drafted()
 
     def _search_plainly(
         self, texts: Many[Text], counts: Many[int], tenants: Many[int | None]

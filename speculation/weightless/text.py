@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -37,6 +38,30 @@ class Text:
             self._buffer, self.address = buffer, int(buffer.ctypes.data)
         self._buffer[known : len(token_ids)] = token_ids[known:]
         self.length = len(token_ids)
+
+
+class Batch(ctypes.Structure):
+    """Texts to draft for, with room for the drafts: `Batch` of `repeats.h`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("texts", "lengths", "counts", "drafts", "found")),
+        ("size", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+    )
+
+    def __init__(self, texts: Many[Text], counts: Many[int]) -> None:
+        addresses = np.array([text.address for text in texts], np.uintp)
+        lengths = np.array([text.length for text in texts], np.int64)
+        self._drafts = np.empty((len(texts), max(counts, default=0)), np.int32)
+        self._found = np.zeros(len(texts), np.int64)
+        wanted = np.array(counts, np.int64)
+        self._arrays: list[np.ndarray] = [addresses, lengths, wanted, self._drafts, self._found]
+        super().__init__(*(array.ctypes.data for array in self._arrays), *self._drafts.shape)
+
+    def drafted(self) -> list[list[int]]:
+        """Each text's draft, once a search has run."""
+        pairs = zip(self._drafts.tolist(), self._found.tolist(), strict=True)
+        return [tokens[:count] for tokens, count in pairs]
 
 
 class TextDrafter:

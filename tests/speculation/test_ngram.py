@@ -74,7 +74,7 @@ def test_as_many_as_each_has_room_for(way: str) -> None:
 
 def test_finds_what_lies_far_back(way: str) -> None:
     for distance in (63, 64, 65, 127, 128, 129, 500):
-        text = [1, 2, 3, *range(10, 10 + distance), 1, 2]
+        text = [*range(1000, 1100), 1, 2, 3, *range(10, 10 + distance), 1, 2]
         assert draft(text, 2) == [3, 10], distance
 
 
