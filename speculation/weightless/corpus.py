@@ -58,14 +58,6 @@ class Corpus:
         self._next_number = 0
         self._oldest = self._end = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self._symbols.nbytes + self._chains.nbytes
-
-    def __len__(self) -> int:
-        """How many outputs there are."""
-        return len(self._outputs)
-
     def tenant(self, salt: str) -> int | None:
         """The number of a tenant that has outputs here."""
         tenant = self._tenants.get(salt)
@@ -102,7 +94,7 @@ class Corpus:
         )
 
     def symbols(self) -> np.ndarray:
-        """All of them, int64, the oldest first; valid until the next `add`."""
+        """All of them, int64, the oldest first."""
         return self._symbols[np.arange(self._oldest, self._end) % self._capacity]
 
     @property

@@ -62,7 +62,7 @@ class LookaheadDrafter(TextDrafter):
 
     def _choose(self, *sources: Iterable[Ngram]) -> list[Ngram]:
         """The first different ones, from the sources in turn."""
-        in_turn = (ngram for round in zip_longest(*sources) for ngram in round if ngram is not None)
+        in_turn = (ngram for turn in zip_longest(*sources) for ngram in turn if ngram is not None)
         return list(islice(dict.fromkeys(in_turn), self._num_guesses))
 
     def observe(self, computed: Many[Computed]) -> None:

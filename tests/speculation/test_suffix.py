@@ -216,7 +216,7 @@ def test_what_was_decoded_up_to_the_end_is_kept(way: str) -> None:
         sequence.append(token)  # committed by the last step
     drafting.forget("a")
     drafting.forget("a")
-    assert len(corpus(drafting)) == 1
+    assert len(corpus(drafting)._outputs) == 1
     assert draft(drafting, [0, 4, 5, 6], 8) == [7]
 
 
@@ -232,7 +232,7 @@ def test_the_oldest_requests_go_first(way: str) -> None:
     drafting = drafter(max_cached_requests=2)
     for first in (10, 20, 30):
         keep(drafting, [first, first + 1, first + 2])
-    assert len(corpus(drafting)) == 2
+    assert len(corpus(drafting)._outputs) == 2
     assert draft(drafting, [0, 10], 8) == []
     assert draft(drafting, [0, 20], 8) == [21]
     assert draft(drafting, [0, 30], 8) == [31]
@@ -242,16 +242,16 @@ def test_the_ring_is_bounded_and_forgets_whole_outputs(way: str, monkeypatch: py
     monkeypatch.setattr(suffix, "CAPACITY", 64)
     monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 64)
     drafting = drafter()
-    num_bytes = corpus(drafting).num_bytes
-    assert num_bytes == 64 * (40 if way == "compiled" else 8)
+    arrays = corpus(drafting)._symbols, corpus(drafting)._chains
+    assert sum(array.nbytes for array in arrays) == 64 * (40 if way == "compiled" else 8)
     for number in range(100):
         keep(drafting, [1000 * number + i for i in range(20)], salt=str(number % 7))  # 21 with its end
-        assert len(corpus(drafting)) == min(3, number + 1)
+        assert len(corpus(drafting)._outputs) == min(3, number + 1)
         assert len(corpus(drafting)._tenants) <= 3
         for known in range(max(0, number - 4), number + 1):
             want = [1000 * known + 5] if known > number - 3 else []
             assert draft(drafting, [0, 1000 * known + 4], 1, salt=str(known % 7)) == want
-    assert corpus(drafting).num_bytes == num_bytes
+    assert arrays[0] is corpus(drafting)._symbols and arrays[1] is corpus(drafting)._chains
 
 
 def test_of_an_output_longer_than_the_ring_its_end_is_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
