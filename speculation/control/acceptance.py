@@ -19,7 +19,9 @@ _TOKEN_DECAY = 0.985
 _LONGEST_GAP = 128
 """Tokens beyond which a gap between drafts makes what was learned no older."""
 _SHARE_DECAY = 0.95
-"""For each step in which it was to draft."""
+"""For each step in which a request was to draft."""
+_SHARE_WEIGHT = 8.0
+"""Tokens to draft after which a request's share counts as much as its method's."""
 _NEWS = 64
 """Drafts of its method's after which a request's survival is worked out anew."""
 
@@ -31,6 +33,8 @@ class MethodAcceptance:
         self._accepted = [FIRST_GUESS * _GUESS_WEIGHT] * num_positions
         self._tried = [_GUESS_WEIGHT] * num_positions
         self.num_drafts = 0
+        self.share = 1.0
+        """How much of what requests were to draft was drafted: a method may find nothing."""
 
     @property
     def num_positions(self) -> int:
@@ -42,6 +46,10 @@ class MethodAcceptance:
 
     def rate(self, position: int) -> float:
         return self._accepted[position] / self._tried[position]
+
+    def observe_share(self, num_granted: int, num_drafted: int) -> None:
+        """Of `num_granted` tokens that a request was to draft, it drafted so many."""
+        self.share += (1 - _POOL_DECAY) * (num_drafted / num_granted - self.share)
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Of a draft, `num_drafted` tokens deep, the first `num_accepted` were accepted."""
@@ -55,14 +63,18 @@ class MethodAcceptance:
 
 
 class Acceptance:
-    """One request's rates, and the `share` of what it was to draft that was drafted: some find nothing."""
+    """One request's rates, and the `share` that was drafted of what it was to draft.
+
+    What it is shown counts for its method too.
+    """
 
     def __init__(self, method: MethodAcceptance) -> None:
         self._method = method
         self._accepted = [0.0] * method.num_positions
         self._tried = [0.0] * method.num_positions
         self._last_place: int | None = None
-        self._granted = self._drafted = 1.0
+        self._granted = _SHARE_WEIGHT
+        self._drafted = _SHARE_WEIGHT * method.share
         self._survival: list[float] = []
         self._known = 0
 
@@ -92,6 +104,7 @@ class Acceptance:
 
     def observe_share(self, num_granted: int, num_drafted: int) -> None:
         """Of `num_granted` tokens that it was to draft, it drafted so many."""
+        self._method.observe_share(num_granted, num_drafted)
         self._granted = _SHARE_DECAY * self._granted + num_granted
         self._drafted = _SHARE_DECAY * self._drafted + num_drafted
 
@@ -100,6 +113,7 @@ class Acceptance:
 
         `place` is the request's number of tokens.
         """
+        self._method.observe(num_drafted, num_accepted)
         if self._last_place is not None:
             gap = min(max(place - self._last_place, 0), _LONGEST_GAP)
             kept = _TOKEN_DECAY**gap

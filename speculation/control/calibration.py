@@ -21,15 +21,20 @@ from speculation.drafter import Computed, Drafter
 
 Verify = Callable[[Many[Sequence], Tensor], list[Verdict]]
 
-_GRID_SECONDS = 0.5
-"""Within these the target's forwards are measured, from small to large."""
-_REPEATS = 4
+_FORWARD_SECONDS = 0.15
+"""Forwards that would take longer are not measured."""
+_ENOUGH_SECONDS = 0.03
+"""What is measured is repeated for so long."""
+_LEAST, _MOST = 3, 9
+"""But so many times at least and at most."""
 _SHORT, _LONG = 16, 512
 """Tokens of a sequence's context."""
 _SEVERAL = 8
 """Sequences that are to tell what one of them costs."""
 _MANY = 16
 """Sequences that are to tell what a drafted token costs."""
+_ROUNDS = 4
+"""Steps in which drafting is measured."""
 _DEEP = 4
 """Tokens of the chains that are to tell what a level costs."""
 
@@ -57,18 +62,17 @@ class Calibration:
         return TargetTimes([rows for rows, _ in measured], seconds, per_sequence, per_context, per_attended)
 
     def _grid(self, max_rows: int) -> dict[int, float]:
-        """Seconds by rows; every second power of two first, so that a slow machine gets far too."""
+        """Seconds by rows."""
         measured: dict[int, float] = {}
-        deadline = time.perf_counter() + _GRID_SECONDS
-        powers = range(max_rows.bit_length())
-        for rows in [1 << power for power in (*powers[::2], *powers[1::2])]:
-            likely = max((seconds for seconds in measured.values()), default=0.0)
-            if time.perf_counter() + 2 * _REPEATS * likely > deadline:
+        for power in range(max_rows.bit_length()):
+            rows = 1 << power
+            if rows > 4 and 2 * measured[rows // 2] - measured[rows // 4] > _FORWARD_SECONDS:
                 break
             num_sequences = min(rows, self._max_sequences)
             found = self._forward_seconds(num_sequences, rows // num_sequences)
-            if found is not None:
-                measured[rows] = found
+            if found is None:
+                break
+            measured[rows] = found
         return measured
 
     def _per_sequence(self) -> float:
@@ -118,7 +122,7 @@ class Calibration:
         return DraftTimes(max(shallow - per_level - per_token * flat, 0.0), per_level, per_token)
 
     def _draft_seconds(self, drafter: Drafter, num_sequences: int, num_tokens: int) -> float | None:
-        room = (_REPEATS + 1) * (num_tokens + 1)
+        room = (_ROUNDS + 1) * (num_tokens + 1)
         sequences = self._rehearsal.sequences(num_sequences, _SHORT, room)
         if sequences is None:
             return None
@@ -126,7 +130,7 @@ class Calibration:
             drafter.begin(sequence, 0, None)
         self._step(drafter, sequences)
         seconds = []
-        for _ in range(_REPEATS):
+        for _ in range(_ROUNDS):
             started = time.perf_counter()
             drafts = drafter.propose(sequences, [num_tokens] * num_sequences)
             seconds.append(time.perf_counter() - started)
@@ -163,8 +167,8 @@ class Calibration:
 def _median_seconds(action: Callable[[], object]) -> float:
     """Once unmeasured, since a first time may hold what is done only once."""
     action()
-    seconds = []
-    for _ in range(_REPEATS):
+    seconds: list[float] = []
+    while len(seconds) < _LEAST or (sum(seconds) < _ENOUGH_SECONDS and len(seconds) < _MOST):
         started = time.perf_counter()
         action()
         seconds.append(time.perf_counter() - started)

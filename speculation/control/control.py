@@ -105,7 +105,6 @@ class Control:
         depth = max(draft.depth, 1)  # probes alone are a draft of which nothing was accepted
         num_agreed = len(verdict.accepted)
         request.acceptance.observe(depth, num_agreed, len(sequence.token_ids))
-        self._controller.methods[method].acceptance.observe(depth, num_agreed)
         self._account.verified(method, draft.num_nodes, outcome.num_accepted)
         if self._watch.observe(method, request.origin, num_agreed > 0):
             self._account.collapsed(method, request.origin)

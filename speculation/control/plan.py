@@ -65,8 +65,20 @@ class Load:
     rows: float
     seconds: float
 
+    @property
+    def most_rows(self) -> int:
+        return len(self.target) - 1
+
+    def target_seconds(self, rows: float) -> float:
+        """For so many drafted rows on average, at most `most_rows`."""
+        whole = int(rows)
+        seconds = self.target[whole]
+        if rows > whole:
+            seconds += (rows - whole) * (self.target[whole + 1] - seconds)
+        return seconds
+
     def total_seconds(self) -> float:
-        return self.target[min(int(self.rows + 0.5), len(self.target) - 1)] + self.seconds
+        return self.target_seconds(self.rows) + self.seconds
 
     def row_seconds(self) -> float:
         """The least that drafted rows cost on average, however many there are."""
@@ -127,7 +139,7 @@ class Planner:
         return best
 
     def _best_prefix(self, levels: int) -> Plan:
-        target, tokens, rows = self._load.target, self._load.tokens, self._load.rows
+        tokens, rows = self._load.tokens, self._load.rows
         seconds = self._load.seconds + self._times.start + self._times.per_level * levels
         per_token, width = self._times.per_token, self._shape.width
         weights = [request.acceptance.share * width for request in self._requests]
@@ -141,10 +153,9 @@ class Planner:
             seconds += per_token * width
             if level == 1:
                 seconds += per_token * self._requests[index].backlog / _HORIZON
-            place = int(rows + 0.5)
-            if place >= len(target):
+            if rows > self._load.most_rows:
                 break
-            total = target[place] + seconds
+            total = self._load.target_seconds(rows) + seconds
             if tokens > best_rate * total:
                 best_rate, best = tokens / total, Plan(tokens, total, levels, end)
         return best
@@ -175,7 +186,7 @@ def probe(shape: Shape, times: DraftTimes, request: Request, levels: int, load: 
     drafting would lose the least, and the seconds that it would lose.
     """
     best, least = 0, math.inf
-    target, rows, before = load.target, load.rows, load.total_seconds()
+    rows, before = load.rows, load.total_seconds()
     width, share = shape.width, request.acceptance.share
     seconds_per_token = before / load.tokens
     lost = load.seconds - before + times.per_token * request.backlog + (0.0 if levels else times.start)
@@ -184,8 +195,7 @@ def probe(shape: Shape, times: DraftTimes, request: Request, levels: int, load: 
         lost += times.per_token * width - likely * share * width * seconds_per_token
         if level > levels:
             lost += times.per_level
-        place = int(rows + 0.5)
-        if place >= len(target) or target[place] + lost >= least:
+        if rows > load.most_rows or load.target_seconds(rows) + lost >= least:
             break
-        best, least = level * width, target[place] + lost
+        best, least = level * width, load.target_seconds(rows) + lost
     return best, least

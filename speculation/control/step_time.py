@@ -136,20 +136,25 @@ class TargetTime:
         return self._scale * (times.per_sequence * num_sequences + per_context * context)
 
     def _rebuild(self) -> None:
-        corrected = np.maximum.accumulate(self._shape * self._correction.factors())
+        corrected = _rising(self._shape * self._correction.factors())
         self._base: list[float] = corrected.tolist()
         self._scale = self._correction.common.factor
 
 
 def _curve(times: TargetTimes, max_rows: int) -> np.ndarray:
     """Seconds by number of rows, 0 to `max_rows`: never falling, straight between and beyond the measured."""
-    rows, seconds = np.array(times.rows, float), np.maximum.accumulate(np.array(times.seconds))
+    rows, seconds = np.array(times.rows, float), _rising(np.array(times.seconds))
     sizes = np.arange(max_rows + 1)
     curve = np.interp(sizes, rows, seconds)
     if len(rows) > 1:
         slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
         curve += slope * (sizes - rows[-1]).clip(0)
     return curve
+
+
+def _rising(values: np.ndarray) -> np.ndarray:
+    """Halfway between the least rising curve above them and the greatest one below."""
+    return (np.maximum.accumulate(values) + np.minimum.accumulate(values[::-1])[::-1]) / 2
 
 
 @dataclass(frozen=True)
