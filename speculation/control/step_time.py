@@ -8,6 +8,7 @@ settles near the median, and one slow step moves it by two per cent at most.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -202,13 +203,13 @@ class SurroundingTime:
     def seconds(self, num_sequences: int) -> float:
         """Of unseen sizes, that of the nearest one seen; 0 before the first."""
         size = self._size(num_sequences)
-        if self._seen and not self._medians[size].count:
+        if self._seen and not self._medians[size]:
             size = min(self._seen, key=lambda seen: abs(seen - size))
         return self._medians[size].value
 
     def observe(self, num_sequences: int, measured: float) -> None:
         size = self._size(num_sequences)
-        if not self._medians[size].count:
+        if not self._medians[size]:
             self._seen.append(size)
         self._medians[size].observe(measured)
         self.latest = self._medians[size].value
@@ -218,18 +219,15 @@ class SurroundingTime:
 
 
 class RunningMedian:
-    """Close to the median of the latest values, all positive; 0 before the first one."""
+    """Of the latest values; 0 before the first one."""
 
     def __init__(self) -> None:
         self.value = 0.0
-        self.count = 0
+        self._latest: deque[float] = deque(maxlen=25)
+
+    def __bool__(self) -> bool:
+        return bool(self._latest)
 
     def observe(self, value: float) -> None:
-        self.count += 1
-        if self.count == 1:
-            self.value = value
-            return
-        longest = max(_LONGEST_STRIDE, 2.0 / self.count)
-        ratio = math.log(max(value, 1e-9) / max(self.value, 1e-9))
-        pace = max(_COMMON_PACE, 1.0 / self.count)
-        self.value *= math.exp(pace * min(max(ratio, -longest), longest))
+        self._latest.append(value)
+        self.value = sorted(self._latest)[len(self._latest) // 2]
