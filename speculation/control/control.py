@@ -88,7 +88,7 @@ class Control:
             self._num_sequences = count = len(outcomes)
             rows = sum([outcome.num_rows for outcome in outcomes])
             context = sum([outcome.start for outcome in outcomes]) / count
-            self._controller.target.observe(count, rows, context, seconds)
+            self._controller.observe_step(count, rows, context, seconds)
         for sequence, outcome in zip(step.sequences, outcomes, strict=True):
             request = self._drafting.pop(sequence, None)
             if request is not None:

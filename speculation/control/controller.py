@@ -60,8 +60,11 @@ class Savings:
         """Whether that much was there; if so it is gone."""
         if seconds > self._seconds:
             return False
-        self._seconds -= max(seconds, 0.0)
+        self.charge(seconds)
         return True
+
+    def charge(self, seconds: float) -> None:
+        self._seconds -= max(seconds, 0.0)
 
 
 class Controller:
@@ -74,12 +77,14 @@ class Controller:
         self._request_trials = Savings()
         self._step_trials = Savings()
         self._step = 0
+        self._is_trial = False
 
     def choose(self, requests: Many[Request], context: float) -> None:
         """Set `chosen` of all the requests that will decode in the coming step, whose mean length is
         `context` tokens.
         """
         self._step += 1
+        self._is_trial = False
         groups: dict[Method, list[Request]] = {}
         for request in requests:
             request.chosen = request.fixed_tokens or 0
@@ -131,6 +136,7 @@ class Controller:
         is_turn = self._step % _STEP_TRIAL_EVERY == 0
         if is_turn and self._step_trials.spend(other.seconds - other.tokens / better.rate):
             pays = not pays
+            self._is_trial = True
         if pays:
             planner.carry_out(plan)
         for request in group:
@@ -148,6 +154,12 @@ class Controller:
         if num_tokens and self._request_trials.spend(lost):
             request.chosen = num_tokens
             request.last_drafted = self._step
+
+    def observe_step(self, num_sequences: int, rows: int, context: float, seconds: float) -> None:
+        """The target's part of the latest step took so long."""
+        if self._is_trial:
+            self._step_trials.charge(seconds - self.target.seconds(num_sequences, rows, context))
+        self.target.observe(num_sequences, rows, context, seconds)
 
     def report(self, max_tokens: int) -> SpeculationState:
         """May be called from any thread."""

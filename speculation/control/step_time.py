@@ -17,7 +17,9 @@ import numpy as np
 _LONGEST_STRIDE = 0.25
 """What is taken of a step's log-ratio at most."""
 _COMMON_PACE = 0.08
-_LOCAL_PACE = 0.02
+_LOCAL_PACE = 0.03
+_EAGER = 10
+"""Steps for which a size's own ratio moves faster, by as much at first."""
 _REBUILD_EVERY = 16
 
 
@@ -49,6 +51,7 @@ class RatioBySize:
         self.max_size = max_size
         self.common = Ratio()
         self._local = [0.0] * (max_size.bit_length() + 1)
+        self._seen = [0.0] * len(self._local)
 
     def factor(self, size: int) -> float:
         low, weight = self._place(size)
@@ -62,8 +65,10 @@ class RatioBySize:
     def observe(self, size: int, predicted: float, measured: float) -> None:
         stride = self.common.observe(predicted, measured)
         low, weight = self._place(size)
-        self._local[low] += _LOCAL_PACE * stride * (1 - weight)
-        self._local[low + 1] += _LOCAL_PACE * stride * weight
+        for power, part in ((low, 1 - weight), (low + 1, weight)):
+            self._seen[power] += part
+            pace = _LOCAL_PACE * max(1.0, _EAGER / (1 + self._seen[power]))
+            self._local[power] += pace * part * stride
 
     def _place(self, size: int) -> tuple[int, float]:
         """The power of two below `size`, and how far on the way to the next one it is, 0 to 1."""
