@@ -43,6 +43,8 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
     num_cached: int | None = None
+    handed_over: bool = False
+    """Another worker computed its prompt."""
     table: BlockTable | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)

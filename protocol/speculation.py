@@ -26,6 +26,8 @@ _MODEL_METHODS = ("draft_model", "medusa", "eagle")
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 Positive = Annotated[int, Meta(ge=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +80,49 @@ class RequestSpeculation(msgspec.Struct, frozen=True, kw_only=True, omit_default
     enabled: bool = True
     method: Method | None = None
     num_speculative_tokens: NumTokens | None = None
+
+
+class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a method fares on a worker, in its latest step and on average of the latest drafts.
+
+    `num_requests` decode with it, and were to draft `num_tokens` in all. `acceptance` are conditional rates
+    by position: of a draft's token i, given that those before it are accepted. Drafting for a batch takes
+    `start_s`, `level_s` for each token of the longest draft and `token_s` for each token of all drafts.
+    """
+
+    method: Method
+    num_requests: Count = 0
+    num_tokens: Count = 0
+    acceptance: Annotated[list[Probability], Meta(max_length=MAX_TREE_NODES)] = []
+    start_s: Seconds = 0.0
+    level_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+
+
+class StepTimeState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a decode step takes on a worker: `seconds[i]` for `rows[i]` rows (ascending, linear in between),
+    more for each sequence, for each token of a sequence's context and for each token that a row attends to,
+    and `surroundings_s` beside all that.
+    """
+
+    rows: Annotated[list[Count], Meta(max_length=64)] = []
+    seconds: Annotated[list[Seconds], Meta(max_length=64)] = []
+    sequence_s: Seconds = 0.0
+    context_s: Seconds = 0.0
+    attended_s: Seconds = 0.0
+    surroundings_s: Seconds = 0.0
+
+
+class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's speculation, as its router sees it.
+
+    `max_tokens` is the most that one request drafts in a step, 0 where the deployment does not speculate.
+    The current K of a method is `num_tokens / num_requests`.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_NODES)] = 0
+    methods: Annotated[list[MethodState], Meta(max_length=len(METHODS))] = []
+    step_time: StepTimeState = StepTimeState()
 
 
 def parse_speculative_config(value: object, flag: str = "--speculative-config") -> SpeculativeConfig:
