@@ -70,5 +70,6 @@ def _made_up(index: int, num_tokens: int) -> Sequence:
         prompt_token_ids=[1 + place % _PHRASE for place in range(num_tokens - 1)],
         output_token_ids=[1 + (num_tokens - 1) % _PHRASE],
         sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
+        cache_salt="rehearsal",
     )
     return Sequence(request, order=index, stage=Stage.RUNNING)
