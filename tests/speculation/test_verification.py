@@ -63,6 +63,8 @@ def test_the_path_through_a_tree_is_the_model_s(rule: Verification, temperature:
     assert (verdict.accepted, verdict.token_ids) == ([1, 3, 4], [6, 8, 9, 4])
     (verdict,) = judge(rule, certain(6, 11, 3, 11, 9, 4, 11), sequence)
     assert (verdict.accepted, verdict.token_ids) == ([1], [6, 3])
+    (verdict,) = judge(rule, certain(6, 11, 10, 11, 9, 4, 11), sequence)  # 10 follows 5 alone
+    assert (verdict.accepted, verdict.token_ids) == ([1], [6, 10])
     (verdict,) = judge(rule, certain(4, 10, 8, 11, 9, 4, 11), sequence)
     assert (verdict.accepted, verdict.token_ids) == ([], [4])
 
