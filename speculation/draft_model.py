@@ -11,13 +11,15 @@ from collections.abc import Sequence as Many
 import msgspec
 from torch import Tensor
 
+from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
-from engine.forward import Forward
+from engine.decoder.forward import DecoderForward
 from engine.kv_pool import DRAFT, KVPool, KVShape
-from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel, load_model
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
+from engine.sampler.rows import edits_logits
+from engine.select_forward import build_forward
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.config import ServeConfig
@@ -25,6 +27,7 @@ from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.drawing import Chain, Drawing
+from speculation.native_chain import NativeChain
 from speculation.ranking import rank
 from speculation.tree import DraftTrees, TreeRows
 
@@ -69,20 +72,20 @@ class DraftModel:
         self._vocab_size = theirs.vocab_size
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
-        device, dtype = self._loaded.device, self._loaded.dtype
-        packed = kernel_fault(device, dtype) is None
-        if packed:
-            pack_linears(self._loaded.model)
+        device = self._loaded.device
         requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
-        backend, _ = select_backend(device, dtype, requested)
-        self._forward = Forward(self._loaded.model, device, self._config.compile, packed)
-        self._runner = Runner(self._forward, backend(pool.segment(DRAFT)), pool.block_size, device)
+        backend_class, _ = select_backend(device, self._loaded.dtype, requested)
+        backend = backend_class(pool.segment(DRAFT))
+        forward = build_forward(self._loaded, backend, self._config.compile)
+        self._runner = Runner(forward, backend, pool.block_size, device)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
+        self._native: NativeChain | None = None
+        if isinstance(forward, DecoderForward) and isinstance(backend, CpuBackend):
+            self._native = NativeChain(forward, backend, pool.block_size)
 
     def warm_up(self) -> None:
-        if self._forward.compiled:
-            self._runner.warm_up()
+        self._runner.warm_up()
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         for sequence in sequences:
@@ -90,6 +93,22 @@ class DraftModel:
         return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        if self._native is not None and self._can_draw_natively(sequences):
+            logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
+            drafts = [Draft(tokens) for tokens in self._native.draft(logits, sequences, counts)]
+        else:
+            drafts = self._draw_chains(sequences, counts)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            self._computed[sequence.request_id] = len(sequence.token_ids) + draft.num_nodes - 1
+        return [*drafts]
+
+    def _can_draw_natively(self, sequences: Many[Sequence]) -> bool:
+        if any(edits_logits(sequence.params) for sequence in sequences):
+            return False
+        coupled = self._options.verification == "coupled"
+        return coupled or all(sequence.params.is_greedy for sequence in sequences)
+
+    def _draw_chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft]:
         chains = [Chain(sequence) for sequence in sequences]
         wanted = dict(zip(sequences, counts, strict=True))
         growing = chains
@@ -97,9 +116,6 @@ class DraftModel:
             logits = self._run([self._next_rows(chain.sequence, chain.token_ids) for chain in growing])
             self._drawing.extend(growing, logits)
             growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
-        for chain in chains:
-            length = len(chain.sequence.token_ids) + len(chain.token_ids)
-            self._computed[chain.sequence.request_id] = length - 1
         return [chain.draft() for chain in chains]
 
     def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
@@ -185,7 +201,7 @@ class DraftModel:
                 self._read(each.sequence, each.start + each.num_tokens)
 
     def _reads_along(self, sequence: Sequence) -> bool:
-        return not sequence.prefill_only or self._options.prefill != "rebuild"
+        return not sequence.drafts_elsewhere
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)

@@ -18,8 +18,16 @@ def build_drafter(
 
             return DraftModel(options, config, loaded)
         case "ngram":
-            from speculation.ngram import NgramDrafter
+            from speculation.weightless.ngram import NgramDrafter
 
             return NgramDrafter(options)
+        case "suffix":
+            from speculation.weightless.suffix import SuffixDrafter
+
+            return SuffixDrafter(options)
+        case "lookahead":
+            from speculation.weightless.lookahead import LookaheadDrafter
+
+            return LookaheadDrafter(options, loaded.eos_token_ids)
         case _:
             raise NotImplementedError(method)

@@ -111,6 +111,8 @@ class BatchSpeculator:
             sequence.draft_room = 0 if request.method is None else self._room(request)
 
     def _room(self, request: Request) -> int:
+        if request.method == "lookahead":
+            return self._options.lookahead_rows
         if request.fixed_tokens is not None:
             return request.fixed_tokens
         if self._options.tree and request.method == self._options.method:
