@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,16 +46,19 @@ class Forward:
         model: PreTrainedModel,
         device: torch.device,
         mode: str,
-        packed: bool,
         hidden_layers: tuple[int, ...] = (),
+        *,
+        products: str,
+        packed: bool = False,
     ) -> None:
-        """`packed`: the linear layers are ours (`engine.linear`). `hidden_layers` are captured, numbered as
-        in Transformers' `hidden_states`."""
+        """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`. `products` says how its
+        linear layers multiply; `packed`: with our kernel (`engine.linear`)."""
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
         self._model = model
         self._device = device
         self._mode = mode
         self._hidden_layers = hidden_layers
+        self.products = products
         self.compiled, self.choice = _choose(mode, device)
         self._run = self._compile() if self.compiled else self._model_forward
 
@@ -97,13 +101,23 @@ class Forward:
         own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
         return torch.compile(types.MethodType(own, self), fullgraph=True, dynamic=True, options=options)
 
-    def give_up_compiling(self, error: Exception) -> None:
-        """Run eagerly from now on; with `--compile on` the error is raised instead."""
-        if self._mode == "on":
-            raise ConfigError(f"--compile: the model does not compile: {error}") from error
-        logger.warning("the model does not compile, so it runs eagerly: %s", error)
-        self.compiled, self.choice = False, f"eager (torch.compile failed: {type(error).__name__})"
-        self._run = self._model_forward
+    def warm_up(self, run: Callable[[], None]) -> float:
+        """`run` some rows, which compiles; returns the seconds it took.
+
+        A model that does not compile runs eagerly from now on; with `--compile on` that is a ConfigError.
+        """
+        if not self.compiled:
+            return 0.0
+        start = time.monotonic()
+        try:
+            run()
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if self._mode == "on":
+                raise ConfigError(f"--compile: the model does not compile: {error}") from error
+            logger.warning("the model does not compile, so it runs eagerly: %s", error)
+            self.compiled, self.choice = False, f"eager (torch.compile failed: {type(error).__name__})"
+            self._run = self._model_forward
+        return time.monotonic() - start
 
 
 def _choose(mode: str, device: torch.device) -> tuple[bool, str]:

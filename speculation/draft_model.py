@@ -1,7 +1,7 @@
 """Drafting with a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
-Its KV lies in the pool's second segment, under the target's blocks. It draws with the noise that the target
-will draw with, so that where the two models agree on the likely tokens they agree on the token.
+Its KV lies in the pool's second segment, under the target's blocks. It drafts chains, or trees
+(`speculation.tree`).
 """
 
 from __future__ import annotations
@@ -11,22 +11,31 @@ from collections.abc import Sequence as Many
 import msgspec
 from torch import Tensor
 
+from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
-from engine.forward import Forward
+from engine.decoder.forward import DecoderForward
 from engine.kv_pool import DRAFT, KVPool, KVShape
-from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel, load_model
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
+from engine.sampler.rows import edits_logits
+from engine.select_forward import build_forward
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
+from speculation.drawing import Chain, Drawing
+from speculation.native_chain import NativeChain
+from speculation.ranking import rank
+from speculation.tree import DraftTrees, TreeRows
 
 _ROWS = 2048
 """At most so many of a forward's rows belong to one sequence that the draft model reads."""
+
+_TREE_WIDTH = 4
+"""Rows of a tree in a forward, and children of a row."""
 
 
 class DraftModel:
@@ -63,36 +72,88 @@ class DraftModel:
         self._vocab_size = theirs.vocab_size
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
-        device, dtype = self._loaded.device, self._loaded.dtype
-        packed = kernel_fault(device, dtype) is None
-        if packed:
-            pack_linears(self._loaded.model)
+        device = self._loaded.device
         requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
-        backend, _ = select_backend(device, dtype, requested)
-        self._forward = Forward(self._loaded.model, device, self._config.compile, packed)
-        self._runner = Runner(self._forward, backend(pool.segment(DRAFT)), pool.block_size, device)
-        self._sampler = Sampler(self._vocab_size, device, [])
+        backend_class, _ = select_backend(device, self._loaded.dtype, requested)
+        backend = backend_class(pool.segment(DRAFT))
+        forward = build_forward(self._loaded, backend, self._config.compile)
+        self._runner = Runner(forward, backend, pool.block_size, device)
+        self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
+        self._drawing = Drawing(self._sampler, self._options.verification)
+        self._native: NativeChain | None = None
+        if isinstance(forward, DecoderForward) and isinstance(backend, CpuBackend):
+            self._native = NativeChain(forward, backend, pool.block_size)
 
     def warm_up(self) -> None:
-        if self._forward.compiled:
-            self._runner.warm_up()
+        self._runner.warm_up()
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        drafted: list[list[int]] = [[] for _ in sequences]
         for sequence in sequences:
             self._read(sequence, len(sequence.token_ids) - 1, leave=_ROWS - 1)
-        active = list(range(len(sequences)))
-        while active:
-            batch = [self._next_rows(sequences[i], drafted[i]) for i in active]
-            logits = self._run(batch)
-            rows = [sequences[i].sampling_row(drafted[i]) for i in active]
-            tokens = self._sampler.sample(logits, rows).token_ids
-            for index, token in zip(active, tokens, strict=True):
-                drafted[index].append(token)
-            active = [i for i in active if len(drafted[i]) < counts[i]]
-        for sequence, tokens in zip(sequences, drafted, strict=True):
-            self._computed[sequence.request_id] = len(sequence.token_ids) + len(tokens) - 1
-        return [Draft(tokens) for tokens in drafted]
+        return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
+
+    def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        if self._native is not None and self._can_draw_natively(sequences):
+            logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
+            drafts = [Draft(tokens) for tokens in self._native.draft(logits, sequences, counts)]
+        else:
+            drafts = self._draw_chains(sequences, counts)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            self._computed[sequence.request_id] = len(sequence.token_ids) + draft.num_nodes - 1
+        return [*drafts]
+
+    def _can_draw_natively(self, sequences: Many[Sequence]) -> bool:
+        if any(edits_logits(sequence.params) for sequence in sequences):
+            return False
+        coupled = self._options.verification == "coupled"
+        return coupled or all(sequence.params.is_greedy for sequence in sequences)
+
+    def _draw_chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft]:
+        chains = [Chain(sequence) for sequence in sequences]
+        wanted = dict(zip(sequences, counts, strict=True))
+        growing = chains
+        while growing:
+            logits = self._run([self._next_rows(chain.sequence, chain.token_ids) for chain in growing])
+            self._drawing.extend(growing, logits)
+            growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
+        return [chain.draft() for chain in chains]
+
+    def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        trees = DraftTrees(counts, self._options.max_speculative_tokens, _TREE_WIDTH)
+        logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
+        for sequence in sequences:
+            self._computed[sequence.request_id] = len(sequence.token_ids)
+        depths = [[0] for _ in sequences]
+        while True:
+            grown = trees.grow(*self._rank(sequences, depths, logits))
+            depths = [rows.depths for rows in grown]
+            if not any(depths):
+                return trees.drafts()
+            logits = self._run_trees(sequences, grown)
+
+    def _rank(
+        self, sequences: Many[Sequence], depths: list[list[int]], logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`logits` has a row for each depth: after so many drafted tokens of the sequence."""
+        after = [(sequence, depth) for sequence, its in zip(sequences, depths, strict=True) for depth in its]
+        return rank(
+            logits,
+            [sequence.params for sequence, _ in after],
+            [sequence.position + depth for sequence, depth in after],
+            with_noise=self._options.verification == "coupled",
+        )
+
+    def _run_trees(self, sequences: Many[Sequence], grown: list[TreeRows]) -> Tensor:
+        batch = []
+        for sequence, rows in zip(sequences, grown, strict=True):
+            if rows.token_ids:
+                assert sequence.table is not None
+                root = len(sequence.token_ids) - 1
+                start, blocks = root + rows.first, sequence.table.block_ids
+                batch.append(SequenceRows(rows.token_ids, start, blocks, rows.masks, root))
+                self._computed[sequence.request_id] = start + len(rows.token_ids)
+        every = range(sum(len(rows.token_ids) for rows in batch))
+        return self._runner.run(batch, list(every)).logits[:, : self._vocab_size]
 
     def _next_rows(self, sequence: Sequence, drafted: list[int]) -> SequenceRows:
         assert sequence.table is not None
@@ -131,14 +192,17 @@ class DraftModel:
     def observe(self, computed: Many[Computed]) -> None:
         """Read along with prompts; what was drafted and not accepted holds the KV of other tokens."""
         for each in computed:
-            request_id, end = each.sequence.request_id, each.start + each.num_tokens
+            request_id, first_drafted = each.sequence.request_id, each.start + 1
             if each.draft is not None:
-                self._computed[request_id] = min(self._computed[request_id], end)
+                num_run = self._computed[request_id] - first_drafted
+                kept = sum(node < num_run for node in each.accepted)
+                self._computed[request_id] = first_drafted + kept
             elif each.num_tokens > 1 and self._reads_along(each.sequence):
-                self._read(each.sequence, end)
+                self._read(each.sequence, each.start + each.num_tokens)
 
     def _reads_along(self, sequence: Sequence) -> bool:
-        return not sequence.prefill_only or self._options.prefill != "rebuild"
+        return not sequence.drafts_elsewhere
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
+        self._sampler.forget(request_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.loader import LoadedModel
 from protocol.config import ServeConfig
-from protocol.speculation import WEIGHTLESS, Method, SpeculativeConfig
+from protocol.speculation import Method, SpeculativeConfig
 from speculation.control.plan import Shape
 from speculation.drafter import Drafter
 
@@ -19,9 +19,17 @@ def build_drafter(
 
             return DraftModel(options, config, loaded)
         case "ngram":
-            from speculation.ngram import NgramDrafter
+            from speculation.weightless.ngram import NgramDrafter
 
             return NgramDrafter(options)
+        case "suffix":
+            from speculation.weightless.suffix import SuffixDrafter
+
+            return SuffixDrafter(options)
+        case "lookahead":
+            from speculation.weightless.lookahead import LookaheadDrafter
+
+            return LookaheadDrafter(options, loaded.eos_token_ids)
         case _:
             raise NotImplementedError(method)
 
@@ -29,8 +37,7 @@ def build_drafter(
 def draft_shape(method: Method, options: SpeculativeConfig) -> Shape:
     """What the controller can choose from for a request of this method."""
     if method == "lookahead":
-        levels = options.lookahead_ngram - 1
-        return Shape((options.lookahead_window + options.lookahead_guesses) * levels, whole=True)
-    if options.tree and method not in WEIGHTLESS:
+        return Shape(options.lookahead_rows, whole=True)
+    if options.tree and method == options.method:
         return Shape(options.tree_nodes, whole=True)
     return Shape(options.max_speculative_tokens)

@@ -24,7 +24,7 @@ from speculation.control.control import Control
 from speculation.control.plan import Request
 from speculation.drafter import Computed, Drafter
 from speculation.methods import build_drafter, draft_shape
-from speculation.verification import coupled
+from speculation.verification.verify import verify
 
 
 def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
@@ -129,7 +129,7 @@ class BatchSpeculator:
             self._control.drafted(method, sequences, [self._request(sequence) for sequence in sequences])
 
     def verify(self, sequences: Many[Sequence], logits: Tensor) -> list[Verdict]:
-        return coupled.verify(sequences, logits, self._sampler)
+        return verify(self._options.verification, sequences, logits, self._sampler)
 
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         self._control.learn(step)
@@ -187,6 +187,8 @@ class BatchSpeculator:
             drafter.attach(self._loaded, self._pool)
             self._drafters[method] = drafter
             self._control.add_method(method, draft_shape(method, self._options), None)
+        if method == "lookahead" and fixed is not None:
+            fixed = self._options.lookahead_rows  # it takes all of them or none
         return self._control.new_request(sequence, method, fixed)
 
 

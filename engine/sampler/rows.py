@@ -31,3 +31,13 @@ def needs_history(params: SamplingParams) -> bool:
         or params.min_tokens > 0
         or any(len(sequence) > 1 for sequence in params.banned_token_sequences)
     )
+
+
+def edits_logits(params: SamplingParams) -> bool:
+    """Whether a token's chances are not those of its logit alone, whatever is filtered after that."""
+    return bool(
+        needs_history(params)
+        or params.logit_bias
+        or params.banned_token_sequences
+        or params.allowed_token_ids is not None
+    )
