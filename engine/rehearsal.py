@@ -15,6 +15,8 @@ from protocol.sampling import SamplingParams
 
 _PHRASE = 7
 """The made-up text repeats after so many tokens, so that every way of drafting finds something in it."""
+_TENANT = "\0rehearsal"
+"""Whatever is learned from the text stays apart from what requests bring."""
 
 
 class Rehearsal:
@@ -69,6 +71,7 @@ def _made_up(index: int, num_tokens: int) -> Sequence:
         request_id=f"rehearsal-{index}",
         prompt_token_ids=[1 + place % _PHRASE for place in range(num_tokens - 1)],
         output_token_ids=[1 + (num_tokens - 1) % _PHRASE],
+        cache_salt=_TENANT,
         sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
         cache_salt="rehearsal",
     )

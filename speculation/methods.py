@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.loader import LoadedModel
 from protocol.config import ServeConfig
-from protocol.speculation import WEIGHTLESS, Method, SpeculativeConfig
+from protocol.speculation import Method, SpeculativeConfig
 from speculation.control.plan import Shape
 from speculation.drafter import Drafter
 
@@ -38,6 +38,6 @@ def draft_shape(method: Method, options: SpeculativeConfig) -> Shape:
     """What the controller can choose from for a request of this method."""
     if method == "lookahead":
         return Shape(options.lookahead_rows, whole=True)
-    if options.tree and method not in WEIGHTLESS:
+    if options.tree and method == options.method:
         return Shape(options.tree_nodes, whole=True)
     return Shape(options.max_speculative_tokens)

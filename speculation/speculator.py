@@ -62,14 +62,14 @@ class BatchSpeculator:
             drafter.attach(loaded, pool)
 
     def warm_up(self, rehearsal: Rehearsal) -> None:
-        if self._deployed is None:
-            return
-        method = self._deployed.method
-        drafter, shape = self._drafters[method], draft_shape(method, self._options)
-        drafter.warm_up()
-        calibration = Calibration(rehearsal, self.verify, self._config.max_num_seqs)
-        self._control.set_target_times(calibration.target(self._control.max_rows))
-        self._control.add_method(method, shape, calibration.drafter(drafter, shape))
+        for method, drafter in self._drafters.items():
+            drafter.warm_up()
+            shape, times = draft_shape(method, self._options), None
+            if self._options.fixed_tokens is None:  # otherwise there is nothing to choose
+                calibration = Calibration(rehearsal, self.verify, self._config.max_num_seqs)
+                self._control.set_target_times(calibration.target(self._control.max_rows))
+                times = calibration.drafter(drafter, shape)
+            self._control.add_method(method, shape, times)
 
     def begin(self, sequence: Sequence, num_drafted: int, state: DraftState) -> None:
         method = self._request(sequence).method
@@ -187,6 +187,8 @@ class BatchSpeculator:
             drafter.attach(self._loaded, self._pool)
             self._drafters[method] = drafter
             self._control.add_method(method, draft_shape(method, self._options), None)
+        if method == "lookahead" and fixed is not None:
+            fixed = self._options.lookahead_rows  # it takes all of them or none
         return self._control.new_request(sequence, method, fixed)
 
 

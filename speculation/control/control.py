@@ -54,7 +54,7 @@ class Control:
         surroundings = self._clock.begin()
         if surroundings is not None:
             self._controller.surroundings.observe(self._num_sequences, surroundings)
-        if not decoding:
+        if not decoding or not self._controller.methods:
             return
         context = sum([len(sequence.token_ids) for sequence in decoding]) / len(decoding)
         self._controller.choose(requests, context)
@@ -78,6 +78,8 @@ class Control:
 
     def learn(self, step: ScheduledStep) -> None:
         """The step has its outcomes."""
+        if not self._controller.methods:
+            return
         seconds = self._clock.lap()
         outcomes = step.outcomes
         self._account.stepped(seconds, verifies=any(outcome.draft is not None for outcome in outcomes))
