@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import defaultdict
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from deploy.complete import ServerError, checked, client
+from router.counter_names import parse_counter_name
 
 _COLUMNS = (
     "worker",
@@ -23,6 +25,7 @@ _COLUMNS = (
     "KV used",
     "cached",
     "hits",
+    "speculation",
     "transports",
 )
 
@@ -82,8 +85,25 @@ def _row(worker: dict[str, Any]) -> list[str]:
         f"{worker['kv_usage']:.0%} of {worker['total_blocks']}",
         f"{worker['cached_blocks'] / total:.0%}",
         f"{worker['prefix_hit_tokens'] / queried:.0%}" if queried else "-",
+        _speculation(worker) or "-",
         _transports(worker) or "-",
     ]
+
+
+def _speculation(worker: dict[str, Any]) -> str:
+    """Of each method that has drafted: the share of drafted tokens that was accepted, and tau."""
+    totals: dict[str, dict[str, float]] = defaultdict(dict)
+    for key, value in worker["counters"].items():
+        name, labels = parse_counter_name(key)
+        if name is not None and set(labels) == {"method"}:
+            totals[labels["method"]][name.removeprefix("spec_decode_num_")] = value
+    told = []
+    for method, total in totals.items():
+        if total.get("draft_tokens_total"):
+            accepted = total["accepted_tokens_total"]
+            rate, tau = accepted / total["draft_tokens_total"], 1 + accepted / total["drafts_total"]
+            told.append(f"{method}: {rate:.0%}, tau {tau:.2f}")
+    return ", ".join(told)
 
 
 def _transports(worker: dict[str, Any]) -> str:
