@@ -82,6 +82,7 @@ def speculate(
         measurements = _measure(plan, system, model, console)
     except (TandemError, ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
+    settings["model"] = Path(model).name
     settings["target"] = base_url or f"engines in one process, {threads} threads, dtype {dtype}"
     command = "tandem bench speculate " + " ".join(sys.argv[sys.argv.index("speculate") + 1 :])
     _write(output, name, command.strip(), settings, measurements, console)

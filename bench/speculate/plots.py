@@ -50,7 +50,9 @@ def plot_over_concurrency(figures: Sequence[Figure], path: Path) -> None:
             style = "-k*" if num_tokens == "auto" else "-o"
             concurrency = [figure.case.block.concurrency for figure in line]
             axes.plot(concurrency, [figure.speedup for figure in line], style, label=str(num_tokens))
+        measured = sorted({figure.case.block.concurrency for figure in chosen})
         axes.set_xscale("log", base=2)
+        axes.set_xticks(measured, [str(concurrency) for concurrency in measured])
         [verdict] = verdicts_of(chosen)
         _mark_crossover(axes, verdict)
 
@@ -60,7 +62,8 @@ def plot_over_concurrency(figures: Sequence[Figure], path: Path) -> None:
 def _mark_crossover(axes: Any, verdict: Verdict) -> None:
     if verdict.crossover is not None:
         axes.axvline(verdict.crossover, color="tab:red", linestyle=":")
-        axes.annotate(f"{verdict.crossover:.0f}", (verdict.crossover, 1), color="tab:red")
+        text = f" no gain from {verdict.crossover:.0f}"
+        axes.annotate(text, (verdict.crossover, 0.05), color="tab:red", fontsize="small")
 
 
 def _panels(
