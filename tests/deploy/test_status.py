@@ -1,4 +1,4 @@
-"""What `tandem status` says of the wires."""
+"""What `tandem status` says of the wires and of speculation."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ WORKER: dict[str, Any] = {
     "kv_usage": 0.0,
     "prefix_query_tokens": 0,
     "prefix_hit_tokens": 0,
+    "transports": {},
+    "pairs": [],
+    "counters": {"steps_total": 3.0},
 }
 HERE = {"peer": "", "transport": "ucx", "refused": "unavailable", "reason": "no nixl"}
 SHM = {"peer": "decode-0", "transport": "shm", "refused": "other_host", "reason": "another host"}
@@ -39,10 +42,33 @@ TCP = {"peer": "decode-0", "transport": "tcp", "in_use": True}
 def test_the_transport_in_use_and_why_not_a_better_one(
     transports: dict[str, str], pairs: list[dict[str, Any]], told: str
 ) -> None:
-    out = io.StringIO()
-    table = make_table(
-        "http://localhost", {"workers": [{**WORKER, "transports": transports, "pairs": pairs}]}
-    )
-    Console(file=out, width=250).print(table)
-    (row,) = [line for line in out.getvalue().splitlines() if "prefill-0" in line]
+    assert told in shown(transports=transports, pairs=pairs)
+
+
+@pytest.mark.parametrize(
+    ("totals", "told"),
+    [
+        ({}, ""),
+        ({"ngram": (0, 0, 0)}, ""),
+        ({"ngram": (10, 40, 25)}, " ngram: 62%, tau 3.50 "),
+        ({"lookahead": (10, 0, 0)}, ""),
+        ({"eagle": (4, 8, 0), "ngram": (1, 4, 4)}, " eagle: 0%, tau 1.00, ngram: 100%, tau 5.00 "),
+    ],
+)
+def test_what_each_method_brings(totals: dict[str, tuple[float, float, float]], told: str) -> None:
+    counters = {"steps_total": 3.0}
+    for method, (drafts, drafted, accepted) in totals.items():
+        for name, value in (("drafts", drafts), ("draft_tokens", drafted), ("accepted_tokens", accepted)):
+            counters[f'spec_decode_num_{name}_total{{method="{method}"}}'] = float(value)
+        counters[f'spec_decode_draft_seconds_total{{method="{method}"}}'] = 0.5
+    row = shown(counters=counters)
     assert told in row
+    assert ("tau" in row) == bool(told)
+
+
+def shown(**fields: Any) -> str:
+    """The worker's row."""
+    out = io.StringIO()
+    Console(file=out, width=250).print(make_table("http://localhost", {"workers": [{**WORKER, **fields}]}))
+    (row,) = [line for line in out.getvalue().splitlines() if "prefill-0" in line]
+    return row
