@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-import sys
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
@@ -72,20 +73,37 @@ def speculate(
             workloads=[_one_of(WORKLOADS, text) for text in _split(workload, str, "--workload")],
             temperatures=_split(temperature, float, "--temperature"),
             concurrencies=_split(concurrency, int, "--concurrency"),
-            draftings=[parse_drafting(spec, model) for spec in method or METHODS],
             num_tokens=_split(num_tokens, parse_num_tokens, "--num-tokens"),
+            draftings=[parse_drafting(spec, model) for spec in method or METHODS],
             rounds=rounds,
             requests=requests,
             output_len=output_len,
         )
         system = _server(plan, base_url, api_key) if base_url is not None else _engines(plan, settings)
-        measurements = _measure(plan, system, model, console)
-    except (TandemError, ValueError, RuntimeError) as error:
+    except (TandemError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
+    try:
+        measurements = _measure(plan, system, model, console)
+    except RuntimeError as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        raise typer.Exit(1) from error
+    finally:
+        system.close()
+    command = _command(settings)
     settings["model"] = Path(model).name
     settings["target"] = base_url or f"engines in one process, {threads} threads, dtype {dtype}"
-    command = "tandem bench speculate " + " ".join(sys.argv[sys.argv.index("speculate") + 1 :])
-    _write(output, name, command.strip(), settings, measurements, console)
+    _write(output, name, command, settings, measurements, console)
+
+
+def _command(settings: dict[str, Any]) -> str:
+    """With the options that are not the default ones."""
+    defaults = inspect.signature(speculate).parameters
+    parts = ["tandem", "bench", "speculate"]
+    for key, value in settings.items():
+        if value != defaults[key].default:
+            for each in value if isinstance(value, list) else [value]:
+                parts += ["--" + key.replace("_", "-"), str(each)]
+    return shlex.join(parts)
 
 
 def _split(text: str, parse: Callable[[str], T], flag: str) -> list[T]:
@@ -130,26 +148,25 @@ def _server(plan: Plan, base_url: str, api_key: str | None) -> System:
 
 def _measure(plan: Plan, system: System, model: str, console: Console) -> list[Measurement]:
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     from bench.speculate.plan import Case
     from bench.speculate.workload import load_prompts
 
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = {name: load_prompts(name, tokenizer, system.max_prompt_len) for name in plan.workloads}
+    for block in plan.blocks():  # what compiles, and what adapts, does so before anything is measured
+        for case in (Case(block, None), Case(block, plan.num_tokens[-1])):
+            system.run(case, 0, plan.chosen(prompts[block.workload], block.concurrency, -1))
     measurements = []
-    try:
-        for block in plan.blocks():  # what compiles, and what adapts, does so before anything is measured
-            for case in (Case(block, None), Case(block, plan.num_tokens[-1])):
-                system.run(case, 0, plan.chosen(prompts[block.workload], block.concurrency, -1))
-        for number in range(plan.rounds):
-            for block in plan.blocks():
-                chosen = plan.chosen(prompts[block.workload], block.concurrency, number)
-                for case in plan.cases(block, number):
-                    measurement = system.run(case, number, chosen)
-                    console.print(f"round {number}: {measurement}", highlight=False, soft_wrap=True)
-                    measurements.append(measurement)
-    finally:
-        system.close()
+    for number in range(plan.rounds):
+        for block in plan.blocks():
+            chosen = plan.chosen(prompts[block.workload], block.concurrency, number)
+            for case in plan.cases(block, number):
+                measurement = system.run(case, number, chosen)
+                console.print(f"round {number}: {measurement}", highlight=False, soft_wrap=True)
+                measurements.append(measurement)
     return measurements
 
 

@@ -20,7 +20,7 @@ class Server:
     def __init__(
         self, base_url: str, api_key: str | None, methods: Mapping[str, str], output_len: int
     ) -> None:
-        """`methods` by label. Raises RuntimeError when the server does not answer."""
+        """`methods` by label. Raises ValueError when the server does not answer."""
         self._base_url, self._api_key = base_url, api_key
         self._methods = methods
         self._output_len = output_len
@@ -28,7 +28,7 @@ class Server:
         try:
             answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=10).raise_for_status()
         except httpx.HTTPError as error:
-            raise RuntimeError(f"--base-url: {base_url}: {error}") from error
+            raise ValueError(f"--base-url: {base_url}: {error}") from error
         card = answer.json()["data"][0]
         self._model = card["id"]
         self.max_prompt_len = card["max_model_len"] - output_len
