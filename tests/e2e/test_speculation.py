@@ -220,3 +220,16 @@ def test_a_cancelled_stream_leaves_nothing(
                 next(lines)
     serving.wait_empty()
     assert_same(ask(serving, REQUESTS["n"]), expected["n"])
+
+
+def test_a_decode_workers_death_changes_nothing(expected: dict[str, list[dict[str, Any]]]) -> None:
+    """It dies after steps of several tokens each; another one goes on, drafting as the request says."""
+    workers = {"prefill-0": "", "decode-0": "KILL:after:after_step:4", "decode-1": ""}
+    asked = {"num_speculative_tokens": 3}
+    with HttpServing(BUNDLED_MODEL, workers, worker_timeout=1.5, **options("draft_model")) as serving:
+        for name in ("logprobs", "seeded"):
+            assert_same(ask(serving, REQUESTS[name], speculative=asked), expected[name])
+        assert serving.metric("tandem_requests_placed_anew_total") == 1
+        drafts, drafted = (total(serving, name, "draft_model") for name in ("drafts", "draft_tokens"))
+        assert 2 < drafted / drafts <= 3
+        serving.wait_empty()
