@@ -91,7 +91,7 @@ def _row(worker: dict[str, Any]) -> list[str]:
 
 
 def _speculation(worker: dict[str, Any]) -> str:
-    """Of each method that has drafted: the share of drafted tokens that was accepted, and tau."""
+    """The method; of each that has drafted the share of drafted tokens that was accepted, and tau."""
     totals: dict[str, dict[str, float]] = defaultdict(dict)
     for key, value in worker["counters"].items():
         name, labels = parse_counter_name(key)
@@ -103,7 +103,8 @@ def _speculation(worker: dict[str, Any]) -> str:
             accepted = total["accepted_tokens_total"]
             rate, tau = accepted / total["draft_tokens_total"], 1 + accepted / total["drafts_total"]
             told.append(f"{method}: {rate:.0%}, tau {tau:.2f}")
-    return ", ".join(told)
+    deployed = worker["start_up"].get("speculation", "none").partition(" (")[0]
+    return ", ".join(told) or (deployed if deployed != "none" else "")
 
 
 def _transports(worker: dict[str, Any]) -> str:

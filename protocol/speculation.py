@@ -221,10 +221,10 @@ def check_request_speculation(asked: RequestSpeculation | None, deployed: Specul
 
 
 def describe(config: SpeculativeConfig | None) -> str:
-    """The method and the options that differ from their defaults, for start-up's report."""
+    """The method and, in brackets, the options that differ from their defaults; for start-up's report."""
     if config is None:
-        return "off; a request may ask for " + ", ".join(WEIGHTLESS)
+        return f"none (a request may ask for {', '.join(WEIGHTLESS)})"
     defaults = SpeculativeConfig(method=config.method)
     given = {name: getattr(config, name) for name in config.__struct_fields__}
     changed = [f"{name} {value}" for name, value in given.items() if value != getattr(defaults, name)]
-    return ", ".join([config.method, *changed])
+    return f"{config.method} ({', '.join(changed)})" if changed else config.method

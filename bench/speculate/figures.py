@@ -14,7 +14,7 @@ from bench.speculate.plan import Block, Case, NumTokens
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One case. Times in seconds; `speedup` is in output tokens per second, `tpot_ratio` in TPOT.
+    """One case. Times in seconds; `speedup` is in output tokens per second, `decode_speedup` in TPOT.
 
     `acceptance` is accepted / drafted, `tau` 1 + accepted / draft rounds, None where nothing was drafted.
     `per_forward` are a request's tokens per forward after its first, those without a draft included.
@@ -28,7 +28,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float
     ttft: float
     tpot: float
-    tpot_ratio: float
+    decode_speedup: float
     per_forward: float
     acceptance: float | None
     tau: float | None
@@ -62,7 +62,7 @@ def _figure(case: Case, pairs: Sequence[tuple[Measurement, Measurement]], price:
         speedup=statistics.median(each.throughput / base.throughput for each, base in pairs),
         ttft=statistics.median(each.ttft for each in mine),
         tpot=statistics.median(each.tpot for each in mine),
-        tpot_ratio=statistics.median(each.tpot / base.tpot for each, base in pairs),
+        decode_speedup=statistics.median(base.tpot / each.tpot for each, base in pairs),
         per_forward=sum(each.step_tokens for each in mine) / sum(each.steps for each in mine),
         acceptance=accepted / drafted if drafted else None,
         tau=1 + accepted / rounds if rounds else None,

@@ -14,8 +14,8 @@ from bench.speculate.figures import Figure, Verdict
 from bench.speculate.measurement import Measurement
 
 _COLUMNS = (
-    *("concurrency", "method", "K", "tok/s", "speedup", "predicted", "TPOT, ms", "TTFT, ms"),
-    *("tokens/forward", "tau", "accepted", "draft share", "cost", "same tokens"),
+    *("concurrency", "method", "K", "tok/s", "speedup", "predicted", "TPOT, ms", "speedup"),
+    *("TTFT, ms", "tokens/forward", "tau", "accepted", "draft share", "cost", "same tokens"),
 )
 
 
@@ -40,7 +40,7 @@ def as_markdown(
         "## What pays",
         "",
         "| workload | T | method | best K (speedup) at each concurrency | no gain from | auto's worst "
-        "| auto / best fixed | tax of K = 0 |",
+        "| auto / best fixed, worst | tax of K = 0, worst |",
         "|---|--:|---|---|--:|--:|--:|--:|",
         *(_verdict_row(verdict) for verdict in verdicts),
     ]
@@ -74,6 +74,7 @@ def _row(figure: Figure) -> str:
         _number(figure.speedup),
         _number(figure.predicted),
         f"{figure.tpot * 1e3:.2f}",
+        _number(figure.decode_speedup),
         f"{figure.ttft * 1e3:.1f}",
         _number(figure.per_forward),
         _number(figure.tau),

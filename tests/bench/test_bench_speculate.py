@@ -132,7 +132,7 @@ def test_figures_are_medians_and_ratios_within_rounds() -> None:
     assert figure.per_forward == pytest.approx(99 / 39)
     assert figure.predicted == pytest.approx(99 / 39 * (1.0 / 100) / (0.5 / 40))
     assert figure.draft_share == pytest.approx(0.25)
-    assert figure.tpot_ratio == pytest.approx(0.5)
+    assert figure.decode_speedup == pytest.approx(2.0)
     assert figure.same
     other = measured(3, 1.0, token_ids=[8] * 100)
     assert not figures_of([measured(None, 1.0), other], 1.0)[1].same

@@ -24,6 +24,7 @@ WORKER: dict[str, Any] = {
     "transports": {},
     "pairs": [],
     "counters": {"steps_total": 3.0},
+    "start_up": {"speculation": "none (a request may ask for ngram)"},
 }
 HERE = {"peer": "", "transport": "ucx", "refused": "unavailable", "reason": "no nixl"}
 SHM = {"peer": "decode-0", "transport": "shm", "refused": "other_host", "reason": "another host"}
@@ -64,6 +65,11 @@ def test_what_each_method_brings(totals: dict[str, tuple[float, float, float]], 
     row = shown(counters=counters)
     assert told in row
     assert ("tau" in row) == bool(told)
+
+
+@pytest.mark.parametrize("start_up", ["medusa", "medusa (model m)"])
+def test_the_method_before_it_has_drafted(start_up: str) -> None:
+    assert " medusa  " in shown(start_up={"speculation": start_up})
 
 
 def shown(**fields: Any) -> str:

@@ -161,8 +161,9 @@ def test_any_other_model_needs_one_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_differs_from_the_defaults_is_told() -> None:
-    assert describe(parsed(NGRAM)) == "ngram, num_speculative_tokens 4"
-    assert describe(None) == "off; a request may ask for ngram, suffix, lookahead"
+    assert describe(parsed({"method": "ngram"})) == "ngram"
+    assert describe(parsed(NGRAM)) == "ngram (num_speculative_tokens 4)"
+    assert describe(None) == "none (a request may ask for ngram, suffix, lookahead)"
 
 
 # --- requests -------------------------------------------------------------------------------------
