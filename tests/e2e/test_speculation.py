@@ -104,9 +104,8 @@ def assert_same(choices: list[dict[str, Any]], expected: list[dict[str, Any]]) -
         for field in ("token_ids", "text", "reasons", "tokens", "offsets"):
             assert choice[field] == wanted[field], field
         assert choice["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
-        assert [top and sorted(top) for top in choice["tops"]] == [
-            top and sorted(top) for top in wanted["tops"]
-        ]
+        for top, wanted_top in zip(choice["tops"], wanted["tops"], strict=True):
+            assert sorted(top or ()) == sorted(wanted_top or ())
 
 
 @pytest.fixture(scope="module")
