@@ -47,7 +47,7 @@ def speculate(
     workload: Annotated[str, typer.Option(help="comma-separated: completion, edit")] = "completion",
     rounds: Annotated[int, typer.Option(min=1, help="that the medians are of")] = 3,
     requests: Annotated[int, typer.Option(min=1, help="of a case, or as many as its concurrency")] = 8,
-    output_len: Annotated[int, typer.Option(min=2, help="tokens to generate")] = 96,
+    output_len: Annotated[int, typer.Option(min=2, help="tokens to generate")] = 128,
     price: Annotated[float, typer.Option(min=0.0, help="of a worker for an hour")] = 1.0,
     model: Annotated[str, typer.Option(help="folder of the model; of its tokenizer, for a server")] = str(
         BUNDLED_MODEL
@@ -156,7 +156,7 @@ def _measure(plan: Plan, system: System, model: str, console: Console) -> list[M
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = {name: load_prompts(name, tokenizer, system.max_prompt_len) for name in plan.workloads}
-    for block in plan.blocks():  # what compiles, and what adapts, does so before anything is measured
+    for block in plan.warm_up_blocks():
         for case in (Case(block, None), Case(block, plan.num_tokens[-1])):
             system.run(case, 0, plan.chosen(prompts[block.workload], block.concurrency, -1))
     measurements = []

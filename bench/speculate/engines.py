@@ -48,7 +48,7 @@ class Engines:
             number,
             answers,
             draft_s=_draft_seconds(engine) - drafting_before,
-            step_s=statistics.median(step_times) if step_times else None,
+            step_s=statistics.fmean(step_times) if step_times else None,
         )
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Totals over a case's requests; `ttft` and `tpot` are medians over them, in seconds.
 
     `steps` are the forwards that a request's tokens after its first took, summed over the requests.
-    `step_s` is the median step with nothing but decoding at full concurrency, `draft_s` the time spent on
+    `step_s` is the mean step with nothing but decoding at full concurrency, `draft_s` the time spent on
     drafts, None where it cannot be seen. `digest` is that of all tokens.
     """
 

@@ -77,6 +77,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             for drafting in self.draftings
         ]
 
+    def warm_up_blocks(self) -> list[Block]:
+        """Every way to speculate at every concurrency: what compiles, and what adapts, does so unmeasured."""
+        once = msgspec.structs.replace(self, workloads=self.workloads[:1], temperatures=self.temperatures[:1])
+        return once.blocks()
+
     def cases(self, block: Block, number: int) -> list[Case]:
         """The baseline and every K; backwards in every second round, so that a drift cancels out."""
         order = [Case(block, None), *(Case(block, num_tokens) for num_tokens in self.num_tokens)]

@@ -88,6 +88,8 @@ def plan(**changes: Any) -> Plan:
 def test_rounds_are_interleaved_and_every_second_one_runs_backwards() -> None:
     made = plan()
     assert len(made.blocks()) == 4
+    assert len(plan(temperatures=[0.0, 0.7]).blocks()) == 8
+    assert plan(temperatures=[0.0, 0.7]).warm_up_blocks() == made.blocks()
     order = [case.num_tokens for case in made.cases(BLOCK, 0)]
     assert order == [None, 0, 3, "auto"]
     assert [case.num_tokens for case in made.cases(BLOCK, 1)] == order[::-1]
