@@ -206,10 +206,10 @@ def test_usage_and_metrics_agree(serving: HttpServing) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "250"},
         check=True,
     ).stdout
-    assert re.search(rf"{method_of(serving)}: \d+%, tau [1-5]\.\d\d", shown), shown
+    row = rf"decode-0 +│ {method_of(serving)} +│ \d+ +│ \d+% +│ [1-5]\.\d\d "
+    assert re.search(row, shown), shown
     start_up = serving.worker_states()["decode-0"]["start_up"]["speculation"]
     assert start_up.startswith(f"{method_of(serving)} (") and "num_speculative_tokens " in start_up
 
