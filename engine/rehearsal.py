@@ -73,6 +73,5 @@ def _made_up(index: int, num_tokens: int) -> Sequence:
         output_token_ids=[1 + (num_tokens - 1) % _PHRASE],
         cache_salt=_TENANT,
         sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
-        cache_salt="rehearsal",
     )
     return Sequence(request, order=index, stage=Stage.RUNNING)
