@@ -110,8 +110,9 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that lacks is its last token's KV."""
-        return self.stage is Stage.RUNNING and self.num_uncomputed == 1 and bool(self.output_token_ids)
+        """Whether it decodes here, and all that lacks is its last token's KV."""
+        is_next = self.stage is Stage.RUNNING and self.num_uncomputed == 1
+        return is_next and bool(self.output_token_ids) and not self.prefill_only
 
     def append(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)
