@@ -66,12 +66,12 @@ def draft_as_much_as_possible(engine: Engine) -> None:
     assert isinstance(speculator, BatchSpeculator)
     methods = speculator._control._controller.methods
 
-    def choose(decoding: Many[Sequence], requests: Many[Request]) -> None:
-        for request in requests:
+    def plan(decoding: Many[Sequence], requests: Many[Request]) -> None:
+        for sequence, request in zip(decoding, requests, strict=True):
             if request.method is not None:
-                request.chosen = methods[request.method].shape.max_tokens
+                sequence.draft_room = methods[request.method].shape.max_tokens
 
-    speculator._control.choose = choose  # type: ignore[method-assign]
+    speculator._control.plan = plan  # type: ignore[method-assign]
 
 
 def run(engine: Engine, requests: Many[EngineRequest] = ()) -> dict[str, TokenOutput]:
