@@ -21,5 +21,9 @@ def build_drafter(
             from speculation.ngram import NgramDrafter
 
             return NgramDrafter(options)
+        case "medusa":
+            from speculation.medusa.drafter import MedusaDrafter
+
+            return MedusaDrafter(options, loaded)
         case _:
             raise NotImplementedError(method)

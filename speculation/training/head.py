@@ -86,6 +86,14 @@ class TrainableHead(Protocol):
         """
         ...
 
+    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
+        """Training is over: note what serving should know of the heads' accuracy, if anything.
+
+        Arguments as for `draft`; the windows are the target's own greedy continuations of held-out text from
+        `places[0]` on. Called once, before `save`.
+        """
+        ...
+
     def save(self, folder: Path) -> None:
         """Write config.json and the tensors in the published format, in the target's dtype."""
         ...
