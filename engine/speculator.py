@@ -29,8 +29,8 @@ class Draft:
 
     Node i is `token_ids[i]` after node `parents[i]`, an earlier one, or after the sequence's last token (-1);
     siblings differ. Without `parents` it is a chain. Tokens beyond the nodes are `probes`: they are run for
-    what the model says after them, but never accepted; each has a mask of the rows that it sees, where bit 0
-    is the sequence's last token, bit i + 1 is token i, and its own bit is set.
+    what the model says after them, but never accepted; each has a mask of the rows on the path to it, where
+    bit 0 is the sequence's last token, bit i + 1 is token i, and the last bit set is its own.
 
     `distributions` [nodes, vocab_size], float32, has the probabilities that each node was drawn with; None
     says that no chance was involved.
