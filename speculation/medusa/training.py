@@ -40,7 +40,7 @@ class MedusaTraining:
 
     def __init__(self, target: Target, depth: int, num_layers: int, draft_vocab_size: int | None) -> None:
         self.depth = depth
-        self.hidden_layers = (target.num_layers,)
+        self.hidden_layers: tuple[int, ...] = (target.num_layers,)
         self.module: nn.Module = ResidualHeads(depth, num_layers, target.hidden_size).to(target.device)
         self._target = target
         self._token_map: Tensor | None = None

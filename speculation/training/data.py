@@ -89,6 +89,7 @@ class Windows:
         self._seed = seed
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
+        self.batch_tokens = batch * length
         self.steps_per_epoch = (len(stream) - length) // length // batch
         if self.steps_per_epoch < 1:
             raise ConfigError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculation.training.head import Target, TrainableHead
+from speculation.training.head import Calibrated, Target, TrainableHead
 from speculation.training.trainer import hidden_states
 
 _WINDOWS_AT_ONCE = 16
@@ -45,7 +45,7 @@ def continue_greedily(target: Target, prompts: Tensor, num_tokens: int) -> Conti
 def acceptance(head: TrainableHead, target: Target, held_out: Continuations) -> list[float]:
     """For each position of a greedy chain, how often it and all before it are what the target says.
 
-    `calibrate`s the head with the same windows.
+    The same windows calibrate the head.
     """
     length = held_out.token_ids.shape[1]
     first, last = held_out.prompt_length - 1, length - 2 - head.depth
@@ -58,5 +58,6 @@ def acceptance(head: TrainableHead, target: Target, held_out: Continuations) -> 
         drafted = head.draft(token_ids, hidden, places)
         agreed.append((drafted == token_ids[:, ahead]).cumprod(dim=-1))
         everything.append(hidden)
-    head.calibrate(held_out.token_ids, torch.cat(everything), places)
+    if isinstance(head, Calibrated):
+        head.calibrate(held_out.token_ids, torch.cat(everything), places)
     return torch.cat(agreed).float().mean(dim=(0, 1)).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -103,16 +103,19 @@ class TrainableHead(Protocol):
         """
         ...
 
-    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """Training is over: note what serving should know of the heads' accuracy, if anything.
-
-        Arguments as for `draft`; the windows are the target's own greedy continuations of held-out text from
-        `places[0]` on. Called once, before `save`.
-        """
-        ...
-
     def save(self, folder: Path) -> None:
         """Write config.json and the tensors in the published format, in the target's dtype."""
+        ...
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """Heads that note for serving how good they are."""
+
+    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
+        """Arguments as for `TrainableHead.draft`, after the training and before `save`. The windows go on
+        from `places[0] + 1` with what the target itself says after held-out text.
+        """
         ...
 
 

@@ -24,11 +24,10 @@ _CLIP_NORM = 1.0
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a run is: `loss` of the last step, seconds and tokens since the process began with it."""
+class Step:
+    """One that is over. `tokens` and `seconds` count from the first that this process made."""
 
-    step: int
-    steps: int
+    number: int
     loss: float
     tokens: int
     seconds: float
@@ -79,7 +78,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self._parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
         self.first_step = self._resume() if checkpoint.exists() else 0
 
-    def run(self, report: Callable[[Progress], None], until: int | None = None) -> None:
+    def run(self, report: Callable[[Step], None], until: int | None = None) -> None:
         """Train to the schedule's end or to step `until`; then, and every so often, write a checkpoint."""
         started = saved = time.monotonic()
         end = self._schedule.steps if until is None else until
@@ -88,7 +87,7 @@ class Trainer:
             loss = self._step(step)
             now = time.monotonic()
             tokens = (step + 1 - self.first_step) * self._schedule.batch_tokens
-            report(Progress(step + 1, self._schedule.steps, loss, tokens, now - started))
+            report(Step(step + 1, loss, tokens, now - started))
             if step + 1 == end or now - saved > self._save_every_s:
                 self._save(step + 1)
                 saved = now
@@ -137,10 +136,11 @@ class Trainer:
 
     def _check_same(self, before: dict[str, Any]) -> None:
         for name, now in dataclasses.asdict(self._schedule).items():
-            if before.get(name) != now:
+            then = before.get(name)
+            if then != now:
                 raise ConfigError(
-                    f"--output: {self._checkpoint} is of a run with {name}={before.get(name)!r}, not {now!r}: "
-                    "give the same options to resume it, or another --output"
+                    f"--output: {self._checkpoint} is of a run with {name} {then!r}, this has {now!r}: give "
+                    "the same options to resume it, or another --output"
                 )
 
 
