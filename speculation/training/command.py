@@ -59,6 +59,7 @@ def train(options: TrainOptions, console: Console) -> list[float]:
         raise ConfigError(f"--output: {options.output} has finished heads already; choose another folder")
     tokenizer = _load(AutoTokenizer, options.model)
     stream, held_out = _streams(options, tokenizer)
+    prompts = _prompts(held_out, options)
     target = _target(options, stream)
     head = builder(options.method)(target, options.head)
     windows = Windows(stream, options.length, max(1, options.batch_tokens // options.length), options.seed)
@@ -73,9 +74,9 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     if trainer.first_step:
         console.print(f"going on from step {trainer.first_step} of {checkpoint}")
     _run(trainer, schedule, console)
-    rates = _measure(head, target, held_out, options)
+    rates = acceptance(head, target, continue_greedily(target, prompts, CONTINUED_TOKENS))
     head.save(options.output)
-    card.write(options.output, options.method, schedule, rates, parameters, options.held_out_windows)
+    card.write(options.output, options.method, schedule, rates, parameters, len(prompts))
     checkpoint.unlink()
     console.print(_table(rates))
     console.print(f"saved in {options.output}")
@@ -140,16 +141,15 @@ def _run(trainer: Trainer, schedule: Schedule, console: Console) -> None:
         trainer.run(report)
 
 
-def _measure(head: TrainableHead, target: Target, held_out: Tensor, options: TrainOptions) -> list[float]:
-    """On prompts evenly spread over the held-out tokens."""
+def _prompts(held_out: Tensor, options: TrainOptions) -> Tensor:
+    """Windows spread evenly over the held-out tokens, with room for a continuation: int64 [n, length]."""
     windows = held_out[: len(held_out) // options.length * options.length].view(-1, options.length)
     if not len(windows):
         raise ConfigError(
-            f"--length: {options.length} exceeds the {len(held_out)} held-out tokens; give more text, or less"
+            f"--length: {options.length} exceeds the {len(held_out)} tokens held out; give more text, or less"
         )
     chosen = torch.linspace(0, len(windows) - 1, min(options.held_out_windows, len(windows))).long()
-    prompts = windows[chosen, : max(1, options.length - CONTINUED_TOKENS)].long()
-    return acceptance(head, target, continue_greedily(target, prompts, CONTINUED_TOKENS))
+    return windows[chosen, : max(1, options.length - CONTINUED_TOKENS)].long()
 
 
 def _table(rates: list[float]) -> Table:
