@@ -57,8 +57,8 @@ def choose_tree(acceptance: Many[Many[float]], num_nodes: int) -> StaticTree:
 
 def assumed_acceptance(num_heads: int) -> list[list[float]]:
     """Each further rank is right in a third of the cases that are left: [heads][ranks]."""
-    firsts = [_ASSUMED_FIRST[min(head, len(_ASSUMED_FIRST) - 1)] for head in range(num_heads)]
-    return [
-        [first] + [(1 - first) / 3 * (2 / 3) ** rank for rank in range(_ASSUMED_RANKS - 1)]
-        for first in firsts
-    ]
+    table = []
+    for head in range(num_heads):
+        first = _ASSUMED_FIRST[min(head, len(_ASSUMED_FIRST) - 1)]
+        table.append([first, *((1 - first) / 3 * (2 / 3) ** rank for rank in range(_ASSUMED_RANKS - 1))])
+    return table

@@ -19,7 +19,7 @@ from protocol.errors import ConfigError
 from speculation.training import card
 from speculation.training.data import Windows, encode, read_texts
 from speculation.training.evaluation import acceptance, continue_greedily
-from speculation.training.head import HeadOptions, Target, TrainableHead
+from speculation.training.head import HeadOptions, Target
 from speculation.training.methods import TrainableMethod, builder
 from speculation.training.trainer import Schedule, Step, Trainer
 
