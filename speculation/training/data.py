@@ -50,7 +50,7 @@ def _file_texts(path: Path, option: str) -> Iterator[str]:
     if path.suffix != ".jsonl":
         yield content
         return
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
             yield _text_of(line, f"{option}: {path}, line {number}")
 
