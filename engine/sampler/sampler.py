@@ -8,13 +8,13 @@ the lowest token id wins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from engine.sampler import ranking
 from engine.sampler.batch import BatchParams
 from engine.sampler.edits import apply_edits
 from engine.sampler.filters import survivors
@@ -25,6 +25,8 @@ from engine.sampler.penalties import Penalties
 from engine.sampler.race import challengers
 from engine.sampler.rows import SamplingRow
 from protocol.messages import TokenLogprobs
+
+LIKELY = 1e-4
 
 
 @dataclass(slots=True, eq=False)
@@ -65,12 +67,14 @@ class Sampler:
     def rank(self, logits: Tensor, rows: Sequence[SamplingRow], count: int) -> Tensor:
         """The `count` likeliest choices of each row, best first: int64 [n, count], distinct in a row.
 
-        It is for drafting. With noise only each row's `ranking.LOOKED_AT` likeliest tokens are looked at.
+        It is for drafting: tokens that are less than `LIKELY` times as probable as the row's best one are not
+        looked at, though noise may lift them.
         """
         batch = self._batch_for(rows)
         values, _ = self._process(logits, rows, batch)
         if not batch.all_greedy:
-            return ranking.rank(values, _keys(rows, batch), batch, count)
+            likely = torch.full((1, 1), math.log(LIKELY), device=values.device)
+            values = _add_noise(values, _keys(rows, batch), batch, *survivors(values, batch, likely))
         return argmax_rows(values).unsqueeze(1) if count == 1 else values.topk(count).indices
 
     def _process(
@@ -111,14 +115,20 @@ class Sampler:
 def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
     """Tokens [n] from log-probabilities with each row's maximum at 0. Overwrites `values`."""
     keys = _keys(rows, batch)
-    candidate_rows, token_ids = _candidates(values, keys, batch)
+    return argmax_rows(_add_noise(values, keys, batch, *_candidates(values, keys, batch)))
+
+
+def _add_noise(
+    values: Tensor, keys: Tensor, batch: BatchParams, candidate_rows: Tensor, token_ids: Tensor
+) -> Tensor:
+    """`values` with noise at the candidates, -inf elsewhere. Overwrites them."""
     noise = gumbel_noise(keys[candidate_rows], token_ids)
     if batch.greedy_rows:
         noise *= batch.noise_scale[candidate_rows]
     scores = values[candidate_rows, token_ids] + noise
     values.fill_(-torch.inf)
     values[candidate_rows, token_ids] = scores
-    return argmax_rows(values)
+    return values
 
 
 def _keys(rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.sampler import gumbel_noise, ranking, stream_keys
+from engine.sampler import gumbel_noise, sampler, stream_keys
 from protocol.handoff import REBUILD
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
 from tests.speculation.medusa_engine import Watch, ask, drafter_of, final_hidden, make_engine, run, tokens
@@ -127,7 +127,7 @@ def test_sampled_drafts_use_the_noise_of_their_places(
     plain_heads: PlainHeads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranking, "LOOKED_AT", VOCAB_SIZE)
+    monkeypatch.setattr(sampler, "LIKELY", 1e-30)
     engine = make_engine(target, heads, num_speculative_tokens=4)
     watch = Watch(engine)
     engine.add(ask("r", prompt_of(20), 12, **SAMPLED))
@@ -148,7 +148,7 @@ def test_a_tree_has_the_ranks_of_the_static_one(
     sampling: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranking, "LOOKED_AT", VOCAB_SIZE)
+    monkeypatch.setattr(sampler, "LIKELY", 1e-30)
     engine = make_engine(target, heads, num_speculative_tokens=20, tree=True, tree_nodes=12)
     watch = Watch(engine)
     engine.add(ask("r", prompt_of(20), 20, **sampling))
