@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend, AttentionMetadata
-from engine.forward import Forward, ForwardOutput
+from engine.forward import ForwardOutput, RowsForward
 
 WARM_UP_ROWS = 64
 """Unlike the number of logit rows, or torch.compile would take the two sizes for one."""
@@ -41,7 +41,7 @@ class Runner:
     """Runs a model over blocks of `block_size` tokens in the pool that `backend` was made for."""
 
     def __init__(
-        self, forward: Forward, backend: AttentionBackend, block_size: int, device: torch.device
+        self, forward: RowsForward, backend: AttentionBackend, block_size: int, device: torch.device
     ) -> None:
         self._forward = forward
         self._backend = backend

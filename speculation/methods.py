@@ -21,5 +21,9 @@ def build_drafter(
             from speculation.ngram import NgramDrafter
 
             return NgramDrafter(options)
+        case "eagle":
+            from speculation.eagle.drafter import EagleDrafter
+
+            return EagleDrafter(options, config, loaded)
         case _:
             raise NotImplementedError(method)

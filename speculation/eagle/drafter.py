@@ -1,0 +1,234 @@
+"""Drafting with EAGLE heads: the target's hidden states come in with each step, drafts go out of one layer.
+
+A place is drafted from the pair of its token and the hidden state before it. The pairs of committed tokens
+have the target's hidden states, which `observe` brings; only the drafted places behind them run on the head's
+own, and their KV is overwritten as soon as the target's are there (keeping it costs a tenth of the accepted
+length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.attention.select import select_backend
+from engine.kv_pool import DRAFT, KVPool, KVShape
+from engine.linear.packed import kernel_fault, pack_linears
+from engine.loader import LoadedModel
+from engine.runner import Runner, SequenceRows
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.config import ServeConfig
+from protocol.speculation import SpeculativeConfig
+from speculation.drafter import Computed
+from speculation.eagle.paged import KVWriter, PagedForward, PagedHead
+from speculation.eagle.weights import load_head
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What is known of a request: draft KV of the places from `first` up to, not including, `written`, and
+    `features` [n, feature_size] of the tokens before each of the next n places, in pieces.
+    """
+
+    first: int
+    written: int
+    features: list[Tensor] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The first place whose pair is not known."""
+        return self.written + sum(map(len, self.features))
+
+
+class EagleDrafter:
+    """Implements `speculation.drafter.Drafter`."""
+
+    def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
+        assert options.model is not None
+        self._config = config
+        self._loaded = load_head(options.model, target)
+        shape = self._loaded.head.shape
+        self.segment: KVShape | None = KVShape(1, shape.num_kv_heads, shape.head_dim, target.dtype)
+        self.hidden_layers: tuple[int, ...] = shape.captured
+        self._known: dict[str, Known] = {}
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        device, dtype = loaded.device, loaded.dtype
+        head = self._build(loaded)
+        packed = kernel_fault(device, dtype) is None
+        if packed:
+            pack_linears(head)
+        requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
+        backend, _ = select_backend(device, dtype, requested)
+        segment = pool.segment(DRAFT)
+        self._head = head
+        self._forward = PagedForward(head, device, self._config.compile, packed)
+        self._runner = Runner(self._forward, backend(segment), pool.block_size, device)
+        self._writer = KVWriter(head, segment)
+        self._sampler = Sampler(loaded.vocab_size, device, [])
+        self._vocab_size = loaded.vocab_size
+        self._block_size = pool.block_size
+        self._device = device
+        self._no_feature = torch.zeros((1, head.head.shape.feature_size), dtype=dtype, device=device)
+
+    def _build(self, loaded: LoadedModel) -> PagedHead:
+        """With the target's embedding and LM head where the file has none of its own."""
+        own = self._loaded
+        embed_tokens = loaded.model.get_input_embeddings()
+        if own.embedding is not None:
+            embed_tokens = nn.Embedding.from_pretrained(own.embedding)
+        if own.lm_head is None:
+            return PagedHead(own.head, embed_tokens, loaded.model.get_output_embeddings())
+        lm_head = nn.Linear(*reversed(own.lm_head.shape), bias=False, device="meta")
+        lm_head.weight = nn.Parameter(own.lm_head, requires_grad=False)
+        return PagedHead(own.head, embed_tokens, lm_head)
+
+    def warm_up(self) -> None:
+        if self._forward.compiled:
+            self._runner.warm_up()
+
+    @torch.inference_mode()
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        drafted: list[list[int]] = [[] for _ in sequences]
+        active = list(range(len(sequences)))
+        batch, hidden = self._committed_rows(sequences)
+        while True:
+            logits, hidden = self._run(batch, hidden)
+            rows = [sequences[i].sampling_row(drafted[i]) for i in active]
+            tokens = self._sampler.sample(logits, rows).token_ids
+            for index, token in zip(active, tokens, strict=True):
+                drafted[index].append(token)
+            going_on = [row for row, i in enumerate(active) if len(drafted[i]) < counts[i]]
+            if not going_on:
+                return [Draft(tokens) for tokens in drafted]
+            if len(going_on) < len(active):
+                active, hidden = [active[row] for row in going_on], hidden[going_on]
+            batch = [self._drafted_row(sequences[i], drafted[i]) for i in active]
+
+    def _committed_rows(self, sequences: Many[Sequence]) -> tuple[list[SequenceRows], Tensor]:
+        """The rows that draft the first token, from committed ones alone, and their hidden states."""
+        batch: list[SequenceRows] = []
+        features: list[Tensor] = []
+        for sequence in sequences:
+            assert sequence.table is not None
+            known = self._up_to(sequence.request_id, len(sequence.token_ids))
+            token_ids = sequence.token_ids[known.written :]
+            batch.append(SequenceRows(token_ids, known.written, sequence.table.block_ids, None, known.first))
+            features += known.features
+            known.features = []
+            known.written = len(sequence.token_ids)
+        return batch, self._head.head.combine(torch.cat(features))
+
+    def _drafted_row(self, sequence: Sequence, drafted: list[int]) -> SequenceRows:
+        assert sequence.table is not None
+        place = len(sequence.token_ids) + len(drafted) - 1
+        first = self._known[sequence.request_id].first
+        return SequenceRows(drafted[-1:], place, sequence.table.block_ids, None, first)
+
+    def _run(self, batch: list[SequenceRows], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """After the last row of each sequence: logits [sequences, vocab_size], and hidden states."""
+        self._forward.hidden = hidden
+        ends, row = [], 0
+        for rows in batch:
+            row += len(rows.token_ids)
+            ends.append(row - 1)
+        logits, fed_back = self._runner.run(batch, ends)
+        assert fed_back is not None
+        draft_ids = self._loaded.draft_ids
+        if draft_ids is None:
+            return logits[:, : self._vocab_size], fed_back
+        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        whole[:, draft_ids] = logits
+        return whole, fed_back
+
+    @torch.inference_mode()
+    def observe(self, computed: Many[Computed]) -> None:
+        due: list[tuple[Sequence, Known]] = []
+        for each in computed:
+            assert each.hidden is not None
+            sequence, end = each.sequence, each.start + each.num_tokens
+            known = self._up_to(sequence.request_id, each.start + 1, recomputed=True)
+            known.features.append(each.hidden)
+            # Blocks that the engine may share, or hand over, have their draft KV.
+            in_prompt = each.start < len(sequence.prompt_token_ids)
+            if known.written < end and (
+                in_prompt or known.written < end // self._block_size * self._block_size
+            ):
+                due.append((sequence, known))
+        if due:
+            self._write(due)
+
+    def _write(self, due: Iterable[tuple[Sequence, Known]]) -> None:
+        """Write the KV of all known pairs but the newest, whose place may have no block yet."""
+        token_ids: list[int] = []
+        places: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        features: list[Tensor] = []
+        for sequence, known in due:
+            assert sequence.table is not None
+            start, end = known.written, known.end - 1
+            span = np.arange(start, end)
+            blocks = np.array(sequence.table.block_ids, np.int64)
+            token_ids += sequence.token_ids[start:end]
+            places.append(span)
+            slots.append(blocks[span // self._block_size] * self._block_size + span % self._block_size)
+            together = torch.cat(known.features)
+            features.append(together[:-1])
+            # A copy, not a view: else the hidden states of a whole chunk would be kept for its last row.
+            known.written, known.features = end, [together[-1:].clone()]
+        self._writer.write(
+            self._tensor(np.array(token_ids, np.int64)),
+            self._tensor(np.concatenate(places)),
+            self._tensor(np.concatenate(slots)),
+            torch.cat(features),
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _up_to(self, request_id: str, end: int, *, recomputed: bool = False) -> Known:
+        """What is known of a request, if that ends at place `end`. Otherwise it comes from the prefix cache,
+        or from far behind (preempted): the places before have their KV, but the hidden state before the last
+        of them is gone, and zeros stand in for it.
+        """
+        known = self._known.get(request_id)
+        if known is None or known.end != end:
+            known = self._known[request_id] = self._from_cache(end - 1, recomputed)
+        return known
+
+    def _from_cache(self, place: int, recomputed: bool) -> Known:
+        if place == 0:
+            return Known(first=1, written=1)
+        if recomputed and place % self._block_size:
+            return Known(first=1, written=place + 1)  # the block was copied, this place with it
+        return Known(first=1, written=place, features=[self._no_feature])
+
+    def feature(self, request_id: str) -> Tensor | None:
+        """To hand a request over after a step: the target's captured hidden states [feature_size] of its
+        newest computed token, without which its next draft would be a guess. With it goes the draft KV of all
+        computed tokens, which lies in their blocks by then if the request came no further than its prompt.
+        None: not known.
+        """
+        known = self._known.get(request_id)
+        return known.features[-1][-1] if known is not None and known.features else None
+
+    def restore(self, sequence: Sequence, feature: Tensor | None) -> None:
+        """Take over a request whose last token alone lacks its KV, with what `feature` gave where it comes
+        from. None says that its draft KV did not come along: drafting starts anew from its last token.
+        """
+        place = len(sequence.token_ids) - 1
+        if feature is None:
+            self._known[sequence.request_id] = Known(max(1, place), place, [self._no_feature])
+            return
+        feature = feature.to(self._no_feature).view_as(self._no_feature)
+        self._known[sequence.request_id] = Known(1, place, [feature])
+
+    def forget(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
