@@ -25,5 +25,9 @@ def build_drafter(
             from speculation.eagle.drafter import EagleDrafter
 
             return EagleDrafter(options, config, loaded)
+        case "medusa":
+            from speculation.medusa.drafter import MedusaDrafter
+
+            return MedusaDrafter(options, loaded)
         case _:
             raise NotImplementedError(method)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.sampler import ranking
 from engine.sampler.batch import BatchParams
 from engine.sampler.edits import apply_edits
 from engine.sampler.filters import survivors
@@ -51,6 +52,34 @@ class Sampler:
         if not rows:
             return SampleOutput([], [])
         batch = self._batch_for(rows)
+        values, usable = self._process(logits, rows, batch)
+        failed_rows = [] if usable.all() else (~usable).nonzero()[:, 0].tolist()
+        if batch.all_greedy:
+            chosen = argmax_rows(values)
+        else:
+            values[failed_rows] = 0.0
+            chosen = _draw(values, rows, batch)
+        token_ids = chosen.tolist()
+        return SampleOutput(token_ids, _logprobs(logits, token_ids, batch), failed_rows)
+
+    def rank(self, logits: Tensor, rows: Sequence[SamplingRow], count: int) -> Tensor:
+        """The `count` likeliest choices of each row, best first: int64 [n, count], distinct in a row.
+
+        It is for drafting. With noise only each row's `ranking.LOOKED_AT` likeliest tokens are looked at.
+        """
+        batch = self._batch_for(rows)
+        values, _ = self._process(logits, rows, batch)
+        if not batch.all_greedy:
+            return ranking.rank(values, _keys(rows, batch), batch, count)
+        return argmax_rows(values).unsqueeze(1) if count == 1 else values.topk(count).indices
+
+    def _process(
+        self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams
+    ) -> tuple[Tensor, Tensor]:
+        """Float32 values [n, vocab] after all but filters and noise, and which rows have a finite one [n, 1].
+
+        Unless all rows are greedy their greatest value is 0.
+        """
         if batch.edits_logits or not batch.all_greedy:
             values = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
         else:
@@ -60,16 +89,9 @@ class Sampler:
             if batch.penalty_rows:
                 self._penalties.apply(values, rows, batch)
         best = values.amax(dim=1, keepdim=True)
-        usable = best.isfinite()
-        failed_rows = [] if usable.all() else (~usable).nonzero()[:, 0].tolist()
-        if batch.all_greedy:
-            chosen = argmax_rows(values)
-        else:
+        if not batch.all_greedy:
             values.sub_(best).div_(batch.temperature)
-            values[failed_rows] = 0.0
-            chosen = _draw(values, rows, batch)
-        token_ids = chosen.tolist()
-        return SampleOutput(token_ids, _logprobs(logits, token_ids, batch), failed_rows)
+        return values, best.isfinite()
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens: row i of `logits` predicts `next_token_ids[i]`."""
@@ -88,8 +110,7 @@ class Sampler:
 
 def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
     """Tokens [n] from log-probabilities with each row's maximum at 0. Overwrites `values`."""
-    positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=values.device)
-    keys = stream_keys(batch.seeds, positions)
+    keys = _keys(rows, batch)
     candidate_rows, token_ids = _candidates(values, keys, batch)
     noise = gumbel_noise(keys[candidate_rows], token_ids)
     if batch.greedy_rows:
@@ -98,6 +119,11 @@ def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Te
     values.fill_(-torch.inf)
     values[candidate_rows, token_ids] = scores
     return argmax_rows(values)
+
+
+def _keys(rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
+    positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=batch.device)
+    return stream_keys(batch.seeds, positions)
 
 
 def _candidates(values: Tensor, keys: Tensor, batch: BatchParams) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,118 @@
+"""Drafting with Medusa heads: one small product for all tokens of all requests, no forward of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from engine.kv_pool import KVPool, KVShape
+from engine.loader import LoadedModel
+from engine.sampler import Sampler
+from engine.sampler.rows import SamplingRow
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.speculation import SpeculativeConfig
+from speculation.drafter import Computed
+from speculation.medusa.heads import MedusaHeads
+from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
+from speculation.medusa.weights import read_heads
+
+
+class MedusaDrafter:
+    """Head i proposes the i-th token after the sequence's last one, which has not been run yet: what the
+    heads read is the target's final hidden state of the token before.
+
+    A draft is the chain of the heads' best tokens, or with `tree` the nodes of a static tree. The heads do
+    not see each other's tokens. What they propose is ranked with the noise that the target will draw with.
+    """
+
+    segment: KVShape | None = None
+
+    def __init__(self, options: SpeculativeConfig, target: LoadedModel) -> None:
+        assert options.model is not None
+        hidden_size = target.model.config.get_text_config(decoder=True).hidden_size
+        weights = read_heads(options.model, hidden_size, target.vocab_size)
+        self.hidden_layers: tuple[int, ...] = (target.kv_shape.num_layers,)
+        self._device, self._dtype = target.device, target.dtype
+        self._heads = MedusaHeads(weights, target)
+        self._tree: StaticTree | None = None
+        if options.tree:
+            acceptance = weights.rank_acceptance or assumed_acceptance(weights.num_heads)
+            self._tree = choose_tree(acceptance, options.tree_nodes)
+        self._features: dict[str, tuple[int, Tensor]] = {}
+        """By request: the newest hidden state [hidden_size], and its token's place."""
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
+
+    def warm_up(self) -> None:
+        pass
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        drafts: list[Draft | None] = [None] * len(sequences)
+        known = [i for i, sequence in enumerate(sequences) if counts[i] > 0 and self._is_fresh(sequence)]
+        if known:
+            depth = self._depth(max(counts[i] for i in known))
+            candidates = self._candidates([sequences[i] for i in known], depth)
+            for i, ranked in zip(known, candidates, strict=True):
+                drafts[i] = self._draft(ranked, counts[i])
+        return drafts
+
+    def _is_fresh(self, sequence: Sequence) -> bool:
+        """Whether the hidden state of the last token but one is there."""
+        known = self._features.get(sequence.request_id)
+        return known is not None and known[0] == len(sequence.token_ids) - 2
+
+    def _depth(self, room: int) -> int:
+        """Heads that a draft of at most `room` tokens reads."""
+        if self._tree is None:
+            return min(room, self._heads.num_heads)
+        return max(self._tree.depths[:room]) + 1
+
+    def _candidates(self, sequences: list[Sequence], depth: int) -> list[list[list[int]]]:
+        """For each sequence and head, the head's tokens, best first."""
+        num_ranks = 1 if self._tree is None else self._tree.num_ranks
+        with torch.inference_mode():
+            features = torch.stack([self._features[sequence.request_id][1] for sequence in sequences])
+            logits = self._heads.logits(features, depth).flatten(0, 1)
+            rows = [
+                SamplingRow(s.params, s.prompt_token_ids, s.output_token_ids, s.position + head, s.request_id)
+                for s in sequences
+                for head in range(depth)
+            ]
+            ranked = self._sampler.rank(logits, rows, num_ranks)
+        return ranked.unflatten(0, (len(sequences), depth)).tolist()
+
+    def _draft(self, ranked: list[list[int]], room: int) -> Draft:
+        if self._tree is None:
+            return Draft([tokens[0] for tokens in ranked[:room]])
+        tree = self._tree
+        nodes = zip(tree.depths[:room], tree.ranks[:room], strict=True)
+        return Draft([ranked[depth][rank] for depth, rank in nodes], tree.parents[:room])
+
+    def observe(self, computed: Many[Computed]) -> None:
+        for each in computed:
+            assert each.hidden is not None
+            # A copy: the row would keep the hidden states of the whole step alive.
+            newest = each.start + each.num_tokens - 1, each.hidden[-1].clone()
+            self._features[each.sequence.request_id] = newest
+
+    def forget(self, request_id: str) -> None:
+        self._features.pop(request_id, None)
+        self._sampler.forget(request_id)
+
+    def feature(self, request_id: str) -> Tensor | None:
+        """What a hand-off carries: the newest hidden state [hidden_size], in the target's dtype, on its
+        device. After a prompt it is the last prompt token's. None if the request is unknown.
+        """
+        known = self._features.get(request_id)
+        return None if known is None else known[1]
+
+    def restore(self, sequence: Sequence, feature: Tensor) -> None:
+        """`feature` came with a hand-off: the sequence's last token has not been run, the one before has
+        this hidden state. Without it the first step after a hand-off drafts nothing.
+        """
+        place = len(sequence.token_ids) - 2
+        self._features[sequence.request_id] = place, feature.to(self._device, self._dtype)

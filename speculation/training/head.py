@@ -1,0 +1,105 @@
+"""The contract between the training harness and a method whose heads it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that heads are trained for: frozen, in eval mode, its attention Transformers' own.
+
+    `token_counts` [vocab_size], int64, says how often each token occurs in the training data. `layers` are
+    the decoder layers, `hidden_states[layers]` in Transformers' numbering is the last one, after the final
+    norm; the model's `get_output_embeddings()` makes its logits from that.
+    """
+
+    name: str
+    model: PreTrainedModel
+    token_counts: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What a user may choose of the heads' shape; None leaves it to the method.
+
+    `depth`: how many tokens ahead they are trained to draft. `num_layers`: of each head.
+    `draft_vocab_size`: only so many of the most frequent tokens can be drafted.
+    """
+
+    depth: int | None = None
+    num_layers: int | None = None
+    draft_vocab_size: int | None = None
+
+
+class TrainableHead(Protocol):
+    """Heads in training. The harness owns the optimizer, the data and the checkpoints.
+
+    `module` holds, as float32 parameters on the target's device, exactly what is learned: its `state_dict`
+    is a checkpoint of the training. Buffers that follow from the target should not be persistent.
+    `hidden_layers` are those that `loss` and `draft` are given, in Transformers' numbering; they may be more
+    than serving needs (the last one, for the target's own logits).
+    """
+
+    module: nn.Module
+    hidden_layers: tuple[int, ...]
+    depth: int
+
+    def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """A scalar to minimize. `token_ids` [windows, length], int64; `hidden` [windows, length, captured
+        layers * hidden_size], in the target's dtype: those after each token.
+        """
+        ...
+
+    def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
+        """The chains that would be drafted greedily: int64 [windows, len(places), depth].
+
+        At place p, tokens to place p + 1 are committed and hidden states to place p are there, so that
+        entry i is for place p + 2 + i; what comes later in a window must not be looked at. Called without
+        gradients; `places` ascend and are below length - 1.
+        """
+        ...
+
+    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
+        """Training is over: note what serving should know of the heads' accuracy, if anything.
+
+        Arguments as for `draft`; the windows are the target's own greedy continuations of held-out text from
+        `places[0]` on. Called once, before `save`.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write config.json and the tensors in the published format, in the target's dtype."""
+        ...
+
+
+class BuildHead(Protocol):
+    """A method: makes untrained heads for a target. Raises `ConfigError` that names the option."""
+
+    def __call__(self, target: Target, options: HeadOptions) -> TrainableHead: ...
