@@ -62,13 +62,15 @@ class Head(nn.Module):
         super().__init__()
         self.shape = shape
         size, eps = shape.hidden_size, shape.rms_norm_eps
+        self.fc: nn.Linear | None = None
         if shape.is_eagle3:
             per_layer = shape.feature_size // len(shape.captured)
             self.input_norm = LlamaRMSNorm(shape.feature_size, eps) if shape.norm_before_fc else None
             self.fc_norm = (
                 nn.ModuleList(LlamaRMSNorm(per_layer, eps) for _ in shape.captured) if shape.fc_norm else None
             )
-            self.fc = _linear(shape, "fc", shape.feature_size, size) if shape.mixes else None
+            if shape.mixes:
+                self.fc = _linear(shape, "fc", shape.feature_size, size)
             self.norm = LlamaRMSNorm(size, eps)
         else:
             self.fc = _linear(shape, "fc", size + shape.feature_size, size)
@@ -97,6 +99,7 @@ class Head(nn.Module):
     def enter(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What attention takes, and the residual stream [..., hidden_size]."""
         if not self.shape.is_eagle3:
+            assert self.fc is not None
             joined = self.fc(torch.cat([embeddings, hidden], dim=-1))
             return joined, joined
         normed = self.midlayer.hidden_norm(hidden)

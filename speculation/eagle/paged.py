@@ -59,6 +59,7 @@ class PagedForward(RowsForward):
         """`hidden` of the output has the rows of the logits, and no others."""
         hidden = pad(self.hidden, (0, 0, 0, len(token_ids) - len(self.hidden)))
         logits, fed_back = self._run(token_ids, positions, hidden, self._index(logit_rows))
+        assert fed_back is not None
         count = len(logit_rows)
         return ForwardOutput(logits[:count], fed_back[:count])
 
