@@ -289,8 +289,13 @@ class DecodeLoop(WorkerLoop):
         assert reservation.manifest is not None
         request_id = reservation.request_id
         del self._reservations[request_id]
-        first_token = reservation.manifest.first_token
-        self.engine.activate(request_id, first_token, shareable=reservation.came_as_expected)
+        manifest = reservation.manifest
+        self.engine.activate(
+            request_id,
+            manifest.first_token,
+            shareable=reservation.came_as_expected,
+            draft=manifest.draft,
+        )
         self.computing.add(request_id)
         self._taken_over[request_id] = reservation.lease_id
         self._unstepped[request_id] = reservation

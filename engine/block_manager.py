@@ -67,6 +67,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._lower = lower
         self._references = [0] * num_blocks
+        self._drafted = [False] * num_blocks
         self._identity_of: list[BlockIdentity | None] = [None] * num_blocks
         self._block_of: dict[BlockIdentity, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -182,6 +183,18 @@ class BlockManager:
             start = index * self.block_size
             self._share(table, child_identity(parent, token_ids[start : start + self.block_size]))
 
+    def mark_drafted(self, table: BlockTable, num_places: int) -> None:
+        """The first `num_places` places of the table's blocks hold draft KV too."""
+        for block in reversed(table.block_ids[: num_places // self.block_size]):
+            if self._drafted[block]:
+                break
+            self._drafted[block] = True
+
+    def num_drafted(self, table: BlockTable) -> int:
+        """Leading places of the table's blocks that hold draft KV, as far as is known."""
+        full = itertools.takewhile(self._drafted.__getitem__, table.block_ids)
+        return sum(1 for _ in full) * self.block_size
+
     def free(self, table: BlockTable) -> None:
         """Drop all of the table's references and empty it. Safe to repeat.
 
@@ -242,6 +255,7 @@ class BlockManager:
         taken.extend(block for _, block in evicted)
         for block in taken:
             self._references[block] = 1
+            self._drafted[block] = False
         return sorted(taken)
 
     def _evict(self) -> Evicted:

@@ -30,6 +30,7 @@ from engine.speculator import Outcome, Speculator, Verdict
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
+from protocol.handoff import REBUILD, DraftState
 from protocol.messages import (
     EngineRequest,
     ErrorKind,
@@ -134,7 +135,7 @@ class Engine:
         loaded_s = time.monotonic() - started
         warm_up_s = self._runner.warm_up() if forward.compiled else 0.0
         if self._speculator is not None:
-            self._speculator.attach(loaded, self.pool, self._sampler)
+            self._speculator.attach(loaded, self.pool, self.blocks, self._sampler)
             self._speculator.warm_up()
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
@@ -203,10 +204,18 @@ class Engine:
         """The leading `num_received` of the wanted blocks have come; they go to the prefix cache."""
         keep(self.blocks, room, num_received)
 
-    def activate(self, request_id: str, first_token: int, *, shareable: bool = True) -> None:
+    def activate(
+        self,
+        request_id: str,
+        first_token: int,
+        *,
+        shareable: bool = True,
+        draft: DraftState = REBUILD,
+    ) -> None:
         """The reserved blocks are filled; `first_token`, already streamed, is the token after them.
 
-        Blocks that hold something else than was said when they were reserved are not `shareable`.
+        Blocks that hold something else than was said when they were reserved are not `shareable`. `draft`
+        says what came along of the drafter's state.
         """
         sequence = self._sequences[request_id]
         assert sequence.stage is Stage.RESERVED and sequence.table is not None
@@ -214,8 +223,13 @@ class Engine:
         sequence.table.shareable = shareable
         self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
         sequence.append(first_token)
+        self._begin_drafting(sequence, draft)
         sequence.first_scheduled = sequence.first_token_time = time.monotonic()
         self._scheduler.add_running(sequence)
+
+    def draft_state(self, request_id: str) -> DraftState:
+        """What the drafter knows of a finished prefill beside the blocks, to be handed over."""
+        return self._speculator.state(request_id) if self._speculator is not None else REBUILD
 
     def resume(self, request_id: str) -> None:
         """Decode here after all a request added with `prefill_only`, whether its prompt is done or not."""
@@ -266,6 +280,8 @@ class Engine:
             if self.on_scheduled is not None:
                 self.on_scheduled(sequence.request)
         if self._speculator is not None:
+            for sequence in step.admitted:
+                self._begin_drafting(sequence)
             self._speculator.propose(step)
         packed = pack(step)
         result.num_tokens = packed.num_tokens
@@ -352,6 +368,16 @@ class Engine:
                 f"{len(request.prompt_token_ids)} prompt tokens and {request.sampling.max_tokens} new ones "
                 f"exceed the limit of {self.max_model_len} tokens",
             )
+
+    def _begin_drafting(self, sequence: Sequence, state: DraftState = REBUILD) -> None:
+        """The sequence has blocks now, `sequence.num_cached` of whose tokens were here before."""
+        if self._speculator is None:
+            return
+        assert sequence.table is not None
+        drafted = self.blocks.num_drafted(sequence.table)
+        if state.kind == "carried" and drafted >= (sequence.num_cached or 0):
+            drafted = max(drafted, state.num_tokens)
+        self._speculator.begin(sequence, drafted, state)
 
     def _new_sequence(self, request: EngineRequest, prefill_only: bool) -> Sequence:
         sequence = Sequence(request, next(self._order), prefill_only)

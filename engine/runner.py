@@ -26,14 +26,15 @@ WARM_UP_ROWS = 64
 class SequenceRows:
     """Tokens of one sequence to run: the KV of `token_ids[i]` goes to place `start + i` of its blocks.
 
-    With `masks` they are no chain: see `AttentionMetadata.visible`. Keys before `first_key` are not looked
-    at.
+    With `masks` they are rows of a tree, which begins at place `tree_start`, by default `start`: see
+    `AttentionMetadata.visible`. Keys before `first_key` are not looked at.
     """
 
     token_ids: Sequence[int]
     start: int
     block_ids: list[int]
     masks: list[int] | None = None
+    tree_start: int | None = None
     first_key: int = 0
 
 
@@ -77,6 +78,7 @@ class Runner:
             longest = max(longest, count)
             query_start[index + 1] = row
             context_len[index] = start + count
+        visible, tree_start = self._trees(batch, positions)
         metadata = AttentionMetadata(
             query_start=self._tensor(query_start),
             context_len=self._tensor(context_len),
@@ -84,26 +86,30 @@ class Runner:
             slot_mapping=self._tensor(slots),
             max_query_len=longest,
             max_context_len=int(context_len.max()),
-            visible=self._visible(batch, positions),
+            visible=visible,
+            tree_start=tree_start,
             first_key=self._first_key(batch),
         )
         return self._execute(metadata, self._tensor(token_ids), self._tensor(positions), logit_rows)
 
-    def _visible(self, batch: Sequence[SequenceRows], positions: np.ndarray) -> Tensor | None:
-        """The rows' masks, if any sequence is no chain; its rows' positions are then mended."""
+    def _trees(
+        self, batch: Sequence[SequenceRows], positions: np.ndarray
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Masks and where trees start, if any sequence is one; its rows' positions are then mended."""
         if all(rows.masks is None for rows in batch):
-            return None
+            return None, None
         visible = np.zeros(len(positions), np.uint64)
+        tree_start = np.full(len(batch), -1, np.int32)
         row = 0
-        for rows in batch:
+        for index, rows in enumerate(batch):
             count = len(rows.token_ids)
             if rows.masks is not None:
+                start = rows.start if rows.tree_start is None else rows.tree_start
+                tree_start[index] = start
                 visible[row : row + count] = rows.masks
-                positions[row : row + count] = [rows.start + mask.bit_count() - 1 for mask in rows.masks]
-            elif count <= 64:
-                visible[row : row + count] = [(2 << index) - 1 for index in range(count)]
+                positions[row : row + count] = [start + mask.bit_count() - 1 for mask in rows.masks]
             row += count
-        return self._tensor(visible.view(np.int64))
+        return self._tensor(visible.view(np.int64)), self._tensor(tree_start)
 
     def _first_key(self, batch: Sequence[SequenceRows]) -> Tensor | None:
         if not any(rows.first_key for rows in batch):

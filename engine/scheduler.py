@@ -26,11 +26,13 @@ class ScheduledStep:
     """One packed forward: `num_tokens[i]` tokens of `sequences[i]`, from its `num_computed` on, then its
     draft.
 
-    Once it is over there is an outcome for each sequence.
+    `admitted` are those that got their blocks in this step, `first_time` those of them that never had any.
+    Once the step is over there is an outcome for each sequence.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
     first_time: list[Sequence] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -204,6 +206,7 @@ class Scheduler:
         sequence.num_computed = self.blocks.fill(sequence.table, sequence.num_computed, limit)
         self.waiting.remove(sequence)
         self.add_running(sequence)
+        step.admitted.append(sequence)
         if sequence.first_scheduled is None:
             sequence.first_scheduled = time.monotonic()
             sequence.num_cached = sequence.num_computed

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from protocol.handoff import DraftState
 from protocol.messages import TokenLogprobs
 
 if TYPE_CHECKING:
+    from engine.block_manager import BlockManager
     from engine.kv_pool import KVPool, KVShape
     from engine.loader import LoadedModel
     from engine.sampler import Sampler
@@ -27,8 +29,8 @@ class Draft:
 
     Node i is `token_ids[i]` after node `parents[i]`, an earlier one, or after the sequence's last token (-1);
     siblings differ. Without `parents` it is a chain. Tokens beyond the nodes are `probes`: they are run for
-    what the model says after them, but never accepted; each has a mask of the rows that it sees, where bit 0
-    is the sequence's last token, bit i + 1 is token i, and its own bit is set.
+    what the model says after them, but never accepted; each has a mask of the rows on the path to it, where
+    bit 0 is the sequence's last token, bit i + 1 is token i, and the last bit set is its own.
 
     `distributions` [nodes, vocab_size], float32, has the probabilities that each node was drawn with; None
     says that no chance was involved.
@@ -98,12 +100,23 @@ class Speculator(Protocol):
     segment: KVShape | None
     hidden_layers: tuple[int, ...]
 
-    def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
+    def attach(self, loaded: LoadedModel, pool: KVPool, blocks: BlockManager, sampler: Sampler) -> None:
         """The pool exists now. Called once, before anything else."""
         ...
 
     def warm_up(self) -> None:
         """Compile and measure what is to be compiled and measured before the first request."""
+        ...
+
+    def begin(self, sequence: Sequence, num_drafted: int, state: DraftState) -> None:
+        """The sequence has got its blocks: for the first time, after a preemption, or by a hand-off.
+
+        Their leading `num_drafted` places hold draft KV. `state` came with the hand-off.
+        """
+        ...
+
+    def state(self, request_id: str) -> DraftState:
+        """What is to be handed over with the blocks of a finished prefill."""
         ...
 
     def plan(self, decoding: Rows[Sequence]) -> None:

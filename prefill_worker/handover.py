@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.handoff import HandoffManifest, SamplingState, SegmentInfo
+from protocol.handoff import DraftState, HandoffManifest, SamplingState, SegmentInfo
 from protocol.ids import token_ids_digest
 from protocol.messages import EngineRequest, ErrorKind, PeerAddress, Reserved
 
@@ -73,7 +73,11 @@ class Handover:
 
 
 def make_manifest(
-    handover: Handover, worker_id: str, incarnation: str, segments: list[SegmentInfo]
+    handover: Handover,
+    worker_id: str,
+    incarnation: str,
+    segments: list[SegmentInfo],
+    draft: DraftState,
 ) -> HandoffManifest:
     """Describe a hand-over whose blocks are all pushed and whose first token is sampled."""
     assert handover.grant is not None and handover.first_token is not None
@@ -95,5 +99,6 @@ def make_manifest(
             seed=handover.request.sampling.seed,
             num_output_tokens=len(handover.request.output_token_ids) + 1,
         ),
+        draft=draft,
         reserve_s=handover.reserve_s,
     )

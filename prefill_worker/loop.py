@@ -284,7 +284,11 @@ class PrefillLoop(WorkerLoop):
         del self._pushing[handover.request_id]
         handover.manifest_sent = True
         manifest = make_manifest(
-            handover, self.parts.worker_id, self.parts.incarnation, self.engine.pool.segments
+            handover,
+            self.parts.worker_id,
+            self.parts.incarnation,
+            self.engine.pool.segments,
+            self.engine.draft_state(handover.request_id),
         )
         self.peers.send(handover.peer, Handoff(manifest=manifest))
 

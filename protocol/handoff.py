@@ -26,10 +26,21 @@ class SamplingState(msgspec.Struct, frozen=True, kw_only=True):
     num_output_tokens: Annotated[int, Meta(ge=0)]
 
 
-class DraftState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the drafter. `rebuild`: none came along, derive it from the token ids."""
+class DraftState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """State of the drafter of this `method`.
 
-    kind: Literal["rebuild"] = "rebuild"
+    `rebuild`: none came along; the decode worker derives it from the token ids, or does without. `carried`:
+    the leading `num_tokens` places of the blocks hold the draft's KV, and `feature` is the target's hidden
+    state of the last of them, in the model's dtype, for methods that draft from it.
+    """
+
+    kind: Literal["rebuild", "carried"] = "rebuild"
+    method: Annotated[str, Meta(max_length=32)] = ""
+    num_tokens: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    feature: Annotated[bytes, Meta(max_length=2**22)] = b""
+
+
+REBUILD = DraftState()
 
 
 class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +65,7 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
     first_token: Annotated[int, Meta(ge=0)]
     first_token_position: Annotated[int, Meta(ge=1)]
     sampling: SamplingState
-    draft: DraftState = DraftState()
+    draft: DraftState = REBUILD
     checksum: bytes | None = None
     reserve_s: Annotated[float, Meta(ge=0)] = 0.0
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 
 from protocol.speculation import Method
+
+logger = logging.getLogger("tandem.speculation")
 
 
 class Account:
@@ -26,6 +29,11 @@ class Account:
         for position in range(num_accepted):
             name = f'spec_decode_num_accepted_tokens_per_pos_total{{method="{method}",position="{position}"}}'
             self._totals[name] += 1
+
+    def lost_draft(self, request_id: str, why: str) -> None:
+        """A request goes on without the drafter's state that came with it."""
+        self._totals["spec_decode_lost_drafts_total"] += 1
+        logger.warning("request %s: the draft's state that came along is of no use: %s", request_id, why)
 
     def counters(self) -> dict[str, float]:
         return dict(self._totals)

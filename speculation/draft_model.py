@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import msgspec
-import torch
+from torch import Tensor
 
 from engine.attention.select import select_backend
 from engine.forward import Forward
@@ -25,8 +25,8 @@ from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 
-_CATCH_UP_TOKENS = 2048
-"""Rows of one forward in which the draft model reads what it has missed."""
+_ROWS = 2048
+"""At most so many of a forward's rows belong to one sequence that the draft model reads."""
 
 
 class DraftModel:
@@ -34,6 +34,7 @@ class DraftModel:
 
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         assert options.model is not None
+        self._options = options
         dtype = str(target.dtype).removeprefix("torch.")
         self._config = msgspec.structs.replace(
             config, model=options.model, dtype=dtype, revision=None, max_model_len=None
@@ -78,7 +79,8 @@ class DraftModel:
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafted: list[list[int]] = [[] for _ in sequences]
-        self._catch_up(sequences)
+        for sequence in sequences:
+            self._read(sequence, len(sequence.token_ids) - 1, leave=_ROWS - 1)
         active = list(range(len(sequences)))
         while active:
             batch = [self._next_rows(sequences[i], drafted[i]) for i in active]
@@ -100,32 +102,43 @@ class DraftModel:
         start = self._computed.get(sequence.request_id, 0)
         return SequenceRows(sequence.token_ids[start:], start, sequence.table.block_ids)
 
-    def _run(self, batch: list[SequenceRows]) -> torch.Tensor:
+    def _run(self, batch: list[SequenceRows]) -> Tensor:
         ends, row = [], 0
         for rows in batch:
             row += len(rows.token_ids)
             ends.append(row - 1)
         return self._runner.run(batch, ends).logits[:, : self._vocab_size]
 
-    def _catch_up(self, sequences: Many[Sequence]) -> None:
-        """Compute the KV of what came without it, all but a forward's worth of tokens."""
-        for sequence in sequences:
-            assert sequence.table is not None
-            start = self._computed.get(sequence.request_id, 0)
-            while len(sequence.token_ids) - start > _CATCH_UP_TOKENS:
-                tokens = sequence.token_ids[start : start + _CATCH_UP_TOKENS]
-                self._runner.run([SequenceRows(tokens, start, sequence.table.block_ids)], [0])
-                start += len(tokens)
-            self._computed[sequence.request_id] = start
+    def _read(self, sequence: Sequence, end: int, leave: int = 0) -> None:
+        """Compute the KV of the committed places up to `end`, but for `leave` of them if there are so few."""
+        assert sequence.table is not None
+        start = self._computed.get(sequence.request_id, 0)
+        while end - start > leave:
+            tokens = sequence.token_ids[start : min(end, start + _ROWS)]
+            self._runner.run([SequenceRows(tokens, start, sequence.table.block_ids)], [0])
+            start += len(tokens)
+        self._computed[sequence.request_id] = start
+
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        self._computed[sequence.request_id] = num_drafted
+
+    def num_drafted(self, request_id: str) -> int:
+        return self._computed.get(request_id, 0)
+
+    def feature(self, request_id: str) -> Tensor | None:
+        return None
 
     def observe(self, computed: Many[Computed]) -> None:
-        """Drafted places that were not accepted hold the KV of other tokens."""
+        """Read along with prompts; what was drafted and not accepted holds the KV of other tokens."""
         for each in computed:
-            request_id = each.sequence.request_id
-            known = self._computed.get(request_id, 0)
-            if each.draft is None and each.start < known:
-                known = 0  # it was preempted, and has other blocks now
-            self._computed[request_id] = min(known, each.start + each.num_tokens)
+            request_id, end = each.sequence.request_id, each.start + each.num_tokens
+            if each.draft is not None:
+                self._computed[request_id] = min(self._computed[request_id], end)
+            elif each.num_tokens > 1 and self._reads_along(each.sequence):
+                self._read(each.sequence, end)
+
+    def _reads_along(self, sequence: Sequence) -> bool:
+        return not sequence.prefill_only or self._options.prefill != "rebuild"
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)

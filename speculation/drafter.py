@@ -52,6 +52,22 @@ class Drafter(Protocol):
         """Compile what is to be compiled."""
         ...
 
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        """The sequence has got its blocks; what was known of its KV and features holds no more.
+
+        The leading `num_drafted` places hold draft KV. `feature` [captured layers * hidden_size] is the
+        hidden state of its last computed token, if that is known.
+        """
+        ...
+
+    def num_drafted(self, request_id: str) -> int:
+        """Leading places of the request's blocks that hold draft KV of committed tokens."""
+        ...
+
+    def feature(self, request_id: str) -> Tensor | None:
+        """The hidden state of the request's last computed token, for methods that draft from it."""
+        ...
+
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         """A draft for each sequence, of at most `counts[i]` tokens (probes included); None where there is
         none.

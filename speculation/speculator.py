@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from engine.block_manager import BlockManager
 from engine.kv_pool import KVPool, KVShape
 from engine.loader import LoadedModel
 from engine.sampler import Sampler
@@ -15,6 +17,7 @@ from engine.scheduler import ScheduledStep
 from engine.sequence import Sequence
 from engine.speculator import Outcome, Verdict
 from protocol.config import ServeConfig
+from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig
 from speculation.account import Account
 from speculation.drafter import Computed, Drafter
@@ -56,15 +59,51 @@ class BatchSpeculator:
             drafter = build_drafter(self._deployed.method, self._options, config, loaded)
             self._drafters[self._deployed.method] = drafter
             self.segment, self.hidden_layers = drafter.segment, drafter.hidden_layers
+        hidden_size = loaded.model.config.get_text_config(decoder=True).hidden_size
+        self._feature_bytes = len(self.hidden_layers) * hidden_size * loaded.dtype.itemsize
 
-    def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
-        self._pool, self._sampler = pool, sampler
+    def attach(self, loaded: LoadedModel, pool: KVPool, blocks: BlockManager, sampler: Sampler) -> None:
+        self._pool, self._blocks, self._sampler = pool, blocks, sampler
         for drafter in self._drafters.values():
             drafter.attach(loaded, pool)
 
     def warm_up(self) -> None:
         for drafter in self._drafters.values():
             drafter.warm_up()
+
+    def begin(self, sequence: Sequence, num_drafted: int, state: DraftState) -> None:
+        method = self._request(sequence).method
+        if method is None:
+            return
+        feature = None
+        if state.kind == "carried":
+            if state.method == method and len(state.feature) == self._feature_bytes:
+                feature = self._unpack(state.feature)
+            else:
+                num_drafted = 0
+                self._account.lost_draft(sequence.request_id, f"it is {state.method}'s, not {method}'s")
+        self._drafters[method].begin(sequence, num_drafted, feature)
+
+    def state(self, request_id: str) -> DraftState:
+        request = self._requests.get(request_id)
+        if request is None or request.method is None:
+            return REBUILD
+        drafter = self._drafters[request.method]
+        feature, num_drafted = drafter.feature(request_id), drafter.num_drafted(request_id)
+        if feature is None and num_drafted == 0:
+            return REBUILD
+        return DraftState(
+            kind="carried",
+            method=request.method,
+            num_tokens=num_drafted,
+            feature=b"" if feature is None else feature.cpu().view(torch.uint8).numpy().tobytes(),
+        )
+
+    def _unpack(self, feature: bytes) -> Tensor | None:
+        if not feature:
+            return None
+        values = torch.frombuffer(bytearray(feature), dtype=self._loaded.dtype)
+        return values.to(self._loaded.device)
 
     def plan(self, decoding: Many[Sequence]) -> None:
         for sequence in decoding:
@@ -112,7 +151,14 @@ class BatchSpeculator:
                 computed.setdefault(method, []).append(_computed(sequence, outcome, of_sequence))
         self._proposed.clear()
         for method, found in computed.items():
-            self._drafters[method].observe(found)
+            drafter = self._drafters[method]
+            drafter.observe(found)
+            if drafter.segment is not None:
+                for each in found:
+                    assert each.sequence.table is not None
+                    self._blocks.mark_drafted(
+                        each.sequence.table, drafter.num_drafted(each.sequence.request_id)
+                    )
 
     def forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)

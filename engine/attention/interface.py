@@ -29,12 +29,16 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     visible: Tensor | None = None
-    """int64 [total_tokens], where some sequence's query rows are no chain: bit j of a row's mask says that
-    it sees row j of its own sequence, of at most 64. Every row sees itself and all keys before the query
-    rows, and sits as many positions behind these as it sees other rows. None: each row sees those before
-    it."""
+    """int64 [total_tokens], if some sequences are no chains but trees: bit i of a tree row's mask says that
+    it sees key `tree_start` + i of its sequence. Those must be the path to it: other rows' keys and its own
+    as the last. So it sits as many positions behind `tree_start` as it sees others of the tree, and a sliding
+    window keeps the last keys of its path. All keys before `tree_start` it sees as ever. A chain's masks are
+    not looked at."""
+    tree_start: Tensor | None = None
+    """int32 [num_seqs], with `visible`: a tree's first key, at most that of its first query row, with all of
+    the tree's keys among the 64 from there on; -1 for a chain."""
     first_key: Tensor | None = None
-    """int32 [num_seqs]: no row sees keys before this one. None: all keys hold something."""
+    """int32 [num_seqs]: no row sees keys before this one, at most the first query row's. None: all 0."""
 
 
 class AttentionBackend(Protocol):

@@ -13,12 +13,20 @@ from engine.attention.interface import AttentionMetadata
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence of the step, with its numbers on the host and its block ids on the device."""
+    """One sequence of the step, with its numbers on the host and its tensors on the device."""
 
     first_row: int
     query_len: int
     context_len: int
+    first_key: int
     blocks: Tensor
+    paths: Tensor | None
+    """Bool [query_len, n]: which of the last n keys, those of the tree, each row sees. None for a chain."""
+
+    @property
+    def first_position(self) -> int:
+        """No row sits before this position, and all of them may see the keys before it."""
+        return self.context_len - (self.query_len if self.paths is None else self.paths.shape[1])
 
 
 class TorchBackend:
@@ -34,8 +42,16 @@ class TorchBackend:
     def begin_step(self, metadata: AttentionMetadata) -> None:
         starts = metadata.query_start.tolist()
         table = metadata.block_table.to(self._pool.device)
+        first_keys = [0] * len(table) if metadata.first_key is None else metadata.first_key.tolist()
         self._sequences = [
-            _Sequence(starts[s], starts[s + 1] - starts[s], context_len, table[s])
+            _Sequence(
+                starts[s],
+                starts[s + 1] - starts[s],
+                context_len,
+                first_keys[s],
+                table[s],
+                _paths(metadata, s, slice(starts[s], starts[s + 1])),
+            )
             for s, context_len in enumerate(metadata.context_len.tolist())
             if starts[s + 1] > starts[s]
         ]
@@ -63,13 +79,13 @@ class TorchBackend:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for sequence in self._sequences:
             rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
-            first_key, keys, values = self._gather(layer, sequence, sliding_window)
+            gathered, keys, values = self._gather(layer, sequence, sliding_window)
             q = query[rows].transpose(0, 1)
             if softcap:
-                mask = _visible(sequence, first_key, sliding_window, q.device)
+                mask = _visible(sequence, gathered, sliding_window, q.device)
                 attended = _soft_capped_attention(q, keys, values, mask, scale, softcap)
             else:
-                attended = _attention(q, keys, values, sequence, first_key, sliding_window, scale)
+                attended = _attention(q, keys, values, sequence, gathered, sliding_window, scale)
             out[rows] = attended.transpose(0, 1)
         if self._has_padding:
             out[self._padding] = 0
@@ -84,34 +100,49 @@ class TorchBackend:
     def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
         """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
         size = self._block_size
-        first = 0
+        first = sequence.first_key
         if window:
-            first = max(0, sequence.context_len - sequence.query_len - window + 1) // size * size
+            first = max(first, sequence.first_position - window + 1)
+        first = first // size * size
         last = -(-sequence.context_len // size)
         blocks = self._pool[sequence.blocks[first // size : last], layer]
         both = blocks.transpose(0, 1).flatten(1, 2)[:, : sequence.context_len - first]
         return first, both[0].transpose(0, 1), both[1].transpose(0, 1)
 
 
-def _visible(sequence: _Sequence, first_key: int, window: int | None, device: torch.device) -> Tensor:
-    """Bool [query_len, keys]: which keys each query row may see."""
-    keys = torch.arange(first_key, sequence.context_len, device=device)
-    positions = torch.arange(sequence.query_len, device=device)[:, None]
-    positions = positions + (sequence.context_len - sequence.query_len)
-    visible = keys <= positions
-    return visible & (keys > positions - window) if window else visible
+def _paths(metadata: AttentionMetadata, s: int, rows: slice) -> Tensor | None:
+    if metadata.visible is None or metadata.tree_start is None or metadata.tree_start[s] < 0:
+        return None
+    num_keys = int(metadata.context_len[s] - metadata.tree_start[s])
+    masks = metadata.visible[rows, None]
+    return (masks >> torch.arange(num_keys, device=masks.device) & 1).bool()
+
+
+def _visible(sequence: _Sequence, gathered: int, window: int | None, device: torch.device) -> Tensor:
+    """Bool [query_len, keys]: which keys, of those from `gathered` on, each query row may see."""
+    paths = sequence.paths
+    if paths is None:
+        paths = torch.ones(sequence.query_len, sequence.query_len, dtype=torch.bool, device=device).tril()
+    keys = torch.arange(gathered, sequence.first_position, device=device)
+    before = (keys >= sequence.first_key).expand(len(paths), -1)
+    if window:
+        positions = sequence.first_position - 1 + paths.sum(1, keepdim=True)
+        before = before & (keys > positions - window)
+        paths = paths & (paths.flip(1).cumsum(1).flip(1) <= window)
+    return torch.cat([before, paths], dim=1)
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sequence: _Sequence, first_key: int, window: int | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequence: _Sequence, gathered: int, window: int | None, scale: float
 ) -> Tensor:
     """q [num_heads, query_len, head_dim] over k, v [num_kv_heads, keys, head_dim]; returns q's shape."""
     kv_heads = k.shape[0]
-    if sequence.query_len == 1 and (not window or sequence.context_len - first_key <= window):
+    has_edge = gathered < sequence.first_key or (window and k.shape[1] > window)
+    if sequence.query_len == 1 and not has_edge:
         grouped = q.reshape(1, kv_heads, -1, q.shape[-1])
         return scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).view(q.shape)
-    causal = not window and sequence.query_len == sequence.context_len
-    mask = None if causal else _visible(sequence, first_key, window, q.device)
+    causal = sequence.paths is None and not has_edge and sequence.query_len == sequence.context_len
+    mask = None if causal else _visible(sequence, gathered, window, q.device)
     gqa = q.shape[0] != kv_heads
     attended = scaled_dot_product_attention(
         q[None], k[None], v[None], attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa

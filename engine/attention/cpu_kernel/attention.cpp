@@ -17,6 +17,7 @@ constexpr int64_t SERIAL_COST = 200000;  // below this many keys * rows * head_d
 constexpr int64_t SERIAL_TOKENS = 64;    // up to this many, one thread writes the keys and values
 
 static_assert(SPLIT % TILE == 0, "a tile lies in one split");
+static_assert(TILE == 64, "a tile's keys are the bits of a word");
 
 // A layer's tensors, with strides in elements.
 struct Call {
@@ -160,6 +161,7 @@ template <class Math, class Element> struct Attention::Worker {
     typedef typename Math::Word Word;
     struct Origin {
         int query, head;
+        Sight sight;
     };
 
     Worker(Attention& attention, Scratch& scratch)
@@ -187,7 +189,6 @@ template <class Math, class Element> struct Attention::Worker {
     void run(const Task& task, const Task* after) {
         head_rows = task.queries * a.plan.group;
         rows = head_rows * task.heads;
-        first_position = step.first_position(task.sequence) + task.first_query;
         first_token = step.query_start[task.sequence] + task.first_query;
         load_queries(task);
         const auto [begin, end] = keys_of(task);
@@ -219,21 +220,23 @@ template <class Math, class Element> struct Attention::Worker {
     void load_queries(const Task& task) {
         int r = 0;
         for (int head = 0; head < task.heads; head++)
-            for (int q = 0; q < task.queries; q++)
+            for (int q = 0; q < task.queries; q++) {
+                const Sight sight = step.sight(task.sequence, task.first_query + q, call.window);
                 for (int g = 0; g < a.plan.group; g++, r++) {
-                    origins[r] = {q, (task.first_head + head) * a.plan.group + g};
+                    origins[r] = {q, (task.first_head + head) * a.plan.group + g, sight};
                     const int64_t offset = (first_token + q) * call.query_token + origins[r].head * call.query_head;
                     const Element* row = static_cast<const Element*>(call.query) + offset;
                     memcpy(queries + r * words, as_words(row, head_dim, buffer), words * sizeof(Word));
                 }
+            }
     }
 
     // The keys of a task's splits that any of its rows may see: [first, last).
     std::pair<int64_t, int64_t> keys_of(const Task& task) const {
-        const int64_t position = step.first_position(task.sequence) + task.first_query;
-        int64_t first = task.first_split * int64_t(SPLIT);
-        if (call.window) first = std::max(first, (position - call.window + 1) & ~int64_t(TILE - 1));
-        return {first, std::min(task.last_split * int64_t(SPLIT), position + task.queries)};
+        const int64_t seen = step.first_seen_from(task.sequence, task.first_query, call.window);
+        const int64_t last = step.first_position(task.sequence) + task.first_query + task.queries;
+        return {std::max(task.first_split * int64_t(SPLIT), seen & ~int64_t(TILE - 1)),
+                std::min(task.last_split * int64_t(SPLIT), last)};
     }
 
     void locate(const Task& task, int64_t first_key, int64_t end, TileRows<Element>& to) const {
@@ -270,21 +273,17 @@ template <class Math, class Element> struct Attention::Worker {
     }
 
     void attend_rows(int row, int count, int64_t first_key, Sweep<Element>& sweep, const RowState& state) {
-        int low[BLOCK_ROWS], high[BLOCK_ROWS], most = 0;
-        for (int r = 0; r < count; r++) {
-            const int64_t visible = first_position + origins[row + r].query + 1 - first_key;
-            high[r] = int(std::min<int64_t>(tile->count, visible));
-            low[r] = call.window ? int(std::max<int64_t>(0, visible - call.window)) : 0;
-            most = std::max(most, low[r] < high[r] ? high[r] : 0);
-        }
-        if (most == 0) return;
+        uint64_t seen[BLOCK_ROWS], by_any = 0;
+        for (int r = 0; r < count; r++) by_any |= seen[r] = origins[row + r].sight.in_tile(first_key);
+        if (by_any == 0) return;
+        const int most = 64 - __builtin_clzll(by_any);
         const int groups = (most + 15) / 16, depth = (most + Math::PER_WORD - 1) / Math::PER_WORD;
         float rescale[BLOCK_ROWS];
         sweep.fetch();
         product_of<Math, false>(count, queries + row * words, words, keys, TILE, words, nullptr, scores, TILE,
                                 groups * 16 / LANES);
         sweep.fetch();
-        softmax_of<Math>(groups, count, scores, low, high, how, state, row, weights, rescale);
+        softmax_of<Math>(groups, count, scores, seen, how, state, row, weights, rescale);
         sweep.fetch();
         product_of<Math, true>(count, weights, TILE, values, width, depth, rescale, state.output(row),
                                state.stride(), width / LANES);
@@ -311,7 +310,7 @@ template <class Math, class Element> struct Attention::Worker {
     RowState total, partial;
     TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1];
     int rows = 0, head_rows = 0;
-    int64_t first_position = 0, first_token = 0;
+    int64_t first_token = 0;
 };
 
 }  // namespace
@@ -322,7 +321,7 @@ void* tandem_attention_create(const Pool* pool) { return new Attention(*pool); }
 
 void tandem_attention_destroy(void* attention) { delete static_cast<Attention*>(attention); }
 
-// Returns the name of the field that leads outside the pool, or null.
+// Returns the name of the field that is out of range, or null.
 const char* tandem_attention_begin(void* attention, const Step* step) {
     return static_cast<Attention*>(attention)->begin(*step);
 }

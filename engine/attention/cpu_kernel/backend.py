@@ -56,25 +56,25 @@ class CpuBackend:
         )
         self._kernel: int = self._library.tandem_attention_create(arguments.address)
         weakref.finalize(self, self._library.tandem_attention_destroy, self._kernel)
-        self._step = _Arguments("=4Q 4q")
+        self._step = _Arguments("=7Q 4q")
         self._call = _Arguments("=4Q 8q 3q 2d")
         self._run = self._library.tandem_attention_forward
         self._metadata: AttentionMetadata | None = None
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Raises ValueError where the metadata lead outside the pool."""
-        int32 = (metadata.query_start, metadata.context_len, metadata.block_table)
-        if any(t.dtype is not torch.int32 for t in int32) or metadata.slot_mapping.dtype is not torch.int64:
-            raise ValueError("attention metadata: slot_mapping must be int64, the rest int32")
-        if not all(t.is_contiguous() for t in (*int32, metadata.slot_mapping)):
-            raise ValueError("attention metadata must be contiguous")
+        """Raises ValueError where the metadata are out of range."""
+        _check_metadata(metadata)
+        optional = (metadata.visible, metadata.tree_start, metadata.first_key)
         self._metadata = metadata  # the kernel reads its memory until the next step
         rows = metadata.slot_mapping.shape[0]
         self._kv_shape = (rows, *self._kv_shape[1:])
         num_seqs, max_blocks = metadata.block_table.shape
         self._step.fill(
-            *(t.data_ptr() for t in int32),
+            metadata.query_start.data_ptr(),
+            metadata.context_len.data_ptr(),
+            metadata.block_table.data_ptr(),
             metadata.slot_mapping.data_ptr(),
+            *(0 if t is None else t.data_ptr() for t in optional),
             max_blocks,
             num_seqs,
             rows,
@@ -138,3 +138,24 @@ class CpuBackend:
             )
         if not 0 <= layer < self._num_layers:
             raise ValueError(f"layer {layer} is not among the pool's {self._num_layers}")
+
+
+def _check_metadata(metadata: AttentionMetadata) -> None:
+    """What the kernel would misread."""
+    int32 = [metadata.query_start, metadata.context_len, metadata.block_table]
+    int64 = [metadata.slot_mapping]
+    if metadata.visible is not None:
+        if metadata.tree_start is None or metadata.tree_start.shape != metadata.context_len.shape:
+            raise ValueError("attention metadata: tree_start must have an entry for each sequence")
+        if metadata.visible.shape != metadata.slot_mapping.shape:
+            raise ValueError("attention metadata: visible must have an entry for each row")
+        int64.append(metadata.visible)
+        int32.append(metadata.tree_start)
+    if metadata.first_key is not None:
+        if metadata.first_key.shape != metadata.context_len.shape:
+            raise ValueError("attention metadata: first_key must have an entry for each sequence")
+        int32.append(metadata.first_key)
+    if any(t.dtype is not torch.int32 for t in int32) or any(t.dtype is not torch.int64 for t in int64):
+        raise ValueError("attention metadata: slot_mapping and visible must be int64, the rest int32")
+    if not all(t.is_contiguous() for t in (*int32, *int64)):
+        raise ValueError("attention metadata must be contiguous")

@@ -64,10 +64,11 @@ static inline float sum_of_lanes(Vec v) {
 #endif
 }
 
-static inline IntVec lane_indices() {
-    IntVec v;
-    for (int i = 0; i < LANES; i++) v[i] = i;
-    return v;
+// All ones in the lanes whose bits are set.
+static inline IntVec lanes_of(uint64_t bits) {
+    IntVec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = 1 << i;
+    return ((int32_t(bits) - IntVec{}) & lane) != 0;
 }
 
 // 2^x for x < 120: exactly 1 at 0, exactly 0 far below. Relative error 2e-7, or 2e-4 in the coarse form.

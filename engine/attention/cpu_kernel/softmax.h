@@ -43,13 +43,14 @@ struct RowState {
 };
 
 // The step of the online softmax of a block of rows over the scores of a tile's first GROUPS * 16 keys, of
-// which row r sees those in [low[r], high[r]). Writes their weights, zeros elsewhere; updates the rows'
-// maxima and sums; tells what to scale the rows' outputs by.
+// which row r sees those whose bits in seen[r] are set. Writes their weights, zeros elsewhere; updates the
+// rows' maxima and sums; tells what to scale the rows' outputs by. What a row does not see adds nothing to it.
 template <class Math, int GROUPS>
-static void softmax_block(int rows, const float* scores, const int* low, const int* high,
-                          const ScoreScale& how, const RowState& state, int first_row,
-                          typename Math::Word* weights, float* rescale) {
+static void softmax_block(int rows, const float* scores, const uint64_t* seen, const ScoreScale& how,
+                          const RowState& state, int first_row, typename Math::Word* weights,
+                          float* rescale) {
     constexpr int VECTORS = GROUPS * 16 / LANES;
+    constexpr uint64_t ALL = ~uint64_t(0) >> (64 - GROUPS * 16);
     alignas(64) float drop[LANES * ((BLOCK_ROWS + LANES - 1) / LANES)] = {};
     Vec totals[BLOCK_ROWS];
     for (int r = 0; r < rows; r++) {
@@ -57,11 +58,9 @@ static void softmax_block(int rows, const float* scores, const int* low, const i
         for (int v = 0; v < VECTORS; v++) score[v] = load(scores + r * TILE + v * LANES);
         if (how.inner > 0)
             for (int v = 0; v < VECTORS; v++) score[v] = how.cap(score[v]);
-        if (low[r] > 0 || high[r] < GROUPS * 16)
-            for (int v = 0; v < VECTORS; v++) {
-                const IntVec key = lane_indices() + v * LANES;
-                score[v] = (key >= low[r]) & (key < high[r]) ? score[v] : splat(MINUS_INFINITY);
-            }
+        if (seen[r] != ALL)
+            for (int v = 0; v < VECTORS; v++)
+                score[v] = lanes_of(seen[r] >> v * LANES) ? score[v] : splat(MINUS_INFINITY);
         Vec largest = score[0];
         for (int v = 1; v < VECTORS; v++) largest = max(largest, score[v]);
         const float before = state.maximum(first_row + r);
