@@ -345,10 +345,12 @@ def stuck_engine(
     """Its first prompts are on a disk that does not answer until `StuckFile.go`."""
     monkeypatch.setattr(StuckFile, "go", threading.Event(), raising=False)
     monkeypatch.setattr("engine.tiers.build.SlotFile", StuckFile)
-    engine = make_engine(num_blocks=34, host_blocks=24, disk=tmp_path)
-    for prompt in [*PROMPTS, *(prompt_of(240, seed) for seed in range(70, 74))]:
+    # Twice the blocks of a prompt: the host drops none, however slowly the disk takes them.
+    engine = make_engine(num_blocks=34, host_blocks=48, disk=tmp_path)
+    for prompt in [*PROMPTS, *(prompt_of(240, seed) for seed in range(70, 78))]:
         serve(engine, prompt)
         written(engine)
+    assert engine.counters()["kv_disk_dropped_blocks_total"] == 0
     yield engine
     StuckFile.go.set()
 
