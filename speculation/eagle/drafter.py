@@ -118,7 +118,9 @@ class EagleDrafter:
         features: list[Tensor] = []
         for sequence in sequences:
             assert sequence.table is not None
-            known = self._up_to(sequence.request_id, len(sequence.token_ids))
+            known = self._known[sequence.request_id]
+            if not known.features:  # its last token was computed elsewhere, or long ago
+                known.written, known.features = len(sequence.token_ids) - 1, [self._no_feature]
             token_ids = sequence.token_ids[known.written :]
             batch.append(SequenceRows(token_ids, known.written, sequence.table.block_ids, None, known.first))
             features += known.features
@@ -154,7 +156,7 @@ class EagleDrafter:
         for each in computed:
             assert each.hidden is not None
             sequence, end = each.sequence, each.start + each.num_tokens
-            known = self._up_to(sequence.request_id, each.start + 1, recomputed=True)
+            known = self._known[sequence.request_id]
             known.features.append(each.hidden)
             # Blocks that the engine may share, or hand over, have their draft KV.
             in_prompt = each.start < len(sequence.prompt_token_ids)
@@ -193,42 +195,24 @@ class EagleDrafter:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
-    def _up_to(self, request_id: str, end: int, *, recomputed: bool = False) -> Known:
-        """What is known of a request, if that ends at place `end`. Otherwise it comes from the prefix cache,
-        or from far behind (preempted): the places before have their KV, but the hidden state before the last
-        of them is gone, and zeros stand in for it.
-        """
-        known = self._known.get(request_id)
-        if known is None or known.end != end:
-            known = self._known[request_id] = self._from_cache(end - 1, recomputed)
-        return known
-
-    def _from_cache(self, place: int, recomputed: bool) -> Known:
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        place = sequence.num_computed
         if place == 0:
-            return Known(first=1, written=1)
-        if recomputed and place % self._block_size:
-            return Known(first=1, written=place + 1)  # the block was copied, this place with it
-        return Known(first=1, written=place, features=[self._no_feature])
+            known = Known(first=1, written=1)
+        elif num_drafted > place and feature is None:
+            known = Known(first=1, written=place + 1)
+        else:
+            row = self._no_feature if feature is None else feature.view_as(self._no_feature)
+            known = Known(1 if num_drafted >= place else place, place, [row])
+        self._known[sequence.request_id] = known
+
+    def num_drafted(self, request_id: str) -> int:
+        known = self._known.get(request_id)
+        return known.written if known is not None and known.first == 1 else 0
 
     def feature(self, request_id: str) -> Tensor | None:
-        """To hand a request over after a step: the target's captured hidden states [feature_size] of its
-        newest computed token, without which its next draft would be a guess. With it goes the draft KV of all
-        computed tokens, which lies in their blocks by then if the request came no further than its prompt.
-        None: not known.
-        """
         known = self._known.get(request_id)
         return known.features[-1][-1] if known is not None and known.features else None
-
-    def restore(self, sequence: Sequence, feature: Tensor | None) -> None:
-        """Take over a request whose last token alone lacks its KV, with what `feature` gave where it comes
-        from. None says that its draft KV did not come along: drafting starts anew from its last token.
-        """
-        place = len(sequence.token_ids) - 1
-        if feature is None:
-            self._known[sequence.request_id] = Known(max(1, place), place, [self._no_feature])
-            return
-        feature = feature.to(self._no_feature).view_as(self._no_feature)
-        self._known[sequence.request_id] = Known(1, place, [feature])
 
     def forget(self, request_id: str) -> None:
         self._known.pop(request_id, None)
