@@ -35,8 +35,8 @@ class Checkpoint:
         """`files` are looked for before those of a whole model. Raises `ConfigError` that names the file."""
         self.folder = _folder(model, files)
         self.config = _read_json(self.folder / "config.json")
-        self._files = self._find([*files, *_WHOLE_MODEL])
         self._unpickled: dict[Path, dict[str, Tensor]] = {}
+        self._files = self._find([*files, *_WHOLE_MODEL])
 
     @property
     def names(self) -> list[str]:
