@@ -122,7 +122,8 @@ class EagleDrafter:
             if not known.features:  # its last token was computed elsewhere, or long ago
                 known.written, known.features = len(sequence.token_ids) - 1, [self._no_feature]
             token_ids = sequence.token_ids[known.written :]
-            batch.append(SequenceRows(token_ids, known.written, sequence.table.block_ids, None, known.first))
+            block_ids = sequence.table.block_ids
+            batch.append(SequenceRows(token_ids, known.written, block_ids, first_key=known.first))
             features += known.features
             known.features = []
             known.written = len(sequence.token_ids)
@@ -132,7 +133,7 @@ class EagleDrafter:
         assert sequence.table is not None
         place = len(sequence.token_ids) + len(drafted) - 1
         first = self._known[sequence.request_id].first
-        return SequenceRows(drafted[-1:], place, sequence.table.block_ids, None, first)
+        return SequenceRows(drafted[-1:], place, sequence.table.block_ids, first_key=first)
 
     def _run(self, batch: list[SequenceRows], hidden: Tensor) -> tuple[Tensor, Tensor]:
         """After the last row of each sequence: logits [sequences, vocab_size], and hidden states."""

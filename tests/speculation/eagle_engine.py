@@ -42,6 +42,7 @@ class Watched:
             speculative_config=speculative,
         )
         self.engine = Engine(msgspec.structs.replace(config, **options), speculate=BatchSpeculator)
+        self.engine.pool.segment("draft").fill_(1e3)  # nothing is to look at what was never written
         speculator = self.engine._speculator
         assert isinstance(speculator, BatchSpeculator)
         drafter = speculator._drafters["eagle"]
