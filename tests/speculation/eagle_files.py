@@ -1,4 +1,4 @@
-"""Small EAGLE heads in the published formats, with random weights, for the target that `write_target` makes."""
+"""Small EAGLE heads in the published formats, with random weights, for `write_target`'s model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def eagle1(target: Path, *, bias: bool = True, file: str = "pytorch_model.bin") 
     if bias:
         tensors["fc.bias"] = torch.randn(WIDTH, generator=random)
     tensors["embed_tokens.weight"] = _embedding(target)
-    config = _layer_config(architectures=["LlamaForCausalLM"], rope_theta=THETA) | ({} if bias else {"bias": False})
+    config = _layer_config(architectures=["LlamaForCausalLM"], rope_theta=THETA) | (
+        {} if bias else {"bias": False}
+    )
     return Published(config, tensors, (LAYERS,), is_eagle3=False, file=file)
 
 

@@ -63,9 +63,7 @@ def assert_as_plain(watched: Watched, plain: PlainHead, first_row: int = 0) -> N
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_drafts_of_published_formats(
-    name: str, target: Path, model: PreTrainedModel, tmp_path: Path
-) -> None:
+def test_drafts_of_published_formats(name: str, target: Path, model: PreTrainedModel, tmp_path: Path) -> None:
     published = FORMATS[name](target)
     watched = Watched(target, published.write(tmp_path / "head"), num_tokens=3)
     prompt = prompt_of(37)  # two chunks
@@ -204,9 +202,7 @@ def test_hand_off_drafts_at_once(target: Path, model: PreTrainedModel, official:
     assert_as_plain(decode, PlainHead(files.eagle3(), model, files.THETA))
 
 
-def test_sampled_drafts_have_the_targets_noise(
-    target: Path, model: PreTrainedModel, official: Path
-) -> None:
+def test_sampled_drafts_have_the_targets_noise(target: Path, model: PreTrainedModel, official: Path) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, seed=11, ignore_eos=True)
     watched = Watched(target, official, num_tokens=3)
     prompt = prompt_of(12)
