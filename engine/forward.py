@@ -88,10 +88,16 @@ class Forward(RowsForward):
         super().__init__(device, mode, packed)
         self._model = model
         self._hidden_layers = hidden_layers
+        self._can_capture = not hidden_layers
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
-        rows = self._index(logit_rows)
-        logits, hidden = self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), rows)
+        inputs = (token_ids.unsqueeze(0), positions.unsqueeze(0), self._index(logit_rows))
+        if self.compiled and not self._can_capture:
+            self._compute(
+                *inputs
+            )  # Transformers sets its hooks in the first forward, but not in compiled code
+            self._can_capture = True
+        logits, hidden = self._run(*inputs)
         return ForwardOutput(logits[0, : len(logit_rows)], None if hidden is None else hidden[0])
 
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
