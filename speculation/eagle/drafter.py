@@ -16,18 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
 from engine.kv_pool import DRAFT, KVPool, KVShape
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
+from engine.sampler.rows import is_argmax
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
-from speculation.eagle.paged import KVWriter, PagedForward, PagedHead
+from speculation.eagle.paged import Chains, KVWriter, PagedForward, PagedHead
 from speculation.eagle.weights import load_head
 
 
@@ -70,7 +72,8 @@ class EagleDrafter:
         segment = pool.segment(DRAFT)
         self._head = head
         self._forward = PagedForward(head, device, self._config.compile, packed)
-        self._runner = Runner(self._forward, backend(segment), pool.block_size, device)
+        self._backend: AttentionBackend = backend(segment)
+        self._runner = Runner(self._forward, self._backend, pool.block_size, device)
         self._writer = KVWriter(head, segment)
         self._sampler = Sampler(loaded.vocab_size, device, [])
         self._vocab_size = loaded.vocab_size
@@ -97,20 +100,46 @@ class EagleDrafter:
     @torch.inference_mode()
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafted: list[list[int]] = [[] for _ in sequences]
+        logits, hidden = self._run(*self._committed_rows(sequences))
+        tokens = self._choose(logits, sequences, drafted)
         active = list(range(len(sequences)))
-        batch, hidden = self._committed_rows(sequences)
-        while True:
-            logits, hidden = self._run(batch, hidden)
-            rows = [sequences[i].sampling_row(drafted[i]) for i in active]
-            tokens = self._sampler.sample(logits, rows).token_ids
-            for index, token in zip(active, tokens, strict=True):
-                drafted[index].append(token)
-            going_on = [row for row, i in enumerate(active) if len(drafted[i]) < counts[i]]
-            if not going_on:
-                return [Draft(tokens) for tokens in drafted]
-            if len(going_on) < len(active):
-                active, hidden = [active[row] for row in going_on], hidden[going_on]
-            batch = [self._drafted_row(sequences[i], drafted[i]) for i in active]
+        while still := [row for row, i in enumerate(active) if len(drafted[i]) < counts[i]]:
+            if len(still) < len(active):
+                active, tokens, hidden = [active[row] for row in still], tokens[still], hidden[still]
+            num_steps = min(counts[i] - len(drafted[i]) for i in active)
+            its, theirs = [sequences[i] for i in active], [drafted[i] for i in active]
+            rows = [self._drafted_row(*pair) for pair in zip(its, theirs, strict=True)]
+            chains = Chains(self._forward, self._backend, rows, num_steps, self._block_size, self._device)
+            hidden = chains.pad(hidden)
+            for _ in range(num_steps):
+                logits, hidden = chains.run(chains.pad(tokens), hidden)
+                tokens = self._choose(logits[: len(active)], its, theirs)
+        return [Draft(tokens) for tokens in drafted]
+
+    def _choose(self, logits: Tensor, sequences: Many[Sequence], drafted: Many[list[int]]) -> Tensor:
+        """The next token of each sequence, int64 [sequences], also added to `drafted`."""
+        logits = logits[:, : self._vocab_size]
+        if all(is_argmax(sequence.params) for sequence in sequences):
+            tokens = logits.argmax(dim=-1)
+            if self._loaded.draft_ids is not None:
+                tokens = self._loaded.draft_ids[tokens]
+            token_ids = tokens.tolist()
+        else:
+            rows = [sequence.sampling_row(its) for sequence, its in zip(sequences, drafted, strict=True)]
+            token_ids = self._sampler.sample(self._whole(logits), rows).token_ids
+            tokens = torch.tensor(token_ids, device=self._device)
+        for its, token_id in zip(drafted, token_ids, strict=True):
+            its.append(token_id)
+        return tokens
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """In the target's vocabulary, [rows, vocab_size]."""
+        draft_ids = self._loaded.draft_ids
+        if draft_ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        whole[:, draft_ids] = logits
+        return whole
 
     def _committed_rows(self, sequences: Many[Sequence]) -> tuple[list[SequenceRows], Tensor]:
         """The rows that draft the first token, from committed ones alone, and their hidden states."""
@@ -136,7 +165,7 @@ class EagleDrafter:
         return SequenceRows(drafted[-1:], place, sequence.table.block_ids, first_key=first)
 
     def _run(self, batch: list[SequenceRows], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """After the last row of each sequence: logits [sequences, vocab_size], and hidden states."""
+        """After the last row of each sequence: logits [sequences, draft_vocab_size], and hidden states."""
         self._forward.hidden = hidden
         ends, row = [], 0
         for rows in batch:
@@ -144,12 +173,7 @@ class EagleDrafter:
             ends.append(row - 1)
         logits, fed_back = self._runner.run(batch, ends)
         assert fed_back is not None
-        draft_ids = self._loaded.draft_ids
-        if draft_ids is None:
-            return logits[:, : self._vocab_size], fed_back
-        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-        whole[:, draft_ids] = logits
-        return whole, fed_back
+        return logits, fed_back
 
     @torch.inference_mode()
     def observe(self, computed: Many[Computed]) -> None:

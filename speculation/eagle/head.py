@@ -54,8 +54,8 @@ class HeadShape:
 class Head(nn.Module):
     """All but the embedding and the LM head, which may be the target's.
 
-    A row goes `combine` (features of the target alone), `enter`, attention over `query` and `key_value`,
-    `leave`; then `normed` gives what the LM head takes and what the next row takes for its feature.
+    A row goes `combine` (features of the target alone), `enter`, `project`, attention, `leave`; then `normed`
+    gives what the LM head takes and what the next row takes for its feature.
     """
 
     def __init__(self, shape: HeadShape) -> None:
@@ -106,15 +106,17 @@ class Head(nn.Module):
         joined = torch.cat([self.midlayer.input_layernorm(embeddings), normed], dim=-1)
         return joined, normed if self.shape.norm_before_residual else hidden
 
-    def query(self, joined: Tensor, positions: Tensor) -> Tensor:
-        """[..., num_heads, head_dim], rotated to `positions` [...]."""
-        return self._rotate(self._split(self.midlayer.self_attn.q_proj(joined)), positions)
-
-    def key_value(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., num_kv_heads, head_dim] each, the key rotated to `positions`."""
-        attention = self.midlayer.self_attn
-        key = self._rotate(self._split(attention.k_proj(joined)), positions)
-        return key, self._split(attention.v_proj(joined))
+    def project(self, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [..., num_heads, head_dim], key and value with num_kv_heads; the first two are rotated to
+        `positions` [...].
+        """
+        shape = self.shape
+        heads = self.midlayer.self_attn(joined).unflatten(-1, (-1, shape.head_dim))
+        rotated, value = heads.split([shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=-2)
+        cos, sin = self.rotary(rotated, positions)
+        rotated, _ = apply_rotary_pos_emb(rotated, rotated, cos, sin, unsqueeze_dim=-2)
+        query, key = rotated.split([shape.num_heads, shape.num_kv_heads], dim=-2)
+        return query, key, value
 
     def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
         """The layer's output [..., hidden_size], from `attended` [..., num_heads, head_dim]."""
@@ -129,13 +131,10 @@ class Head(nn.Module):
         normed = self.norm(hidden)
         return normed, normed if self.shape.norm_output else hidden
 
-    def _split(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.shape.head_dim))
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rotary(x, positions)
-        rotated, _ = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=-2)
-        return rotated
+    def fuse(self) -> None:
+        """Multiply with several matrices at once from now on. The parameters' names change."""
+        self.midlayer.self_attn.fuse()
+        self.midlayer.mlp.fuse()
 
 
 class Layer(nn.Module):
@@ -159,6 +158,17 @@ class Projections(nn.Module):
         self.k_proj = _linear(shape, "midlayer.self_attn.k_proj", joined, keys)
         self.v_proj = _linear(shape, "midlayer.self_attn.v_proj", joined, keys)
         self.o_proj = _linear(shape, "midlayer.self_attn.o_proj", queries, shape.hidden_size)
+        self.qkv_proj: nn.Module | None = None
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """Query, key and value side by side."""
+        if self.qkv_proj is not None:
+            return self.qkv_proj(joined)
+        return torch.cat([self.q_proj(joined), self.k_proj(joined), self.v_proj(joined)], dim=-1)
+
+    def fuse(self) -> None:
+        self.qkv_proj = _stack(self.q_proj, self.k_proj, self.v_proj)
+        del self.q_proj, self.k_proj, self.v_proj
 
 
 class Mlp(nn.Module):
@@ -168,10 +178,33 @@ class Mlp(nn.Module):
         self.gate_proj = _linear(shape, "midlayer.mlp.gate_proj", outer, inner)
         self.up_proj = _linear(shape, "midlayer.mlp.up_proj", outer, inner)
         self.down_proj = _linear(shape, "midlayer.mlp.down_proj", inner, outer)
+        self.gate_up_proj: nn.Module | None = None
         self.act = ACT2FN[shape.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up_proj is not None:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.act(gate) * up)
+
+    def fuse(self) -> None:
+        self.gate_up_proj = _stack(self.gate_proj, self.up_proj)
+        del self.gate_proj, self.up_proj
+
+
+def _stack(*layers: nn.Linear) -> nn.Linear:
+    """One layer that has these layers' outputs, side by side."""
+    weight = torch.cat([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers]
+    some = any(bias is not None for bias in biases)
+    stacked = nn.Linear(weight.shape[1], weight.shape[0], bias=some, device="meta")
+    stacked.weight = nn.Parameter(weight, requires_grad=False)
+    if some:
+        zeros = [weight.new_zeros(len(layer.weight)) for layer in layers]
+        given = [zero if bias is None else bias for zero, bias in zip(zeros, biases, strict=True)]
+        stacked.bias = nn.Parameter(torch.cat(given), requires_grad=False)
+    return stacked
 
 
 def _linear(shape: HeadShape, name: str, in_features: int, out_features: int) -> nn.Linear:

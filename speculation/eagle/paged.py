@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from engine.attention.transformers_hook import paged_attention
+from engine.attention import transformers_hook
+from engine.attention.interface import AttentionBackend, AttentionMetadata
 from engine.forward import ForwardOutput, RowsForward
+from engine.runner import SequenceRows, block_table
 from speculation.eagle.head import Head
 
 
@@ -19,6 +24,7 @@ class PagedHead(nn.Module):
 
     def __init__(self, head: Head, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         super().__init__()
+        head.fuse()
         self.head = head
         self.embed_tokens = embed_tokens
         self.lm_head = lm_head
@@ -32,9 +38,10 @@ class PagedHead(nn.Module):
         head, shape = self.head, self.head.shape
         positions = (places - 1).clamp(min=0)
         joined, residual = head.enter(self.embed_tokens(token_ids), hidden)
-        query = head.query(joined, positions)
-        key, value = head.key_value(joined, positions)
-        attended = paged_attention(query, key, value, 0, shape.head_dim**-0.5, shape.sliding_window or 0, 0.0)
+        query, key, value = head.project(joined, positions)
+        attended = transformers_hook.paged_attention(
+            query, key, value, 0, shape.head_dim**-0.5, shape.sliding_window or 0, 0.0
+        )
         scored, fed_back = head.normed(head.leave(attended[wanted], residual[wanted]))
         return self.lm_head(scored) * shape.logit_scale, fed_back
 
@@ -42,7 +49,8 @@ class PagedHead(nn.Module):
         """The rows' KV alone, from the target's `features`: with one layer it needs no attention."""
         hidden = self.head.combine(features)
         joined, _ = self.head.enter(self.embed_tokens(token_ids), hidden)
-        return self.head.key_value(joined, places - 1)
+        _, key, value = self.head.project(joined, places - 1)
+        return key, value
 
 
 class PagedForward(RowsForward):
@@ -63,8 +71,81 @@ class PagedForward(RowsForward):
         count = len(logit_rows)
         return ForwardOutput(logits[:count], fed_back[:count])
 
+    def every_row(
+        self, token_ids: Tensor, places: Tensor, hidden: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of all rows, padding too; `rows` are their numbers."""
+        logits, fed_back = self._run(token_ids, places, hidden, rows)
+        assert fed_back is not None
+        return logits, fed_back
+
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         return self._head(*inputs)
+
+
+class Chains:
+    """Runs a row of each sequence of a batch at one place after the other.
+
+    What `Runner` prepares for each of its runs is prepared for all of them at once: a head is so small that
+    it would be a good part of the time.
+    """
+
+    def __init__(
+        self,
+        forward: PagedForward,
+        backend: AttentionBackend,
+        first_rows: Many[SequenceRows],
+        num_steps: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        """`first_rows`: a row of each sequence, without its token."""
+        count = len(first_rows)
+        padded = forward.padded_rows(count)
+        starts = np.array([rows.start for rows in first_rows])
+        places = np.zeros((num_steps, padded), np.int64)
+        places[:, :count] = starts + np.arange(num_steps)[:, None]
+        table = block_table(first_rows)
+        slots = np.full((num_steps, padded), -1, np.int64)
+        own = places[:, :count]
+        slots[:, :count] = table[np.arange(count), own // block_size].astype(np.int64) * block_size
+        slots[:, :count] += own % block_size
+
+        def tensor(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        self._forward = forward
+        self._backend = backend
+        self._padding = padded - count
+        self._rows = torch.arange(padded, device=device)
+        self._places = tensor(places)
+        self._slots = tensor(slots)
+        self._context_lens = tensor((own + 1).astype(np.int32))
+        self._longest = int(starts.max()) + 1
+        self._query_start = tensor(np.arange(count + 1, dtype=np.int32))
+        self._table = tensor(table)
+        self._first_key = tensor(np.array([rows.first_key for rows in first_rows], np.int32))
+        self._step = 0
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """[sequences, ...] with padding rows."""
+        return pad(rows, (0, 0) * (rows.ndim - 1) + (0, self._padding)) if self._padding else rows
+
+    def run(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """One step, for padded rows: logits [rows, draft_vocab_size], hidden states [rows, hidden_size]."""
+        step, self._step = self._step, self._step + 1
+        metadata = AttentionMetadata(
+            query_start=self._query_start,
+            context_len=self._context_lens[step],
+            block_table=self._table,
+            slot_mapping=self._slots[step],
+            max_query_len=1,
+            max_context_len=self._longest + step,
+            first_key=self._first_key,
+        )
+        self._backend.begin_step(metadata)
+        transformers_hook.set_current_backend(self._backend)
+        return self._forward.every_row(token_ids, self._places[step], hidden, self._rows)
 
 
 class KVWriter:

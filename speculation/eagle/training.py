@@ -133,7 +133,7 @@ class Eagle3Training:
                 embeddings = self._embedding(choose(step, logits))
                 joined, residual = head.enter(embeddings, hidden)
                 at = positions + step
-                attended = attention(head.query(joined, at), *head.key_value(joined, at))
+                attended = attention(*head.project(joined, at))
                 scored, hidden = head.normed(head.leave(attended, residual))
                 logits = self._lm_head(scored)
                 yield logits
