@@ -114,8 +114,10 @@ class Forward(RowsForward):
 def _compile(
     method: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
+    dynamo.specialize_float = True  # an epsilon or a scale is no input to be made a tensor of at each step
     inductor.freezing = True
     inductor.cpp.enable_concat_linear = True  # one product for q, k, v and one for gate and up
     inductor.cpp.dynamic_threads = True
