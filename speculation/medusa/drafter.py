@@ -35,7 +35,6 @@ class MedusaDrafter:
         hidden_size = target.model.config.get_text_config(decoder=True).hidden_size
         weights = read_heads(options.model, hidden_size, target.vocab_size)
         self.hidden_layers: tuple[int, ...] = (target.kv_shape.num_layers,)
-        self._device, self._dtype = target.device, target.dtype
         self._heads = MedusaHeads(weights, target)
         self._tree: StaticTree | None = None
         if options.tree:
@@ -49,6 +48,19 @@ class MedusaDrafter:
 
     def warm_up(self) -> None:
         pass
+
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        """Without a feature nothing is drafted until the sequence's next step is over."""
+        self._features.pop(sequence.request_id, None)
+        if feature is not None:
+            self._features[sequence.request_id] = sequence.num_computed - 1, feature
+
+    def num_drafted(self, request_id: str) -> int:
+        return 0
+
+    def feature(self, request_id: str) -> Tensor | None:
+        known = self._features.get(request_id)
+        return None if known is None else known[1]
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(sequences)
@@ -102,17 +114,3 @@ class MedusaDrafter:
     def forget(self, request_id: str) -> None:
         self._features.pop(request_id, None)
         self._sampler.forget(request_id)
-
-    def feature(self, request_id: str) -> Tensor | None:
-        """What a hand-off carries: the newest hidden state [hidden_size], in the target's dtype, on its
-        device. After a prompt it is the last prompt token's. None if the request is unknown.
-        """
-        known = self._features.get(request_id)
-        return None if known is None else known[1]
-
-    def restore(self, sequence: Sequence, feature: Tensor) -> None:
-        """`feature` came with a hand-off: the sequence's last token has not been run, the one before has
-        this hidden state. Without it the first step after a hand-off drafts nothing.
-        """
-        place = len(sequence.token_ids) - 2
-        self._features[sequence.request_id] = place, feature.to(self._device, self._dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,37 +12,24 @@ from speculation.medusa.weights import HeadWeights
 
 
 class MedusaHeads:
-    """Their weights lie stacked, so that each layer of all heads is one batched product."""
+    """Their weights lie stacked, so that each layer of all heads is one batched product. If they share an LM
+    head, that is one product for all of their rows.
+    """
 
     def __init__(self, weights: HeadWeights, target: LoadedModel) -> None:
         self.num_heads = weights.num_heads
         self._vocab_size = target.vocab_size
-        self._device, self._dtype = target.device, target.dtype
         self._layers = [
             (
-                self._own(weight).transpose(1, 2),
-                None if bias is None else self._own(bias).unsqueeze(1),
+                weight.to(target.device, target.dtype).transpose(1, 2),
+                None if bias is None else bias.to(target.device, target.dtype).unsqueeze(1),
             )
             for weight, bias in weights.layers
         ]
+        lm_heads = weights.lm_heads.to(target.device, target.dtype)
+        self._lm_head: nn.Module = _linear(lm_heads[0]) if len(lm_heads) == 1 else _Stacked(lm_heads)
         self._scale = weights.logit_scale
-        self._token_map = None if weights.token_map is None else weights.token_map.to(self._device)
-        self._project = self._projection(weights.lm_heads, target)
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, self._dtype)
-
-    def _projection(self, lm_heads: Tensor | None, target: LoadedModel) -> Callable[[Tensor], Tensor]:
-        """From states [heads, batch, hidden_size] to logits [heads, batch, rows]."""
-        if lm_heads is None:
-            output = target.model.get_output_embeddings()
-            if self._token_map is None:
-                return lambda states: target.model.get_output_embeddings()(states)  # as packed by then
-            lm_heads = output.weight[self._token_map].unsqueeze(0)
-        if len(lm_heads) == 1:
-            return _linear(self._own(lm_heads[0]))
-        stacked = self._own(lm_heads).transpose(1, 2)
-        return lambda states: torch.bmm(states, stacked[: len(states)])
+        self._token_map = None if weights.token_map is None else weights.token_map.to(target.device)
 
     def logits(self, features: Tensor, count: int) -> Tensor:
         """Of the first `count` heads: [batch, count, vocab_size], from hidden states [batch, hidden_size].
@@ -55,14 +40,23 @@ class MedusaHeads:
         for weight, bias in self._layers:
             product = torch.bmm(states, weight[:count])
             states = states + F.silu(product if bias is None else product + bias[:count])
-        logits = self._project(states).transpose(0, 1)
-        if self._scale != 1.0:
-            logits = logits * self._scale
+        logits = self._lm_head(states).transpose(0, 1) * self._scale
         if self._token_map is None:
             return logits[..., : self._vocab_size]
         everything = logits.new_full((*logits.shape[:2], self._vocab_size), -torch.inf)
         everything[..., self._token_map] = logits
         return everything
+
+
+class _Stacked(nn.Module):
+    """An LM head for each of the heads."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self._weights = weights.transpose(1, 2)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return torch.bmm(states, self._weights[: len(states)])
 
 
 def _linear(weight: Tensor) -> nn.Module:

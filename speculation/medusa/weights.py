@@ -29,15 +29,15 @@ class HeadWeights:
     """`layers[j]` are the weights [heads, hidden_size, hidden_size] and biases [heads, hidden_size] (None
     where there are none) of all heads' j-th residual layers.
 
-    `lm_heads` is [heads, rows, hidden_size], or [1, rows, hidden_size] if the heads share one, or None if it
-    is the target's. `token_map` [rows], int64, has the token of each of its rows; None if that is the row's
-    number. Logits are scaled by `logit_scale`. `rank_acceptance[i][r]` is how often the r-th best token of
-    head i was the right one when that was measured; None if it never was.
+    `lm_heads` is [heads, rows, hidden_size], or [1, rows, hidden_size] if the heads share one. `token_map`
+    [rows], int64, has the token of each of its rows; None if that is the row's number. Logits are scaled by
+    `logit_scale`. `rank_acceptance[i][r]` is how often the r-th best token of head i was the right one when
+    that was measured; None if it never was.
     """
 
     num_heads: int
     layers: list[tuple[Tensor, Tensor | None]]
-    lm_heads: Tensor | None
+    lm_heads: Tensor
     token_map: Tensor | None
     logit_scale: float
     rank_acceptance: list[list[float]] | None
@@ -147,10 +147,9 @@ class _Reader:
             )
         return token_map
 
-    def _read_lm_heads(self, num_heads: int, token_map: Tensor | None) -> Tensor | None:
-        if self._shared:
-            return self._lm_head(0, token_map).unsqueeze(0) if 0 in self._lm_heads else None
-        return torch.stack([self._lm_head(head, token_map) for head in range(num_heads)])
+    def _read_lm_heads(self, num_heads: int, token_map: Tensor | None) -> Tensor:
+        count = 1 if self._shared else num_heads
+        return torch.stack([self._lm_head(head, token_map) for head in range(count)])
 
     def _lm_head(self, head: int, token_map: Tensor | None) -> Tensor:
         """Of each token that can be drafted one row. There may be further rows, of padding."""

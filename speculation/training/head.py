@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,7 @@ from transformers import PreTrainedModel
 class Target:
     """The model that heads are trained for: frozen, in eval mode, its attention Transformers' own.
 
-    `token_counts` [vocab_size], int64, says how often each token occurs in the training data. `layers` are
-    the decoder layers, `hidden_states[layers]` in Transformers' numbering is the last one, after the final
-    norm; the model's `get_output_embeddings()` makes its logits from that.
+    `token_counts` [vocab_size], int64, says how often each token occurs in the training data.
     """
 
     name: str
@@ -34,15 +32,34 @@ class Target:
 
     @property
     def num_layers(self) -> int:
-        return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
+        return int(self._config.num_hidden_layers)
 
     @property
     def hidden_size(self) -> int:
-        return int(self.model.config.get_text_config(decoder=True).hidden_size)
+        return int(self._config.hidden_size)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+        return int(self._config.vocab_size)
+
+    @property
+    def logit_scale(self) -> float:
+        """What the model multiplies its head's output with (Cohere's and Granite's do)."""
+        multiplier = getattr(self._config, "logit_scale", None) or 1.0
+        divisor = getattr(self._config, "logits_scaling", None) or 1.0
+        return float(multiplier / divisor)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's own logits [..., vocab_size] after tokens with these final hidden states, those of
+        layer `num_layers`.
+        """
+        logits = self.model.get_output_embeddings()(hidden) * self.logit_scale
+        cap = getattr(self._config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @property
+    def _config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
 
 
 @dataclass(frozen=True)
@@ -86,16 +103,19 @@ class TrainableHead(Protocol):
         """
         ...
 
-    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """Training is over: note what serving should know of the heads' accuracy, if anything.
-
-        Arguments as for `draft`; the windows are the target's own greedy continuations of held-out text from
-        `places[0]` on. Called once, before `save`.
-        """
-        ...
-
     def save(self, folder: Path) -> None:
         """Write config.json and the tensors in the published format, in the target's dtype."""
+        ...
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """Heads that note for serving how good they are."""
+
+    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
+        """Arguments as for `TrainableHead.draft`, after the training and before `save`. The windows go on
+        from `places[0] + 1` with what the target itself says after held-out text.
+        """
         ...
 
 

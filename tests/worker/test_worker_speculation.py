@@ -1,0 +1,109 @@
+"""Drafting on decode workers that took a prompt over. The bundled pair, fp32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from protocol.config import BUNDLED_MODEL, ServeConfig
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import SpeculativeConfig
+from tests.worker.harness import Cluster, RunningWorker, tiny_config
+
+MODELS = Path(BUNDLED_MODEL).parent
+NUM_PROMPTS = 6
+NUM_TOKENS = 48
+TEMPERATURES = (0.0, 0.8)
+
+
+def speculating(**options: Any) -> SpeculativeConfig:
+    fields = {"method": "draft_model", "model": str(MODELS / "tandem-code-1m"), "num_speculative_tokens": 4}
+    return SpeculativeConfig(**(fields | options))
+
+
+def config(speculative: SpeculativeConfig | None, **changes: Any) -> ServeConfig:
+    return tiny_config(
+        Path(BUNDLED_MODEL),
+        kv_cache_memory_bytes=48 * 1024 * 1024,
+        speculative_config=speculative,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    lines = (MODELS / "heldout_prompts.jsonl").read_text("utf-8").splitlines()[:NUM_PROMPTS]
+    return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+
+
+def asked(name: str, prompt: list[int], temperature: float) -> EngineRequest:
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=5, ignore_eos=True)
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=params)
+
+
+def tokens_of(
+    cluster: Cluster, round_: str, prompts: list[list[int]], worker: RunningWorker, decode: Any = None
+) -> list[list[int]]:
+    names = []
+    for temperature in TEMPERATURES:
+        for index, prompt in enumerate(prompts):
+            names.append(f"{round_}/{temperature}/{index}")
+            cluster.generate(worker, asked(names[-1], prompt, temperature), decode)
+    cluster.run(*names)
+    return [cluster.tokens(name) for name in names]
+
+
+def used(cluster: Cluster, round_: str) -> tuple[int, int]:
+    """Tokens drafted and accepted in all requests of a round."""
+    outputs = [
+        output
+        for name, found in cluster.outputs.items()
+        if name.startswith(round_ + "/")
+        for _, output in found
+    ]
+    return sum(output.drafted_tokens for output in outputs), sum(output.accepted_tokens for output in outputs)
+
+
+def acceptance(cluster: Cluster, round_: str) -> float:
+    drafted, accepted = used(cluster, round_)
+    return accepted / drafted
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[list[int]]) -> list[list[int]]:
+    with Cluster() as cluster:
+        worker = cluster.start("decode", "decode-0", config(None))
+        return tokens_of(cluster, "plain", prompts, worker)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("prefill", ["carry", "rebuild"])
+def test_as_many_drafts_are_accepted_after_a_hand_off_as_without(
+    prompts: list[list[int]], plain: list[list[int]], prefill: str, transport: str
+) -> None:
+    with Cluster() as cluster:
+        pair = cluster.start_pair(config(speculating(prefill=prefill), kv_transports=transport))
+        alone = cluster.start("decode", "decode-1", config(speculating()))
+        assert tokens_of(cluster, "alone", prompts, alone) == plain
+        for round_ in ("first", "again"):  # the second finds the prompts' blocks, with their draft KV
+            assert tokens_of(cluster, round_, prompts, pair[0], pair[1].address) == plain
+            assert acceptance(cluster, round_) == pytest.approx(acceptance(cluster, "alone"), rel=0.02)
+        cluster.wait_empty(*pair, alone)
+
+
+@pytest.mark.slow
+def test_the_first_step_after_a_hand_off_speculates(prompts: list[list[int]]) -> None:
+    with Cluster() as cluster:
+        prefill, decode = cluster.start_pair(config(speculating(prefill="carry")))
+        cluster.generate(prefill, asked("r", prompts[0], 0.0), decode.address)
+        cluster.run("r")
+        first, second = (output for _, output in cluster.outputs["r"][:2])
+        assert first.drafted_tokens == 0
+        assert second.drafted_tokens == 4
