@@ -19,38 +19,64 @@ from protocol.errors import ConfigError
 from speculation.eagle.head import Head, HeadShape
 from speculation.training.head import HeadOptions, Target
 
-_DEPTH = 4
-_DRAFT_VOCABULARY = 32_000
+DEFAULT_DEPTH = 4
+DRAFT_VOCABULARY = 32_000
+LARGEST_SHARE = 0.1
+"""Of the target's parameters, that a head may have: more would cost more time than it saves."""
 _STEP_WEIGHT = 0.8
-"""What the loss of a drafting step counts for, relative to the step before: later ones are reached less."""
+"""What the loss of a drafting step counts for, relative to the step before."""
 
 
 def build_eagle3(target: Target, options: HeadOptions) -> Eagle3Training:
-    """A layer of the target's own shape, over the hidden states that EAGLE-3's authors take."""
+    """A head with a layer like the target's, if that is not too large; an LM head of its own likewise.
+
+    Raises `ConfigError` that names the option.
+    """
     if options.num_layers not in (None, 1):
         raise ConfigError(f"--num-layers: an EAGLE-3 head has one, got {options.num_layers}")
-    config = target.model.config.get_text_config(decoder=True)
-    size = options.draft_vocab_size or min(_DRAFT_VOCABULARY, target.vocab_size)
+    size = options.draft_vocab_size or min(DRAFT_VOCABULARY, target.vocab_size)
     if size > target.vocab_size:
-        raise ConfigError(f"--draft-vocab-size: the model has {target.vocab_size} tokens, got {size}")
-    layers = target.num_layers
-    captured = tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0)}))
-    shape = HeadShape(
+        raise ConfigError(f"--draft-vocab-size: {size} exceeds the model's {target.vocab_size} tokens")
+    room = target.model.num_parameters() * LARGEST_SHARE
+    own_lm_head = size * target.hidden_size <= room / 2
+    if own_lm_head:
+        room -= size * target.hidden_size
+    return Eagle3Training(target, _shape(target, size, room), options.depth or DEFAULT_DEPTH, own_lm_head)
+
+
+def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
+    """`room`: how many parameters the layer and the mixing of hidden states may have."""
+    config = target.model.config.get_text_config(decoder=True)
+    width, heads = target.hidden_size, config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    captured = _captured(target.num_layers)
+    layer = width * head_dim * (3 * heads + 4 * kv_heads) + 3 * width * config.intermediate_size
+    share = max(0.0, min(1.0, (room - len(captured) * width**2) / layer))
+    num_heads = max(1, round(heads * share))
+    most = max(1, round(kv_heads * share))
+    return HeadShape(
         is_eagle3=True,
         captured=captured,
-        feature_size=len(captured) * target.hidden_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
+        feature_size=len(captured) * width,
+        hidden_size=width,
+        intermediate_size=max(1, int(config.intermediate_size * share / 32)) * 32,
+        num_heads=num_heads,
+        num_kv_heads=max(count for count in range(1, most + 1) if num_heads % count == 0),
+        head_dim=head_dim,
         max_positions=config.max_position_embeddings,
         rope=dict(config.rope_parameters),
         rms_norm_eps=config.rms_norm_eps,
-        draft_vocab_size=size,
+        draft_vocab_size=draft_vocab_size,
         norm_output=True,
     )
-    return Eagle3Training(target, shape, options.depth or _DEPTH)
+
+
+def _captured(num_layers: int) -> tuple[int, ...]:
+    """A low, a middle and a high one as EAGLE-3's authors choose them; the last three of a shallow model."""
+    if num_layers < 8:
+        return tuple(range(max(0, num_layers - 2), num_layers + 1))
+    return 2, num_layers // 2, num_layers - 3
 
 
 class Eagle3Training:
@@ -60,88 +86,85 @@ class Eagle3Training:
     up to token p.
     """
 
-    def __init__(self, target: Target, shape: HeadShape, depth: int, *, own_lm_head: bool = True) -> None:
+    def __init__(self, target: Target, shape: HeadShape, depth: int, own_lm_head: bool) -> None:
         """Without an LM head of its own the target's serves, as far as `draft_vocab_size` goes."""
         assert shape.draft_vocab_size is not None
         self.depth = depth
-        self.hidden_layers = (*shape.captured, target.num_layers)
+        self.hidden_layers: tuple[int, ...] = (*shape.captured, target.num_layers)
         self._target = target
         self._shape = shape
         self._embedding = target.model.get_input_embeddings()
-        self._target_lm_head = target.model.get_output_embeddings()
-        most_frequent = target.token_counts.argsort(descending=True, stable=True)[: shape.draft_vocab_size]
-        self.draft_ids = most_frequent.sort().values.to(target.device)
-        head = Head(shape).to(target.device)
-        for projection in (head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj):
+        frequent = target.token_counts.topk(shape.draft_vocab_size).indices
+        self.draft_ids = frequent.sort().values.to(target.device)
+        rows = target.model.get_output_embeddings().weight.detach()[self.draft_ids] * target.logit_scale
+        self._head = Head(shape).to(target.device)
+        for projection in (self._head.midlayer.self_attn.o_proj, self._head.midlayer.mlp.down_proj):
             nn.init.zeros_(projection.weight)
-        self.module = nn.ModuleDict({"head": head})
-        rows = self._target_lm_head.weight[self.draft_ids].detach()
-        if own_lm_head:
-            lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False, device=target.device)
-            lm_head.weight.data.copy_(rows)
-            self.module["lm_head"] = lm_head
-        else:
-            self._shared_rows = rows
-        self._head = head
+        self._lm_head = nn.Linear(*reversed(rows.shape), bias=False, device="meta")
+        self._lm_head.weight = nn.Parameter(rows.float() if own_lm_head else rows, requires_grad=own_lm_head)
+        self._owns_lm_head = own_lm_head
+        learned = {"head": self._head, "lm_head": self._lm_head} if own_lm_head else {"head": self._head}
+        self.module: nn.Module = nn.ModuleDict(learned)
 
     def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """The cross-entropy with the target's distribution, in nats a token, over all steps. What the target
-        gives to tokens outside the draft vocabulary counts for nothing.
+        """The cross-entropy with the target's distribution, in nats a token.
+
+        A drafting step is learned at the places where the text's tokens up to it are what the target itself
+        would say: only there is it ever verified. What the target gives to tokens outside the draft
+        vocabulary counts for nothing.
         """
         features, last = hidden.split([self._shape.feature_size, self._target.hidden_size], dim=-1)
         with torch.no_grad():
-            wanted = self._target_lm_head(last).float().softmax(dim=-1)[..., self.draft_ids]
+            teacher = self._target.logits(last)
+            said = teacher[:, :-1].argmax(dim=-1) == token_ids[:, 1:]
         later = torch.nn.functional.pad(token_ids, (0, self.depth))
         length = token_ids.shape[1]
-        total = hidden.new_zeros((), dtype=torch.float32)
-        weights = 0.0
-        steps = self._unroll(token_ids, features, lambda step, _: later[:, 1 + step : length + step])
-        for step, logits in enumerate(steps):
-            known = length - 1 - step  # places whose next tokens still lie within the window
-            log_q = logits[:, :known].float().log_softmax(dim=-1)
-            entropy = -(wanted[:, 1 + step :] * log_q).sum(dim=-1).mean()
-            total = total + _STEP_WEIGHT**step * entropy
-            weights += _STEP_WEIGHT**step
-        return total / weights
+        reached = torch.ones_like(said)
+        total = torch.zeros((), device=token_ids.device)
+        steps = self._unroll(features, lambda step, _: later[:, 1 + step : length + step])
+        for step, scored in enumerate(steps):
+            if step:
+                reached = reached[:, :-1] & said[:, step:]
+            wanted = teacher[:, 1 + step :][reached].float().softmax(dim=-1)[:, self.draft_ids]
+            log_q = self._logits(scored[:, : length - 1 - step][reached]).float().log_softmax(dim=-1)
+            total = total - _STEP_WEIGHT**step * (wanted * log_q).sum() / max(1, len(wanted))
+        return total / sum(_STEP_WEIGHT**step for step in range(self.depth))
 
     def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
         """The greedy chains of `depth` tokens from each of `places`: int64 [windows, places, depth]."""
-        features = hidden[..., : self._shape.feature_size]
-        drafted: list[Tensor] = []
 
-        def own(step: int, logits: Tensor | None) -> Tensor:
-            return token_ids[:, 1:] if logits is None else self.draft_ids[logits.argmax(dim=-1)]
+        def choose(step: int, scored: Tensor | None) -> Tensor:
+            return token_ids[:, 1:] if scored is None else self._best(scored)
 
-        for logits in self._unroll(token_ids, features, own):
-            drafted.append(self.draft_ids[logits[:, places].argmax(dim=-1)])
-        return torch.stack(drafted, dim=-1)
+        steps = self._unroll(hidden[..., : self._shape.feature_size], choose)
+        return torch.stack([self._best(scored[:, places]) for scored in steps], dim=-1)
 
-    def _unroll(
-        self, token_ids: Tensor, features: Tensor, choose: Callable[[int, Tensor | None], Tensor]
-    ) -> Iterator[Tensor]:
-        """The logits [windows, length - 1, draft_vocab_size] of each drafting step, from all places at once.
+    def _best(self, scored: Tensor) -> Tensor:
+        return self.draft_ids[self._logits(scored).argmax(dim=-1)]
 
-        `choose` gives a step's tokens, from the logits of the step before if it likes.
+    def _logits(self, scored: Tensor) -> Tensor:
+        with self._autocast():
+            return self._lm_head(scored)
+
+    def _unroll(self, features: Tensor, choose: Callable[[int, Tensor | None], Tensor]) -> Iterator[Tensor]:
+        """What the LM head takes in each drafting step, from all places but the last of a window at once:
+        [windows, length - 1, hidden_size].
+
+        `choose` gives a step's tokens, from what it was in the step before if it likes.
         """
-        head, count = self._head, token_ids.shape[1] - 1
-        positions = torch.arange(count, device=token_ids.device)
-        attention = _UnrolledAttention(count, token_ids.device)
-        logits: Tensor | None = None
+        head, count = self._head, features.shape[1] - 1
+        positions = torch.arange(count, device=features.device)
+        attention = _UnrolledAttention(count, features.device)
+        scored: Tensor | None = None
         with self._autocast():
             hidden = head.combine(features[:, :-1])
-            for step in range(self.depth):
-                embeddings = self._embedding(choose(step, logits))
+        for step in range(self.depth):
+            embeddings = self._embedding(choose(step, scored))
+            with self._autocast():
                 joined, residual = head.enter(embeddings, hidden)
-                at = positions + step
-                attended = attention(*head.project(joined, at))
+                attended = attention(*head.project(joined, positions + step))
                 scored, hidden = head.normed(head.leave(attended, residual))
-                logits = self._lm_head(scored)
-                yield logits
-
-    def _lm_head(self, scored: Tensor) -> Tensor:
-        if "lm_head" in self.module:
-            return self.module["lm_head"](scored)
-        return scored.to(self._shared_rows.dtype) @ self._shared_rows.T
+            yield scored
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self._target.dtype is torch.float32:
@@ -153,8 +176,8 @@ class Eagle3Training:
         folder.mkdir(parents=True, exist_ok=True)
         shape, dtype = self._shape, self._target.dtype
         tensors = {name: value.detach().to(dtype) for name, value in self._head.state_dict().items()}
-        if "lm_head" in self.module:
-            tensors["lm_head.weight"] = self.module["lm_head"].weight.detach().to(dtype)
+        if self._owns_lm_head:
+            tensors["lm_head.weight"] = self._lm_head.weight.detach().to(dtype)
         if len(self.draft_ids) < self._target.vocab_size:
             numbers = torch.arange(len(self.draft_ids), device=self.draft_ids.device)
             tensors["d2t"] = self.draft_ids - numbers
@@ -180,6 +203,7 @@ class Eagle3Training:
             "max_position_embeddings": shape.max_positions,
             "rope_parameters": shape.rope,
             "tie_word_embeddings": False,
+            "logit_scale": 1.0 if self._owns_lm_head else self._target.logit_scale,
             "eagle_aux_hidden_state_layer_ids": list(shape.captured),
             "norm_output": shape.norm_output,
         }
