@@ -33,7 +33,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     `num_speculative_tokens` is how many tokens to draft in a step: a number, or "auto" for as many as pay, up
     to `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. `tree` lets the
-    methods that can draft a tree (`draft_model`, `medusa`, `eagle`) do so, of at most `tree_nodes` tokens.
+    methods that can draft a tree (`draft_model`, `medusa`, `eagle`) do so: "auto" is then up to `tree_nodes`
+    tokens, of which up to `max_speculative_tokens` follow one another.
     `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
     """
 

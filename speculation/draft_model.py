@@ -1,7 +1,8 @@
 """Drafting with a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
 Its KV lies in the pool's second segment, under the target's blocks. It draws with the noise that the target
-will draw with, so that where the two models agree on the likely tokens they agree on the token.
+will draw with, so that where the two models agree on the likely tokens they agree on the token. It drafts
+chains, or trees (`speculation.tree`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
+from speculation.ranking import rank
+from speculation.tree import DraftTrees, TreeRows
 
 _ROWS = 2048
 """At most so many of a forward's rows belong to one sequence that the draft model reads."""
+
+_TREE_WIDTH = 4
+"""Rows of a tree in a forward, and children of a row."""
 
 
 class DraftModel:
@@ -78,9 +84,12 @@ class DraftModel:
             self._runner.warm_up()
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        drafted: list[list[int]] = [[] for _ in sequences]
         for sequence in sequences:
             self._read(sequence, len(sequence.token_ids) - 1, leave=_ROWS - 1)
+        return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
+
+    def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        drafted: list[list[int]] = [[] for _ in sequences]
         active = list(range(len(sequences)))
         while active:
             batch = [self._next_rows(sequences[i], drafted[i]) for i in active]
@@ -93,6 +102,43 @@ class DraftModel:
         for sequence, tokens in zip(sequences, drafted, strict=True):
             self._computed[sequence.request_id] = len(sequence.token_ids) + len(tokens) - 1
         return [Draft(tokens) for tokens in drafted]
+
+    def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        trees = DraftTrees(counts, self._options.max_speculative_tokens, _TREE_WIDTH)
+        logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
+        for sequence in sequences:
+            self._computed[sequence.request_id] = len(sequence.token_ids)
+        depths = [[0] for _ in sequences]
+        while True:
+            grown = trees.grow(*self._rank(sequences, depths, logits))
+            depths = [rows.depths for rows in grown]
+            if not any(depths):
+                return trees.drafts()
+            logits = self._run_trees(sequences, grown)
+
+    def _rank(
+        self, sequences: Many[Sequence], depths: list[list[int]], logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`logits` has a row for each depth: after so many drafted tokens of the sequence."""
+        after = [(sequence, depth) for sequence, its in zip(sequences, depths, strict=True) for depth in its]
+        return rank(
+            logits,
+            [sequence.params for sequence, _ in after],
+            [sequence.position + depth for sequence, depth in after],
+            with_noise=self._options.verification == "coupled",
+        )
+
+    def _run_trees(self, sequences: Many[Sequence], grown: list[TreeRows]) -> Tensor:
+        batch = []
+        for sequence, rows in zip(sequences, grown, strict=True):
+            if rows.token_ids:
+                assert sequence.table is not None
+                root = len(sequence.token_ids) - 1
+                start, blocks = root + rows.first, sequence.table.block_ids
+                batch.append(SequenceRows(rows.token_ids, start, blocks, rows.masks, root))
+                self._computed[sequence.request_id] = start + len(rows.token_ids)
+        every = range(sum(len(rows.token_ids) for rows in batch))
+        return self._runner.run(batch, list(every)).logits[:, : self._vocab_size]
 
     def _next_rows(self, sequence: Sequence, drafted: list[int]) -> SequenceRows:
         assert sequence.table is not None
@@ -131,11 +177,13 @@ class DraftModel:
     def observe(self, computed: Many[Computed]) -> None:
         """Read along with prompts; what was drafted and not accepted holds the KV of other tokens."""
         for each in computed:
-            request_id, end = each.sequence.request_id, each.start + each.num_tokens
+            request_id, first_drafted = each.sequence.request_id, each.start + 1
             if each.draft is not None:
-                self._computed[request_id] = min(self._computed[request_id], end)
+                num_run = self._computed[request_id] - first_drafted
+                kept = sum(node < num_run for node in each.accepted)
+                self._computed[request_id] = first_drafted + kept
             elif each.num_tokens > 1 and self._reads_along(each.sequence):
-                self._read(each.sequence, end)
+                self._read(each.sequence, each.start + each.num_tokens)
 
     def _reads_along(self, sequence: Sequence) -> bool:
         return not sequence.prefill_only or self._options.prefill != "rebuild"

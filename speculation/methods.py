@@ -21,6 +21,10 @@ def build_drafter(
             from speculation.ngram import NgramDrafter
 
             return NgramDrafter(options)
+        case "eagle":
+            from speculation.eagle.drafter import EagleDrafter
+
+            return EagleDrafter(options, config, loaded)
         case "medusa":
             from speculation.medusa.drafter import MedusaDrafter
 

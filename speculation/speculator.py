@@ -113,6 +113,8 @@ class BatchSpeculator:
     def _room(self, request: Request) -> int:
         if request.fixed_tokens is not None:
             return request.fixed_tokens
+        if self._options.tree and request.method == self._options.method:
+            return self._options.tree_nodes
         return self._options.max_speculative_tokens
 
     def propose(self, step: ScheduledStep) -> None:

@@ -31,3 +31,9 @@ def needs_history(params: SamplingParams) -> bool:
         or params.min_tokens > 0
         or any(len(sequence) > 1 for sequence in params.banned_token_sequences)
     )
+
+
+def is_argmax(params: SamplingParams) -> bool:
+    """Whether the token is just the likeliest, whatever came before it."""
+    edits = params.logit_bias or params.banned_token_sequences or params.allowed_token_ids is not None
+    return params.is_greedy and not edits and not needs_history(params)

@@ -1,0 +1,243 @@
+"""Drafting with EAGLE heads: the target's hidden states come in with each step, drafts go out of one layer.
+
+A place is drafted from the pair of its token and the hidden state before it. The pairs of committed tokens
+have the target's hidden states, which `observe` brings; only the drafted places behind them run on the head's
+own, and their KV is overwritten as soon as the target's are there (keeping it costs a tenth of the accepted
+length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.attention.interface import AttentionBackend
+from engine.attention.select import select_backend
+from engine.kv_pool import DRAFT, KVPool, KVShape
+from engine.linear.packed import kernel_fault, pack_linears
+from engine.loader import LoadedModel
+from engine.runner import Runner, SequenceRows
+from engine.sampler import Sampler
+from engine.sampler.rows import is_argmax
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.config import ServeConfig
+from protocol.speculation import SpeculativeConfig
+from speculation.drafter import Computed
+from speculation.eagle.paged import Chains, KVWriter, PagedForward, PagedHead
+from speculation.eagle.weights import load_head
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What is known of a request: draft KV of the places from `first` up to, not including, `written`, and
+    `features` [n, feature_size] of the tokens before each of the next n places, in pieces.
+    """
+
+    first: int
+    written: int
+    features: list[Tensor] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The first place whose pair is not known."""
+        return self.written + sum(map(len, self.features))
+
+
+class EagleDrafter:
+    """Implements `speculation.drafter.Drafter`."""
+
+    def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
+        assert options.model is not None
+        self._config = config
+        self._loaded = load_head(options.model, target)
+        shape = self._loaded.head.shape
+        self.segment: KVShape | None = KVShape(1, shape.num_kv_heads, shape.head_dim, target.dtype)
+        self.hidden_layers: tuple[int, ...] = shape.captured
+        self._known: dict[str, Known] = {}
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        device, dtype = loaded.device, loaded.dtype
+        head = self._build(loaded)
+        packed = kernel_fault(device, dtype) is None
+        if packed:
+            pack_linears(head)
+        requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
+        backend, _ = select_backend(device, dtype, requested)
+        segment = pool.segment(DRAFT)
+        self._head = head
+        self._forward = PagedForward(head, device, self._config.compile, packed)
+        self._backend: AttentionBackend = backend(segment)
+        self._runner = Runner(self._forward, self._backend, pool.block_size, device)
+        self._writer = KVWriter(head, segment)
+        self._sampler = Sampler(loaded.vocab_size, device, [])
+        self._vocab_size = loaded.vocab_size
+        self._block_size = pool.block_size
+        self._device = device
+        self._no_feature = torch.zeros((1, head.head.shape.feature_size), dtype=dtype, device=device)
+
+    def _build(self, loaded: LoadedModel) -> PagedHead:
+        """With the target's embedding and LM head where the file has none of its own."""
+        own = self._loaded
+        embed_tokens = loaded.model.get_input_embeddings()
+        if own.embedding is not None:
+            embed_tokens = nn.Embedding.from_pretrained(own.embedding)
+        if own.lm_head is None:
+            return PagedHead(own.head, embed_tokens, loaded.model.get_output_embeddings())
+        lm_head = nn.Linear(*reversed(own.lm_head.shape), bias=False, device="meta")
+        lm_head.weight = nn.Parameter(own.lm_head, requires_grad=False)
+        return PagedHead(own.head, embed_tokens, lm_head)
+
+    def warm_up(self) -> None:
+        if self._forward.compiled:
+            self._runner.warm_up()
+
+    @torch.inference_mode()
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        drafted: list[list[int]] = [[] for _ in sequences]
+        logits, hidden = self._run(*self._committed_rows(sequences))
+        tokens = self._choose(logits, sequences, drafted)
+        active = list(range(len(sequences)))
+        while still := [row for row, i in enumerate(active) if len(drafted[i]) < counts[i]]:
+            if len(still) < len(active):
+                active, tokens, hidden = [active[row] for row in still], tokens[still], hidden[still]
+            num_steps = min(counts[i] - len(drafted[i]) for i in active)
+            its, theirs = [sequences[i] for i in active], [drafted[i] for i in active]
+            rows = [self._drafted_row(*pair) for pair in zip(its, theirs, strict=True)]
+            chains = Chains(self._forward, self._backend, rows, num_steps, self._block_size, self._device)
+            hidden = chains.pad(hidden)
+            for _ in range(num_steps):
+                logits, hidden = chains.run(chains.pad(tokens), hidden)
+                tokens = self._choose(logits[: len(active)], its, theirs)
+        return [Draft(tokens) for tokens in drafted]
+
+    def _choose(self, logits: Tensor, sequences: Many[Sequence], drafted: Many[list[int]]) -> Tensor:
+        """The next token of each sequence, int64 [sequences], also added to `drafted`."""
+        logits = logits[:, : self._vocab_size]
+        if all(is_argmax(sequence.params) for sequence in sequences):
+            tokens = logits.argmax(dim=-1)
+            if self._loaded.draft_ids is not None:
+                tokens = self._loaded.draft_ids[tokens]
+            token_ids = tokens.tolist()
+        else:
+            rows = [sequence.sampling_row(its) for sequence, its in zip(sequences, drafted, strict=True)]
+            token_ids = self._sampler.sample(self._whole(logits), rows).token_ids
+            tokens = torch.tensor(token_ids, device=self._device)
+        for its, token_id in zip(drafted, token_ids, strict=True):
+            its.append(token_id)
+        return tokens
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """In the target's vocabulary, [rows, vocab_size]."""
+        draft_ids = self._loaded.draft_ids
+        if draft_ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        whole[:, draft_ids] = logits
+        return whole
+
+    def _committed_rows(self, sequences: Many[Sequence]) -> tuple[list[SequenceRows], Tensor]:
+        """The rows that draft the first token, from committed ones alone, and their hidden states."""
+        batch: list[SequenceRows] = []
+        features: list[Tensor] = []
+        for sequence in sequences:
+            assert sequence.table is not None
+            known = self._known[sequence.request_id]
+            if not known.features:  # its last token was computed elsewhere, or long ago
+                known.written, known.features = len(sequence.token_ids) - 1, [self._no_feature]
+            token_ids = sequence.token_ids[known.written :]
+            block_ids = sequence.table.block_ids
+            batch.append(SequenceRows(token_ids, known.written, block_ids, first_key=known.first))
+            features += known.features
+            known.features = []
+            known.written = len(sequence.token_ids)
+        return batch, self._head.head.combine(torch.cat(features))
+
+    def _drafted_row(self, sequence: Sequence, drafted: list[int]) -> SequenceRows:
+        assert sequence.table is not None
+        place = len(sequence.token_ids) + len(drafted) - 1
+        first = self._known[sequence.request_id].first
+        return SequenceRows(drafted[-1:], place, sequence.table.block_ids, first_key=first)
+
+    def _run(self, batch: list[SequenceRows], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """After the last row of each sequence: logits [sequences, draft_vocab_size], and hidden states."""
+        self._forward.hidden = hidden
+        ends, row = [], 0
+        for rows in batch:
+            row += len(rows.token_ids)
+            ends.append(row - 1)
+        logits, fed_back = self._runner.run(batch, ends)
+        assert fed_back is not None
+        return logits, fed_back
+
+    @torch.inference_mode()
+    def observe(self, computed: Many[Computed]) -> None:
+        due: list[tuple[Sequence, Known]] = []
+        for each in computed:
+            assert each.hidden is not None
+            sequence, end = each.sequence, each.start + each.num_tokens
+            known = self._known[sequence.request_id]
+            known.features.append(each.hidden)
+            # Blocks that the engine may share, or hand over, have their draft KV.
+            in_prompt = each.start < len(sequence.prompt_token_ids)
+            if known.written < end and (
+                in_prompt or known.written < end // self._block_size * self._block_size
+            ):
+                due.append((sequence, known))
+        if due:
+            self._write(due)
+
+    def _write(self, due: Iterable[tuple[Sequence, Known]]) -> None:
+        """Write the KV of all known pairs but the newest, whose place may have no block yet."""
+        token_ids: list[int] = []
+        places: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        features: list[Tensor] = []
+        for sequence, known in due:
+            assert sequence.table is not None
+            start, end = known.written, known.end - 1
+            span = np.arange(start, end)
+            blocks = np.array(sequence.table.block_ids, np.int64)
+            token_ids += sequence.token_ids[start:end]
+            places.append(span)
+            slots.append(blocks[span // self._block_size] * self._block_size + span % self._block_size)
+            together = torch.cat(known.features)
+            features.append(together[:-1])
+            # A copy, not a view: else the hidden states of a whole chunk would be kept for its last row.
+            known.written, known.features = end, [together[-1:].clone()]
+        self._writer.write(
+            self._tensor(np.array(token_ids, np.int64)),
+            self._tensor(np.concatenate(places)),
+            self._tensor(np.concatenate(slots)),
+            torch.cat(features),
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        place = sequence.num_computed
+        if place == 0:
+            known = Known(first=1, written=1)
+        elif num_drafted > place and feature is None:
+            known = Known(first=1, written=place + 1)
+        else:
+            row = self._no_feature if feature is None else feature.view_as(self._no_feature)
+            known = Known(1 if num_drafted >= place else place, place, [row])
+        self._known[sequence.request_id] = known
+
+    def num_drafted(self, request_id: str) -> int:
+        known = self._known.get(request_id)
+        return known.written if known is not None and known.first == 1 else 0
+
+    def feature(self, request_id: str) -> Tensor | None:
+        known = self._known.get(request_id)
+        return known.features[-1][-1] if known is not None and known.features else None
+
+    def forget(self, request_id: str) -> None:
+        self._known.pop(request_id, None)

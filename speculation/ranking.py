@@ -1,0 +1,51 @@
+"""Which tokens a drafter should expect of the target, given its own logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from engine.sampler.noise import gumbel_noise, stream_keys
+from protocol.sampling import SamplingParams
+
+_NUM_CANDIDATES = 64
+"""Tokens of a row that are looked at: the others together are hardly ever the one."""
+_MIN_TEMPERATURE = 1e-6
+
+
+def rank(
+    logits: Tensor, params: Many[SamplingParams], positions: Many[int], *, with_noise: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (float32 [rows, n]) that tokens (int64 [rows, n]) are the target's at `positions`.
+
+    `logits` [rows, vocab_size] are the drafter's; penalties and bans are left out. `with_noise`: the target
+    draws with the noise of the position (coupled verification), so that it is known which tokens that
+    favours. Where the two models' logits differ is not known; as if by noise of the same kind, the greatest
+    sum of log-probability and noise is the target's with the probability of a softmax over the sums.
+    """
+    device = logits.device
+    temperature = torch.tensor([1.0 if p.is_greedy else max(p.temperature, _MIN_TEMPERATURE) for p in params])
+    log_probs = (logits.float() / temperature.to(device).unsqueeze(1)).log_softmax(1)
+    values, token_ids = log_probs.topk(min(_NUM_CANDIDATES, logits.shape[1]))
+    if not with_noise or all(p.is_greedy for p in params):
+        return values, token_ids
+    seeds = torch.tensor([p.seed for p in params], device=device)
+    keys = stream_keys(seeds, torch.tensor(positions, device=device))
+    noise = gumbel_noise(keys.unsqueeze(1), token_ids)
+    noise[[row for row, p in enumerate(params) if p.is_greedy]] = 0
+    return (values + noise).masked_fill_(~_admitted(values, params), -torch.inf).log_softmax(1), token_ids
+
+
+def _admitted(values: Tensor, params: Many[SamplingParams]) -> Tensor:
+    """Bool [rows, n]: what top-k, top-p and min-p leave of log-probabilities in descending order."""
+    num_tokens = values.shape[1]
+    filters = [
+        (num_tokens, 1.0, 0.0) if p.is_greedy else (p.top_k if p.top_k > 0 else num_tokens, p.top_p, p.min_p)
+        for p in params
+    ]
+    top_k, top_p, min_p = torch.tensor(filters, device=values.device).T.unsqueeze(2)
+    mass = values.exp()
+    ranks = torch.arange(num_tokens, device=values.device)
+    return (ranks < top_k) & (mass.cumsum(1) - mass < top_p) & (mass >= min_p * mass[:, :1])

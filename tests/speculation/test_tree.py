@@ -1,0 +1,125 @@
+"""Draft trees over a table of probabilities: their shape, and that they hold the likeliest paths."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.speculator import Draft
+from speculation.tree import DraftTrees, TreeRows
+
+VOCAB_SIZE = 5
+
+
+def log_probs_after(path: tuple[int, ...], seed: int) -> Tensor:
+    """A model for the tests: log-probabilities [vocab_size] after a path from the root."""
+    generator = torch.Generator().manual_seed(random.Random(f"{seed} {path}").getrandbits(40))
+    return (torch.randn(VOCAB_SIZE, generator=generator) * 1.5).log_softmax(0)
+
+
+def score_of(path: tuple[int, ...], seed: int) -> float:
+    return sum(float(log_probs_after(path[:i], seed)[token]) for i, token in enumerate(path))
+
+
+def path_to(draft: Draft, node: int) -> tuple[int, ...]:
+    return () if node < 0 else (*path_to(draft, draft.parent(node)), draft.token_ids[node])
+
+
+def grow_all(
+    seeds: list[int], max_nodes: list[int], depth: int, width: int
+) -> tuple[list[Draft], list[list[TreeRows]]]:
+    """The drafts, and by tree the rows of every round."""
+    trees = DraftTrees(max_nodes, depth, width)
+    paths: list[list[tuple[int, ...]]] = [[()] for _ in seeds]
+    newest: list[tuple[int, tuple[int, ...]]] = [(seed, ()) for seed in seeds]
+    rounds: list[list[TreeRows]] = [[] for _ in seeds]
+    while True:
+        scores = torch.stack([log_probs_after(path, seed) for seed, path in newest])
+        grown = trees.grow(scores, torch.arange(VOCAB_SIZE).expand(len(newest), -1))
+        newest = []
+        for seed, rows, of_tree, so_far in zip(seeds, grown, rounds, paths, strict=True):
+            assert rows.first == len(so_far)
+            so_far += [
+                (*so_far[parent], token) for parent, token in zip(rows.parents, rows.token_ids, strict=True)
+            ]
+            newest += [(seed, path) for path in so_far[rows.first :]]
+            of_tree.append(rows)
+        if not newest:
+            break
+    drafts = trees.drafts()
+    assert all(draft is not None for draft in drafts)
+    return [draft for draft in drafts if draft is not None], rounds
+
+
+@pytest.mark.parametrize(("max_nodes", "depth", "width"), [(24, 5, 4), (63, 8, 5), (3, 8, 4), (10, 1, 4)])
+def test_rows_and_nodes_fit_together(max_nodes: int, depth: int, width: int) -> None:
+    (draft,), (rounds,) = grow_all([1], [max_nodes], depth, width)
+    assert draft.parents is not None and draft.num_nodes <= max_nodes
+    assert all(parent < node for node, parent in enumerate(draft.parents))
+    children = list(zip(draft.parents, draft.token_ids, strict=True))
+    assert len(set(children)) == len(children)
+    assert max(len(path_to(draft, node)) for node in range(draft.num_nodes)) <= depth
+    masks = draft.masks()
+    assert masks is not None
+    row = 1
+    for rows in rounds:
+        assert len(rows.token_ids) <= width
+        for token, parent, mask, its_depth in zip(
+            rows.token_ids, rows.parents, rows.masks, rows.depths, strict=True
+        ):
+            assert (token, parent - 1, mask) == (draft.token_ids[row - 1], draft.parents[row - 1], masks[row])
+            assert its_depth == len(path_to(draft, row - 1))
+            row += 1
+    assert row - 1 <= draft.num_nodes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_likeliest_paths_are_in_it(seed: int) -> None:
+    """A node that was run stays, even if likelier ones were found later; all others are the likeliest."""
+    depth, max_nodes = 4, 12
+    (draft,), (rounds,) = grow_all([seed], [max_nodes], depth, width=VOCAB_SIZE)
+    every: list[tuple[int, ...]] = [()]
+    for path in every:
+        if len(path) < depth:
+            every += [(*path, token) for token in range(VOCAB_SIZE)]
+    likeliest = sorted(every[1:], key=lambda path: score_of(path, seed), reverse=True)[:max_nodes]
+    nodes = [path_to(draft, node) for node in range(draft.num_nodes)]
+    num_run = sum(len(rows.token_ids) for rows in rounds)
+    assert draft.num_nodes == max_nodes
+    assert set(nodes) - set(likeliest) <= set(nodes[:num_run])
+    left_out = [path for path in likeliest if path not in nodes and path[:-1] in [(), *nodes[:num_run]]]
+    assert all(score_of(path, seed) < score_of(leaf, seed) for path in left_out for leaf in nodes[num_run:])
+
+
+def test_a_tree_of_width_one_is_the_likeliest_chain() -> None:
+    (draft,), _ = grow_all([3], [6], depth=6, width=1)
+    assert draft.parents == [-1, 0, 1, 2, 3, 4]
+    path: tuple[int, ...] = ()
+    for token in draft.token_ids:
+        assert token == int(log_probs_after(path, 3).argmax())
+        path = (*path, token)
+
+
+def test_a_batch_is_its_trees() -> None:
+    together, _ = grow_all([1, 2, 3], [20, 5, 1], depth=5, width=3)
+    for index, (seed, limit) in enumerate([(1, 20), (2, 5), (3, 1)]):
+        (alone,), _ = grow_all([seed], [limit], depth=5, width=3)
+        assert (alone.token_ids, alone.parents) == (together[index].token_ids, together[index].parents)
+
+
+def test_impossible_tokens_are_not_drafted() -> None:
+    trees = DraftTrees([8, 8], depth=3, width=4)
+    scores = torch.full((2, VOCAB_SIZE), -math.inf)
+    scores[0, 2] = scores[1, :] = 0.0
+    scores[1, :] = math.nan
+    token_ids = torch.arange(10, 10 + VOCAB_SIZE).expand(2, -1)
+    first, second = trees.grow(scores, token_ids)
+    assert (first.token_ids, second.token_ids) == ([12], [])
+    trees.grow(torch.full((1, VOCAB_SIZE), -math.inf), token_ids[:1])
+    draft, none = trees.drafts()
+    assert draft is not None and draft.token_ids == [12]
+    assert none is None
