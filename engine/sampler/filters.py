@@ -16,9 +16,8 @@ _FIRST_SHARE = 2.0**-14
 _SLACK = 1e-3
 
 
-def survivors(values: Tensor, batch: BatchParams, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows and token ids (int64 [k]) of the tokens that may be chosen in the filtered rows, or in all rows of
-    those that the filters leave and that are not below `least`.
+def survivors(values: Tensor, batch: BatchParams) -> tuple[Tensor, Tensor]:
+    """Rows and token ids (int64 [k]) of the tokens that may be chosen in the filtered rows.
 
     `values` is float32 [n, vocab], log-probabilities up to a constant per row with each row's maximum at 0.
     min-p keeps values >= log(min_p); top-k what is no smaller than the k-th largest value; top-p, on what
@@ -33,7 +32,7 @@ def survivors(values: Tensor, batch: BatchParams, least: Tensor | None = None) -
         floor = _nucleus_floor(values, floor, batch)
     elif len(rows):
         floor = floor.index_copy(0, rows, _nucleus_floor(values[rows], floor[rows], batch))
-    return true_indices(at_least(values, torch.maximum(floor, batch.row_floor if least is None else least)))
+    return true_indices(at_least(values, torch.maximum(floor, batch.row_floor)))
 
 
 def _nucleus_floor(values: Tensor, floor: Tensor, batch: BatchParams) -> Tensor:

@@ -8,7 +8,6 @@ the lowest token id wins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,8 +24,6 @@ from engine.sampler.penalties import Penalties
 from engine.sampler.race import challengers
 from engine.sampler.rows import SamplingRow
 from protocol.messages import TokenLogprobs
-
-LIKELY = 1e-4
 
 
 @dataclass(slots=True, eq=False)
@@ -54,36 +51,6 @@ class Sampler:
         if not rows:
             return SampleOutput([], [])
         batch = self._batch_for(rows)
-        values, usable = self._process(logits, rows, batch)
-        failed_rows = [] if usable.all() else (~usable).nonzero()[:, 0].tolist()
-        if batch.all_greedy:
-            chosen = argmax_rows(values)
-        else:
-            values[failed_rows] = 0.0
-            chosen = _draw(values, rows, batch)
-        token_ids = chosen.tolist()
-        return SampleOutput(token_ids, _logprobs(logits, token_ids, batch), failed_rows)
-
-    def rank(self, logits: Tensor, rows: Sequence[SamplingRow], count: int) -> Tensor:
-        """The `count` likeliest choices of each row, best first: int64 [n, count], distinct in a row.
-
-        It is for drafting: tokens that are less than `LIKELY` times as probable as the row's best one are not
-        looked at, though noise may lift them.
-        """
-        batch = self._batch_for(rows)
-        values, _ = self._process(logits, rows, batch)
-        if not batch.all_greedy:
-            likely = torch.full((1, 1), math.log(LIKELY), device=values.device)
-            values = _add_noise(values, _keys(rows, batch), batch, *survivors(values, batch, likely))
-        return argmax_rows(values).unsqueeze(1) if count == 1 else values.topk(count).indices
-
-    def _process(
-        self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams
-    ) -> tuple[Tensor, Tensor]:
-        """Float32 values [n, vocab] after all but filters and noise, and which rows have a finite one [n, 1].
-
-        Unless all rows are greedy their greatest value is 0.
-        """
         if batch.edits_logits or not batch.all_greedy:
             values = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
         else:
@@ -93,9 +60,16 @@ class Sampler:
             if batch.penalty_rows:
                 self._penalties.apply(values, rows, batch)
         best = values.amax(dim=1, keepdim=True)
-        if not batch.all_greedy:
+        usable = best.isfinite()
+        failed_rows = [] if usable.all() else (~usable).nonzero()[:, 0].tolist()
+        if batch.all_greedy:
+            chosen = argmax_rows(values)
+        else:
             values.sub_(best).div_(batch.temperature)
-        return values, best.isfinite()
+            values[failed_rows] = 0.0
+            chosen = _draw(values, rows, batch)
+        token_ids = chosen.tolist()
+        return SampleOutput(token_ids, _logprobs(logits, token_ids, batch), failed_rows)
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens: row i of `logits` predicts `next_token_ids[i]`."""
@@ -114,26 +88,16 @@ class Sampler:
 
 def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
     """Tokens [n] from log-probabilities with each row's maximum at 0. Overwrites `values`."""
-    keys = _keys(rows, batch)
-    return argmax_rows(_add_noise(values, keys, batch, *_candidates(values, keys, batch)))
-
-
-def _add_noise(
-    values: Tensor, keys: Tensor, batch: BatchParams, candidate_rows: Tensor, token_ids: Tensor
-) -> Tensor:
-    """`values` with noise at the candidates, -inf elsewhere. Overwrites them."""
+    positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=values.device)
+    keys = stream_keys(batch.seeds, positions)
+    candidate_rows, token_ids = _candidates(values, keys, batch)
     noise = gumbel_noise(keys[candidate_rows], token_ids)
     if batch.greedy_rows:
         noise *= batch.noise_scale[candidate_rows]
     scores = values[candidate_rows, token_ids] + noise
     values.fill_(-torch.inf)
     values[candidate_rows, token_ids] = scores
-    return values
-
-
-def _keys(rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
-    positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=batch.device)
-    return stream_keys(batch.seeds, positions)
+    return argmax_rows(values)
 
 
 def _candidates(values: Tensor, keys: Tensor, batch: BatchParams) -> tuple[Tensor, Tensor]:

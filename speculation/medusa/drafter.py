@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.kv_pool import KVPool, KVShape
 from engine.loader import LoadedModel
 from engine.sampler import Sampler
-from engine.sampler.rows import SamplingRow
+from engine.sampler.ops import argmax_rows
+from engine.sampler.rows import SamplingRow, is_argmax
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.speculation import SpeculativeConfig
@@ -18,6 +19,7 @@ from speculation.drafter import Computed
 from speculation.medusa.heads import MedusaHeads
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
 from speculation.medusa.weights import read_heads
+from speculation.ranking import rank
 
 
 class MedusaDrafter:
@@ -25,7 +27,8 @@ class MedusaDrafter:
     heads read is the target's final hidden state of the token before.
 
     A draft is the chain of the heads' best tokens, or with `tree` the nodes of a static tree. The heads do
-    not see each other's tokens. What they propose is ranked with the noise that the target will draw with.
+    not see each other's tokens. Under coupled verification what they propose is chosen with the noise that
+    the target will draw with, otherwise without any: a draft is then no matter of chance.
     """
 
     segment: KVShape | None = None
@@ -36,6 +39,7 @@ class MedusaDrafter:
         weights = read_heads(options.model, hidden_size, target.vocab_size)
         self.hidden_layers: tuple[int, ...] = (target.kv_shape.num_layers,)
         self._heads = MedusaHeads(weights, target)
+        self._coupled = options.verification == "coupled"
         self._tree: StaticTree | None = None
         if options.tree:
             acceptance = weights.rank_acceptance or assumed_acceptance(weights.num_heads)
@@ -83,19 +87,31 @@ class MedusaDrafter:
             return min(room, self._heads.num_heads)
         return max(self._tree.depths[:room]) + 1
 
+    @torch.inference_mode()
     def _candidates(self, sequences: list[Sequence], depth: int) -> list[list[list[int]]]:
-        """For each sequence and head, the head's tokens, best first."""
-        num_ranks = 1 if self._tree is None else self._tree.num_ranks
-        with torch.inference_mode():
-            features = torch.stack([self._features[sequence.request_id][1] for sequence in sequences])
-            logits = self._heads.logits(features, depth).flatten(0, 1)
-            rows = [
-                SamplingRow(s.params, s.prompt_token_ids, s.output_token_ids, s.position + head, s.request_id)
-                for s in sequences
-                for head in range(depth)
-            ]
-            ranked = self._sampler.rank(logits, rows, num_ranks)
-        return ranked.unflatten(0, (len(sequences), depth)).tolist()
+        """For each sequence and head the head's tokens, best first: as many as may be drafted."""
+        features = torch.stack([self._features[sequence.request_id][1] for sequence in sequences])
+        logits = self._heads.logits(features, depth).flatten(0, 1)
+        if self._tree is not None:
+            tokens = self._ranked(logits, sequences, depth, self._tree.num_ranks)
+        elif not self._coupled or all(is_argmax(sequence.params) for sequence in sequences):
+            tokens = argmax_rows(logits.float()).unsqueeze(1)
+        else:
+            rows = [self._row(sequence, head) for sequence in sequences for head in range(depth)]
+            tokens = torch.tensor(self._sampler.sample(logits, rows).token_ids).unsqueeze(1)
+        return tokens.unflatten(0, (len(sequences), depth)).tolist()
+
+    def _row(self, sequence: Sequence, head: int) -> SamplingRow:
+        """For the token after so many drafted ones; those are not known yet."""
+        row = sequence.sampling_row()
+        row.position += head
+        return row
+
+    def _ranked(self, logits: Tensor, sequences: list[Sequence], depth: int, count: int) -> Tensor:
+        params = [sequence.params for sequence in sequences for _ in range(depth)]
+        positions = [sequence.position + head for sequence in sequences for head in range(depth)]
+        scores, token_ids = rank(logits, params, positions, with_noise=self._coupled)
+        return token_ids.gather(1, scores.topk(count).indices)
 
     def _draft(self, ranked: list[list[int]], room: int) -> Draft:
         if self._tree is None:

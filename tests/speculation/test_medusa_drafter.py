@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.sampler import gumbel_noise, sampler, stream_keys
+from engine.sampler import gumbel_noise, stream_keys
 from protocol.handoff import REBUILD
+from speculation import ranking
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
 from tests.speculation.medusa_engine import Watch, ask, drafter_of, final_hidden, make_engine, run, tokens
 from tests.speculation.medusa_files import PlainHeads, own_names, random_heads, write_v1
@@ -127,7 +128,7 @@ def test_sampled_drafts_use_the_noise_of_their_places(
     plain_heads: PlainHeads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sampler, "LIKELY", 1e-30)
+    monkeypatch.setattr(ranking, "_NUM_CANDIDATES", VOCAB_SIZE)
     engine = make_engine(target, heads, num_speculative_tokens=4)
     watch = Watch(engine)
     engine.add(ask("r", prompt_of(20), 12, **SAMPLED))
@@ -148,7 +149,7 @@ def test_a_tree_has_the_ranks_of_the_static_one(
     sampling: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sampler, "LIKELY", 1e-30)
+    monkeypatch.setattr(ranking, "_NUM_CANDIDATES", VOCAB_SIZE)
     engine = make_engine(target, heads, num_speculative_tokens=20, tree=True, tree_nodes=12)
     watch = Watch(engine)
     engine.add(ask("r", prompt_of(20), 20, **sampling))
@@ -166,29 +167,27 @@ def test_a_tree_has_the_ranks_of_the_static_one(
         assert draft.token_ids == [int(ranked[depth, rank]) for depth, rank in nodes]
 
 
-class Oracle:
-    """Ranks whatever the heads say behind what a table of right answers says, the answer at `rank`."""
+def oracle(answers: dict[str, list[int]], rank: int) -> Any:
+    """Ranks as the heads would give them, with the right token of each place at `rank`."""
 
-    def __init__(self, answers: dict[str, list[int]], rank: int) -> None:
-        self._answers = answers
-        self._rank = rank
-
-    def rank(self, logits: torch.Tensor, rows: list[Any], count: int) -> torch.Tensor:
+    def candidates(sequences: list[Any], depth: int) -> list[list[list[int]]]:
         found = []
-        for row in rows:
-            known = self._answers[row.request_id]
-            answer = known[row.position] if row.position < len(known) else 0
-            others = [token for token in range(1, count + 1) if token != answer]
-            found.append([*others[: self._rank], answer, *others[self._rank :]][:count])
-        return torch.tensor(found)
+        for sequence in sequences:
+            known = answers[sequence.request_id][sequence.position :]
+            rights = [known[head] if head < len(known) else 0 for head in range(depth)]
+            found.append([ranks_with(right) for right in rights])
+        return found
 
-    def forget(self, request_id: str) -> None:
-        pass
+    def ranks_with(right: int) -> list[int]:
+        others = [token for token in range(1, 30) if token != right]
+        return [*others[:rank], right, *others[rank:]]
+
+    return candidates
 
 
 @pytest.mark.parametrize(("tree", "rank"), [(False, 0), (True, 0), (True, 1)])
 def test_right_drafts_are_accepted_and_the_path_is_kept(
-    target: Path, heads: Path, tree: bool, rank: int
+    target: Path, heads: Path, tree: bool, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the right token of each head at a certain rank, each step brings what the tree has of them."""
     plain = make_engine(target)
@@ -199,7 +198,7 @@ def test_right_drafts_are_accepted_and_the_path_is_kept(
     options = {"num_speculative_tokens": 24, "tree": tree, "tree_nodes": 24}
     engine = make_engine(target, heads, max_num_batched_tokens=128, **options)
     answers = {r.request_id: r.prompt_token_ids + expected[r.request_id] for r in requests}
-    drafter_of(engine)._sampler = Oracle(answers, rank)  # type: ignore[assignment]
+    monkeypatch.setattr(drafter_of(engine), "_candidates", oracle(answers, rank))
     for request in requests:
         engine.add(request)
     outputs = run(engine)

@@ -157,7 +157,8 @@ def test_bfloat16(tmp_path: Path, target_folder: Path, is_shared: bool) -> None:
     heads = random_heads(3, 2, HIDDEN_SIZE, VOCAB_SIZE, bias=False)
     if is_shared:
         heads.lm_heads = heads.lm_heads[:1] * 3
-    write_vllm(tmp_path, vllm_names(heads), original_lm_head=is_shared)
+    tensors = {name: tensor.clone() for name, tensor in vllm_names(heads).items()}
+    write_vllm(tmp_path, tensors, original_lm_head=is_shared)
     features = torch.randn(5, HIDDEN_SIZE).bfloat16()
     found = computed(tmp_path, target, features)
     assert found.dtype is torch.bfloat16
