@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+from engine.speculator import Draft
+
 _ASSUMED_FIRST = (0.60, 0.45, 0.35, 0.30, 0.25)
 """How often each head's best token is right, where nobody measured: near what Cai et al. 2024 plot for
 Vicuna's heads. Further heads are assumed to be as good as the last of these."""
@@ -26,6 +28,11 @@ class StaticTree:
     @property
     def num_ranks(self) -> int:
         return max(self.ranks) + 1
+
+    def draft(self, ranked: Many[Many[int]], room: int) -> Draft:
+        """The first `room` nodes, where `ranked[i]` are the tokens of head i, best first."""
+        nodes = zip(self.depths[:room], self.ranks[:room], strict=True)
+        return Draft([ranked[depth][rank] for depth, rank in nodes], self.parents[:room])
 
 
 def choose_tree(acceptance: Many[Many[float]], num_nodes: int) -> StaticTree:
