@@ -25,7 +25,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
-from speculation.ranking import rank
+from speculation.ranking import rank_drafted
 from speculation.tree import DraftTrees, TreeRows
 
 _ROWS = 2048
@@ -108,25 +108,14 @@ class DraftModel:
         logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
         for sequence in sequences:
             self._computed[sequence.request_id] = len(sequence.token_ids)
+        with_noise = self._options.verification == "coupled"
         depths = [[0] for _ in sequences]
         while True:
-            grown = trees.grow(*self._rank(sequences, depths, logits))
+            grown = trees.grow(*rank_drafted(logits, sequences, depths, with_noise=with_noise))
             depths = [rows.depths for rows in grown]
             if not any(depths):
                 return trees.drafts()
             logits = self._run_trees(sequences, grown)
-
-    def _rank(
-        self, sequences: Many[Sequence], depths: list[list[int]], logits: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`logits` has a row for each depth: after so many drafted tokens of the sequence."""
-        after = [(sequence, depth) for sequence, its in zip(sequences, depths, strict=True) for depth in its]
-        return rank(
-            logits,
-            [sequence.params for sequence, _ in after],
-            [sequence.position + depth for sequence, depth in after],
-            with_noise=self._options.verification == "coupled",
-        )
 
     def _run_trees(self, sequences: Many[Sequence], grown: list[TreeRows]) -> Tensor:
         batch = []

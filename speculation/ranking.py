@@ -8,11 +8,23 @@ import torch
 from torch import Tensor
 
 from engine.sampler.noise import gumbel_noise, stream_keys
+from engine.sequence import Sequence
 from protocol.sampling import SamplingParams
 
 _NUM_CANDIDATES = 64
 """Tokens of a row that are looked at: the others together are hardly ever the one."""
 _MIN_TEMPERATURE = 1e-6
+
+
+def rank_drafted(
+    logits: Tensor, sequences: Many[Sequence], depths: Many[Many[int]], *, with_noise: bool
+) -> tuple[Tensor, Tensor]:
+    """`rank`, where `logits` has a row for each of a sequence's depths: after so many drafted tokens."""
+    after = [(sequence, depth) for sequence, its in zip(sequences, depths, strict=True) for depth in its]
+    params = [sequence.params for sequence, _ in after]
+    return rank(
+        logits, params, [sequence.position + depth for sequence, depth in after], with_noise=with_noise
+    )
 
 
 def rank(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -31,6 +32,11 @@ from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.eagle.paged import Chains, KVWriter, PagedForward, PagedHead
 from speculation.eagle.weights import load_head
+from speculation.ranking import rank_drafted
+from speculation.tree import DraftTrees, TreeRows
+
+_TREE_WIDTH = 4
+"""Rows of a tree in a forward, and children of a row."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +60,7 @@ class EagleDrafter:
 
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         assert options.model is not None
+        self._options = options
         self._config = config
         self._loaded = load_head(options.model, target)
         shape = self._loaded.head.shape
@@ -99,6 +106,9 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
+
+    def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafted: list[list[int]] = [[] for _ in sequences]
         logits, hidden = self._run(*self._committed_rows(sequences))
         tokens = self._choose(logits, sequences, drafted)
@@ -132,6 +142,37 @@ class EagleDrafter:
             its.append(token_id)
         return tokens
 
+    def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        with_noise = self._options.verification == "coupled"
+        trees = DraftTrees(counts, self._options.max_speculative_tokens, _TREE_WIDTH)
+        logits, newest = self._run(*self._committed_rows(sequences))
+        hidden = list(newest.split(1))  # of each tree's rows
+        depths = [[0] for _ in sequences]
+        while True:
+            scores = rank_drafted(
+                self._whole(logits[:, : self._vocab_size]), sequences, depths, with_noise=with_noise
+            )
+            grown = trees.grow(*scores)
+            depths = [rows.depths for rows in grown]
+            if not any(depths):
+                return trees.drafts()
+            before = [its[rows.parents] for its, rows in zip(hidden, grown, strict=True)]
+            batch = [
+                self._tree_rows(sequence, rows)
+                for sequence, rows in zip(sequences, grown, strict=True)
+                if rows.token_ids
+            ]
+            logits, newest = self._run(batch, torch.cat(before), every=True)
+            added = newest.split([len(rows.token_ids) for rows in grown])
+            hidden = [torch.cat(pair) for pair in zip(hidden, added, strict=True)]
+
+    def _tree_rows(self, sequence: Sequence, rows: TreeRows) -> SequenceRows:
+        assert sequence.table is not None
+        root, first_key = len(sequence.token_ids) - 1, self._known[sequence.request_id].first
+        return SequenceRows(
+            rows.token_ids, root + rows.first, sequence.table.block_ids, rows.masks, root, first_key
+        )
+
     def _whole(self, logits: Tensor) -> Tensor:
         """In the target's vocabulary, [rows, vocab_size]."""
         draft_ids = self._loaded.draft_ids
@@ -164,14 +205,13 @@ class EagleDrafter:
         first = self._known[sequence.request_id].first
         return SequenceRows(drafted[-1:], place, sequence.table.block_ids, first_key=first)
 
-    def _run(self, batch: list[SequenceRows], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """After the last row of each sequence: logits [sequences, draft_vocab_size], and hidden states."""
+    def _run(self, batch: list[SequenceRows], hidden: Tensor, every: bool = False) -> tuple[Tensor, Tensor]:
+        """After each sequence's last row, or after every row: logits [rows, draft_vocab_size] and hidden
+        states [rows, hidden_size].
+        """
         self._forward.hidden = hidden
-        ends, row = [], 0
-        for rows in batch:
-            row += len(rows.token_ids)
-            ends.append(row - 1)
-        logits, fed_back = self._runner.run(batch, ends)
+        ends = range(len(hidden)) if every else [n - 1 for n in accumulate(len(r.token_ids) for r in batch)]
+        logits, fed_back = self._runner.run(batch, list(ends))
         assert fed_back is not None
         return logits, fed_back
 
