@@ -8,6 +8,7 @@ length).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
 from engine.kv_pool import DRAFT, KVPool, KVShape
@@ -24,16 +26,21 @@ from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
-from engine.sampler.rows import is_argmax
+from engine.sampler.rows import edits_logits
 from engine.sequence import Sequence
 from engine.speculator import Draft
+from native.build import BuildError
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
-from speculation.eagle.paged import Chains, KVWriter, PagedForward, PagedHead
+from speculation.eagle.native import NativeHead, unfit
+from speculation.eagle.paged import AnyHead, Chains, HeadForward, KVWriter, PagedHead
 from speculation.eagle.weights import load_head
+from speculation.native_chain import NativeChain
 from speculation.ranking import rank_drafted
 from speculation.tree import DraftTrees, TreeRows
+
+logger = logging.getLogger("tandem.speculation")
 
 _TREE_WIDTH = 4
 """Rows of a tree in a forward, and children of a row."""
@@ -70,39 +77,59 @@ class EagleDrafter:
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
-        head = self._build(loaded)
-        packed = kernel_fault(device, dtype) is None
-        if packed:
-            pack_linears(head)
         requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
-        backend, _ = select_backend(device, dtype, requested)
+        backend_class, _ = select_backend(device, dtype, requested)
         segment = pool.segment(DRAFT)
-        self._head = head
-        self._forward = PagedForward(head, device, self._config.compile, packed)
-        self._backend: AttentionBackend = backend(segment)
+        self._backend: AttentionBackend = backend_class(segment)
+        native = self._native(loaded)
+        self._head = PagedHead(self._loaded.head, *self._tables(loaded))
+        if kernel_fault(device, dtype) is None:
+            pack_linears(self._head)
+        self._forward: AnyHead = native or self._compiled(device, dtype)
         self._runner = Runner(self._forward, self._backend, pool.block_size, device)
-        self._writer = KVWriter(head, segment)
+        self._chain: NativeChain | None = None
+        if native is not None and isinstance(self._backend, CpuBackend):
+            self._chain = NativeChain(native, self._backend, pool.block_size)
+        self._writer = KVWriter(self._head, segment)
         self._sampler = Sampler(loaded.vocab_size, device, [])
         self._vocab_size = loaded.vocab_size
         self._block_size = pool.block_size
         self._device = device
-        self._no_feature = torch.zeros((1, head.head.shape.feature_size), dtype=dtype, device=device)
+        feature_size = self._loaded.head.shape.feature_size
+        self._no_feature = torch.zeros((1, feature_size), dtype=dtype, device=device)
 
-    def _build(self, loaded: LoadedModel) -> PagedHead:
-        """With the target's embedding and LM head where the file has none of its own."""
+    def _tables(self, loaded: LoadedModel) -> tuple[nn.Module, nn.Module]:
+        """Embedding and LM head: the target's where the file has none of its own."""
         own = self._loaded
-        embed_tokens = loaded.model.get_input_embeddings()
+        embedding, lm_head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
         if own.embedding is not None:
-            embed_tokens = nn.Embedding.from_pretrained(own.embedding)
-        if own.lm_head is None:
-            return PagedHead(own.head, embed_tokens, loaded.model.get_output_embeddings())
-        lm_head = nn.Linear(*reversed(own.lm_head.shape), bias=False, device="meta")
-        lm_head.weight = nn.Parameter(own.lm_head, requires_grad=False)
-        return PagedHead(own.head, embed_tokens, lm_head)
+            embedding = nn.Embedding.from_pretrained(own.embedding)
+        if own.lm_head is not None:
+            lm_head = nn.Linear(*reversed(own.lm_head.shape), bias=False, device="meta")
+            lm_head.weight = nn.Parameter(own.lm_head, requires_grad=False)
+        return embedding, lm_head
+
+    def _native(self, loaded: LoadedModel) -> NativeHead | None:
+        head, backend = self._loaded.head, self._backend
+        wanted = self._config.compile == "auto" and kernel_fault(loaded.device, loaded.dtype) is None
+        if not wanted or not isinstance(backend, CpuBackend) or unfit(head) is not None:
+            return None
+        embedding, lm_head = self._tables(loaded)
+        if not isinstance(lm_head, nn.Linear):
+            return None  # the target's, packed for another forward
+        try:
+            return NativeHead(head, embedding.weight, lm_head.weight, self._loaded.draft_ids, backend)
+        except BuildError as error:
+            logger.warning("the native decoder cannot be built: %s", error)
+            return None
+
+    def _compiled(self, device: torch.device, dtype: torch.dtype) -> HeadForward:
+        fault = kernel_fault(device, dtype)
+        products = fault or "packed"
+        return HeadForward(self._head, device, self._config.compile, products=products, packed=fault is None)
 
     def warm_up(self) -> None:
-        if self._forward.compiled:
-            self._runner.warm_up()
+        self._runner.warm_up()
 
     @torch.inference_mode()
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
@@ -111,6 +138,10 @@ class EagleDrafter:
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafted: list[list[int]] = [[] for _ in sequences]
         logits, hidden = self._run(*self._committed_rows(sequences))
+        if self._chain is not None and not any(edits_logits(sequence.params) for sequence in sequences):
+            first_keys = [self._known[sequence.request_id].first for sequence in sequences]
+            drafted = self._chain.draft(logits, sequences, counts, first_keys, hidden)
+            return [Draft(tokens) for tokens in drafted]
         tokens = self._choose(logits, sequences, drafted)
         active = list(range(len(sequences)))
         while still := [row for row, i in enumerate(active) if len(drafted[i]) < counts[i]]:
@@ -129,7 +160,7 @@ class EagleDrafter:
     def _choose(self, logits: Tensor, sequences: Many[Sequence], drafted: Many[list[int]]) -> Tensor:
         """The next token of each sequence, int64 [sequences], also added to `drafted`."""
         logits = logits[:, : self._vocab_size]
-        if all(is_argmax(sequence.params) for sequence in sequences):
+        if not any(not s.params.is_greedy or edits_logits(s.params) for s in sequences):
             tokens = logits.argmax(dim=-1)
             if self._loaded.draft_ids is not None:
                 tokens = self._loaded.draft_ids[tokens]
