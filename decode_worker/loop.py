@@ -217,6 +217,7 @@ class DecodeLoop(WorkerLoop):
             block_size=self.config.block_size,
             block_ids=reservation.block_ids,
             cached_blocks=reservation.num_cached,
+            num_running=self.engine.num_running,
         )
 
     def _refuse(self, identity: bytes, request_id: str, kind: ErrorKind, reason: str) -> None:

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from engine.attention.select import select_backend
 from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
-from engine.forward import Forward
 from engine.kv_pool import DRAFT, TARGET, Allocate, KVPool, pool_blocks
-from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel, load_model
 from engine.packing import PackedStep, pack
 from engine.prefix import PrefixRoom, find_room, keep
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
+from engine.select_forward import build_forward
 from engine.sequence import Sequence, Stage
 from engine.speculator import Outcome, Speculator, Verdict
 from engine.tiers.build import build_tiers
@@ -111,13 +110,10 @@ class Engine:
             num_blocks, config.block_size, config.enable_prefix_caching, lower=self.tiers
         )
         requested = None if config.attention_backend == "auto" else config.attention_backend
-        backend, why = select_backend(loaded.device, loaded.dtype, requested)
-        products = kernel_fault(loaded.device, loaded.dtype)
-        packed = products is None
-        if packed:
-            products = f"{pack_linears(loaded.model)} packed layers, summed alike in every batch"
-        forward = Forward(loaded.model, loaded.device, config.compile, packed, hidden_layers)
-        self._runner = Runner(forward, backend(self.pool.tensor), config.block_size, loaded.device)
+        backend_class, why = select_backend(loaded.device, loaded.dtype, requested)
+        backend = backend_class(self.pool.tensor)
+        forward = build_forward(loaded, backend, config.compile, hidden_layers)
+        self._runner = Runner(forward, backend, config.block_size, loaded.device)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._scheduler = Scheduler(
             self.blocks,
@@ -133,7 +129,7 @@ class Engine:
         self._steps = 0
         self._eos = frozenset(loaded.eos_token_ids)
         loaded_s = time.monotonic() - started
-        warm_up_s = self._runner.warm_up() if forward.compiled else 0.0
+        warm_up_s = self._runner.warm_up()
         if self._speculator is not None:
             self._speculator.attach(loaded, self.pool, self.blocks, self._sampler)
             self._speculator.warm_up()
@@ -141,7 +137,7 @@ class Engine:
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
             "attention": f"{backend.name} ({why})",
             "forward": forward.choice,
-            "products": products or "",
+            "products": forward.products,
             "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB",
             "kv_tiers": self.tiers.describe() if self.tiers is not None else "none",
             "threads": str(torch.get_num_threads()),
@@ -151,13 +147,17 @@ class Engine:
 
     # --- requests in --------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest, *, prefill_only: bool = False) -> None:
-        """Queue a request. With `prefill_only` it samples one token and holds its blocks until `release`.
+    def add(
+        self, request: EngineRequest, *, prefill_only: bool = False, drafts_elsewhere: bool = False
+    ) -> None:
+        """Queue a request. With `prefill_only` it samples one token and holds its blocks until `release`;
+        with `drafts_elsewhere` the draft's KV of its prompt is left to whoever takes the blocks over.
 
         Raises `InvalidRequestError` when the request cannot be served by this model.
         """
         self._check(request)
         sequence = self._new_sequence(request, prefill_only)
+        sequence.drafts_elsewhere = drafts_elsewhere
         self._scheduler.add_waiting(sequence)
 
     def reserve(self, request: EngineRequest, foreign_format: str = "") -> Reservation | None:
@@ -261,6 +261,14 @@ class Engine:
         return table
 
     # --- tokens out ---------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
 
     def has_work(self) -> bool:
         return bool(self._scheduler.running or self._scheduler.waiting)

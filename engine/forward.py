@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 import types
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,11 +38,12 @@ class ForwardOutput(NamedTuple):
 class RowsForward:
     """What `Runner` runs: a function of packed rows, compiled where that pays.
 
-    `choice` says whether it is compiled, and why.
+    `choice` says whether it is compiled, and why, `products` how its linear layers multiply.
     """
 
-    def __init__(self, device: torch.device, mode: str, packed: bool) -> None:
+    def __init__(self, device: torch.device, mode: str, *, products: str, packed: bool = False) -> None:
         """`packed`: the linear layers are ours (`engine.linear`)."""
+        self.products = products
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
         self._device = device
         self._mode = mode
@@ -64,13 +66,23 @@ class RowsForward:
         missing = (MIN_ROWS if self.compiled else 1) - len(logit_rows)
         return torch.tensor(logit_rows + [0] * missing, device=self._device)
 
-    def give_up_compiling(self, error: Exception) -> None:
-        """Run eagerly from now on; with `--compile on` the error is raised instead."""
-        if self._mode == "on":
-            raise ConfigError(f"--compile: the model does not compile: {error}") from error
-        logger.warning("the model does not compile, so it runs eagerly: %s", error)
-        self.compiled, self.choice = False, f"eager (torch.compile failed: {type(error).__name__})"
-        self._run = self._compute
+    def warm_up(self, run: Callable[[], None]) -> float:
+        """`run` some rows, which compiles; returns the seconds it took.
+
+        A model that does not compile runs eagerly from now on; with `--compile on` that is a ConfigError.
+        """
+        if not self.compiled:
+            return 0.0
+        start = time.monotonic()
+        try:
+            run()
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if self._mode == "on":
+                raise ConfigError(f"--compile: the model does not compile: {error}") from error
+            logger.warning("the model does not compile, so it runs eagerly: %s", error)
+            self.compiled, self.choice = False, f"eager (torch.compile failed: {type(error).__name__})"
+            self._run = self._compute
+        return time.monotonic() - start
 
 
 class Forward(RowsForward):
@@ -81,11 +93,13 @@ class Forward(RowsForward):
         model: PreTrainedModel,
         device: torch.device,
         mode: str,
-        packed: bool,
         hidden_layers: tuple[int, ...] = (),
+        *,
+        products: str,
+        packed: bool = False,
     ) -> None:
         """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`."""
-        super().__init__(device, mode, packed)
+        super().__init__(device, mode, products=products, packed=packed)
         self._model = model
         self._hidden_layers = hidden_layers
         self._can_capture = not hidden_layers
@@ -93,9 +107,8 @@ class Forward(RowsForward):
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
         inputs = (token_ids.unsqueeze(0), positions.unsqueeze(0), self._index(logit_rows))
         if self.compiled and not self._can_capture:
-            self._compute(
-                *inputs
-            )  # Transformers sets its hooks in the first forward, but not in compiled code
+            # Transformers sets its hooks in the first forward, which compiled code cannot.
+            self._compute(*inputs)
             self._can_capture = True
         logits, hidden = self._run(*inputs)
         return ForwardOutput(logits[0, : len(logit_rows)], None if hidden is None else hidden[0])

@@ -6,7 +6,6 @@ metadata which rows belong together. Logits are computed only for the rows asked
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend, AttentionMetadata
-from engine.forward import ForwardOutput, RowsForward
+from engine.forward import ForwardOutput
+from engine.select_forward import PackedForward
 
 WARM_UP_ROWS = 64
 """Unlike the number of logit rows, or torch.compile would take the two sizes for one."""
@@ -42,7 +42,7 @@ class Runner:
     """Runs a model over blocks of `block_size` tokens in the pool that `backend` was made for."""
 
     def __init__(
-        self, forward: RowsForward, backend: AttentionBackend, block_size: int, device: torch.device
+        self, forward: PackedForward, backend: AttentionBackend, block_size: int, device: torch.device
     ) -> None:
         self._forward = forward
         self._backend = backend
@@ -117,13 +117,8 @@ class Runner:
         return self._tensor(np.array([rows.first_key for rows in batch], np.int32))
 
     def warm_up(self) -> float:
-        """Run padding rows, which compiles the forward if it is to be; returns the seconds it took."""
-        start = time.monotonic()
-        try:
-            self._run_padding(WARM_UP_ROWS)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            self._forward.give_up_compiling(error)
-        return time.monotonic() - start
+        """Compile the forward if it is to be; returns the seconds it took."""
+        return self._forward.warm_up(lambda: self._run_padding(WARM_UP_ROWS))
 
     def _run_padding(self, rows: int) -> None:
         metadata = AttentionMetadata(

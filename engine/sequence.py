@@ -36,6 +36,7 @@ class Sequence:
     request: EngineRequest
     order: int
     prefill_only: bool = False
+    drafts_elsewhere: bool = False
     stage: Stage = Stage.WAITING
     prompt_token_ids: list[int] = field(init=False)
     output_token_ids: list[int] = field(init=False)

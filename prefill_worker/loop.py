@@ -47,6 +47,8 @@ class PrefillLoop(WorkerLoop):
         self._by_lease: dict[str, Handover] = {}
         self._pushing: dict[str, Handover] = {}
         """Hand-overs with a grant and blocks still to push."""
+        self._num_running_at: dict[str, int] = {}
+        """By decode worker: requests that ran there when it last gave blocks."""
         engine.on_scheduled = self._on_scheduled
 
     # --- requests ---------------------------------------------------------------------------------
@@ -56,11 +58,25 @@ class PrefillLoop(WorkerLoop):
 
     def add(self, message: Generate) -> None:
         request, peer = message.request, message.decode
-        self.engine.add(request, prefill_only=peer is not None)
+        rebuild = peer is not None and self._leaves_draft_to(peer)
+        self.engine.add(request, prefill_only=peer is not None, drafts_elsewhere=rebuild)
         self.computing.add(request.request_id)
         if peer is not None:
             handover = self._handovers[request.request_id] = Handover(request, peer)
             self._connect(handover)
+
+    def _leaves_draft_to(self, peer: PeerAddress) -> bool:
+        """Whether the decode worker is to compute the draft's KV of a prompt.
+
+        It takes as long on either side; on this one the prompts that wait are kept waiting by it, on the
+        other one the requests that run.
+        """
+        speculative = self.config.speculative_config
+        if speculative is None or speculative.prefill == "carry":
+            return False
+        if speculative.prefill == "rebuild":
+            return True
+        return self.engine.num_waiting > self._num_running_at.get(peer.worker_id, 0)
 
     def _connect(self, handover: Handover) -> bool:
         peer = handover.peer
@@ -223,6 +239,7 @@ class PrefillLoop(WorkerLoop):
             self._fail_handover(handover, "transfer", f"the reservation has {reason}")
             return
         handover.grant = grant
+        self._num_running_at[handover.peer.worker_id] = grant.num_running
         handover.reserve_s = time.monotonic() - handover.reserving_since
         self.counters.add("reservations_total")
         self.counters.add("kv_blocks_skipped_total", grant.cached_blocks)

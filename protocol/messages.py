@@ -295,7 +295,10 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
-    """A request's blocks on the decode worker, of `block_size` tokens; `cached_blocks` are filled already."""
+    """A request's blocks on the decode worker, of `block_size` tokens; `cached_blocks` are filled already.
+
+    `num_running` requests are decoded there.
+    """
 
     request_id: Id
     lease_id: Id
@@ -303,6 +306,7 @@ class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
     block_size: Annotated[int, Meta(ge=1, le=2**16)]
     block_ids: BlockIds
     cached_blocks: Count
+    num_running: Count = 0
 
 
 class ReserveRefused(msgspec.Struct, frozen=True, kw_only=True, tag="reserve_refused"):

@@ -12,20 +12,23 @@ from collections.abc import Sequence as Many
 import msgspec
 from torch import Tensor
 
+from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
-from engine.forward import Forward
+from engine.decoder.forward import DecoderForward
 from engine.kv_pool import DRAFT, KVPool, KVShape
-from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel, load_model
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
+from engine.sampler.rows import edits_logits
+from engine.select_forward import build_forward
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
-from speculation.ranking import rank
+from speculation.native_chain import NativeChain
+from speculation.ranking import rank_drafted
 from speculation.tree import DraftTrees, TreeRows
 
 _ROWS = 2048
@@ -69,19 +72,19 @@ class DraftModel:
         self._vocab_size = theirs.vocab_size
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
-        device, dtype = self._loaded.device, self._loaded.dtype
-        packed = kernel_fault(device, dtype) is None
-        if packed:
-            pack_linears(self._loaded.model)
+        device = self._loaded.device
         requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
-        backend, _ = select_backend(device, dtype, requested)
-        self._forward = Forward(self._loaded.model, device, self._config.compile, packed)
-        self._runner = Runner(self._forward, backend(pool.segment(DRAFT)), pool.block_size, device)
+        backend_class, _ = select_backend(device, self._loaded.dtype, requested)
+        backend = backend_class(pool.segment(DRAFT))
+        forward = build_forward(self._loaded, backend, self._config.compile)
+        self._runner = Runner(forward, backend, pool.block_size, device)
         self._sampler = Sampler(self._vocab_size, device, [])
+        self._chain: NativeChain | None = None
+        if isinstance(forward, DecoderForward) and isinstance(backend, CpuBackend):
+            self._chain = NativeChain(forward, backend, pool.block_size)
 
     def warm_up(self) -> None:
-        if self._forward.compiled:
-            self._runner.warm_up()
+        self._runner.warm_up()
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         for sequence in sequences:
@@ -90,6 +93,9 @@ class DraftModel:
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafted: list[list[int]] = [[] for _ in sequences]
+        if self._chain is not None and not any(edits_logits(sequence.params) for sequence in sequences):
+            logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
+            return self._drafts(sequences, self._chain.draft(logits, sequences, counts))
         active = list(range(len(sequences)))
         while active:
             batch = [self._next_rows(sequences[i], drafted[i]) for i in active]
@@ -99,6 +105,9 @@ class DraftModel:
             for index, token in zip(active, tokens, strict=True):
                 drafted[index].append(token)
             active = [i for i in active if len(drafted[i]) < counts[i]]
+        return self._drafts(sequences, drafted)
+
+    def _drafts(self, sequences: Many[Sequence], drafted: list[list[int]]) -> list[Draft | None]:
         for sequence, tokens in zip(sequences, drafted, strict=True):
             self._computed[sequence.request_id] = len(sequence.token_ids) + len(tokens) - 1
         return [Draft(tokens) for tokens in drafted]
@@ -108,25 +117,14 @@ class DraftModel:
         logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
         for sequence in sequences:
             self._computed[sequence.request_id] = len(sequence.token_ids)
+        with_noise = self._options.verification == "coupled"
         depths = [[0] for _ in sequences]
         while True:
-            grown = trees.grow(*self._rank(sequences, depths, logits))
+            grown = trees.grow(*rank_drafted(logits, sequences, depths, with_noise=with_noise))
             depths = [rows.depths for rows in grown]
             if not any(depths):
                 return trees.drafts()
             logits = self._run_trees(sequences, grown)
-
-    def _rank(
-        self, sequences: Many[Sequence], depths: list[list[int]], logits: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`logits` has a row for each depth: after so many drafted tokens of the sequence."""
-        after = [(sequence, depth) for sequence, its in zip(sequences, depths, strict=True) for depth in its]
-        return rank(
-            logits,
-            [sequence.params for sequence, _ in after],
-            [sequence.position + depth for sequence, depth in after],
-            with_noise=self._options.verification == "coupled",
-        )
 
     def _run_trees(self, sequences: Many[Sequence], grown: list[TreeRows]) -> Tensor:
         batch = []
@@ -186,7 +184,7 @@ class DraftModel:
                 self._read(each.sequence, each.start + each.num_tokens)
 
     def _reads_along(self, sequence: Sequence) -> bool:
-        return not sequence.prefill_only or self._options.prefill != "rebuild"
+        return not sequence.drafts_elsewhere
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)

@@ -30,6 +30,11 @@ def _kernel() -> Callable[..., None]:
     return function
 
 
+def kernel_address() -> int:
+    """Of the kernel's function, for native callers. Raises BuildError."""
+    return ctypes.cast(_kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
 def kernel_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     """What multiplies instead, and why, where the kernel can't be used; None where it can."""
     if device.type != "cpu" or dtype is not torch.bfloat16:

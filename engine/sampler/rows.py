@@ -33,7 +33,11 @@ def needs_history(params: SamplingParams) -> bool:
     )
 
 
-def is_argmax(params: SamplingParams) -> bool:
-    """Whether the token is just the likeliest, whatever came before it."""
-    edits = params.logit_bias or params.banned_token_sequences or params.allowed_token_ids is not None
-    return params.is_greedy and not edits and not needs_history(params)
+def edits_logits(params: SamplingParams) -> bool:
+    """Whether a token's chances are not those of its logit alone, whatever is filtered after that."""
+    return bool(
+        needs_history(params)
+        or params.logit_bias
+        or params.banned_token_sequences
+        or params.allowed_token_ids is not None
+    )

@@ -8,14 +8,17 @@ length).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
 from engine.kv_pool import DRAFT, KVPool, KVShape
@@ -23,14 +26,24 @@ from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
-from engine.sampler.rows import is_argmax
+from engine.sampler.rows import edits_logits
 from engine.sequence import Sequence
 from engine.speculator import Draft
+from native.build import BuildError
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
-from speculation.eagle.paged import Chains, KVWriter, PagedForward, PagedHead
+from speculation.eagle.native import NativeHead, unfit
+from speculation.eagle.paged import AnyHead, Chains, HeadForward, KVWriter, PagedHead
 from speculation.eagle.weights import load_head
+from speculation.native_chain import NativeChain
+from speculation.ranking import rank_drafted
+from speculation.tree import DraftTrees, TreeRows
+
+logger = logging.getLogger("tandem.speculation")
+
+_TREE_WIDTH = 4
+"""Rows of a tree in a forward, and children of a row."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +67,7 @@ class EagleDrafter:
 
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         assert options.model is not None
+        self._options = options
         self._config = config
         self._loaded = load_head(options.model, target)
         shape = self._loaded.head.shape
@@ -63,44 +77,71 @@ class EagleDrafter:
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
-        head = self._build(loaded)
-        packed = kernel_fault(device, dtype) is None
-        if packed:
-            pack_linears(head)
         requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
-        backend, _ = select_backend(device, dtype, requested)
+        backend_class, _ = select_backend(device, dtype, requested)
         segment = pool.segment(DRAFT)
-        self._head = head
-        self._forward = PagedForward(head, device, self._config.compile, packed)
-        self._backend: AttentionBackend = backend(segment)
+        self._backend: AttentionBackend = backend_class(segment)
+        native = self._native(loaded)
+        self._head = PagedHead(self._loaded.head, *self._tables(loaded))
+        if kernel_fault(device, dtype) is None:
+            pack_linears(self._head)
+        self._forward: AnyHead = native or self._compiled(device, dtype)
         self._runner = Runner(self._forward, self._backend, pool.block_size, device)
-        self._writer = KVWriter(head, segment)
+        self._chain: NativeChain | None = None
+        if native is not None and isinstance(self._backend, CpuBackend):
+            self._chain = NativeChain(native, self._backend, pool.block_size)
+        self._writer = KVWriter(self._head, segment)
         self._sampler = Sampler(loaded.vocab_size, device, [])
         self._vocab_size = loaded.vocab_size
         self._block_size = pool.block_size
         self._device = device
-        self._no_feature = torch.zeros((1, head.head.shape.feature_size), dtype=dtype, device=device)
+        feature_size = self._loaded.head.shape.feature_size
+        self._no_feature = torch.zeros((1, feature_size), dtype=dtype, device=device)
 
-    def _build(self, loaded: LoadedModel) -> PagedHead:
-        """With the target's embedding and LM head where the file has none of its own."""
+    def _tables(self, loaded: LoadedModel) -> tuple[nn.Module, nn.Module]:
+        """Embedding and LM head: the target's where the file has none of its own."""
         own = self._loaded
-        embed_tokens = loaded.model.get_input_embeddings()
+        embedding, lm_head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
         if own.embedding is not None:
-            embed_tokens = nn.Embedding.from_pretrained(own.embedding)
-        if own.lm_head is None:
-            return PagedHead(own.head, embed_tokens, loaded.model.get_output_embeddings())
-        lm_head = nn.Linear(*reversed(own.lm_head.shape), bias=False, device="meta")
-        lm_head.weight = nn.Parameter(own.lm_head, requires_grad=False)
-        return PagedHead(own.head, embed_tokens, lm_head)
+            embedding = nn.Embedding.from_pretrained(own.embedding)
+        if own.lm_head is not None:
+            lm_head = nn.Linear(*reversed(own.lm_head.shape), bias=False, device="meta")
+            lm_head.weight = nn.Parameter(own.lm_head, requires_grad=False)
+        return embedding, lm_head
+
+    def _native(self, loaded: LoadedModel) -> NativeHead | None:
+        head, backend = self._loaded.head, self._backend
+        wanted = self._config.compile == "auto" and kernel_fault(loaded.device, loaded.dtype) is None
+        if not wanted or not isinstance(backend, CpuBackend) or unfit(head) is not None:
+            return None
+        embedding, lm_head = self._tables(loaded)
+        if not isinstance(lm_head, nn.Linear):
+            return None  # the target's, packed for another forward
+        try:
+            return NativeHead(head, embedding.weight, lm_head.weight, self._loaded.draft_ids, backend)
+        except BuildError as error:
+            logger.warning("the native decoder cannot be built: %s", error)
+            return None
+
+    def _compiled(self, device: torch.device, dtype: torch.dtype) -> HeadForward:
+        fault = kernel_fault(device, dtype)
+        products = fault or "packed"
+        return HeadForward(self._head, device, self._config.compile, products=products, packed=fault is None)
 
     def warm_up(self) -> None:
-        if self._forward.compiled:
-            self._runner.warm_up()
+        self._runner.warm_up()
 
     @torch.inference_mode()
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
+
+    def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafted: list[list[int]] = [[] for _ in sequences]
         logits, hidden = self._run(*self._committed_rows(sequences))
+        if self._chain is not None and not any(edits_logits(sequence.params) for sequence in sequences):
+            first_keys = [self._known[sequence.request_id].first for sequence in sequences]
+            drafted = self._chain.draft(logits, sequences, counts, first_keys, hidden)
+            return [Draft(tokens) for tokens in drafted]
         tokens = self._choose(logits, sequences, drafted)
         active = list(range(len(sequences)))
         while still := [row for row, i in enumerate(active) if len(drafted[i]) < counts[i]]:
@@ -119,7 +160,7 @@ class EagleDrafter:
     def _choose(self, logits: Tensor, sequences: Many[Sequence], drafted: Many[list[int]]) -> Tensor:
         """The next token of each sequence, int64 [sequences], also added to `drafted`."""
         logits = logits[:, : self._vocab_size]
-        if all(is_argmax(sequence.params) for sequence in sequences):
+        if not any(not s.params.is_greedy or edits_logits(s.params) for s in sequences):
             tokens = logits.argmax(dim=-1)
             if self._loaded.draft_ids is not None:
                 tokens = self._loaded.draft_ids[tokens]
@@ -131,6 +172,37 @@ class EagleDrafter:
         for its, token_id in zip(drafted, token_ids, strict=True):
             its.append(token_id)
         return tokens
+
+    def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        with_noise = self._options.verification == "coupled"
+        trees = DraftTrees(counts, self._options.max_speculative_tokens, _TREE_WIDTH)
+        logits, newest = self._run(*self._committed_rows(sequences))
+        hidden = list(newest.split(1))  # of each tree's rows
+        depths = [[0] for _ in sequences]
+        while True:
+            scores = rank_drafted(
+                self._whole(logits[:, : self._vocab_size]), sequences, depths, with_noise=with_noise
+            )
+            grown = trees.grow(*scores)
+            depths = [rows.depths for rows in grown]
+            if not any(depths):
+                return trees.drafts()
+            before = [its[rows.parents] for its, rows in zip(hidden, grown, strict=True)]
+            batch = [
+                self._tree_rows(sequence, rows)
+                for sequence, rows in zip(sequences, grown, strict=True)
+                if rows.token_ids
+            ]
+            logits, newest = self._run(batch, torch.cat(before), every=True)
+            added = newest.split([len(rows.token_ids) for rows in grown])
+            hidden = [torch.cat(pair) for pair in zip(hidden, added, strict=True)]
+
+    def _tree_rows(self, sequence: Sequence, rows: TreeRows) -> SequenceRows:
+        assert sequence.table is not None
+        root, first_key = len(sequence.token_ids) - 1, self._known[sequence.request_id].first
+        return SequenceRows(
+            rows.token_ids, root + rows.first, sequence.table.block_ids, rows.masks, root, first_key
+        )
 
     def _whole(self, logits: Tensor) -> Tensor:
         """In the target's vocabulary, [rows, vocab_size]."""
@@ -164,14 +236,13 @@ class EagleDrafter:
         first = self._known[sequence.request_id].first
         return SequenceRows(drafted[-1:], place, sequence.table.block_ids, first_key=first)
 
-    def _run(self, batch: list[SequenceRows], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """After the last row of each sequence: logits [sequences, draft_vocab_size], and hidden states."""
+    def _run(self, batch: list[SequenceRows], hidden: Tensor, every: bool = False) -> tuple[Tensor, Tensor]:
+        """After each sequence's last row, or after every row: logits [rows, draft_vocab_size] and hidden
+        states [rows, hidden_size].
+        """
         self._forward.hidden = hidden
-        ends, row = [], 0
-        for rows in batch:
-            row += len(rows.token_ids)
-            ends.append(row - 1)
-        logits, fed_back = self._runner.run(batch, ends)
+        ends = range(len(hidden)) if every else [n - 1 for n in accumulate(len(r.token_ids) for r in batch)]
+        logits, fed_back = self._runner.run(batch, list(ends))
         assert fed_back is not None
         return logits, fed_back
 

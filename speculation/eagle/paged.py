@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend, AttentionMetadata
 from engine.forward import ForwardOutput, RowsForward
 from engine.runner import SequenceRows, block_table
+from engine.select_forward import PackedForward
 from speculation.eagle.head import Head
 
 
@@ -53,29 +55,42 @@ class PagedHead(nn.Module):
         return key, value
 
 
-class PagedForward(RowsForward):
-    """For `Runner`. `hidden` [rows, hidden_size] belongs to the coming run's rows, padding left out."""
+class AnyHead(PackedForward, Protocol):
+    """What `Runner` runs. `hidden` [rows, hidden_size] belongs to the coming run's rows, padding left out; that
+    of the output has the rows of the logits, and no others.
+    """
 
-    def __init__(self, head: PagedHead, device: torch.device, mode: str, packed: bool) -> None:
-        super().__init__(device, mode, packed)
+    hidden: Tensor
+
+    def every_row(self, token_ids: Tensor, places: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and hidden states of all rows, which are padded."""
+        ...
+
+
+class HeadForward(RowsForward):
+    """Implements `AnyHead` with torch's operators, compiled where that pays."""
+
+    def __init__(
+        self, head: PagedHead, device: torch.device, mode: str, *, products: str, packed: bool
+    ) -> None:
+        super().__init__(device, mode, products=products, packed=packed)
         self._head = head
+        self._every: Tensor | None = None
         self.hidden = torch.zeros(
             (0, head.head.shape.hidden_size), dtype=next(head.parameters()).dtype, device=device
         )
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
-        """`hidden` of the output has the rows of the logits, and no others."""
         hidden = pad(self.hidden, (0, 0, 0, len(token_ids) - len(self.hidden)))
         logits, fed_back = self._run(token_ids, positions, hidden, self._index(logit_rows))
         assert fed_back is not None
         count = len(logit_rows)
         return ForwardOutput(logits[:count], fed_back[:count])
 
-    def every_row(
-        self, token_ids: Tensor, places: Tensor, hidden: Tensor, rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states of all rows, padding too; `rows` are their numbers."""
-        logits, fed_back = self._run(token_ids, places, hidden, rows)
+    def every_row(self, token_ids: Tensor, places: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if self._every is None or len(self._every) != len(token_ids):
+            self._every = torch.arange(len(token_ids), device=self._device)
+        logits, fed_back = self._run(token_ids, places, hidden, self._every)
         assert fed_back is not None
         return logits, fed_back
 
@@ -92,7 +107,7 @@ class Chains:
 
     def __init__(
         self,
-        forward: PagedForward,
+        forward: AnyHead,
         backend: AttentionBackend,
         first_rows: Many[SequenceRows],
         num_steps: int,
@@ -117,7 +132,6 @@ class Chains:
         self._forward = forward
         self._backend = backend
         self._padding = padded - count
-        self._rows = torch.arange(padded, device=device)
         self._places = tensor(places)
         self._slots = tensor(slots)
         self._context_lens = tensor((own + 1).astype(np.int32))
@@ -145,7 +159,7 @@ class Chains:
         )
         self._backend.begin_step(metadata)
         transformers_hook.set_current_backend(self._backend)
-        return self._forward.every_row(token_ids, self._places[step], hidden, self._rows)
+        return self._forward.every_row(token_ids, self._places[step], hidden)
 
 
 class KVWriter:

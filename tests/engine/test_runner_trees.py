@@ -44,7 +44,7 @@ def reference(folder: Path) -> PreTrainedModel:
 def runner(folder: Path, request: pytest.FixtureRequest) -> Runner:
     loaded = load_model(ServeConfig(model=str(folder), dtype="float32", device="cpu", compile="off"))
     pool = KVPool({TARGET: loaded.kv_shape}, 32, BLOCK_SIZE, CPU, None)
-    forward = Forward(loaded.model, CPU, "off", packed=False)
+    forward = Forward(loaded.model, CPU, "off", products="torch")
     return Runner(forward, BACKENDS[request.param](pool.tensor), BLOCK_SIZE, CPU)
 
 

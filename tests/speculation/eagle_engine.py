@@ -25,11 +25,21 @@ class Watched:
     `correct(n)` tokens are those of `answers[request id]` (prompt and continuation), the rest is wrong.
     """
 
-    def __init__(self, target: Path, head: Path, num_tokens: int = 4, **options: Any) -> None:
+    def __init__(
+        self, target: Path, head: Path, num_tokens: int = 4, tree_nodes: int = 0, **options: Any
+    ) -> None:
         self.drafts: list[tuple[str, list[int], list[int]]] = []
+        self.trees: list[Draft] = []
         self.answers: dict[str, list[int]] = {}
         self.correct: Callable[[int], int] | None = None
-        speculative = SpeculativeConfig(method="eagle", model=str(head), num_speculative_tokens=num_tokens)
+        speculative = SpeculativeConfig(
+            method="eagle",
+            model=str(head),
+            num_speculative_tokens="auto" if tree_nodes else num_tokens,
+            max_speculative_tokens=num_tokens,
+            tree=tree_nodes > 0,
+            tree_nodes=max(1, tree_nodes),
+        )
         config = ServeConfig(
             model=str(target),
             dtype="float32",
@@ -54,7 +64,8 @@ class Watched:
     def propose(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Draft | None]:
         drafts = self._propose(sequences, counts)
         for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            assert draft is not None and len(draft.token_ids) == counts[index]
+            assert draft is not None and 0 < len(draft.token_ids) <= counts[index]
+            self.trees.append(draft)
             self.drafts.append((sequence.request_id, list(sequence.token_ids), draft.token_ids))
             if self.correct is not None:
                 drafts[index] = Draft(self._corrected(sequence, counts[index]))

@@ -24,6 +24,7 @@ class PlainHead:
         assert self.weights["mlp.up_proj.weight"].shape[0] == FFN
         embedding = self.weights.get("embed_tokens.weight")
         self.embedding = target.get_input_embeddings().weight if embedding is None else embedding
+        self._features: dict[tuple[int, ...], Tensor] = {}
 
     @torch.no_grad()
     def features(self, token_ids: list[int]) -> Tensor:
@@ -44,7 +45,10 @@ class PlainHead:
         """After the last of `drafted`, in the target's vocabulary: [vocab_size]. Rows before `first_row` are
         not looked at.
         """
-        hidden = self.features(token_ids[:-1])
+        known = tuple(token_ids[:-1])
+        if known not in self._features:
+            self._features[known] = self.features(token_ids[:-1])
+        hidden = self._features[known]
         everything = token_ids + drafted
         while True:
             output = self._layer(everything[1 : len(hidden) + 1], hidden, first_row)

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from protocol.sampling import SamplingParams
+from speculation.ranking import rank
+from speculation.tree import DraftTrees
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.eagle_reference import PlainHead
@@ -215,3 +217,36 @@ def test_sampled_drafts_have_the_targets_noise(target: Path, model: PreTrainedMo
             logits = plain.logits(token_ids, drafted[:index])
             row = SamplingRow(params, prompt, [], len(token_ids) + index, "a")
             assert sampler.sample(logits[None], [row]).token_ids == [token]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_trees_grow_along_the_likeliest_paths(
+    temperature: float, target: Path, model: PreTrainedModel, official: Path
+) -> None:
+    watched = Watched(target, official, num_tokens=4, tree_nodes=14)
+    prompts = {"a": prompt_of(12), "b": prompt_of(29, 4)}
+    sampling = {"temperature": temperature, "seed": 3}
+    for request_id, prompt in prompts.items():
+        watched.ask(request_id, prompt, 20, sampling=sampling)
+    outputs = watched.run()
+    if temperature == 0:
+        assert all(outputs[name] == greedy(model, prompt, 20) for name, prompt in prompts.items())
+    params = SamplingParams(max_tokens=20, **sampling)
+    plain = PlainHead(files.eagle3(), model, files.THETA)
+    assert any(len(set(draft.parents or [])) > 3 for draft in watched.trees)
+    for (_, token_ids, _), draft in zip(watched.drafts[:8], watched.trees[:8], strict=True):
+        trees = DraftTrees([len(draft.token_ids)], depth=4, width=4)
+        paths: list[list[int]] = [[]]
+        newest = [0]
+        while newest:
+            logits = torch.stack([plain.logits(token_ids, paths[row]) for row in newest])
+            positions = [len(token_ids) + len(paths[row]) for row in newest]
+            scores = rank(logits, [params] * len(newest), positions, with_noise=True)
+            (rows,) = trees.grow(*scores)
+            paths += [
+                [*paths[parent], token] for parent, token in zip(rows.parents, rows.token_ids, strict=True)
+            ]
+            newest = list(range(rows.first, len(paths)))
+        expected = trees.drafts()[0]
+        assert expected is not None
+        assert (draft.token_ids, draft.parents) == (expected.token_ids, expected.parents)

@@ -61,6 +61,18 @@ class CpuBackend:
         self._run = self._library.tandem_attention_forward
         self._metadata: AttentionMetadata | None = None
 
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """The kernel's state, and its functions that begin a step and attend, for native callers."""
+        functions = (self._library.tandem_attention_begin, self._run)
+        begin, attend = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+        return self._kernel, begin, attend
+
+    @property
+    def step_address(self) -> int:
+        """The step as the kernel reads it: what `begin_step` made of its metadata."""
+        return self._step.address
+
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Raises ValueError where the metadata are out of range."""
         _check_metadata(metadata)

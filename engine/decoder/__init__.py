@@ -1,0 +1,1 @@
+"""A small decoder's whole forward in one native call."""

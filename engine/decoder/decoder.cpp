@@ -1,0 +1,378 @@
+// A Llama-like decoder in bfloat16, whole: for models so small that calling operators one by one costs more than
+// they compute. Matrix products and attention are the engine's own kernels, called through their addresses; here is
+// what lies between them. Values are rounded to bfloat16 where Transformers' modules round them.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+typedef uint16_t bf16;
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
+using BeginAttention = const char* (*)(void*, const void*);
+using Attend = void (*)(void*, const void*);
+
+constexpr int64_t SERIAL_PRODUCTS = 1 << 22;  // below so many multiplications in a forward, threads don't pay
+constexpr int64_t SERIAL_ROWS = 16;           // below so many rows, between two products neither
+constexpr int64_t ROWS_AT_ONCE = 8;
+
+// One product's packed weights, [out, in], and bias (null for none).
+struct Weights {
+    const bf16 *values, *bias;
+    int64_t in, out;
+};
+
+struct Layer {
+    const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // of heads: null for none
+    Weights qkv, output, gate_up, down;
+    int64_t window;
+};
+
+// How a draft head of one layer begins: with pairs of a token and the hidden state before it (EAGLE). Either both
+// are normed, joined for the layer's products, and the hidden state goes on beside it, or `joint` makes one of them.
+struct Entry {
+    const bf16 *token_norm, *hidden_norm;  // null: `joint` is there
+    Weights joint;
+    int64_t normed_goes_on, feeds_normed;  // what goes on beside the layer, and into the next row: after its norm?
+    const int64_t* token_ids;              // those of the head's logits; null: all in order
+};
+
+struct Model {
+    const Layer* layers;
+    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocab, threads, products;
+    const bf16 *embeddings, *final_norm;
+    Weights head;
+    const bf16 *cosines, *sines;  // [positions, head_dim]
+    double norm_epsilon, attention_scale;
+    void* attention;
+    Linear linear;
+    BeginAttention begin;
+    Attend attend;
+    Parallel parallel;
+    const Entry* entry;  // null for a whole model
+};
+
+// As the attention kernel reads it.
+struct AttentionCall {
+    const void *query, *key, *value;
+    void* out;
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head, out_token, out_head;
+    int64_t layer, num_heads, window;
+    double scale, softcap;
+};
+
+struct Rows {
+    const int64_t *token_ids, *positions;
+    int64_t count;
+    const int64_t* logit_rows;  // null: all
+    int64_t num_logits;
+    bf16* logits;  // [num_logits, vocab]
+    const int64_t* hidden_layers;  // whose hidden states are wanted, ascending: 0 the embeddings, i after layer i
+    int64_t num_hidden;
+    bf16* hidden;  // [count, num_hidden, hidden]
+    const bf16* before;  // for a head, [count, hidden]: the hidden states before the tokens
+    bf16* after;         // and [num_logits, hidden]: those for the rows after them; may be `before`
+};
+
+// Drafting one token after the other, one row a sequence. `step` is the attention's view of one such row each;
+// it points to `context_len` and `slots`, which move on with the tokens.
+struct Chain {
+    const void* step;
+    int64_t num_sequences, num_tokens;
+    int64_t *last_token, *position;
+    int32_t* context_len;
+    int64_t* slots;
+    const int64_t* next_slots;  // [num_tokens - 1, num_sequences]; -1 where a sequence needs no more
+    const int64_t* seeds;
+    const float* temperatures;  // 0: the likeliest token
+    bf16* logits;               // [num_sequences, vocab]: at first those after the last tokens
+    int64_t* drafted;           // [num_tokens, num_sequences]
+    bf16* hidden;               // for a head, [num_sequences, hidden]: those before the first drafted tokens
+};
+
+inline float widen(bf16 value) {
+    const uint32_t bits = uint32_t(value) << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+inline bf16 narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float rounded(float value) { return widen(narrow(value)); }
+
+// exp by a polynomial on [-ln2/2, ln2/2], so that loops over it become vector code; relative error below 1e-6.
+inline float exp_of(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float n = std::floor(x * 1.44269504f + 0.5f);
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    const float p = 1 + r * (1 + r * (0.5f + r * (0.166666657f + r * (0.0416657962f + r * (8.33345205e-3f + r * 1.39819994e-3f)))));
+    const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return p * scale;
+}
+
+void norm_row(const bf16* x, const bf16* weight, int64_t size, double epsilon, bf16* out) {
+    float sum = 0;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < size; i++) sum += widen(x[i]) * widen(x[i]);
+    const float factor = 1 / std::sqrt(sum / float(size) + float(epsilon));
+    for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(weight[i]) * rounded(widen(x[i]) * factor));
+}
+
+void rotate_head(bf16* head, const bf16* cosine, const bf16* sine, int64_t head_dim) {
+    const int64_t half = head_dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float low = widen(head[i]), high = widen(head[i + half]);
+        const float low_cosine = rounded(low * widen(cosine[i])), high_sine = rounded(-high * widen(sine[i]));
+        const float high_cosine = rounded(high * widen(cosine[i + half])), low_sine = rounded(low * widen(sine[i + half]));
+        head[i] = narrow(low_cosine + high_sine);
+        head[i + half] = narrow(high_cosine + low_sine);
+    }
+}
+
+uint64_t mix_upper(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    return (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+}
+
+uint64_t mix(uint64_t x) {
+    x = mix_upper(x);
+    return x ^ (x >> 31);
+}
+
+constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u;
+
+class Decoder {
+  public:
+    explicit Decoder(const Model& model) : m(model), layers(model.layers, model.layers + model.num_layers) {}
+
+    // The attention's `begin` came before.
+    void forward(const Rows& rows) {
+        const int64_t n = rows.count, hidden = m.hidden, queries = m.num_heads * m.head_dim;
+        const int64_t keys = m.num_kv_heads * m.head_dim, qkv = queries + 2 * keys;
+        x.resize(n * hidden), normed.resize(n * hidden), product.resize(n * std::max(hidden, qkv));
+        attended.resize(n * queries);
+        threads = n * m.products < SERIAL_PRODUCTS ? 1 : m.threads;
+        if (m.entry) {
+            enter(*m.entry, rows);
+        } else {
+            each_row(n, [&](int64_t r) { memcpy(&x[r * hidden], embedding(rows, r), hidden * sizeof(bf16)); });
+        }
+        int64_t captured = 0;
+        for (size_t l = 0; l < layers.size(); l++) {
+            const Layer& layer = layers[l];
+            if (captured < rows.num_hidden && rows.hidden_layers[captured] == int64_t(l))
+                capture(rows, captured++, x.data());
+            if (layer.input_norm) norm(layer.input_norm, n);
+            multiply(normed.data(), layer.qkv, product.data(), n);
+            each_row(n, [&](int64_t r) { place_heads(layer, &product[r * qkv], rows.positions[r] - (m.entry ? 1 : 0)); });
+            const bf16* q = product.data();
+            const AttentionCall call{q, q + queries, q + queries + keys, attended.data(), qkv, m.head_dim, qkv,
+                                     m.head_dim, qkv, m.head_dim, queries, m.head_dim, int64_t(l), m.num_heads,
+                                     layer.window, m.attention_scale, 0.0};
+            m.attend(m.attention, &call);
+            multiply(attended.data(), layer.output, product.data(), n);
+            add_product(n);
+            norm(layer.mlp_norm, n);
+            feed_forward(layer, n);
+            add_product(n);
+        }
+        if (captured < rows.num_hidden) {  // the last one is behind the final norm
+            norm(m.final_norm, n);
+            capture(rows, captured, normed.data());
+        }
+        for (int64_t i = 0; i < rows.num_logits; i++) {
+            const int64_t r = rows.logit_rows ? rows.logit_rows[i] : i;
+            if (m.final_norm) norm_row(&x[r * hidden], m.final_norm, hidden, m.norm_epsilon, &normed[i * hidden]);
+            else memcpy(&normed[i * hidden], &x[r * hidden], hidden * sizeof(bf16));
+            if (rows.after)
+                memcpy(rows.after + i * hidden, m.entry->feeds_normed ? &normed[i * hidden] : &x[r * hidden],
+                       hidden * sizeof(bf16));
+        }
+        multiply(normed.data(), m.head, rows.logits, rows.num_logits);
+    }
+
+    // The name of the attention's field that is out of range, or null.
+    const char* chain(const Chain& c) {
+        const Rows rows{c.last_token, c.position, c.num_sequences, nullptr, c.num_sequences, c.logits,
+                        nullptr,      0,          nullptr,         c.hidden, c.hidden};
+        for (int64_t token = 0; token < c.num_tokens; token++) {
+            for (int64_t s = 0; s < c.num_sequences; s++) {
+                c.position[s]++;
+                const int64_t chosen = choose(c.logits + s * m.vocab, c.seeds[s], c.position[s], c.temperatures[s]);
+                c.last_token[s] = token_id(chosen);
+                c.drafted[token * c.num_sequences + s] = c.last_token[s];
+                if (token + 1 < c.num_tokens) {
+                    c.slots[s] = c.next_slots[token * c.num_sequences + s];
+                    c.context_len[s] += c.slots[s] >= 0;
+                }
+            }
+            if (token + 1 == c.num_tokens) break;
+            if (const char* fault = m.begin(m.attention, c.step)) return fault;
+            forward(rows);
+        }
+        return nullptr;
+    }
+
+  private:
+    template <class Work> void each_row(int64_t n, const Work& work) {
+        struct Job {
+            const Work& work;
+            int64_t n;
+            std::atomic<int64_t> next{0};
+            void run() {
+                for (int64_t first; (first = ROWS_AT_ONCE * next++) < n;)
+                    for (int64_t r = first; r < std::min(first + ROWS_AT_ONCE, n); r++) work(r);
+            }
+        } job{work, n};
+        if (threads <= 1 || n < SERIAL_ROWS || !m.parallel) return job.run();
+        m.parallel([](void* self) { static_cast<Job*>(self)->run(); }, &job, unsigned(threads), 0);
+    }
+
+    const bf16* embedding(const Rows& rows, int64_t r) const {
+        return m.embeddings + rows.token_ids[r] * m.hidden;
+    }
+
+    // x and normed, as the layer takes them, and room in normed for what comes after.
+    void enter(const Entry& entry, const Rows& rows) {
+        const int64_t n = rows.count, hidden = m.hidden;
+        normed.resize(n * 2 * hidden);
+        each_row(n, [&](int64_t r) {
+            const bf16* before = rows.before + r * hidden;
+            bf16 *token_half = &normed[r * 2 * hidden], *hidden_half = token_half + hidden;
+            if (!entry.token_norm) {
+                memcpy(token_half, embedding(rows, r), hidden * sizeof(bf16));
+                memcpy(hidden_half, before, hidden * sizeof(bf16));
+                return;
+            }
+            norm_row(embedding(rows, r), entry.token_norm, hidden, m.norm_epsilon, token_half);
+            norm_row(before, entry.hidden_norm, hidden, m.norm_epsilon, hidden_half);
+            memcpy(&x[r * hidden], entry.normed_goes_on ? hidden_half : before, hidden * sizeof(bf16));
+        });
+        if (entry.token_norm) return;
+        multiply(normed.data(), entry.joint, x.data(), n);
+        memcpy(normed.data(), x.data(), n * hidden * sizeof(bf16));
+    }
+
+    int64_t token_id(int64_t chosen) const {
+        return m.entry && m.entry->token_ids ? m.entry->token_ids[chosen] : chosen;
+    }
+
+    void norm(const bf16* weight, int64_t n) {
+        each_row(n, [&](int64_t r) {
+            norm_row(&x[r * m.hidden], weight, m.hidden, m.norm_epsilon, &normed[r * m.hidden]);
+        });
+    }
+
+    void add_product(int64_t n) {
+        each_row(n, [&](int64_t r) {
+            bf16* sum = &x[r * m.hidden];
+            const bf16* summand = &product[r * m.hidden];
+            for (int64_t i = 0; i < m.hidden; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
+        });
+    }
+
+    void capture(const Rows& rows, int64_t index, const bf16* from) {
+        for (int64_t r = 0; r < rows.count; r++)
+            memcpy(rows.hidden + (r * rows.num_hidden + index) * m.hidden, from + r * m.hidden,
+                   m.hidden * sizeof(bf16));
+    }
+
+    void multiply(const bf16* in, const Weights& w, bf16* out, int64_t n) {
+        m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
+    }
+
+    // Norms, where the model has them, and rotation of a row's queries and keys.
+    void place_heads(const Layer& layer, bf16* row, int64_t position) {
+        const bf16 *cosine = m.cosines + position * m.head_dim, *sine = m.sines + position * m.head_dim;
+        for (int64_t h = 0; h < m.num_heads + m.num_kv_heads; h++, row += m.head_dim) {
+            const bf16* weight = h < m.num_heads ? layer.query_norm : layer.key_norm;
+            if (weight) norm_row(row, weight, m.head_dim, m.norm_epsilon, row);
+            rotate_head(row, cosine, sine, m.head_dim);
+        }
+    }
+
+    void feed_forward(const Layer& layer, int64_t n) {
+        const int64_t width = layer.down.in;
+        gated.resize(n * 2 * width), active.resize(n * width);
+        multiply(normed.data(), layer.gate_up, gated.data(), n);
+        each_row(n, [&](int64_t r) {
+            const bf16 *gate = &gated[r * 2 * width], *up = gate + width;
+            bf16* out = &active[r * width];
+            for (int64_t i = 0; i < width; i++) {
+                const float g = widen(gate[i]);
+                out[i] = narrow(rounded(g / (1 + exp_of(-g))) * widen(up[i]));
+            }
+        });
+        multiply(active.data(), layer.down, product.data(), n);
+    }
+
+    // The argmax of logits / temperature + Gumbel noise (engine/sampler/noise.py). Only tokens whose noise may lift
+    // them above the likeliest one's score need logarithms: -log u is at least 1 - u.
+    int64_t choose(const bf16* logits, int64_t seed, int64_t position, float temperature) {
+        values.resize(m.vocab);
+        int64_t best = 0;
+        for (int64_t i = 0; i < m.vocab; i++) values[i] = widen(logits[i]);
+        for (int64_t i = 1; i < m.vocab; i++)
+            if (values[i] > values[best]) best = i;
+        if (temperature == 0) return best;
+        const uint64_t key = mix(mix(uint64_t(seed)) + uint64_t(position + 1) * GAMMA);
+        const float top = values[best];
+        for (int64_t i = 0; i < m.vocab; i++) values[i] = (values[i] - top) / temperature;
+        double best_score = noise(key, token_id(best));
+        tails.resize(m.vocab);
+        const float bar = float(best_score) - 1e-4f;
+        const auto tail = [&](int64_t i, int64_t token) {
+            const uint64_t bits = mix_upper(key + uint64_t(token + 1) * GAMMA);
+            return exp_of(values[i] - bar) - (0.5f - float(int32_t(bits >> 32)) * 0x1p-32f);
+        };
+        if (const int64_t* ids = m.entry ? m.entry->token_ids : nullptr)
+            for (int64_t i = 0; i < m.vocab; i++) tails[i] = tail(i, ids[i]);
+        else
+            for (int64_t i = 0; i < m.vocab; i++) tails[i] = tail(i, i);
+        for (int64_t i = 0; i < m.vocab; i++) {
+            if (tails[i] < -1e-6f) continue;
+            const double score = values[i] + noise(key, token_id(i));
+            if (score > best_score) best = i, best_score = score;
+        }
+        return best;
+    }
+
+    static double noise(uint64_t key, int64_t token) {
+        const double bits = double(int32_t(mix_upper(key + uint64_t(token + 1) * GAMMA) >> 32));
+        return -std::log(-std::log((bits + 0x1p31 + 0.5) * 0x1p-32));
+    }
+
+    const Model m;
+    const std::vector<Layer> layers;
+    std::vector<bf16> x, normed, product, attended, gated, active;
+    std::vector<float> values, tails;
+    int64_t threads = 1;
+};
+
+}  // namespace
+
+extern "C" {
+
+void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }
+
+void tandem_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }
+
+void tandem_decoder_forward(void* decoder, const Rows* rows) { static_cast<Decoder*>(decoder)->forward(*rows); }
+
+const char* tandem_decoder_chain(void* decoder, const Chain* chain) {
+    return static_cast<Decoder*>(decoder)->chain(*chain);
+}
+}

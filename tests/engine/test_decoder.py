@@ -1,0 +1,185 @@
+"""The native decoder against Transformers' own modules over the same kernels."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine.attention import transformers_hook
+from engine.attention.cpu_kernel.backend import CpuBackend
+from engine.decoder.description import unfit
+from engine.decoder.forward import DecoderForward
+from engine.forward import Forward, ForwardOutput
+from engine.linear.packed import kernel_fault, pack_linears
+from engine.runner import Runner, SequenceRows
+
+CPU = torch.device("cpu")
+BLOCK, NUM_BLOCKS, POSITIONS = 16, 24, 256
+
+pytestmark = pytest.mark.skipif(
+    kernel_fault(CPU, torch.bfloat16) is not None, reason=str(kernel_fault(CPU, torch.bfloat16))
+)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False},
+    "llama-biases": {"model_type": "llama", "attention_bias": True, "tie_word_embeddings": True},
+    "llama3-rope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"head_dim": 32},
+}
+
+
+def make_model(name: str) -> PreTrainedModel:
+    transformers_hook.register()
+    torch.manual_seed(3)
+    fields = {"model_type": name} | MODELS[name]
+    config = AutoConfig.for_model(
+        fields.pop("model_type"),
+        vocab_size=331,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.2,
+        **fields,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="tandem")
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # norms and biases that matter
+            parameter.data += torch.randn_like(parameter) * 0.3
+    return model.eval().requires_grad_(False)
+
+
+def new_backend(model: PreTrainedModel) -> CpuBackend:
+    attention = model.model.layers[0].self_attn
+    heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
+    return CpuBackend(
+        torch.zeros(NUM_BLOCKS, layers, 2, BLOCK, heads, attention.head_dim, dtype=torch.bfloat16)
+    )
+
+
+class Both:
+    """The same model, natively and by its own modules, each with a pool of its own."""
+
+    def __init__(self, name: str, hidden_layers: tuple[int, ...] = ()) -> None:
+        model = make_model(name)
+        assert unfit(model) is None
+        ours, theirs = new_backend(model), new_backend(model)
+        self.native = Runner(DecoderForward(model, ours, POSITIONS, hidden_layers), ours, BLOCK, CPU)
+        own = copy.deepcopy(model)
+        pack_linears(own)
+        forward = Forward(own, CPU, "off", hidden_layers, products="packed", packed=True)
+        self.modules = Runner(forward, theirs, BLOCK, CPU)
+
+    def run(self, batch: list[SequenceRows], logit_rows: list[int]) -> tuple[ForwardOutput, ForwardOutput]:
+        return self.native.run(batch, logit_rows), self.modules.run(batch, logit_rows)
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    """But for a norm's float32 sum, taken in another order: now and then a value is rounded the other way."""
+    difference = (ours.float() - theirs.float()).abs()
+    scale = theirs.float().abs().mean()
+    assert difference.mean() < 0.01 * scale
+    assert difference.max() < 0.2 * scale
+
+
+def steps(seed: int = 0) -> list[tuple[list[SequenceRows], list[int]]]:
+    """A prompt, another beside its next token, and both with several rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(0, 331, (count,), generator=generator).tolist()
+
+    one, other = list(range(8)), list(range(8, 16))
+    return [
+        ([SequenceRows(tokens(70), 0, one)], [69]),
+        ([SequenceRows(tokens(1), 70, one), SequenceRows(tokens(33), 0, other)], [0, 33, 5]),
+        ([SequenceRows(tokens(5), 71, one), SequenceRows(tokens(1), 33, other)], [0, 1, 2, 3, 4, 5]),
+        ([SequenceRows(tokens(1), 76, one)], [0]),
+    ]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_modules(name: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        both = Both(name)
+        for batch, logit_rows in steps():
+            ours, theirs = both.run(batch, logit_rows)
+            assert_same(ours.logits, theirs.logits)
+            assert ours.hidden is None
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("layers", [(0,), (3,), (2, 0), (1, 2, 3)])
+def test_hidden_states_are_the_modules(layers: tuple[int, ...]) -> None:
+    both = Both("qwen3", layers)
+    for batch, logit_rows in steps(seed=1):
+        ours, theirs = both.run(batch, logit_rows)
+        assert ours.hidden is not None
+        assert theirs.hidden is not None
+        assert_same(ours.hidden, theirs.hidden)
+
+
+def test_trees_and_first_keys_too() -> None:
+    both = Both("llama")
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(0, 331, (40,), generator=generator).tolist()
+    both.run([SequenceRows(prompt, 0, list(range(5)))], [0])
+    masks = [0b1, 0b11, 0b101, 0b1011, 0b10101]
+    tree = SequenceRows([5, 6, 7, 8, 9], 40, list(range(5)), masks=masks, first_key=3)
+    ours, theirs = both.run([tree], [0, 1, 2, 3, 4])
+    assert_same(ours.logits, theirs.logits)
+
+
+def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
+    both = Both("llama")
+    (prompt, _), *_ = steps(seed=2)
+    whole = both.native.run(prompt, list(range(70))).logits
+    rows = prompt[0]
+    for start, end in itertools.pairwise((0, 1, 2, 7, 40, 70)):
+        part = SequenceRows(rows.token_ids[start:end], start, list(range(16, 24)))
+        assert torch.equal(both.native.run([part], list(range(end - start))).logits, whole[start:end])
+
+
+def test_what_it_cannot_run_is_named() -> None:
+    config = AutoConfig.for_model(
+        "gemma",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    assert "GemmaForCausalLM" in (unfit(AutoModelForCausalLM.from_config(config)) or "")
+    model = make_model("llama")
+    model.config.hidden_act = "relu"
+    assert "relu" in (unfit(model) or "")
