@@ -35,6 +35,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     to `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. `tree` lets the
     methods that can draft a tree (`draft_model`, `medusa`, `eagle`) do so: "auto" is then up to `tree_nodes`
     tokens, of which up to `max_speculative_tokens` follow one another.
+    Suffix decoding keeps the outputs of `suffix_decoding_max_cached_requests` requests, of all tenants
+    together, and at most 1,048,576 tokens of them in up to 40 MiB; 0 keeps none.
     `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
     """
 
@@ -58,6 +60,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lookahead_ngram: Annotated[int, Meta(ge=2, le=8)] = 4
     lookahead_window: Annotated[int, Meta(ge=1, le=16)] = 5
     lookahead_guesses: Annotated[int, Meta(ge=1, le=16)] = 5
+
+    @property
+    def lookahead_rows(self) -> int:
+        """Rows of a step that the window and the guesses take."""
+        return (self.lookahead_window + self.lookahead_guesses) * (self.lookahead_ngram - 1)
 
     @property
     def fixed_tokens(self) -> int | None:
@@ -102,11 +109,10 @@ def _check(config: SpeculativeConfig, flag: str) -> None:
         )
     if config.tree and config.method not in _MODEL_METHODS:
         raise ConfigError(f"{flag}: tree: the method {config.method} drafts no tree")
-    nodes = (config.lookahead_window + config.lookahead_guesses) * (config.lookahead_ngram - 1)
-    if nodes > MAX_TREE_NODES:
+    if config.lookahead_rows > MAX_TREE_NODES:
         raise ConfigError(
             f"{flag}: lookahead_window: (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) is "
-            f"{nodes}, at most {MAX_TREE_NODES} rows fit into a step"
+            f"{config.lookahead_rows}, at most {MAX_TREE_NODES} rows fit into a step"
         )
 
 

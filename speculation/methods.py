@@ -18,16 +18,22 @@ def build_drafter(
 
             return DraftModel(options, config, loaded)
         case "ngram":
-            from speculation.ngram import NgramDrafter
+            from speculation.weightless.ngram import NgramDrafter
 
             return NgramDrafter(options)
-        case "eagle":
-            from speculation.eagle.drafter import EagleDrafter
+        case "suffix":
+            from speculation.weightless.suffix import SuffixDrafter
 
-            return EagleDrafter(options, config, loaded)
+            return SuffixDrafter(options)
+        case "lookahead":
+            from speculation.weightless.lookahead import LookaheadDrafter
+
+            return LookaheadDrafter(options, loaded.eos_token_ids)
         case "medusa":
             from speculation.medusa.drafter import MedusaDrafter
 
             return MedusaDrafter(options, loaded)
-        case _:
-            raise NotImplementedError(method)
+        case "eagle":
+            from speculation.eagle.drafter import EagleDrafter
+
+            return EagleDrafter(options, config, loaded)

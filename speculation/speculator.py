@@ -22,7 +22,7 @@ from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig
 from speculation.account import Account
 from speculation.drafter import Computed, Drafter
 from speculation.methods import build_drafter
-from speculation.verification import coupled
+from speculation.verification.verify import verify
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +111,8 @@ class BatchSpeculator:
             sequence.draft_room = 0 if request.method is None else self._room(request)
 
     def _room(self, request: Request) -> int:
+        if request.method == "lookahead":
+            return self._options.lookahead_rows
         if request.fixed_tokens is not None:
             return request.fixed_tokens
         if self._options.tree and request.method == self._options.method:
@@ -134,7 +136,7 @@ class BatchSpeculator:
             self._account.drafted(method, time.perf_counter() - started)
 
     def verify(self, sequences: Many[Sequence], logits: Tensor) -> list[Verdict]:
-        return coupled.verify(sequences, logits, self._sampler)
+        return verify(self._options.verification, sequences, logits, self._sampler)
 
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         computed: dict[Method, list[Computed]] = {}
