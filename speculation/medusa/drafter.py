@@ -91,10 +91,8 @@ class MedusaDrafter:
     def _chains(self, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
         logits = self._logits(sequences, min(max(rooms), self._heads.num_heads))
         chains = [Chain(sequence) for sequence in sequences]
-        for head in range(logits.shape[1]):
-            growing = [i for i, room in enumerate(rooms) if room > head]
-            self._drawing.extend([chains[i] for i in growing], logits[growing, head])
-        return [chain.draft() for chain in chains]
+        self._drawing.extend_at_once(chains, logits)
+        return [chain.draft(room) for chain, room in zip(chains, rooms, strict=True)]
 
     def _trees(self, tree: StaticTree, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
         depth = max(tree.depths[: max(rooms)]) + 1

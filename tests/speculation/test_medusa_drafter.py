@@ -167,6 +167,37 @@ def test_a_tree_has_the_ranks_of_the_static_one(
         assert draft.token_ids == [int(ranked[depth, rank]) for depth, rank in nodes]
 
 
+def test_under_rejection_sampling_drafts_say_what_they_were_drawn_from(
+    target: Path, heads: Path, model: PreTrainedModel, plain_heads: PlainHeads
+) -> None:
+    engine = make_engine(target, heads, num_speculative_tokens=3, verification="standard")
+    watch = Watch(engine)
+    engine.add(ask("r", prompt_of(20), 30, **SAMPLED))
+    run(engine)
+    assert len(watch.drafts) > 5
+    for _, committed, draft in watch.drafts:
+        logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0, : len(draft.token_ids)]
+        assert draft.distributions is not None
+        expected = (logits / SAMPLED["temperature"]).softmax(dim=-1)
+        torch.testing.assert_close(draft.distributions, expected, atol=1e-5, rtol=1e-3)
+
+
+def test_under_rejection_sampling_a_tree_is_no_matter_of_chance(
+    target: Path, heads: Path, model: PreTrainedModel, plain_heads: PlainHeads
+) -> None:
+    engine = make_engine(
+        target, heads, num_speculative_tokens=12, tree=True, tree_nodes=12, verification="standard"
+    )
+    watch = Watch(engine)
+    engine.add(ask("r", prompt_of(20), 30, **SAMPLED))
+    run(engine)
+    tree = choose_tree(assumed_acceptance(NUM_HEADS), 12)
+    for _, committed, draft in watch.drafts:
+        logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0]
+        expected = tree.draft(logits.topk(10).indices.tolist(), len(draft.token_ids))
+        assert (draft.token_ids, draft.distributions) == (expected.token_ids, None)
+
+
 class Oracle:
     """Heads that have the right token of each place at `rank`, for the `sequences` that are drafted for."""
 
