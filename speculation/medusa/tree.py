@@ -12,6 +12,8 @@ _ASSUMED_FIRST = (0.60, 0.45, 0.35, 0.30, 0.25)
 """How often each head's best token is right, where nobody measured: near what Cai et al. 2024 plot for
 Vicuna's heads. Further heads are assumed to be as good as the last of these."""
 _ASSUMED_RANKS = 10
+_RARE = 1e-4
+"""What was never seen to be right still may be."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ def choose_tree(acceptance: Many[Many[float]], num_nodes: int) -> StaticTree:
     best_first: list[tuple[float, float, int, int, int]] = []
 
     def offer(before: float, parent: int, depth: int, rank: int) -> None:
-        if depth < len(acceptance) and rank < len(acceptance[depth]) and acceptance[depth][rank] > 0:
-            entry = (-before * acceptance[depth][rank], before, parent, depth, rank)
-            heapq.heappush(best_first, entry)
+        if depth < len(acceptance) and rank < len(acceptance[depth]):
+            path = before * max(acceptance[depth][rank], _RARE)
+            heapq.heappush(best_first, (-path, before, parent, depth, rank))
 
     offer(1.0, -1, 0, 0)
     while best_first and len(tree.parents) < num_nodes:
