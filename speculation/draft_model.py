@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
 from engine.decoder.forward import DecoderForward
+from engine.errors import UnsupportedModelError
 from engine.kv_pool import DRAFT, KVPool, KVShape
 from engine.loader import LoadedModel, load_model
 from engine.runner import Runner, SequenceRows
@@ -50,8 +51,9 @@ class DraftModel:
         )
         try:
             self._loaded = load_model(self._config)
-        except ConfigError as error:
-            raise ConfigError(f"--speculative-config: model: {error}") from error
+        except (ConfigError, UnsupportedModelError) as error:
+            reason = str(error).removeprefix("--model: ")
+            raise ConfigError(f"--speculative-config: model: {reason}") from error
         self._check(target)
         self.segment: KVShape | None = self._loaded.kv_shape
         self._computed: dict[str, int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.loader import LoadedModel
 from protocol.config import ServeConfig
 from protocol.speculation import Method, SpeculativeConfig
+from speculation.control.plan import Shape
 from speculation.drafter import Drafter
 
 
@@ -37,3 +38,12 @@ def build_drafter(
             from speculation.eagle.drafter import EagleDrafter
 
             return EagleDrafter(options, config, loaded)
+
+
+def draft_shape(method: Method, options: SpeculativeConfig) -> Shape:
+    """What the controller can choose from for a request of this method."""
+    if method == "lookahead":
+        return Shape(options.lookahead_rows, whole=True)
+    if options.tree and method == options.method:
+        return Shape(options.tree_nodes, whole=True)
+    return Shape(options.max_speculative_tokens)

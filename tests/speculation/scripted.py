@@ -29,13 +29,17 @@ Answers = Mapping[str, Many[int]]
 
 
 class ScriptedDrafter:
-    """Implements `speculation.drafter.Drafter`. `observed` and `forgotten` are what it was told."""
+    """Implements `speculation.drafter.Drafter`. `observed` and `forgotten` are what it was told.
+
+    Until it is `listening`, as while the engine measures itself, it drafts nothing.
+    """
 
     segment: KVShape | None = None
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, script: Script) -> None:
         self.script = script
+        self.listening = False
         self.observed: list[Computed] = []
         self.forgotten: list[str] = []
 
@@ -55,13 +59,17 @@ class ScriptedDrafter:
         return None
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        if not self.listening:
+            return [None] * len(sequences)
         return [self.script(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
 
     def observe(self, computed: Many[Computed]) -> None:
-        self.observed += computed
+        if self.listening:
+            self.observed += computed
 
     def forget(self, request_id: str) -> None:
-        self.forgotten.append(request_id)
+        if self.listening:
+            self.forgotten.append(request_id)
 
 
 def engine_with(config: ServeConfig, drafter: ScriptedDrafter, num_tokens: int, **options: Any) -> Engine:
@@ -72,7 +80,9 @@ def engine_with(config: ServeConfig, drafter: ScriptedDrafter, num_tokens: int, 
         with mock.patch("speculation.speculator.build_drafter", return_value=drafter):
             return BatchSpeculator(config, loaded)
 
-    return Engine(msgspec.structs.replace(config, speculative_config=asked), speculate=speculate)
+    engine = Engine(msgspec.structs.replace(config, speculative_config=asked), speculate=speculate)
+    drafter.listening = True
+    return engine
 
 
 def right(answers: Answers) -> Script:

@@ -254,6 +254,20 @@ def test_the_ring_is_bounded_and_forgets_whole_outputs(way: str, monkeypatch: py
     assert arrays[0] is corpus(drafting)._symbols and arrays[1] is corpus(drafting)._chains
 
 
+@pytest.mark.parametrize(("length", "stays"), [(15, True), (16, False)])
+def test_an_outputs_end_takes_room_too(
+    way: str, monkeypatch: pytest.MonkeyPatch, length: int, stays: bool
+) -> None:
+    monkeypatch.setattr(suffix, "CAPACITY", 64)
+    monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 64)
+    drafting = drafter()
+    keep(drafting, list(range(100, 131)))
+    keep(drafting, list(range(200, 215)))
+    keep(drafting, list(range(300, 300 + length)))
+    assert draft(drafting, [0, 110], 1) == ([111] if stays else [])
+    assert draft(drafting, [0, 210], 1) == [211]
+
+
 def test_of_an_output_longer_than_the_ring_its_end_is_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "CAPACITY", 64)
     monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 64)

@@ -30,12 +30,16 @@ NUM_TOKENS = 56
 ROOMY, CRAMPED = 128, 26
 """Blocks of a pool for all of them, and of one where some are preempted."""
 
+FEW = {"allowed_token_ids": [5, 6, 7]}
+"""The tiny model hardly repeats itself by its own choice, which some methods live on."""
+
 SAMPLING: dict[str, list[dict[str, Any]]] = {
-    "greedy": [{"temperature": 0.0}],
+    "greedy": [{"temperature": 0.0}, {"temperature": 0.0, **FEW}],
     "seeded": [
         {"temperature": 1.0, "seed": 1},
         {"temperature": 0.7, "top_p": 0.9, "seed": 2},
         {"temperature": 1.2, "top_k": 20, "frequency_penalty": 0.4, "seed": 3},
+        {"temperature": 0.5, "seed": 4, **FEW},
     ],
 }
 
@@ -72,6 +76,9 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
     "draft_model tree": lambda given: given.deploy(
         method="draft_model", model=str(given.draft), tree=True, tree_nodes=3 * given.num_tokens
     ),
+    "ngram": lambda given: given.deploy(method="ngram"),
+    "suffix": lambda given: given.deploy(method="suffix"),
+    "lookahead": lambda given: given.deploy(method="lookahead"),
     "scripted chain": lambda given: given.script(
         scripted.sometimes_right(given.answers, 0.7, VOCAB_SIZE), given.num_tokens
     ),
