@@ -53,9 +53,13 @@ def generate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", [False, True])
-def test_medusa_heads_bring_tokens_and_change_none(requests: list[EngineRequest], tree: bool) -> None:
-    options = SpeculativeConfig(method="medusa", model=str(MEDUSA), tree=tree, max_speculative_tokens=3)
+@pytest.mark.parametrize(("tree", "num_tokens"), [(False, 3), (True, 16)])
+def test_medusa_heads_bring_tokens_and_change_none(
+    requests: list[EngineRequest], tree: bool, num_tokens: int
+) -> None:
+    options = SpeculativeConfig(
+        method="medusa", model=str(MEDUSA), tree=tree, num_speculative_tokens=num_tokens
+    )
     plain, _ = generate(requests, None)
     speculated, per_step = generate(requests, options)
     assert speculated == plain

@@ -281,6 +281,7 @@ def assert_serve(folder: Path, heads: Path, method: Method, **options: Any) -> N
     """With these heads the model says what it says without, and they do draft."""
     requests = [ask("r", list(range(30, 60)), 30), ask("s", [9, 8, 7], 30, temperature=0.7, seed=1)]
     results = []
+    options["num_speculative_tokens"] = 3
     for engine in (make_engine(folder), make_engine(folder, heads, method=method, **options)):
         for request in requests:
             engine.add(request)
