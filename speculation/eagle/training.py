@@ -75,9 +75,9 @@ def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
     )
 
 
-def _flat(rope: dict[str, Any] | None) -> dict[str, Any]:
-    """Nothing where the target has none, or one for each kind of its layers."""
-    return dict(rope) if rope and "rope_theta" in rope else {}
+def _rope(theirs: dict[str, Any] | None) -> dict[str, Any]:
+    """The target's; a plain one where it has none, or one for each kind of its layers."""
+    return dict(theirs) if theirs and "rope_theta" in theirs else {"rope_type": "default", "rope_theta": 1e4}
 
 
 def _captured(num_layers: int) -> tuple[int, ...]:
