@@ -67,8 +67,7 @@ def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
         num_kv_heads=max(count for count in range(1, most + 1) if num_heads % count == 0),
         head_dim=head_dim,
         max_positions=config.max_position_embeddings,
-        rope={"rope_type": "default", "rope_theta": 10_000.0}
-        | _flat(getattr(config, "rope_parameters", None)),
+        rope=_rope(getattr(config, "rope_parameters", None)),
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         draft_vocab_size=draft_vocab_size,
         norm_output=True,
