@@ -13,6 +13,7 @@ from bench.serve.load import Load
 from bench.serve.report import ProgressBar, print_result, write_json
 from bench.serve.runner import run_load
 from bench.serve.statistics import parse_objectives
+from bench.speculate.command import speculate
 from bench.transfer.command import transfer, transfer_growth
 
 app = typer.Typer(help="Measure servers that speak the OpenAI API.", no_args_is_help=True)
@@ -89,6 +90,7 @@ def serve(
 
 
 app.command("compare")(comparison.main)
+app.command("speculate")(speculate)
 app.command("transfer")(transfer)
 app.command("transfer-growth")(transfer_growth)
 

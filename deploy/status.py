@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import defaultdict
 from typing import Any
 
 import httpx
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
 from deploy.complete import ServerError, checked, client
+from router.counter_names import parse_counter_name
 
 _COLUMNS = (
     "worker",
@@ -25,6 +27,7 @@ _COLUMNS = (
     "hits",
     "transports",
 )
+_SPECULATION_COLUMNS = ("worker", "method", "drafts", "accepted", "tau")
 
 
 def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, interval_s: float) -> int:
@@ -34,7 +37,7 @@ def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, int
             if as_json:
                 print(json.dumps(_fetch(http), indent=2))
             elif once or not sys.stdout.isatty():
-                Console().print(make_table(url, _fetch(http)))
+                Console().print(make_view(url, _fetch(http)))
             else:
                 _live(http, url, interval_s)
     except KeyboardInterrupt:
@@ -54,10 +57,16 @@ def _fetch(http: httpx.Client) -> dict[str, Any]:
 
 
 def _live(http: httpx.Client, url: str, interval_s: float) -> None:
-    with Live(make_table(url, _fetch(http)), auto_refresh=False, screen=False) as live:
+    with Live(make_view(url, _fetch(http)), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(interval_s)
-            live.update(make_table(url, _fetch(http)), refresh=True)
+            live.update(make_view(url, _fetch(http)), refresh=True)
+
+
+def make_view(url: str, status: dict[str, Any]) -> Group:
+    """The workers, and what speculation brings where there is any."""
+    speculation = make_speculation_table(status)
+    return Group(make_table(url, status), *([speculation] if speculation.row_count else []))
 
 
 def make_table(url: str, status: dict[str, Any]) -> Table:
@@ -97,3 +106,38 @@ def _transports(worker: dict[str, Any]) -> str:
         reasons = "; ".join(refused.get(peer, []) + refused.get("", []))
         told.append(f"{peer}: {name}" + (f" ({reasons})" if reasons else ""))
     return ", ".join(told)
+
+
+def make_speculation_table(status: dict[str, Any]) -> Table:
+    """One row for each worker and method that has drafted, and for each that was told to."""
+    table = Table()
+    for name in _SPECULATION_COLUMNS:
+        table.add_column(name, no_wrap=True)
+    for worker in status["workers"]:
+        totals = _spec_decode_totals(worker["counters"])
+        deployed = worker["start_up"].get("speculation", "none").partition(" (")[0]
+        if deployed != "none":
+            totals.setdefault(deployed, {})
+        for method, total in totals.items():
+            table.add_row(worker["id"], method, *_brought(total))
+    return table
+
+
+def _spec_decode_totals(counters: dict[str, float]) -> dict[str, dict[str, float]]:
+    """By method, the counters `spec_decode_num_NAME_total` by NAME."""
+    totals: dict[str, dict[str, float]] = defaultdict(dict)
+    for key, value in counters.items():
+        name, labels = parse_counter_name(key)
+        if name is not None and name.startswith("spec_decode_num_") and set(labels) == {"method"}:
+            totals[labels["method"]][name.removeprefix("spec_decode_num_").removesuffix("_total")] = value
+    return totals
+
+
+def _brought(total: dict[str, float]) -> list[str]:
+    drafts, drafted = total.get("drafts", 0), total.get("draft_tokens", 0)
+    accepted = total.get("accepted_tokens", 0)
+    return [
+        f"{drafts:.0f}",
+        f"{accepted / drafted:.0%}" if drafted else "-",
+        f"{1 + accepted / drafts:.2f}" if drafts else "-",
+    ]

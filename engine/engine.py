@@ -20,6 +20,7 @@ from engine.kv_pool import DRAFT, TARGET, Allocate, KVPool, pool_blocks
 from engine.loader import LoadedModel, load_model
 from engine.packing import PackedStep, pack
 from engine.prefix import PrefixRoom, find_room, keep
+from engine.rehearsal import Rehearsal
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
@@ -38,6 +39,7 @@ from protocol.messages import (
     TokenOutput,
 )
 from protocol.sampling import check_sampling_params
+from protocol.speculation import SpeculationState
 
 logger = logging.getLogger("tandem.engine")
 
@@ -132,7 +134,8 @@ class Engine:
         warm_up_s = self._runner.warm_up()
         if self._speculator is not None:
             self._speculator.attach(loaded, self.pool, self.blocks, self._sampler)
-            self._speculator.warm_up()
+            with Rehearsal(self.blocks, self._runner, loaded.max_model_len) as rehearsal:
+                self._speculator.warm_up(rehearsal)
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
             "attention": f"{backend.name} ({why})",
@@ -220,6 +223,7 @@ class Engine:
         sequence = self._sequences[request_id]
         assert sequence.stage is Stage.RESERVED and sequence.table is not None
         sequence.num_computed = len(sequence.token_ids)
+        sequence.handed_over = True
         sequence.table.shareable = shareable
         self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
         sequence.append(first_token)
@@ -340,6 +344,10 @@ class Engine:
         """
         counters = self.tiers.totals() if self.tiers is not None else {}
         return counters | (self._speculator.counters() if self._speculator is not None else {})
+
+    def speculation(self) -> SpeculationState | None:
+        """What speculation does and costs at present, None where nothing could; for any thread."""
+        return self._speculator.report() if self._speculator is not None else None
 
     def close(self) -> None:
         """Let the disk tier finish what it was given. Idempotent."""

@@ -102,15 +102,20 @@ class KVPool:
             self.blocks[target].copy_(self.blocks[source])
 
     def move_tokens(self, block_ids: Sequence[int], first: int, places: Sequence[int]) -> None:
-        """Of one sequence: move the KV at place `first + places[i]` to `first + i`. `places` ascend."""
-        moved = [(first + place, first + i) for i, place in enumerate(places) if place != i]
-        if not moved:
+        """Of one sequence: move the KV at place `first + places[i]` to `first + i`."""
+        if all(place == i for i, place in enumerate(places)):
             return
-        size = self.block_size
+        sources, source_offsets = self._slots(block_ids, [first + place for place in places])
+        targets, target_offsets = self._slots(block_ids, range(first, first + len(places)))
         for values in self._segments.values():
-            for source, target in moved:
-                kept = values[block_ids[source // size], :, :, source % size]
-                values[block_ids[target // size], :, :, target % size] = kept
+            values[targets, :, :, target_offsets] = values[sources, :, :, source_offsets]
+
+    def _slots(self, block_ids: Sequence[int], places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The places' blocks, and their offsets in these."""
+        size, device = self.block_size, self.blocks.device
+        blocks = [block_ids[place // size] for place in places]
+        offsets = [place % size for place in places]
+        return torch.tensor(blocks, device=device), torch.tensor(offsets, device=device)
 
 
 def block_bytes(shapes: Mapping[str, KVShape], block_size: int) -> int:

@@ -43,6 +43,8 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     num_computed: int = 0
     num_cached: int | None = None
+    handed_over: bool = False
+    """Another worker computed its prompt."""
     table: BlockTable | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
@@ -108,8 +110,9 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all that lacks is its last token's KV."""
-        return self.stage is Stage.RUNNING and self.num_uncomputed == 1 and bool(self.output_token_ids)
+        """Whether it decodes here, and all that lacks is its last token's KV."""
+        is_next = self.stage is Stage.RUNNING and self.num_uncomputed == 1
+        return is_next and bool(self.output_token_ids) and not self.prefill_only
 
     def append(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from protocol.handoff import DraftState
 from protocol.messages import TokenLogprobs
+from protocol.speculation import SpeculationState
 
 if TYPE_CHECKING:
     from engine.block_manager import BlockManager
     from engine.kv_pool import KVPool, KVShape
     from engine.loader import LoadedModel
+    from engine.rehearsal import Rehearsal
     from engine.sampler import Sampler
     from engine.scheduler import ScheduledStep
     from engine.sequence import Sequence
@@ -44,6 +46,16 @@ class Draft:
     @property
     def num_nodes(self) -> int:
         return len(self.token_ids) - len(self.probes)
+
+    @property
+    def depth(self) -> int:
+        """Nodes of the longest path."""
+        if self.parents is None:
+            return self.num_nodes
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
 
     def parent(self, node: int) -> int:
         return node - 1 if self.parents is None else self.parents[node]
@@ -90,7 +102,7 @@ class Outcome:
 
 
 class Speculator(Protocol):
-    """One per engine, for the engine's thread alone; `counters` may be called from any.
+    """One per engine, for the engine's thread alone; `counters` and `report` may be called from any.
 
     `segment` is what its KV of one token looks like, None if it has none: the pool then has a second segment.
     `hidden_layers` are the hidden states that it wants of every computed row, numbered as in Transformers'
@@ -104,7 +116,7 @@ class Speculator(Protocol):
         """The pool exists now. Called once, before anything else."""
         ...
 
-    def warm_up(self) -> None:
+    def warm_up(self, rehearsal: Rehearsal) -> None:
         """Compile and measure what is to be compiled and measured before the first request."""
         ...
 
@@ -150,4 +162,8 @@ class Speculator(Protocol):
 
     def counters(self) -> dict[str, float]:
         """Totals since the start, by the names of the worker's counters."""
+        ...
+
+    def report(self) -> SpeculationState:
+        """What speculation does and costs at present."""
         ...

@@ -114,10 +114,13 @@ def _compile(compiler: list[str], source: Path, output: str) -> None:
         _run(command)
 
 
-def load_library(source: Path) -> ctypes.CDLL:
-    """The library made of a source, loaded. Raises BuildError."""
+def load_library(source: Path, *, keep_gil: bool = False) -> ctypes.CDLL:
+    """The library made of a source, loaded. Raises BuildError.
+
+    `keep_gil` is for calls of microseconds: to take the lock back from a busy thread can cost milliseconds.
+    """
     path = build(source)
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.PyDLL(str(path)) if keep_gil else ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path}: {error}") from error

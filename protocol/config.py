@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.bundled import BUNDLED_MODEL as BUNDLED_MODEL
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig, parse_speculative_config
 from protocol.tls import TlsFiles
@@ -22,7 +23,6 @@ from protocol.tls import TlsFiles
 logger = logging.getLogger("tandem.config")
 
 ENV_PREFIX = "TANDEM_"
-BUNDLED_MODEL = Path(__file__).resolve().parent.parent / "models" / "tandem-code-10m"
 
 KV_TRANSPORTS = ("shm", "ucx", "tcp", "object_store")
 
@@ -210,7 +210,8 @@ def load_config(
         if field not in known:
             raise ConfigError(f"{sources[field]}: there is no such option")
         if field == "speculative_config" and values[field] is not None:
-            values[field] = parse_speculative_config(values[field], sources[field])
+            target = str(values.get("model") or BUNDLED_MODEL)
+            values[field] = parse_speculative_config(values[field], sources[field], target)
         else:
             _check_field(field, values[field], sources[field])
     config = msgspec.convert(values, ServeConfig, strict=False)

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from protocol.handoff import HandoffManifest, SegmentInfo
 from protocol.sampling import SamplingParams
-from protocol.speculation import RequestSpeculation
+from protocol.speculation import RequestSpeculation, SpeculationState
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 ShortText = Annotated[str, Meta(max_length=4096)]
@@ -146,6 +146,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     counters: dict[Id, float] = {}
     transports: dict[Id, Id] = {}
     pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
+    speculation: SpeculationState | None = None
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from protocol.bundled import BUNDLED_FOLDER, DRAFTS, is_bundled_model
 from protocol.errors import ConfigError, InvalidRequestError
+from protocol.fields import FieldError, to_struct
 
 Method = Literal["draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle"]
 METHODS: tuple[Method, ...] = ("draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle")
@@ -26,6 +31,8 @@ _MODEL_METHODS = ("draft_model", "medusa", "eagle")
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 Positive = Annotated[int, Meta(ge=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +42,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     to `max_speculative_tokens`. `model` is the draft model, or the folder with the heads. `tree` lets the
     methods that can draft a tree (`draft_model`, `medusa`, `eagle`) do so: "auto" is then up to `tree_nodes`
     tokens, of which up to `max_speculative_tokens` follow one another.
+    Suffix decoding keeps the outputs of `suffix_decoding_max_cached_requests` requests, of all tenants
+    together, and at most 1,048,576 tokens of them in up to 40 MiB; 0 keeps none.
     `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
     """
 
@@ -60,6 +69,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lookahead_guesses: Annotated[int, Meta(ge=1, le=16)] = 5
 
     @property
+    def lookahead_rows(self) -> int:
+        """Rows of a step that the window and the guesses take."""
+        return (self.lookahead_window + self.lookahead_guesses) * (self.lookahead_ngram - 1)
+
+    @property
     def fixed_tokens(self) -> int | None:
         """How many tokens to draft, None for as many as pay."""
         return self.num_speculative_tokens if isinstance(self.num_speculative_tokens, int) else None
@@ -73,41 +87,124 @@ class RequestSpeculation(msgspec.Struct, frozen=True, kw_only=True, omit_default
     num_speculative_tokens: NumTokens | None = None
 
 
-def parse_speculative_config(value: object, flag: str = "--speculative-config") -> SpeculativeConfig:
-    """From JSON text or a mapping. Raises `ConfigError` that names `flag` and the field."""
+class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a method fares on a worker, in its latest step and on average of the latest drafts.
+
+    `num_requests` decode with it, and were to draft `num_tokens` in all. `acceptance` are conditional rates
+    by position: of a draft's token i, given that those before it are accepted. Drafting for a batch takes
+    `start_s`, `level_s` for each token of the longest draft and `token_s` for each token of all drafts.
+    """
+
+    method: Method
+    num_requests: Count = 0
+    num_tokens: Count = 0
+    acceptance: Annotated[list[Probability], Meta(max_length=MAX_TREE_NODES)] = []
+    start_s: Seconds = 0.0
+    level_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+
+
+class StepTimeState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a decode step takes on a worker: `seconds[i]` for `rows[i]` rows (ascending, linear in between),
+    more for each sequence, for each token of a sequence's context and for each token that a row attends to,
+    and `surroundings_s` beside all that.
+    """
+
+    rows: Annotated[list[Count], Meta(max_length=64)] = []
+    seconds: Annotated[list[Seconds], Meta(max_length=64)] = []
+    sequence_s: Seconds = 0.0
+    context_s: Seconds = 0.0
+    attended_s: Seconds = 0.0
+    surroundings_s: Seconds = 0.0
+
+
+class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker's speculation, as its router sees it.
+
+    `max_tokens` is the most that one request drafts in a step, 0 where the deployment does not speculate.
+    The current K of a method is `num_tokens / num_requests`.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_NODES)] = 0
+    methods: Annotated[list[MethodState], Meta(max_length=len(METHODS))] = []
+    step_time: StepTimeState = StepTimeState()
+
+
+def parse_speculative_config(
+    value: object, flag: str = "--speculative-config", target: str | None = None
+) -> SpeculativeConfig:
+    """From JSON text or a mapping; `target` is the model to be served.
+
+    A `model` that is a folder, relative or bundled, becomes an absolute path. Raises `ConfigError` that names
+    `flag`, the field and its limit.
+    """
     if isinstance(value, SpeculativeConfig):
         return value
     try:
         fields = msgspec.json.decode(value) if isinstance(value, str) else value
     except msgspec.DecodeError as error:
         raise ConfigError(f'{flag}: must be JSON, as in \'{{"method": "ngram"}}\': {error}') from error
-    if not isinstance(fields, dict):
+    if not isinstance(fields, Mapping):
         raise ConfigError(f"{flag}: must be an object with a method, got {value!r}")
-    fields = {**fields, "method": _ALIASES.get(fields.get("method", ""), fields.get("method"))}
     try:
-        config = msgspec.convert(fields, SpeculativeConfig)
-    except msgspec.ValidationError as error:
+        config = to_struct(_plain(fields), SpeculativeConfig)
+        _check(config)
+        if config.method in _MODEL_METHODS:
+            config = msgspec.structs.replace(config, model=_draft_model(config, target))
+    except FieldError as error:
         raise ConfigError(f"{flag}: {error}") from error
-    _check(config, flag)
     return config
 
 
-def _check(config: SpeculativeConfig, flag: str) -> None:
-    if config.method in _MODEL_METHODS and not config.model:
-        raise ConfigError(f"{flag}: model: the method {config.method} needs one")
+def parse_request_speculation(value: Mapping[str, Any] | None) -> RequestSpeculation | None:
+    """A request's `speculative`. Raises `InvalidRequestError` that names the field and its limit."""
+    if value is None:
+        return None
+    try:
+        return to_struct(_plain(value), RequestSpeculation)
+    except FieldError as error:
+        raise InvalidRequestError(f"speculative.{error.field}", error.message) from error
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """With the method's own name."""
+    method = fields.get("method")
+    return {**fields, "method": _ALIASES.get(method, method) if isinstance(method, str) else method}
+
+
+def _check(config: SpeculativeConfig) -> None:
     if config.prompt_lookup_min > config.prompt_lookup_max:
-        raise ConfigError(
-            f"{flag}: prompt_lookup_min: {config.prompt_lookup_min} exceeds "
-            f"prompt_lookup_max={config.prompt_lookup_max}"
+        raise FieldError(
+            "prompt_lookup_min",
+            f"{config.prompt_lookup_min} exceeds prompt_lookup_max={config.prompt_lookup_max}",
         )
     if config.tree and config.method not in _MODEL_METHODS:
-        raise ConfigError(f"{flag}: tree: the method {config.method} drafts no tree")
-    nodes = (config.lookahead_window + config.lookahead_guesses) * (config.lookahead_ngram - 1)
-    if nodes > MAX_TREE_NODES:
-        raise ConfigError(
-            f"{flag}: lookahead_window: (lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) is "
-            f"{nodes}, at most {MAX_TREE_NODES} rows fit into a step"
+        raise FieldError("tree", f"the method {config.method} drafts no tree")
+    if config.model is not None and config.method not in _MODEL_METHODS:
+        raise FieldError("model", f"the method {config.method} has none")
+    if config.lookahead_rows > MAX_TREE_NODES:
+        raise FieldError(
+            "lookahead_window",
+            f"(lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) is {config.lookahead_rows}, "
+            f"at most {MAX_TREE_NODES} rows fit into a step",
         )
+
+
+def _draft_model(config: SpeculativeConfig, target: str | None) -> str:
+    """Where the draft or the heads are: as an absolute path, or a hub id as it was given."""
+    model = config.model
+    if not model:
+        if target is None or not is_bundled_model(target):
+            raise FieldError("model", f"the method {config.method} needs one")
+        model = str(BUNDLED_FOLDER / DRAFTS[config.method])
+    folder = Path(os.path.expanduser(model))
+    if not folder.is_dir() and folder.name == model:
+        folder = BUNDLED_FOLDER / model
+    if folder.is_dir():
+        return str(folder.absolute())
+    if model.startswith(("/", ".", "~")):
+        raise FieldError("model", f"there is no folder {model}")
+    return model
 
 
 def check_request_speculation(asked: RequestSpeculation | None, deployed: SpeculativeConfig | None) -> None:
@@ -123,10 +220,11 @@ def check_request_speculation(asked: RequestSpeculation | None, deployed: Specul
         )
 
 
-def describe(config: SpeculativeConfig) -> dict[str, Any]:
-    """The fields that differ from their defaults, for start-up's report."""
-    return {
-        name: value
-        for name, value in msgspec.structs.asdict(config).items()
-        if name == "method" or value != getattr(SpeculativeConfig(method=config.method), name)
-    }
+def describe(config: SpeculativeConfig | None) -> str:
+    """The method and, in brackets, the options that differ from their defaults; for start-up's report."""
+    if config is None:
+        return f"none (a request may ask for {', '.join(WEIGHTLESS)})"
+    defaults = SpeculativeConfig(method=config.method)
+    given = {name: getattr(config, name) for name in config.__struct_fields__}
+    changed = [f"{name} {value}" for name, value in given.items() if value != getattr(defaults, name)]
+    return f"{config.method} ({', '.join(changed)})" if changed else config.method

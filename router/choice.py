@@ -41,7 +41,8 @@ class Delta:
 class Choice:
     """State of one sequence's text. `finish_reason` is set once it is complete.
 
-    Tokens that come after the one which completes a stop string are not counted anywhere.
+    Tokens that come after the one which completes a stop string are not counted anywhere. Of the
+    `drafted_tokens` that were verified for it, `accepted_tokens` are among its tokens.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Choice:
         self.prompt = prompt
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -72,8 +75,9 @@ class Choice:
         self.has_news = False
 
     def add(self, output: TokenOutput) -> None:
-        """Take one step's tokens."""
+        """Take one step's tokens. The accepted ones come first."""
         token_ids: Sequence[int] = output.token_ids
+        num_before = self.num_tokens
         if output.cached_tokens is not None and self.num_tokens == 0:
             self.cached_tokens = output.cached_tokens
         ended_by_token = output.finish_reason == "stop" and not self._include_stop
@@ -88,6 +92,8 @@ class Choice:
             pieces.append(self._matched(text))
             if self.finish_reason is not None:
                 break
+        self.drafted_tokens += output.drafted_tokens
+        self.accepted_tokens += min(output.accepted_tokens, self.num_tokens - num_before)
         if output.finish_reason is not None and self.finish_reason is None:
             pieces.append(self._end(output))
         if output.prompt_logprobs:

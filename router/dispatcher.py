@@ -149,15 +149,16 @@ class Dispatcher:
                 reason = output.error or f"worker {worker.key.worker_id} gave the request up"
                 self._place_anew_or_fail(request, kind, reason)
             else:
-                num_tokens += len(output.token_ids)
-                self._take_or_fail(request, worker, output, now)
+                num_tokens += self._take_or_fail(request, worker, output, now)
         if num_tokens:
             self._metrics.generation_tokens.inc(num_tokens)
 
-    def _take_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
+    def _take_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> int:
+        """Returns how many tokens the answer gained."""
         if request.is_early(worker):
             request.early.append(output)
-            return
+            return 0
+        num_before = request.choice.num_tokens
         try:
             self._take(request, worker, output, now)
             while request.early and request.decode is not None and self._journal.get(request.request_id):
@@ -165,6 +166,7 @@ class Dispatcher:
         except Exception:  # one request's output must not take the others down
             logger.exception("request %s failed in the router", request.request_id)
             self.fail(request.generation, failed_generation("internal", "the router failed on this request"))
+        return request.choice.num_tokens - num_before
 
     def _take(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
         complaint = _complaint(request, output)
@@ -426,6 +428,8 @@ def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:
     num_tokens = len(output.token_ids)
     if len(request.output_token_ids) + num_tokens > request.sampling.max_tokens:
         return "sent more tokens than were asked for"
+    if output.accepted_tokens > min(num_tokens, output.drafted_tokens):
+        return "counted more tokens as accepted than it drafted or sent"
     if output.logprobs is None:
         missing = num_tokens > 0 and request.sampling.logprobs is not None
     else:

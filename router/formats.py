@@ -54,15 +54,25 @@ def error_event(error: ApiError) -> bytes:
 
 
 def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any]:
-    """Each prompt counts once, however many choices it has."""
+    """Each prompt counts once, however many choices it has.
+
+    As in OpenAI's, predictions that were rejected are told beside the completion's tokens; here they are no
+    part of those.
+    """
     firsts = list({id(choice.prompt): choice for choice in reversed(choices)}.values())
     prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
     completion_tokens = 0 if only_prompt else sum(choice.num_tokens for choice in choices)
+    drafted = sum(choice.drafted_tokens for choice in choices)
+    accepted = sum(choice.accepted_tokens for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in firsts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
     }
 
 

@@ -10,6 +10,7 @@ import msgspec
 from protocol.ids import new_request_id
 from protocol.messages import EngineRequest, FinishReason, RequestTiming, TokenOutput
 from protocol.sampling import SamplingParams
+from protocol.speculation import RequestSpeculation
 from router.choice import Choice
 from router.errors import ApiError
 from router.registry import Worker
@@ -108,6 +109,7 @@ class LiveRequest:
             priority=self.generation.priority,
             timeout_s=timeout_s,
             cache_salt=self.generation.cache_salt,
+            speculation=self.generation.speculation,
         )
 
 
@@ -121,10 +123,12 @@ class Generation:
         arrival: float,
         priority: int = 0,
         cache_salt: str = "",
+        speculation: RequestSpeculation | None = None,
     ) -> None:
         self.arrival = arrival
         self.priority = priority
         self.cache_salt = cache_salt
+        self.speculation = speculation
         self.requests = [LiveRequest(self, choice, sampling) for choice, sampling in choices]
         self.choices = [choice for choice, _ in choices]
         self.num_unfinished = len(self.requests)

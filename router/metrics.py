@@ -141,7 +141,7 @@ class Metrics:
         reason = request.choice.finish_reason or "stop"
         self._success.labels(finished_reason=reason, **self._model).inc()
         self._end_to_end.observe(now - request.generation.arrival)
-        others = len(request.output_token_ids) - 1
+        others = request.choice.num_tokens - 1
         if others > 0:
             self._per_token.observe((now - request.first_token_time) / others)
 

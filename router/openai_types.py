@@ -52,6 +52,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    speculative: dict[str, Any] | None = None
 
     best_of: Any = None
     use_beam_search: Any = None

@@ -8,15 +8,17 @@ from router.journal import LiveRequest
 
 def describe(request: LiveRequest, now: float) -> str:
     """`now` in monotonic seconds."""
-    timing, arrival = request.timing, request.generation.arrival
+    timing, arrival, choice = request.timing, request.generation.arrival, request.choice
     first = request.first_token_time if request.has_started else now
     parts = [
-        f"request {request.request_id}: {request.choice.finish_reason}",
-        f"{len(request.choice.prompt.token_ids)} tokens in, {len(request.output_token_ids)} out",
+        f"request {request.request_id}: {choice.finish_reason}",
+        f"{len(choice.prompt.token_ids)} tokens in, {choice.num_tokens} out",
         f"first after {_ms(first - arrival)}, last after {_ms(now - arrival)}",
         f"queue {_ms(timing.queue_s)}",
         f"prefill {_ms(timing.prefill_s)}",
     ]
+    if choice.drafted_tokens:
+        parts.append(f"drafted {choice.drafted_tokens}, accepted {choice.accepted_tokens}")
     if timing.transfer is not None:
         parts.append(_way(timing.transfer))
     return ", ".join(parts)

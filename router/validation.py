@@ -13,6 +13,7 @@ import msgspec
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_SEED, SEED_RANGE, SamplingParams, check_sampling_params
+from protocol.speculation import RequestSpeculation, check_request_speculation, parse_request_speculation
 from router.choice import Prompt, TextOptions
 from router.errors import ApiError
 from router.openai_types import GenerationBody
@@ -168,6 +169,13 @@ def scheduling(body: GenerationBody) -> tuple[int, str]:
     if len(salt) > MAX_CACHE_SALT:
         raise InvalidRequestError("cache_salt", f"at most {MAX_CACHE_SALT} characters, got {len(salt)}")
     return priority, salt
+
+
+def speculation(body: GenerationBody, config: ServeConfig) -> RequestSpeculation | None:
+    """What the request says of its own speculation, if the deployment can do that."""
+    asked = parse_request_speculation(body.speculative)
+    check_request_speculation(asked, config.speculative_config)
+    return asked
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:

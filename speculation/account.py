@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 
 from protocol.speculation import Method
+from speculation.control.collapse import Origin
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -15,6 +16,17 @@ class Account:
 
     def __init__(self) -> None:
         self._totals: defaultdict[str, float] = defaultdict(float)
+        self._choices: defaultdict[tuple[Method, int], int] = defaultdict(int)
+
+    def chose(self, method: Method, num_tokens: int) -> None:
+        """One request was to draft so many tokens in a step."""
+        self._choices[method, num_tokens] += 1
+
+    def stepped(self, seconds: float, verifies: bool) -> None:
+        """A step's forward with the choice of its tokens took so long."""
+        self._totals[f'spec_decode_steps_total{{drafts="{"yes" if verifies else "no"}"}}'] += 1
+        if verifies:
+            self._totals["spec_decode_verify_seconds_total"] += seconds
 
     def drafted(self, method: Method, seconds: float) -> None:
         """A batch of drafts was made."""
@@ -30,10 +42,18 @@ class Account:
             name = f'spec_decode_num_accepted_tokens_per_pos_total{{method="{method}",position="{position}"}}'
             self._totals[name] += 1
 
+    def collapsed(self, method: Method, origin: Origin) -> None:
+        """The drafts of a class of requests are accepted far less than they used to be."""
+        self._totals[f'spec_acceptance_collapsed_total{{method="{method}",origin="{origin}"}}'] += 1
+
     def lost_draft(self, request_id: str, why: str) -> None:
         """A request goes on without the drafter's state that came with it."""
         self._totals["spec_decode_lost_drafts_total"] += 1
         logger.warning("request %s: the draft's state that came along is of no use: %s", request_id, why)
 
     def counters(self) -> dict[str, float]:
-        return dict(self._totals)
+        choices = {
+            f'spec_decode_choices_total{{method="{method}",k="{num_tokens}"}}': float(count)
+            for (method, num_tokens), count in self._choices.copy().items()
+        }
+        return dict(self._totals) | choices

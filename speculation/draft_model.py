@@ -1,8 +1,7 @@
 """Drafting with a small model of the same vocabulary (Leviathan et al. 2023; Chen et al. 2023).
 
-Its KV lies in the pool's second segment, under the target's blocks. It draws with the noise that the target
-will draw with, so that where the two models agree on the likely tokens they agree on the token. It drafts
-chains, or trees (`speculation.tree`).
+Its KV lies in the pool's second segment, under the target's blocks. It drafts chains, or trees
+(`speculation.tree`).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import Tensor
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
 from engine.decoder.forward import DecoderForward
+from engine.errors import UnsupportedModelError
 from engine.kv_pool import DRAFT, KVPool, KVShape
 from engine.loader import LoadedModel, load_model
 from engine.runner import Runner, SequenceRows
@@ -27,6 +27,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
+from speculation.drawing import Chain, Drawing
 from speculation.native_chain import NativeChain
 from speculation.ranking import rank_drafted
 from speculation.tree import DraftTrees, TreeRows
@@ -50,8 +51,9 @@ class DraftModel:
         )
         try:
             self._loaded = load_model(self._config)
-        except ConfigError as error:
-            raise ConfigError(f"--speculative-config: model: {error}") from error
+        except (ConfigError, UnsupportedModelError) as error:
+            reason = str(error).removeprefix("--model: ")
+            raise ConfigError(f"--speculative-config: model: {reason}") from error
         self._check(target)
         self.segment: KVShape | None = self._loaded.kv_shape
         self._computed: dict[str, int] = {}
@@ -78,10 +80,11 @@ class DraftModel:
         backend = backend_class(pool.segment(DRAFT))
         forward = build_forward(self._loaded, backend, self._config.compile)
         self._runner = Runner(forward, backend, pool.block_size, device)
-        self._sampler = Sampler(self._vocab_size, device, [])
-        self._chain: NativeChain | None = None
+        self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
+        self._drawing = Drawing(self._sampler, self._options.verification)
+        self._native: NativeChain | None = None
         if isinstance(forward, DecoderForward) and isinstance(backend, CpuBackend):
-            self._chain = NativeChain(forward, backend, pool.block_size)
+            self._native = NativeChain(forward, backend, pool.block_size)
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -92,25 +95,30 @@ class DraftModel:
         return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        drafted: list[list[int]] = [[] for _ in sequences]
-        if self._chain is not None and not any(edits_logits(sequence.params) for sequence in sequences):
+        if self._native is not None and self._can_draw_natively(sequences):
             logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
-            return self._drafts(sequences, self._chain.draft(logits, sequences, counts))
-        active = list(range(len(sequences)))
-        while active:
-            batch = [self._next_rows(sequences[i], drafted[i]) for i in active]
-            logits = self._run(batch)
-            rows = [sequences[i].sampling_row(drafted[i]) for i in active]
-            tokens = self._sampler.sample(logits, rows).token_ids
-            for index, token in zip(active, tokens, strict=True):
-                drafted[index].append(token)
-            active = [i for i in active if len(drafted[i]) < counts[i]]
-        return self._drafts(sequences, drafted)
+            drafts = [Draft(tokens) for tokens in self._native.draft(logits, sequences, counts)]
+        else:
+            drafts = self._draw_chains(sequences, counts)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            self._computed[sequence.request_id] = len(sequence.token_ids) + draft.num_nodes - 1
+        return [*drafts]
 
-    def _drafts(self, sequences: Many[Sequence], drafted: list[list[int]]) -> list[Draft | None]:
-        for sequence, tokens in zip(sequences, drafted, strict=True):
-            self._computed[sequence.request_id] = len(sequence.token_ids) + len(tokens) - 1
-        return [Draft(tokens) for tokens in drafted]
+    def _can_draw_natively(self, sequences: Many[Sequence]) -> bool:
+        if any(edits_logits(sequence.params) for sequence in sequences):
+            return False
+        coupled = self._options.verification == "coupled"
+        return coupled or all(sequence.params.is_greedy for sequence in sequences)
+
+    def _draw_chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft]:
+        chains = [Chain(sequence) for sequence in sequences]
+        wanted = dict(zip(sequences, counts, strict=True))
+        growing = chains
+        while growing:
+            logits = self._run([self._next_rows(chain.sequence, chain.token_ids) for chain in growing])
+            self._drawing.extend(growing, logits)
+            growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
+        return [chain.draft() for chain in chains]
 
     def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         trees = DraftTrees(counts, self._options.max_speculative_tokens, _TREE_WIDTH)
@@ -188,3 +196,4 @@ class DraftModel:
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)
+        self._sampler.forget(request_id)

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.kv_pool import KVPool, KVShape
 from engine.loader import LoadedModel
 from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.speculator import Draft, Outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +31,27 @@ class Computed:
     draft: Draft | None = None
     accepted: Many[int] = ()
     probed: Many[int] = ()
+
+    @classmethod
+    def of(cls, sequence: Sequence, outcome: Outcome, hidden: Tensor | None) -> Computed:
+        """`hidden`: of all rows that the sequence had in the step."""
+        verdict, draft = outcome.verdict, outcome.draft
+        accepted = verdict.accepted[: outcome.num_accepted] if verdict is not None else []
+        if hidden is not None:
+            own = outcome.num_tokens - outcome.num_accepted
+            if draft is None or draft.parents is None:
+                hidden = hidden[: outcome.num_tokens]
+            else:
+                hidden = hidden[[*range(own), *(own + node for node in accepted)]]
+        return cls(
+            sequence=sequence,
+            start=outcome.start,
+            num_tokens=outcome.num_tokens,
+            hidden=hidden,
+            draft=draft,
+            accepted=accepted,
+            probed=verdict.probed if verdict is not None else (),
+        )
 
 
 class Drafter(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.loader import LoadedModel
 from protocol.config import ServeConfig
 from protocol.speculation import Method, SpeculativeConfig
+from speculation.control.plan import Shape
 from speculation.drafter import Drafter
 
 
@@ -18,16 +19,31 @@ def build_drafter(
 
             return DraftModel(options, config, loaded)
         case "ngram":
-            from speculation.ngram import NgramDrafter
+            from speculation.weightless.ngram import NgramDrafter
 
             return NgramDrafter(options)
-        case "eagle":
-            from speculation.eagle.drafter import EagleDrafter
+        case "suffix":
+            from speculation.weightless.suffix import SuffixDrafter
 
-            return EagleDrafter(options, config, loaded)
+            return SuffixDrafter(options)
+        case "lookahead":
+            from speculation.weightless.lookahead import LookaheadDrafter
+
+            return LookaheadDrafter(options, loaded.eos_token_ids)
         case "medusa":
             from speculation.medusa.drafter import MedusaDrafter
 
             return MedusaDrafter(options, loaded)
-        case _:
-            raise NotImplementedError(method)
+        case "eagle":
+            from speculation.eagle.drafter import EagleDrafter
+
+            return EagleDrafter(options, config, loaded)
+
+
+def draft_shape(method: Method, options: SpeculativeConfig) -> Shape:
+    """What the controller can choose from for a request of this method."""
+    if method == "lookahead":
+        return Shape(options.lookahead_rows, whole=True)
+    if options.tree and method == options.method:
+        return Shape(options.tree_nodes, whole=True)
+    return Shape(options.max_speculative_tokens)

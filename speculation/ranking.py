@@ -48,7 +48,7 @@ def rank(
     temperatures = torch.tensor(temperature, device=device)
     log_probs = (logits.float() / temperatures).log_softmax(1)
     scores, token_ids = log_probs.topk(min(_NUM_CANDIDATES, logits.shape[1]))
-    if with_noise:
+    if with_noise and not all(p.is_greedy for p in params):
         seeds = torch.tensor([p.seed for p in params], device=device)
         keys = stream_keys(seeds, torch.tensor(positions, device=device))
         noise = gumbel_noise(keys.unsqueeze(1), token_ids).masked_fill_(is_greedy, 0.0)

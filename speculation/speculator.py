@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,25 +10,21 @@ from torch import Tensor
 from engine.block_manager import BlockManager
 from engine.kv_pool import KVPool, KVShape
 from engine.loader import LoadedModel
+from engine.rehearsal import Rehearsal
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep
 from engine.sequence import Sequence
-from engine.speculator import Outcome, Verdict
+from engine.speculator import Verdict
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
-from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig
+from protocol.speculation import Method, RequestSpeculation, SpeculationState, SpeculativeConfig
 from speculation.account import Account
+from speculation.control.calibration import Calibration
+from speculation.control.control import Control
+from speculation.control.plan import Request
 from speculation.drafter import Computed, Drafter
-from speculation.methods import build_drafter
-from speculation.verification import coupled
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """How one request speculates: with a method (None: not at all), for a number of tokens or as pays."""
-
-    method: Method | None
-    fixed_tokens: int | None
+from speculation.methods import build_drafter, draft_shape
+from speculation.verification.verify import verify
 
 
 def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
@@ -51,8 +45,8 @@ class BatchSpeculator:
         self._options = self._deployed or SpeculativeConfig(method="ngram")
         self._drafters: dict[Method, Drafter] = {}
         self._requests: dict[str, Request] = {}
-        self._proposed: dict[Sequence, Method] = {}
         self._account = Account()
+        self._control = Control(self._account, config.max_num_seqs, self._options.max_speculative_tokens)
         self.segment: KVShape | None = None
         self.hidden_layers: tuple[int, ...] = ()
         if self._deployed is not None:
@@ -67,9 +61,15 @@ class BatchSpeculator:
         for drafter in self._drafters.values():
             drafter.attach(loaded, pool)
 
-    def warm_up(self) -> None:
-        for drafter in self._drafters.values():
+    def warm_up(self, rehearsal: Rehearsal) -> None:
+        for method, drafter in self._drafters.items():
             drafter.warm_up()
+            shape, times = draft_shape(method, self._options), None
+            if self._options.fixed_tokens is None:  # otherwise there is nothing to choose
+                calibration = Calibration(rehearsal, self.verify, self._config.max_num_seqs)
+                self._control.set_target_times(calibration.target(self._control.max_rows))
+                times = calibration.drafter(drafter, shape)
+            self._control.add_method(method, shape, times)
 
     def begin(self, sequence: Sequence, num_drafted: int, state: DraftState) -> None:
         method = self._request(sequence).method
@@ -106,16 +106,12 @@ class BatchSpeculator:
         return values.to(self._loaded.device)
 
     def plan(self, decoding: Many[Sequence]) -> None:
-        for sequence in decoding:
-            request = self._request(sequence)
-            sequence.draft_room = 0 if request.method is None else self._room(request)
-
-    def _room(self, request: Request) -> int:
-        if request.fixed_tokens is not None:
-            return request.fixed_tokens
-        if self._options.tree and request.method == self._options.method:
-            return self._options.tree_nodes
-        return self._options.max_speculative_tokens
+        requests = [self._request(sequence) for sequence in decoding]
+        if self.segment is not None:
+            for sequence, request in zip(decoding, requests, strict=True):
+                if request.method is not None:
+                    request.backlog = _backlog(sequence, self._drafters[request.method])
+        self._control.plan(decoding, requests)
 
     def propose(self, step: ScheduledStep) -> None:
         by_method: dict[Method, list[Sequence]] = {}
@@ -124,34 +120,29 @@ class BatchSpeculator:
                 method = self._request(sequence).method
                 assert method is not None
                 by_method.setdefault(method, []).append(sequence)
+        self._control.begin_drafting()
         for method, sequences in by_method.items():
-            started = time.perf_counter()
             rooms = [sequence.draft_room for sequence in sequences]
             drafts = self._drafters[method].propose(sequences, rooms)
             for sequence, draft in zip(sequences, drafts, strict=True):
                 sequence.draft = draft
-                self._proposed[sequence] = method
-            self._account.drafted(method, time.perf_counter() - started)
+            self._control.drafted(method, sequences, [self._request(sequence) for sequence in sequences])
 
     def verify(self, sequences: Many[Sequence], logits: Tensor) -> list[Verdict]:
-        return coupled.verify(sequences, logits, self._sampler)
+        return verify(self._options.verification, sequences, logits, self._sampler)
 
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
+        self._control.learn(step)
         computed: dict[Method, list[Computed]] = {}
         row = 0
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
             first, row = row, row + outcome.num_rows
-            if outcome.draft is not None:
-                self._account.verified(
-                    self._proposed[sequence], outcome.draft.num_nodes, outcome.num_accepted
-                )
             if sequence.table is None:
                 continue  # it has ended
             method = self._request(sequence).method
             if method is not None:
                 of_sequence = hidden[first:row] if hidden is not None else None
-                computed.setdefault(method, []).append(_computed(sequence, outcome, of_sequence))
-        self._proposed.clear()
+                computed.setdefault(method, []).append(Computed.of(sequence, outcome, of_sequence))
         for method, found in computed.items():
             drafter = self._drafters[method]
             drafter.observe(found)
@@ -170,6 +161,13 @@ class BatchSpeculator:
     def counters(self) -> dict[str, float]:
         return self._account.counters()
 
+    def report(self) -> SpeculationState:
+        most = 0
+        if self._deployed is not None:
+            fixed = self._deployed.fixed_tokens
+            most = draft_shape(self._deployed.method, self._options).max_tokens if fixed is None else fixed
+        return self._control.report(most)
+
     def _request(self, sequence: Sequence) -> Request:
         request = self._requests.get(sequence.request_id)
         if request is None:
@@ -183,30 +181,19 @@ class BatchSpeculator:
         if fixed is None:
             fixed = self._options.fixed_tokens
         if method is None or not asked.enabled or fixed == 0:
-            return Request(None, 0)
+            return self._control.new_request(sequence, None, 0)
         if method not in self._drafters:
             drafter = build_drafter(method, self._options, self._config, self._loaded)
             drafter.attach(self._loaded, self._pool)
             self._drafters[method] = drafter
-        return Request(method, fixed)
+            self._control.add_method(method, draft_shape(method, self._options), None)
+        if method == "lookahead" and fixed is not None:
+            fixed = self._options.lookahead_rows  # it takes all of them or none
+        return self._control.new_request(sequence, method, fixed)
 
 
-def _computed(sequence: Sequence, outcome: Outcome, hidden: Tensor | None) -> Computed:
-    """`hidden`: of all rows that the sequence had in the step."""
-    verdict, draft = outcome.verdict, outcome.draft
-    accepted = verdict.accepted[: outcome.num_accepted] if verdict is not None else []
-    if hidden is not None:
-        own = outcome.num_tokens - outcome.num_accepted
-        if draft is None or draft.parents is None:
-            hidden = hidden[: outcome.num_tokens]
-        else:
-            hidden = hidden[[*range(own), *(own + node for node in accepted)]]
-    return Computed(
-        sequence=sequence,
-        start=outcome.start,
-        num_tokens=outcome.num_tokens,
-        hidden=hidden,
-        draft=draft,
-        accepted=accepted,
-        probed=verdict.probed if verdict is not None else (),
-    )
+def _backlog(sequence: Sequence, drafter: Drafter) -> int:
+    """Tokens that the drafter has missed, but for the two that it may have to read after each draft."""
+    if drafter.segment is None:
+        return 0
+    return max(len(sequence.token_ids) - drafter.num_drafted(sequence.request_id) - 2, 0)

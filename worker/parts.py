@@ -81,5 +81,6 @@ class WorkerParts:
             counters=self.counters.snapshot() | totals,
             transports=transports,
             pairs=self.pairs.snapshot(transports),
+            speculation=self.engine.speculation() if self.engine is not None else None,
             **load,
         )

@@ -18,6 +18,7 @@ from protocol.errors import TandemError
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress, Register, Role
 from protocol.sockets import ClusterKeys
+from protocol.speculation import describe
 from worker.heartbeat import Heartbeat
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
@@ -110,7 +111,11 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),
-        start_up={"process": f"{os.getpid()} on {platform.node()}", **engine.start_up},
+        start_up={
+            "process": f"{os.getpid()} on {platform.node()}",
+            **engine.start_up,
+            "speculation": describe(parts.config.speculative_config),
+        },
     )
 
 

@@ -19,6 +19,7 @@ class Delta(msgspec.Struct):
 
 class Choice(msgspec.Struct):
     text: str | None = None
+    token_ids: list[int] | None = None
     delta: Delta | None = None
     finish_reason: str | None = None
 
@@ -33,9 +34,15 @@ class Choice(msgspec.Struct):
         return bool(self.text) or self.finish_reason is None
 
 
+class CompletionDetails(msgspec.Struct):
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class Piece(msgspec.Struct):
@@ -50,7 +57,8 @@ class Piece(msgspec.Struct):
 class Record:
     """What became of one request. Times are seconds on the load generator's monotonic clock.
 
-    `error` is empty for a request that came to its end, else the kind of failure; `detail` says more.
+    Speculation's tokens and the token ids are there if the server tells them. `error` is empty for a request
+    that came to its end, else the kind of failure; `detail` says more.
     """
 
     start: float = 0.0
@@ -58,6 +66,9 @@ class Record:
     token_times: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     error: str = ""
     detail: str = ""
 
@@ -129,7 +140,12 @@ class EventStream:
         if piece.usage is not None:
             record.prompt_tokens = piece.usage.prompt_tokens
             record.output_tokens = piece.usage.completion_tokens
+            if piece.usage.completion_tokens_details is not None:
+                record.accepted_tokens = piece.usage.completion_tokens_details.accepted_prediction_tokens or 0
+                record.rejected_tokens = piece.usage.completion_tokens_details.rejected_prediction_tokens or 0
         self.finished |= any(choice.finish_reason is not None for choice in piece.choices)
+        for choice in piece.choices:
+            record.token_ids += choice.token_ids or ()
         if any(choice.bears_tokens() for choice in piece.choices):
             record.token_times.append(now)
 

@@ -1,6 +1,17 @@
 """Chooses each row's next token: `Sampler.sample(logits, rows)`."""
 
-from engine.sampler.noise import gumbel_noise, stream_keys
+from engine.sampler.noise import Purpose, gumbel_noise, round_keys, stream_keys, uniform_noise
+from engine.sampler.race import draw
 from engine.sampler.sampler import SampleOutput, Sampler, SamplingRow
 
-__all__ = ["SampleOutput", "Sampler", "SamplingRow", "gumbel_noise", "stream_keys"]
+__all__ = [
+    "Purpose",
+    "SampleOutput",
+    "Sampler",
+    "SamplingRow",
+    "draw",
+    "gumbel_noise",
+    "round_keys",
+    "stream_keys",
+    "uniform_noise",
+]

@@ -19,6 +19,14 @@ _SLACK = 1e-3
 def survivors(values: Tensor, batch: BatchParams) -> tuple[Tensor, Tensor]:
     """Rows and token ids (int64 [k]) of the tokens that may be chosen in the filtered rows.
 
+    `values` are as for `floors`.
+    """
+    return true_indices(at_least(values, torch.maximum(floors(values, batch), batch.row_floor)))
+
+
+def floors(values: Tensor, batch: BatchParams) -> Tensor:
+    """float32 [n, 1]: the least value that each row's filters leave.
+
     `values` is float32 [n, vocab], log-probabilities up to a constant per row with each row's maximum at 0.
     min-p keeps values >= log(min_p); top-k what is no smaller than the k-th largest value; top-p, on what
     those left, a token while those of greater value have less than `top_p` of the probability together.
@@ -32,7 +40,7 @@ def survivors(values: Tensor, batch: BatchParams) -> tuple[Tensor, Tensor]:
         floor = _nucleus_floor(values, floor, batch)
     elif len(rows):
         floor = floor.index_copy(0, rows, _nucleus_floor(values[rows], floor[rows], batch))
-    return true_indices(at_least(values, torch.maximum(floor, batch.row_floor)))
+    return floor
 
 
 def _nucleus_floor(values: Tensor, floor: Tensor, batch: BatchParams) -> Tensor:

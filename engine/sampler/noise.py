@@ -8,6 +8,7 @@ keyed by its own output.
 
 from __future__ import annotations
 
+import enum
 import math
 
 import torch
@@ -18,6 +19,16 @@ _STEP = 2.0**-RESOLUTION_BITS
 _HALF = 2 ** (RESOLUTION_BITS - 1)
 MIN_NOISE = -math.log(-math.log(0.5 * _STEP))
 MAX_NOISE = -math.log(-math.log1p(-0.5 * _STEP))
+NOISE_SPAN = MAX_NOISE - MIN_NOISE + 0.01
+"""No noise lifts a token over one whose logarithm is greater by this."""
+
+
+class Purpose(enum.IntEnum):
+    """What a speculative round draws beside the target's own tokens."""
+
+    DRAFT = 1
+    ACCEPTANCE = 2
+    RECOVERY = 3
 
 
 def _signed(value: int) -> int:
@@ -34,14 +45,29 @@ def stream_keys(seeds: Tensor, positions: Tensor) -> Tensor:
     return _mix(_mix(seeds.clone()) + (positions + 1) * _GAMMA)
 
 
+def round_keys(seeds: Tensor, starts: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
+    """One 64-bit key per row for noise that nothing else shares, neither another purpose nor another round.
+
+    `starts` are the positions at which the rows' rounds begin. A position may be drafted in several rounds,
+    and what came of one of them may tell of its noise there, so that the next needs its own. All are int64
+    [n].
+    """
+    purposes = stream_keys(seeds, torch.full_like(seeds, -1 - purpose))  # at positions that no token has
+    return stream_keys(stream_keys(purposes, starts), positions)
+
+
+def uniform_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """float64, uniform in (0, 1); the two int64 inputs broadcast."""
+    return noise_bits(keys, token_ids).double().add_(_HALF + 0.5).mul_(_STEP)
+
+
 def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise, float32, in [`MIN_NOISE`, `MAX_NOISE`]; the two int64 inputs broadcast.
 
     The logarithms are taken in float64 and rounded once, so that devices whose logarithms differ in the
     last place agree.
     """
-    uniform = noise_bits(keys, token_ids).double().add_(_HALF + 0.5).mul_(_STEP)
-    return uniform.log_().neg_().log_().neg_().float()
+    return uniform_noise(keys, token_ids).log_().neg_().log_().neg_().float()
 
 
 def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which tokens of an unfiltered row are worth their logarithms.
+"""Drawing from whole rows without noise for whole rows.
 
 Noise for a whole vocabulary is dear, but the winner must at least beat the likeliest token's score, and the
 bits behind the noise tell cheaply who cannot.
@@ -31,3 +31,22 @@ def challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         rows, columns = true_indices(at_least(exp_(chunk - score_to_beat), tail))
         found.append((rows, columns + start))
     return torch.cat([rows for rows, _ in found]), torch.cat([ids for _, ids in found])
+
+
+def draw(weights: Tensor, keys: Tensor) -> Tensor:
+    """int64 [n]: from each row of float32 [n, vocab] a token with a chance in proportion to its weight."""
+    values = weights.log()
+    values.sub_(values.amax(dim=1, keepdim=True))
+    rows, token_ids = challengers(values, keys)
+    return best_candidates(values, rows, token_ids, gumbel_noise(keys[rows], token_ids))
+
+
+def best_candidates(values: Tensor, rows: Tensor, token_ids: Tensor, noise: Tensor) -> Tensor:
+    """int64 [n]: the candidate (rows, token_ids) of each row with the greatest value + noise.
+
+    Overwrites `values`.
+    """
+    scores = values[rows, token_ids] + noise
+    values.fill_(-torch.inf)
+    values[rows, token_ids] = scores
+    return argmax_rows(values)

@@ -8,23 +8,23 @@ the lowest token id wins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from engine.sampler import ranking
-from engine.sampler.batch import BatchParams
+from engine.sampler.batch import BatchParams, RequestParams
 from engine.sampler.edits import apply_edits
-from engine.sampler.filters import survivors
+from engine.sampler.filters import floors, survivors
 from engine.sampler.logprobs import token_logprobs
-from engine.sampler.noise import gumbel_noise, stream_keys
+from engine.sampler.noise import NOISE_SPAN, gumbel_noise, stream_keys
 from engine.sampler.ops import argmax_rows
 from engine.sampler.penalties import Penalties
-from engine.sampler.race import challengers
+from engine.sampler.race import best_candidates, challengers
 from engine.sampler.rows import SamplingRow
 from protocol.messages import TokenLogprobs
+from protocol.sampling import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -45,53 +45,64 @@ class Sampler:
         self._device = torch.device(device)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._penalties = Penalties()
+        self._requests: RequestParams | None = None
         self._batch: BatchParams | None = None
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
         """Choose a token for each row of `logits` [n, vocab], any float dtype, which stay as they are."""
         if not rows:
             return SampleOutput([], [])
-        batch = self._batch_for(rows)
-        values, usable = self._process(logits, rows, batch)
-        failed_rows = [] if usable.all() else (~usable).nonzero()[:, 0].tolist()
-        if batch.all_greedy:
-            chosen = argmax_rows(values)
-        else:
-            values[failed_rows] = 0.0
-            chosen = _draw(values, rows, batch)
+        chosen, failed_rows = self.choose(logits, rows)
         token_ids = chosen.tolist()
-        return SampleOutput(token_ids, _logprobs(logits, token_ids, batch), failed_rows)
+        logprobs = self.logprobs(logits, rows, dict(enumerate(token_ids)))
+        return SampleOutput(token_ids, [logprobs.get(row) for row in range(len(rows))], failed_rows)
 
-    def rank(self, logits: Tensor, rows: Sequence[SamplingRow], count: int) -> Tensor:
-        """The `count` likeliest choices of each row, best first: int64 [n, count], distinct in a row.
-
-        It is for drafting. With noise only each row's `ranking.LOOKED_AT` likeliest tokens are looked at.
-        """
-        batch = self._batch_for(rows)
-        values, _ = self._process(logits, rows, batch)
-        if not batch.all_greedy:
-            return ranking.rank(values, _keys(rows, batch), batch, count)
-        return argmax_rows(values).unsqueeze(1) if count == 1 else values.topk(count).indices
-
-    def _process(
-        self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams
-    ) -> tuple[Tensor, Tensor]:
-        """Float32 values [n, vocab] after all but filters and noise, and which rows have a finite one [n, 1].
-
-        Unless all rows are greedy their greatest value is 0.
-        """
-        if batch.edits_logits or not batch.all_greedy:
-            values = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
-        else:
+    def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, list[int]]:
+        """The tokens alone, int64 [n], and the rows that failed. There is at least one row."""
+        requests, index = self._requests_of(rows)
+        if requests.only_argmax:
             values = logits.float()
-        if batch.edits_logits:
-            apply_edits(values, rows, batch, self._eos_token_ids)
-            if batch.penalty_rows:
-                self._penalties.apply(values, rows, batch)
-        best = values.amax(dim=1, keepdim=True)
+            chosen = argmax_rows(values)
+            return chosen, _failed_rows(values.gather(1, chosen.unsqueeze(1)))
+        batch = self._batch_for(requests, index)
+        values, best = self._edited(logits, rows, batch)
+        failed_rows = _failed_rows(best)
+        if batch.all_greedy:
+            return argmax_rows(values), failed_rows
+        values.sub_(best).div_(batch.temperature)
+        values[failed_rows] = 0.0
+        return _draw(values, rows, batch), failed_rows
+
+    def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """float32 [n, vocab]: the distributions that `sample` draws from; only zeros in rows that fail.
+
+        The token that a row gets is the argmax of their logarithm and its noise.
+        """
+        batch = self._batch_for(*self._requests_of(rows))
+        values, best = self._edited(logits, rows, batch)
+        failed_rows = _failed_rows(best)
+        greedy = argmax_rows(values[batch.greedy_rows])
         if not batch.all_greedy:
             values.sub_(best).div_(batch.temperature)
-        return values, best.isfinite()
+            values[failed_rows] = 0.0
+            values.masked_fill_(values < floors(values, batch).clamp_min_(-NOISE_SPAN), -torch.inf)
+            values = values.softmax(dim=1)
+        values[batch.greedy_rows] = 0.0
+        values[batch.greedy_rows, greedy] = 1.0
+        values[failed_rows] = 0.0
+        return values
+
+    def logprobs(
+        self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Mapping[int, int]
+    ) -> dict[int, TokenLogprobs]:
+        """Those of the tokens chosen at some of the rows, by row, for the rows that want them."""
+        wanted = [row for row in token_ids if rows[row].params.logprobs is not None]
+        if not wanted:
+            return {}
+        num_top = [rows[row].params.logprobs or 0 for row in wanted]
+        selected = logits if len(wanted) == len(rows) else logits[wanted]
+        found = token_logprobs(selected, [token_ids[row] for row in wanted], num_top)
+        return dict(zip(wanted, found, strict=True))
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens: row i of `logits` predicts `next_token_ids[i]`."""
@@ -101,29 +112,50 @@ class Sampler:
         """Drop what is kept for a request that is over. Unknown ids are ignored."""
         self._penalties.forget(request_id)
 
-    def _batch_for(self, rows: Sequence[SamplingRow]) -> BatchParams:
-        params = [row.params for row in rows]
-        if self._batch is None or not self._batch.describes(params):
-            self._batch = BatchParams(params, self._vocab_size, self._device)
+    def _requests_of(self, rows: Sequence[SamplingRow]) -> tuple[RequestParams, list[int]]:
+        """The parameters of the rows' requests, and each row's number among these."""
+        params: list[SamplingParams] = []
+        index: list[int] = []
+        for row in rows:
+            if not params or row.params is not params[-1]:
+                params.append(row.params)
+            index.append(len(params) - 1)
+        if self._requests is None or not self._requests.describes(params):
+            self._requests = RequestParams(params, self._vocab_size, self._device)
+        return self._requests, index
+
+    def _batch_for(self, requests: RequestParams, index: list[int]) -> BatchParams:
+        if self._batch is None or not self._batch.describes(requests, index):
+            self._batch = BatchParams(requests, index)
         return self._batch
+
+    def _edited(
+        self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams
+    ) -> tuple[Tensor, Tensor]:
+        """A copy float32 [n, vocab] with all edits and penalties, and each row's greatest value [n, 1]."""
+        values = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
+        if batch.edits_logits:
+            apply_edits(values, rows, batch, self._eos_token_ids)
+            if batch.penalty_rows:
+                self._penalties.apply(values, rows, batch)
+        return values, values.amax(dim=1, keepdim=True)
+
+
+def _failed_rows(best: Tensor) -> list[int]:
+    """Those whose greatest value is not finite."""
+    usable = best.isfinite()
+    return [] if usable.all() else (~usable).nonzero()[:, 0].tolist()
 
 
 def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
     """Tokens [n] from log-probabilities with each row's maximum at 0. Overwrites `values`."""
-    keys = _keys(rows, batch)
+    positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=values.device)
+    keys = stream_keys(batch.seeds, positions)
     candidate_rows, token_ids = _candidates(values, keys, batch)
     noise = gumbel_noise(keys[candidate_rows], token_ids)
     if batch.greedy_rows:
         noise *= batch.noise_scale[candidate_rows]
-    scores = values[candidate_rows, token_ids] + noise
-    values.fill_(-torch.inf)
-    values[candidate_rows, token_ids] = scores
-    return argmax_rows(values)
-
-
-def _keys(rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
-    positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=batch.device)
-    return stream_keys(batch.seeds, positions)
+    return best_candidates(values, candidate_rows, token_ids, noise)
 
 
 def _candidates(values: Tensor, keys: Tensor, batch: BatchParams) -> tuple[Tensor, Tensor]:
@@ -136,15 +168,3 @@ def _candidates(values: Tensor, keys: Tensor, batch: BatchParams) -> tuple[Tenso
         rows = torch.cat([rows, batch.open_rows[open_index]])
         token_ids = torch.cat([token_ids, open_ids])
     return rows, token_ids
-
-
-def _logprobs(logits: Tensor, token_ids: list[int], batch: BatchParams) -> list[TokenLogprobs | None]:
-    entries: list[TokenLogprobs | None] = [None] * len(token_ids)
-    wanted = batch.logprob_rows
-    if wanted:
-        num_top = [batch.params[row].logprobs or 0 for row in wanted]
-        selected = logits if len(wanted) == len(token_ids) else logits[wanted]
-        found = token_logprobs(selected, [token_ids[row] for row in wanted], num_top)
-        for row, entry in zip(wanted, found, strict=True):
-            entries[row] = entry
-    return entries

@@ -11,7 +11,7 @@ from router.formats import OutputOptions
 from router.journal import Generation
 from router.openai_types import GenerationBody
 from router.state import RouterState
-from router.validation import for_choice, scheduling
+from router.validation import for_choice, scheduling, speculation
 
 
 def make_generation(
@@ -40,7 +40,13 @@ def make_generation(
                 offset=offset,
             )
             choices.append((choice, for_choice(params, index)))
-    return Generation(choices, arrival=arrival, priority=priority, cache_salt=salt)
+    return Generation(
+        choices,
+        arrival=arrival,
+        priority=priority,
+        cache_salt=salt,
+        speculation=speculation(body, state.config),
+    )
 
 
 def stream_flags(body: GenerationBody) -> tuple[bool, bool, bool]:

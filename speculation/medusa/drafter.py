@@ -10,14 +10,15 @@ from torch import Tensor
 from engine.kv_pool import KVPool, KVShape
 from engine.loader import LoadedModel
 from engine.sampler import Sampler
-from engine.sampler.rows import SamplingRow
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
+from speculation.drawing import Chain, Drawing
 from speculation.medusa.heads import MedusaHeads
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
 from speculation.medusa.weights import read_heads
+from speculation.ranking import rank
 
 
 class MedusaDrafter:
@@ -25,7 +26,8 @@ class MedusaDrafter:
     heads read is the target's final hidden state of the token before.
 
     A draft is the chain of the heads' best tokens, or with `tree` the nodes of a static tree. The heads do
-    not see each other's tokens. What they propose is ranked with the noise that the target will draw with.
+    not see each other's tokens. Under coupled verification what they propose is chosen with the noise that
+    the target will draw with.
     """
 
     segment: KVShape | None = None
@@ -36,6 +38,9 @@ class MedusaDrafter:
         weights = read_heads(options.model, hidden_size, target.vocab_size)
         self.hidden_layers: tuple[int, ...] = (target.kv_shape.num_layers,)
         self._heads = MedusaHeads(weights, target)
+        self._sampler = Sampler(target.vocab_size, target.device, target.eos_token_ids)
+        self._drawing = Drawing(self._sampler, options.verification)
+        self._shares_noise = options.verification == "coupled"
         self._tree: StaticTree | None = None
         if options.tree:
             acceptance = weights.rank_acceptance or assumed_acceptance(weights.num_heads)
@@ -44,7 +49,7 @@ class MedusaDrafter:
         """By request: the newest hidden state [hidden_size], and its token's place."""
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
-        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
+        pass
 
     def warm_up(self) -> None:
         pass
@@ -66,10 +71,10 @@ class MedusaDrafter:
         drafts: list[Draft | None] = [None] * len(sequences)
         known = [i for i, sequence in enumerate(sequences) if counts[i] > 0 and self._is_fresh(sequence)]
         if known:
-            depth = self._depth(max(counts[i] for i in known))
-            candidates = self._candidates([sequences[i] for i in known], depth)
-            for i, ranked in zip(known, candidates, strict=True):
-                drafts[i] = self._draft(ranked, counts[i])
+            ready, rooms = [sequences[i] for i in known], [counts[i] for i in known]
+            made = self._chains(ready, rooms) if self._tree is None else self._trees(self._tree, ready, rooms)
+            for i, draft in zip(known, made, strict=True):
+                drafts[i] = draft
         return drafts
 
     def _is_fresh(self, sequence: Sequence) -> bool:
@@ -77,32 +82,27 @@ class MedusaDrafter:
         known = self._features.get(sequence.request_id)
         return known is not None and known[0] == len(sequence.token_ids) - 2
 
-    def _depth(self, room: int) -> int:
-        """Heads that a draft of at most `room` tokens reads."""
-        if self._tree is None:
-            return min(room, self._heads.num_heads)
-        return max(self._tree.depths[:room]) + 1
+    @torch.inference_mode()
+    def _logits(self, sequences: Many[Sequence], depth: int) -> Tensor:
+        """Of the first `depth` heads: [sequences, depth, vocab_size]."""
+        features = [self._features[sequence.request_id][1] for sequence in sequences]
+        return self._heads.logits(torch.stack(features), depth)
 
-    def _candidates(self, sequences: list[Sequence], depth: int) -> list[list[list[int]]]:
-        """For each sequence and head, the head's tokens, best first."""
-        num_ranks = 1 if self._tree is None else self._tree.num_ranks
-        with torch.inference_mode():
-            features = torch.stack([self._features[sequence.request_id][1] for sequence in sequences])
-            logits = self._heads.logits(features, depth).flatten(0, 1)
-            rows = [
-                SamplingRow(s.params, s.prompt_token_ids, s.output_token_ids, s.position + head, s.request_id)
-                for s in sequences
-                for head in range(depth)
-            ]
-            ranked = self._sampler.rank(logits, rows, num_ranks)
-        return ranked.unflatten(0, (len(sequences), depth)).tolist()
+    def _chains(self, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
+        logits = self._logits(sequences, min(max(rooms), self._heads.num_heads))
+        chains = [Chain(sequence) for sequence in sequences]
+        self._drawing.extend_at_once(chains, logits)
+        return [chain.draft(room) for chain, room in zip(chains, rooms, strict=True)]
 
-    def _draft(self, ranked: list[list[int]], room: int) -> Draft:
-        if self._tree is None:
-            return Draft([tokens[0] for tokens in ranked[:room]])
-        tree = self._tree
-        nodes = zip(tree.depths[:room], tree.ranks[:room], strict=True)
-        return Draft([ranked[depth][rank] for depth, rank in nodes], tree.parents[:room])
+    def _trees(self, tree: StaticTree, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
+        depth = max(tree.depths[: max(rooms)]) + 1
+        logits = self._logits(sequences, depth).flatten(0, 1)
+        params = [sequence.params for sequence in sequences for _ in range(depth)]
+        positions = [sequence.position + head for sequence in sequences for head in range(depth)]
+        scores, token_ids = rank(logits, params, positions, with_noise=self._shares_noise)
+        best_first = token_ids.gather(1, scores.topk(tree.num_ranks).indices)
+        of_heads = best_first.unflatten(0, (len(sequences), depth)).tolist()
+        return [tree.draft(ranked, room) for ranked, room in zip(of_heads, rooms, strict=True)]
 
     def observe(self, computed: Many[Computed]) -> None:
         for each in computed:

@@ -6,10 +6,14 @@ import heapq
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
+from engine.speculator import Draft
+
 _ASSUMED_FIRST = (0.60, 0.45, 0.35, 0.30, 0.25)
 """How often each head's best token is right, where nobody measured: near what Cai et al. 2024 plot for
 Vicuna's heads. Further heads are assumed to be as good as the last of these."""
 _ASSUMED_RANKS = 10
+_RARE = 1e-4
+"""What was never seen to be right still may be."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class StaticTree:
     def num_ranks(self) -> int:
         return max(self.ranks) + 1
 
+    def draft(self, ranked: Many[Many[int]], room: int) -> Draft:
+        """The first `room` nodes, where `ranked[i]` are the tokens of head i, best first."""
+        nodes = zip(self.depths[:room], self.ranks[:room], strict=True)
+        return Draft([ranked[depth][rank] for depth, rank in nodes], self.parents[:room])
+
 
 def choose_tree(acceptance: Many[Many[float]], num_nodes: int) -> StaticTree:
     """The `num_nodes` nodes likeliest to be accepted; fewer if the heads have no more.
@@ -40,9 +49,9 @@ def choose_tree(acceptance: Many[Many[float]], num_nodes: int) -> StaticTree:
     best_first: list[tuple[float, float, int, int, int]] = []
 
     def offer(before: float, parent: int, depth: int, rank: int) -> None:
-        if depth < len(acceptance) and rank < len(acceptance[depth]) and acceptance[depth][rank] > 0:
-            entry = (-before * acceptance[depth][rank], before, parent, depth, rank)
-            heapq.heappush(best_first, entry)
+        if depth < len(acceptance) and rank < len(acceptance[depth]):
+            path = before * max(acceptance[depth][rank], _RARE)
+            heapq.heappush(best_first, (-path, before, parent, depth, rank))
 
     offer(1.0, -1, 0, 0)
     while best_first and len(tree.parents) < num_nodes:

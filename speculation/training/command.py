@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from engine.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
 from speculation.training import card
 from speculation.training.data import Windows, encode, read_texts
@@ -100,11 +101,9 @@ def _streams(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def _target(options: TrainOptions, stream: Tensor) -> Target:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device: cuda was asked for, but this host has no usable CUDA device")
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(options.device)
     model = _load(AutoModelForCausalLM, options.model, dtype="auto")
-    model = model.to(automatic if options.device == "auto" else options.device).eval().requires_grad_(False)
+    model = model.to(device, choose_dtype("auto", model.config, device)).eval().requires_grad_(False)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     return Target(options.model, model, torch.bincount(stream.long(), minlength=vocab_size))
 

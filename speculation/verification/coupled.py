@@ -15,34 +15,29 @@ from torch import Tensor
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.speculator import Draft, Verdict
-from speculation.verification.rows import sampling_rows
+from speculation.verification.rows import Decision, DraftedRows
 
 
 def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler) -> list[Verdict]:
     """`logits` [rows, vocab_size]: for each sequence the row after its last token, then one after each
     drafted token. Returns a verdict for each sequence.
     """
-    output = sampler.sample(logits, sampling_rows(sequences))
-    failed_rows = set(output.failed_rows)
-    verdicts = []
-    first = 0
-    for sequence in sequences:
-        draft = sequence.draft
-        count = 1 + (len(draft.token_ids) if draft is not None else 0)
-        tokens = output.token_ids[first : first + count]
-        accepted = agreeing_path(draft, tokens) if draft is not None else []
-        visited = [0, *(node + 1 for node in accepted)]
-        verdict = Verdict(
-            token_ids=[tokens[row] for row in visited],
-            accepted=accepted,
-            logprobs=[output.logprobs[first + row] for row in visited],
-            failed=any(first + row in failed_rows for row in visited),
-        )
-        if draft is not None and draft.probes:
-            verdict.probed = tokens[1 + draft.num_nodes :]
-        verdicts.append(verdict)
-        first += count
-    return verdicts
+    rows = DraftedRows(sequences)
+    chosen, failed_rows = sampler.choose(logits, rows.sampling)
+    tokens = chosen.tolist()
+    decisions = [
+        _decide(sequence.draft, tokens[span]) for sequence, span in zip(sequences, rows.spans, strict=True)
+    ]
+    return rows.conclude(decisions, logits, failed_rows, sampler)
+
+
+def _decide(draft: Draft | None, tokens: list[int]) -> Decision:
+    """`tokens`: the target's own after each row."""
+    if draft is None:
+        return Decision([], tokens[0])
+    accepted = agreeing_path(draft, tokens)
+    last_row = accepted[-1] + 1 if accepted else 0
+    return Decision(accepted, tokens[last_row], tokens[1 + draft.num_nodes :])
 
 
 def agreeing_path(draft: Draft, tokens: Many[int]) -> list[int]:

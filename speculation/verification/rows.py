@@ -1,35 +1,92 @@
-"""The sampler's rows of drafted sequences: one after the last token, and one after each drafted token."""
+"""The rows of drafted sequences, and the verdicts on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 
-from engine.sampler.rows import SamplingRow
+from torch import Tensor
+
+from engine.sampler import Sampler, SamplingRow
 from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.speculator import Draft, Verdict
 from protocol.sampling import SamplingParams
 
 _LIKELIEST = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def sampling_rows(sequences: Iterable[Sequence]) -> list[SamplingRow]:
-    """In the order of the logits. After a probe only the model's likeliest token is wanted."""
-    rows: list[SamplingRow] = []
-    for sequence in sequences:
-        rows.append(sequence.sampling_row())
-        draft = sequence.draft
-        if draft is not None:
-            rows += (sequence.sampling_row(path) for path in paths(draft))
-            rows += (
-                SamplingRow(_LIKELIEST, [], [], sequence.position, sequence.request_id) for _ in draft.probes
+@dataclass(slots=True, eq=False)
+class Decision:
+    """The drafted nodes that are accepted, in order, the token after them, and one after each probe."""
+
+    accepted: list[int]
+    last_token: int
+    probed: list[int] = field(default_factory=list)
+
+
+class DraftedRows:
+    """For each sequence the row after its last token and one after each drafted token, as in the logits.
+
+    `sampling` tells the sampler of them, and `spans` are each sequence's. After a probe only the model's
+    likeliest token is wanted.
+    """
+
+    def __init__(self, sequences: Many[Sequence]) -> None:
+        self.sequences = sequences
+        self.spans: list[slice] = []
+        self.sampling: list[SamplingRow] = []
+        for sequence in sequences:
+            first = len(self.sampling)
+            self.sampling.append(sequence.sampling_row())
+            draft = sequence.draft
+            if draft is not None:
+                self.sampling += (sequence.sampling_row(path) for path in _paths(draft))
+                probe = SamplingRow(_LIKELIEST, [], [], sequence.position, sequence.request_id)
+                self.sampling += [probe] * len(draft.probes)
+            self.spans.append(slice(first, len(self.sampling)))
+
+    def conclude(
+        self, decisions: Many[Decision], logits: Tensor, failed_rows: Many[int], sampler: Sampler
+    ) -> list[Verdict]:
+        """The sequences' verdicts; `logits` are those of the rows."""
+        failed = set(failed_rows)
+        visited = [
+            [span.start, *(span.start + 1 + node for node in decision.accepted)]
+            for span, decision in zip(self.spans, decisions, strict=True)
+        ]
+        token_ids = [
+            [*_tokens(sequence.draft, decision.accepted), decision.last_token]
+            for sequence, decision in zip(self.sequences, decisions, strict=True)
+        ]
+        chosen: dict[int, int] = {}
+        for rows, tokens in zip(visited, token_ids, strict=True):
+            chosen.update(zip(rows, tokens, strict=True))
+        logprobs = sampler.logprobs(logits, self.sampling, chosen)
+        return [
+            Verdict(
+                token_ids=tokens,
+                accepted=decision.accepted,
+                logprobs=[logprobs.get(row) for row in rows],
+                probed=decision.probed,
+                failed=not failed.isdisjoint(rows),
             )
-    return rows
+            for decision, rows, tokens in zip(decisions, visited, token_ids, strict=True)
+        ]
 
 
-def paths(draft: Draft) -> list[list[int]]:
+def num_rows(sequence: Sequence) -> int:
+    return 1 + (len(sequence.draft.token_ids) if sequence.draft is not None else 0)
+
+
+def _tokens(draft: Draft | None, nodes: Many[int]) -> list[int]:
+    return [draft.token_ids[node] for node in nodes] if draft is not None else []
+
+
+def _paths(draft: Draft) -> list[list[int]]:
     """For each node the drafted tokens up to it."""
+    if draft.parents is None:
+        return [draft.token_ids[: node + 1] for node in range(draft.num_nodes)]
     found: list[list[int]] = []
-    for node in range(draft.num_nodes):
-        parent = draft.parent(node)
-        found.append([*(found[parent] if parent >= 0 else ()), draft.token_ids[node]])
+    for parent, token in zip(draft.parents, draft.token_ids, strict=False):
+        found.append([*(found[parent] if parent >= 0 else ()), token])
     return found

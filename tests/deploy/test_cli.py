@@ -58,6 +58,16 @@ def test_help_imports_neither_torch_nor_ray() -> None:
         (["--model", "a", "b"], "--model: given twice"),
         (["--config", "/nowhere.yaml"], "--config: "),
         (["/no/such/folder"], "--model: "),
+        (["--speculative-config", "ngram"], "--speculative-config: must be JSON"),
+        (["--speculative-config", '{"method": "magic"}'], "--speculative-config: method: must be one of "),
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 99}'],
+            "--speculative-config: num_speculative_tokens: must be an integer from 0 to 32",
+        ),
+        (
+            ["--speculative-config", '{"method": "draft_model", "model": "./no/such/folder"}'],
+            "--speculative-config: model: there is no folder ./no/such/folder",
+        ),
     ],
 )
 def test_bad_options_are_one_line_that_names_the_flag(arguments: list[str], expected: str) -> None:

@@ -213,6 +213,32 @@ def test_a_refused_model_is_one_clear_line(
         running.kill()
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "expected"),
+    [(None, "--speculative-config: model: cannot load"), (200, "vocabulary has 200 tokens, the model's 300")],
+    ids=["no model", "another vocabulary"],
+)
+def test_a_draft_that_does_not_fit_is_one_clear_line(
+    tiny_folder: Path, tmp_path: Path, vocab_size: int | None, expected: str
+) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    if vocab_size is not None:
+        content = json.loads((tiny_folder / "config.json").read_text()) | {"vocab_size": vocab_size}
+        (draft / "config.json").write_text(json.dumps(content))
+    config = json.dumps({"method": "draft_model", "model": str(draft)})
+    options = ("--load-format", "dummy", "--speculative-config", config)
+    running = ServerProcess(tiny_folder, tmp_path / "log", *options)
+    try:
+        assert running.wait_end(100) == 1
+        last = running.log.strip().splitlines()[-1]
+        assert last.startswith("tandem: worker ") and "--speculative-config: model: " in last, running.log
+        assert expected in last
+        assert running.leftovers() == []
+    finally:
+        running.kill()
+
+
 def test_a_port_in_use_is_one_clear_line(tiny_folder: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

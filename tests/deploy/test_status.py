@@ -1,4 +1,4 @@
-"""What `tandem status` says of the wires."""
+"""What `tandem status` says of the wires and of speculation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import io
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
-from deploy.status import make_table
+from deploy.status import make_table, make_view
 
 WORKER: dict[str, Any] = {
     "id": "prefill-0",
@@ -21,6 +21,10 @@ WORKER: dict[str, Any] = {
     "kv_usage": 0.0,
     "prefix_query_tokens": 0,
     "prefix_hit_tokens": 0,
+    "transports": {},
+    "pairs": [],
+    "counters": {"steps_total": 3.0},
+    "start_up": {"speculation": "none (a request may ask for ngram)"},
 }
 HERE = {"peer": "", "transport": "ucx", "refused": "unavailable", "reason": "no nixl"}
 SHM = {"peer": "decode-0", "transport": "shm", "refused": "other_host", "reason": "another host"}
@@ -46,3 +50,38 @@ def test_the_transport_in_use_and_why_not_a_better_one(
     Console(file=out, width=250).print(table)
     (row,) = [line for line in out.getvalue().splitlines() if "prefill-0" in line]
     assert told in row
+
+
+@pytest.mark.parametrize(
+    ("totals", "told"),
+    [
+        ({}, []),
+        ({"ngram": (0, 0, 0)}, ["ngram 0 - -"]),
+        ({"ngram": (10, 40, 25)}, ["ngram 10 62% 3.50"]),
+        ({"lookahead": (10, 0, 0)}, ["lookahead 10 - 1.00"]),
+        ({"eagle": (4, 8, 0), "ngram": (1, 4, 4)}, ["eagle 4 0% 1.00", "ngram 1 100% 5.00"]),
+    ],
+)
+def test_what_each_method_brings(totals: dict[str, tuple[float, float, float]], told: list[str]) -> None:
+    counters = {"steps_total": 3.0}
+    for method, (drafts, drafted, accepted) in totals.items():
+        for name, value in (("drafts", drafts), ("draft_tokens", drafted), ("accepted_tokens", accepted)):
+            counters[f'spec_decode_num_{name}_total{{method="{method}"}}'] = float(value)
+        counters[f'spec_decode_draft_seconds_total{{method="{method}"}}'] = 0.5
+    _, *rows = rows_of(make_view("http://localhost", {"workers": [{**WORKER, "counters": counters}]}))
+    assert rows == [f"prefill-0 {row}" for row in told]
+
+
+@pytest.mark.parametrize("start_up", ["medusa", "medusa (model m)"])
+def test_the_method_before_it_has_drafted(start_up: str) -> None:
+    worker = {**WORKER, "start_up": {"speculation": start_up}}
+    _, row = rows_of(make_view("http://localhost", {"workers": [worker]}))
+    assert row == "prefill-0 medusa 0 - -"
+
+
+def rows_of(view: RenderableType) -> list[str]:
+    """On a narrow terminal: the rows that name the worker, without the borders."""
+    out = io.StringIO()
+    Console(file=out, width=80).print(view)
+    rows = [line.replace("│", " ") for line in out.getvalue().splitlines() if "prefill-0" in line]
+    return [" ".join(row.split()) for row in rows]

@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampler.batch import BatchParams
+from engine.sampler.batch import BatchParams, RequestParams
 from engine.sampler.filters import survivors
 from engine.sampler.penalties import Penalties, TokenCounts
 from tests.engine.sampler_reference import make_row
@@ -20,8 +20,12 @@ from tests.engine.sampler_reference import make_row
 VOCAB_SIZE = 500
 
 
+def batch_of(params) -> BatchParams:
+    return BatchParams(RequestParams(params, VOCAB_SIZE, torch.device("cpu")), list(range(len(params))))
+
+
 def penalized(penalties: Penalties, logits: torch.Tensor, rows) -> torch.Tensor:
-    batch = BatchParams([row.params for row in rows], VOCAB_SIZE, torch.device("cpu"))
+    batch = batch_of([row.params for row in rows])
     values = logits.clone()
     penalties.apply(values, rows, batch)
     return values
@@ -60,7 +64,7 @@ def test_filters_keep_what_transformers_keeps(params, warpers):
     expected = logits.clone()
     for warper in warpers:
         expected = warper(None, expected)
-    batch = BatchParams([make_row(**params).params] * 16, VOCAB_SIZE, torch.device("cpu"))
+    batch = batch_of([make_row(**params).params] * 16)
     values = (logits - logits.amax(dim=1, keepdim=True)) / params.get("temperature", 1.0)
     kept = torch.zeros_like(logits, dtype=torch.bool)
     kept[survivors(values, batch)] = True

@@ -55,7 +55,8 @@ class FakeWorker:
 
     `hold` (an event) stops token output while it is set, `mute` the heartbeats; `peers` maps worker ids to
     fake decode workers, for the hand-off, which is left undone while `keep` is set. A job has no more than
-    `stall_after` output tokens. Everything received is kept in `generated`, `aborted` and `redirects`.
+    `stall_after` output tokens. With `rejected_per_step` all but the last of a step's tokens were drafted,
+    and so many more. Everything received is kept in `generated`, `aborted` and `redirects`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class FakeWorker:
         finish_reason: str = "length",
         step_s: float = 0.001,
         tokens_per_step: int = 1,
+        rejected_per_step: int | None = None,
         peers: dict[str, FakeWorker] | None = None,
         vocab_size: int = 600,
         max_model_len: int = MAX_MODEL_LEN,
@@ -81,6 +83,7 @@ class FakeWorker:
         self.incarnation = new_incarnation()
         self.script, self.finish_reason = script, finish_reason
         self.step_s, self.tokens_per_step = step_s, tokens_per_step
+        self.rejected_per_step = rejected_per_step
         self.peers = peers or {}
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.heartbeat_s = heartbeat_s
@@ -297,6 +300,8 @@ class FakeWorker:
             prompt_logprobs=prompt_logprobs,
             cached_tokens=self.cached_tokens if first else None,
             timing=RequestTiming(queue_s=0.001, prefill_s=0.002) if first else None,
+            accepted_tokens=0 if self.rejected_per_step is None else len(tokens) - 1,
+            drafted_tokens=0 if self.rejected_per_step is None else len(tokens) - 1 + self.rejected_per_step,
         )
 
     def logprob(self, token: int, position: int, num_top: int) -> TokenLogprobs:

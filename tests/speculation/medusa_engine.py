@@ -17,12 +17,14 @@ from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest, TokenOutput
 from protocol.sampling import SamplingParams
-from protocol.speculation import SpeculativeConfig
+from protocol.speculation import Method, SpeculativeConfig
 from speculation.medusa.drafter import MedusaDrafter
 from speculation.speculator import speculate
 
 
-def make_engine(target: Path, heads: Path | None = None, num_blocks: int = 96, **options: Any) -> Engine:
+def make_engine(
+    target: Path, heads: Path | None = None, num_blocks: int = 96, method: Method = "medusa", **options: Any
+) -> Engine:
     """With heads unless there are none. Options are the speculation's or the server's."""
     config = ServeConfig(
         model=str(target),
@@ -39,7 +41,7 @@ def make_engine(target: Path, heads: Path | None = None, num_blocks: int = 96, *
     if heads is None:
         return Engine(config)
     rest = {name: value for name, value in options.items() if name not in of_server}
-    speculative = SpeculativeConfig(method="medusa", model=str(heads), **rest)
+    speculative = SpeculativeConfig(method=method, model=str(heads), **rest)
     return Engine(msgspec.structs.replace(config, speculative_config=speculative), speculate=speculate)
 
 

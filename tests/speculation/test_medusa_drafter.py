@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.sampler import gumbel_noise, ranking, stream_keys
+from engine.sampler import gumbel_noise, stream_keys
 from protocol.handoff import REBUILD
+from speculation import ranking
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
 from tests.speculation.medusa_engine import Watch, ask, drafter_of, final_hidden, make_engine, run, tokens
 from tests.speculation.medusa_files import PlainHeads, own_names, random_heads, write_v1
@@ -127,7 +128,7 @@ def test_sampled_drafts_use_the_noise_of_their_places(
     plain_heads: PlainHeads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranking, "LOOKED_AT", VOCAB_SIZE)
+    monkeypatch.setattr(ranking, "_NUM_CANDIDATES", VOCAB_SIZE)
     engine = make_engine(target, heads, num_speculative_tokens=4)
     watch = Watch(engine)
     engine.add(ask("r", prompt_of(20), 12, **SAMPLED))
@@ -148,7 +149,7 @@ def test_a_tree_has_the_ranks_of_the_static_one(
     sampling: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranking, "LOOKED_AT", VOCAB_SIZE)
+    monkeypatch.setattr(ranking, "_NUM_CANDIDATES", VOCAB_SIZE)
     engine = make_engine(target, heads, num_speculative_tokens=20, tree=True, tree_nodes=12)
     watch = Watch(engine)
     engine.add(ask("r", prompt_of(20), 20, **sampling))
@@ -166,40 +167,84 @@ def test_a_tree_has_the_ranks_of_the_static_one(
         assert draft.token_ids == [int(ranked[depth, rank]) for depth, rank in nodes]
 
 
+def test_under_rejection_sampling_drafts_say_what_they_were_drawn_from(
+    target: Path, heads: Path, model: PreTrainedModel, plain_heads: PlainHeads
+) -> None:
+    engine = make_engine(target, heads, num_speculative_tokens=3, verification="standard")
+    watch = Watch(engine)
+    engine.add(ask("r", prompt_of(20), 30, **SAMPLED))
+    run(engine)
+    assert len(watch.drafts) > 5
+    for _, committed, draft in watch.drafts:
+        logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0, : len(draft.token_ids)]
+        assert draft.distributions is not None
+        expected = (logits / SAMPLED["temperature"]).softmax(dim=-1)
+        torch.testing.assert_close(draft.distributions, expected, atol=1e-5, rtol=1e-3)
+
+
+def test_under_rejection_sampling_a_tree_is_no_matter_of_chance(
+    target: Path, heads: Path, model: PreTrainedModel, plain_heads: PlainHeads
+) -> None:
+    engine = make_engine(
+        target, heads, num_speculative_tokens=12, tree=True, tree_nodes=12, verification="standard"
+    )
+    watch = Watch(engine)
+    engine.add(ask("r", prompt_of(20), 30, **SAMPLED))
+    run(engine)
+    tree = choose_tree(assumed_acceptance(NUM_HEADS), 12)
+    for _, committed, draft in watch.drafts:
+        logits = plain_heads.logits(final_hidden(model, committed[:-1]))[0]
+        expected = tree.draft(logits.topk(10).indices.tolist(), len(draft.token_ids))
+        assert (draft.token_ids, draft.distributions) == (expected.token_ids, None)
+
+
 class Oracle:
-    """Ranks whatever the heads say behind what a table of right answers says, the answer at `rank`."""
+    """Heads that have the right token of each place at `rank`, for the `sequences` that are drafted for."""
+
+    num_heads = NUM_HEADS
 
     def __init__(self, answers: dict[str, list[int]], rank: int) -> None:
+        self.sequences: list[Any] = []
         self._answers = answers
         self._rank = rank
+        self._gap = 100.0 if rank == 0 else 5.0  # more than noise bridges, where there is noise
 
-    def rank(self, logits: torch.Tensor, rows: list[Any], count: int) -> torch.Tensor:
-        found = []
-        for row in rows:
-            known = self._answers[row.request_id]
-            answer = known[row.position] if row.position < len(known) else 0
-            others = [token for token in range(1, count + 1) if token != answer]
-            found.append([*others[: self._rank], answer, *others[self._rank :]][:count])
-        return torch.tensor(found)
-
-    def forget(self, request_id: str) -> None:
-        pass
+    def logits(self, features: torch.Tensor, count: int) -> torch.Tensor:
+        assert len(features) == len(self.sequences)
+        logits = torch.zeros(len(features), count, VOCAB_SIZE)
+        for row, sequence in enumerate(self.sequences):
+            known = self._answers[sequence.request_id][sequence.position :]
+            for head, right in enumerate(known[:count]):
+                others = [token for token in range(40) if token != right]
+                best_first = [*others[: self._rank], right, *others[self._rank :]]
+                logits[row, head, best_first] = self._gap * torch.arange(len(best_first), 0, -1)
+        return logits
 
 
 @pytest.mark.parametrize(("tree", "rank"), [(False, 0), (True, 0), (True, 1)])
 def test_right_drafts_are_accepted_and_the_path_is_kept(
-    target: Path, heads: Path, tree: bool, rank: int
+    target: Path, heads: Path, tree: bool, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the right token of each head at a certain rank, each step brings what the tree has of them."""
     plain = make_engine(target)
-    requests = [ask(f"r{i}", prompt_of(10 + i, i), 60, **(SAMPLED if i else {})) for i in range(2)]
+    requests = [
+        ask(f"r{i}", prompt_of(10 + i, i), 60, **(SAMPLED if i and rank == 0 else {})) for i in range(2)
+    ]
     for request in requests:
         plain.add(request)
     expected = tokens(run(plain))
     options = {"num_speculative_tokens": 24, "tree": tree, "tree_nodes": 24}
     engine = make_engine(target, heads, max_num_batched_tokens=128, **options)
     answers = {r.request_id: r.prompt_token_ids + expected[r.request_id] for r in requests}
-    drafter_of(engine)._sampler = Oracle(answers, rank)  # type: ignore[assignment]
+    drafter = drafter_of(engine)
+    oracle, propose = Oracle(answers, rank), drafter.propose
+
+    def watched(sequences: Any, counts: Any) -> Any:
+        oracle.sequences = list(sequences)
+        return propose(sequences, counts)
+
+    monkeypatch.setattr(drafter, "_heads", oracle)
+    monkeypatch.setattr(drafter, "propose", watched)
     for request in requests:
         engine.add(request)
     outputs = run(engine)

@@ -68,9 +68,11 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger() -> None:
     )
 
 
-def test_no_more_nodes_than_ranks_that_are_ever_right() -> None:
-    assert choose_tree([[0.5, 0.0], [0.0]], 10).ranks == [0]
-    assert len(choose_tree([[0.5, 0.2], [0.1]], 10).ranks) == 4
+def test_what_was_never_right_comes_last() -> None:
+    tree = choose_tree([[0.5, 0.0, 0.3], [0.0]], 10)
+    assert tree.ranks[0] == 0
+    assert len(tree.ranks) == 6
+    assert choose_tree([[0.0], [0.0]], 10).parents == [-1, 0]
 
 
 def test_the_assumed_table_gives_a_tree_like_the_published_one() -> None:

@@ -151,6 +151,20 @@ def test_fewer_heads_than_there_are(tmp_path: Path, target: LoadedModel) -> None
     torch.testing.assert_close(found, heads.logits(features)[:, :2])
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_bfloat16(tmp_path: Path, target_folder: Path, is_shared: bool) -> None:
+    target = load_model(ServeConfig(model=str(target_folder), dtype="bfloat16", device="cpu"))
+    heads = random_heads(3, 2, HIDDEN_SIZE, VOCAB_SIZE, bias=False)
+    if is_shared:
+        heads.lm_heads = heads.lm_heads[:1] * 3
+    tensors = {name: tensor.clone() for name, tensor in vllm_names(heads).items()}
+    write_vllm(tmp_path, tensors, original_lm_head=is_shared)
+    features = torch.randn(5, HIDDEN_SIZE).bfloat16()
+    found = computed(tmp_path, target, features)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.float(), heads.logits(features.float()), rtol=0.05, atol=0.1)
+
+
 # --- what does not fit ------------------------------------------------------------------------------
 
 

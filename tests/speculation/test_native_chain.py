@@ -80,7 +80,7 @@ def test_the_same_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     natively = serve(engine, prompts, temperature, top_p)
-    monkeypatch.setattr(drafter_of(engine), "_chain", None)
+    monkeypatch.setattr(drafter_of(engine), "_native", None)
     assert serve(engine, prompts, temperature, top_p) == natively
 
 
@@ -88,7 +88,7 @@ def test_nearly_the_same_where_filters_are_left_out(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, _, accepted = serve(engine, prompts, 0.9, 0.9)
-    monkeypatch.setattr(drafter_of(engine), "_chain", None)
+    monkeypatch.setattr(drafter_of(engine), "_native", None)
     same_tokens, _, accepted_with_filters = serve(engine, prompts, 0.9, 0.9)
     assert tokens == same_tokens
     assert accepted > 0.85 * accepted_with_filters

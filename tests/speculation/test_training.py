@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from protocol.errors import ConfigError
+from protocol.speculation import Method
 from speculation.medusa.training import MedusaTraining, build
 from speculation.medusa.weights import read_heads
 from speculation.training.data import Windows
@@ -273,15 +274,28 @@ def test_trained_heads_are_in_vllms_layout_and_serve(trained: tuple[Path, str], 
     config = json.loads((output / "config.json").read_text())
     assert (config["num_heads"], config["num_hidden_layers"], config["original_lm_head"]) == (3, 1, True)
     assert read_heads(str(output), 32, VOCAB_SIZE).rank_acceptance is not None
+    assert_serve(folder, output, "medusa", tree=True)
+
+
+def assert_serve(folder: Path, heads: Path, method: Method, **options: Any) -> None:
+    """With these heads the model says what it says without, and they do draft."""
     requests = [ask("r", list(range(30, 60)), 30), ask("s", [9, 8, 7], 30, temperature=0.7, seed=1)]
     results = []
-    for heads in (None, output):
-        engine = make_engine(folder, heads, **({"tree": True} if heads else {}))
+    for engine in (make_engine(folder), make_engine(folder, heads, method=method, **options)):
         for request in requests:
             engine.add(request)
         results.append(run(engine))
     assert tokens(results[0]) == tokens(results[1])
     assert sum(found.drafted_tokens for outputs in results[1].values() for found in outputs) > 0
+
+
+def test_eagle3_heads_from_the_same_command_serve(folder: Path, tmp_path: Path) -> None:
+    write_text(tmp_path / "texts")
+    options = ["--method", "eagle3", "--draft-vocab-size", "100"]
+    printed = CliRunner().invoke(app, command(folder, tmp_path / "texts", tmp_path / "heads", *options))
+    assert printed.exit_code == 0, printed.output
+    assert '"method": "eagle"' in (tmp_path / "heads" / "README.md").read_text()
+    assert_serve(folder, tmp_path / "heads", "eagle")
 
 
 def test_finished_heads_are_not_trained_over(trained: tuple[Path, str], folder: Path, tmp_path: Path) -> None:

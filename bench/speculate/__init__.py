@@ -1,0 +1,1 @@
+"""What speculation brings and costs: method, K, concurrency and temperature, against none in the same run."""

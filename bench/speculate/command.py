@@ -1,0 +1,194 @@
+"""`tandem bench speculate`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+
+import typer
+from rich.console import Console
+
+from bench.compare import RESULTS
+from protocol.bundled import BUNDLED_MODEL
+from protocol.errors import TandemError
+from protocol.speculation import METHODS
+
+if TYPE_CHECKING:
+    from bench.speculate.measurement import Measurement
+    from bench.speculate.plan import Case, Plan
+
+T = TypeVar("T")
+
+
+class System(Protocol):
+    """What is measured: engines in this process, or a server."""
+
+    @property
+    def max_prompt_len(self) -> int: ...
+
+    def run(self, case: Case, number: int, prompts: Sequence[list[int]]) -> Measurement: ...
+
+    def close(self) -> None: ...
+
+
+def speculate(
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(METHODS)}, or LABEL=JSON of a config; default: all"),
+    ] = None,
+    num_tokens: Annotated[str, typer.Option(help="comma-separated: K, and auto")] = "0,1,2,3,5,8,auto",
+    concurrency: Annotated[str, typer.Option(help="comma-separated")] = "1,4,16,64",
+    temperature: Annotated[str, typer.Option(help="comma-separated")] = "0,0.7",
+    workload: Annotated[str, typer.Option(help="comma-separated: completion, edit")] = "completion",
+    rounds: Annotated[int, typer.Option(min=1, help="that the medians are of")] = 3,
+    requests: Annotated[int, typer.Option(min=1, help="of a case, or as many as its concurrency")] = 8,
+    output_len: Annotated[int, typer.Option(min=2, help="tokens to generate")] = 128,
+    price: Annotated[float, typer.Option(min=0.0, help="of a worker for an hour")] = 1.0,
+    model: Annotated[str, typer.Option(help="folder of the model; of its tokenizer, for a server")] = str(
+        BUNDLED_MODEL
+    ),
+    dtype: Annotated[str, typer.Option()] = "auto",
+    compile: Annotated[str, typer.Option(help="auto, on, off")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="for the forward")] = os.cpu_count() or 1,
+    kv_cache_mib: Annotated[int, typer.Option(min=1, help="KV pool of each engine")] = 256,
+    base_url: Annotated[str | None, typer.Option(help="measure this server instead of engines here")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer token")] = None,
+    name: Annotated[str, typer.Option(help="of the files that are written")] = "speculate",
+    output: Annotated[Path, typer.Option(help="folder for the tables, the plots and the JSON")] = RESULTS,
+) -> None:
+    """Sweep method, K, concurrency and temperature on held-out code, against none in the same run."""
+    settings: dict[str, Any] = {key: value for key, value in locals().items() if key != "api_key"}
+    logging.basicConfig(level="ERROR")
+    console = Console()
+    from bench.speculate.plan import Plan, parse_drafting, parse_num_tokens
+    from bench.speculate.workload import WORKLOADS
+
+    try:
+        plan = Plan(
+            workloads=[_one_of(WORKLOADS, text) for text in _split(workload, str, "--workload")],
+            temperatures=_split(temperature, float, "--temperature"),
+            concurrencies=_split(concurrency, int, "--concurrency"),
+            num_tokens=_split(num_tokens, parse_num_tokens, "--num-tokens"),
+            draftings=[parse_drafting(spec, model) for spec in method or METHODS],
+            rounds=rounds,
+            requests=requests,
+            output_len=output_len,
+        )
+        system = _server(plan, base_url, api_key) if base_url is not None else _engines(plan, settings)
+    except (TandemError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        measurements = _measure(plan, system, model, console)
+    except RuntimeError as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        raise typer.Exit(1) from error
+    finally:
+        system.close()
+    command = _command(settings)
+    settings["model"] = Path(model).name
+    settings["target"] = base_url or f"engines in one process, {threads} threads, dtype {dtype}"
+    _write(output, name, command, settings, measurements, console)
+
+
+def _command(settings: dict[str, Any]) -> str:
+    """With the options that are not the default ones."""
+    defaults = inspect.signature(speculate).parameters
+    parts = ["tandem", "bench", "speculate"]
+    for key, value in settings.items():
+        if value != defaults[key].default:
+            for each in value if isinstance(value, list) else [value]:
+                parts += ["--" + key.replace("_", "-"), str(each)]
+    return shlex.join(parts)
+
+
+def _split(text: str, parse: Callable[[str], T], flag: str) -> list[T]:
+    try:
+        return [parse(part.strip()) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+
+
+def _one_of(known: Sequence[T], value: object) -> T:
+    for each in known:
+        if each == value:
+            return each
+    raise ValueError(f"--workload: {value!r} is none of {', '.join(map(str, known))}")
+
+
+def _engines(plan: Plan, settings: dict[str, Any]) -> System:
+    import torch
+
+    from bench.speculate.engines import Engines
+    from protocol.config import load_config
+
+    torch.set_num_threads(settings["threads"])
+    flags = {key: settings[key] for key in ("model", "dtype", "compile")}
+    flags |= {
+        "max_num_seqs": max(plan.concurrencies),
+        "kv_cache_memory_bytes": settings["kv_cache_mib"] << 20,
+        "log_level": "error",
+    }
+    return Engines(load_config(flags, environ={}), plan.draftings, plan.output_len)
+
+
+def _server(plan: Plan, base_url: str, api_key: str | None) -> System:
+    from bench.speculate.server import Server
+
+    for drafting in plan.draftings:
+        if drafting.label != drafting.config.method:
+            raise ValueError(f"--method {drafting.label}: a request names a method, not its options")
+    methods = {drafting.label: drafting.config.method for drafting in plan.draftings}
+    return Server(base_url, api_key, methods, plan.output_len)
+
+
+def _measure(plan: Plan, system: System, model: str, console: Console) -> list[Measurement]:
+    from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from bench.speculate.plan import Case
+    from bench.speculate.workload import load_prompts
+
+    disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = {name: load_prompts(name, tokenizer, system.max_prompt_len) for name in plan.workloads}
+    for block in plan.warm_up_blocks():
+        for case in (Case(block, None), Case(block, plan.num_tokens[-1])):
+            system.run(case, 0, plan.chosen(prompts[block.workload], block.concurrency, -1))
+    measurements = []
+    for number in range(plan.rounds):
+        for block in plan.blocks():
+            chosen = plan.chosen(prompts[block.workload], block.concurrency, number)
+            for case in plan.cases(block, number):
+                measurement = system.run(case, number, chosen)
+                console.print(f"round {number}: {measurement}", highlight=False, soft_wrap=True)
+                measurements.append(measurement)
+    return measurements
+
+
+def _write(
+    folder: Path,
+    name: str,
+    command: str,
+    settings: dict[str, Any],
+    measurements: Sequence[Measurement],
+    console: Console,
+) -> None:
+    from bench.speculate.figures import figures_of, verdicts_of
+    from bench.speculate.plots import plot_over_concurrency, plot_over_k
+    from bench.speculate.report import as_markdown, write_json
+
+    figures = figures_of(measurements, settings["price"])
+    verdicts = verdicts_of(figures)
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = as_markdown(name, command, settings, figures, verdicts)
+    (folder / f"{name}.md").write_text(tables)
+    write_json(folder / f"{name}.json", command, settings, measurements, figures, verdicts)
+    plot_over_k(figures, folder / f"{name}-k.svg")
+    plot_over_concurrency(figures, folder / f"{name}-concurrency.svg")
+    console.print(tables, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"written to {folder / name}.*", highlight=False, soft_wrap=True)

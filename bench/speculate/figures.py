@@ -1,0 +1,148 @@
+"""From measurements to figures: medians over the rounds, ratios to the baseline taken within each round."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from bench.speculate.measurement import Measurement
+from bench.speculate.plan import Block, Case, NumTokens
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One case. Times in seconds; `speedup` is in output tokens per second, `decode_speedup` in TPOT.
+
+    `acceptance` is accepted / drafted, `tau` 1 + accepted / draft rounds, None where nothing was drafted.
+    `per_forward` are a request's tokens per forward after its first, those without a draft included.
+    `predicted` is S = tau / (v + K c) from the measured steps: per_forward * T(B, 0) / T(B, K).
+    `same` says whether every round's tokens were the baseline's, `cost` is for a million output tokens.
+    """
+
+    case: Case
+    rounds: int
+    throughput: float
+    speedup: float
+    ttft: float
+    tpot: float
+    decode_speedup: float
+    per_forward: float
+    acceptance: float | None
+    tau: float | None
+    draft_share: float | None
+    predicted: float | None
+    same: bool
+    cost: float
+
+
+def figures_of(measurements: Iterable[Measurement], price: float) -> list[Figure]:
+    """In the order of the measurements; `price` is that of a worker for an hour."""
+    by_case: dict[Case, list[Measurement]] = defaultdict(list)
+    for measurement in measurements:
+        by_case[measurement.case].append(measurement)
+    figures = []
+    for case, mine in by_case.items():
+        base = {each.round: each for each in by_case[Case(case.block, None)]}
+        figures.append(_figure(case, [(each, base[each.round]) for each in mine], price))
+    return figures
+
+
+def _figure(case: Case, pairs: Sequence[tuple[Measurement, Measurement]], price: float) -> Figure:
+    mine = [each for each, _ in pairs]
+    drafted, accepted = sum(each.drafted for each in mine), sum(each.accepted for each in mine)
+    rounds = sum(each.draft_rounds for each in mine)
+    throughput = statistics.median(each.throughput for each in mine)
+    return Figure(
+        case=case,
+        rounds=len(pairs),
+        throughput=throughput,
+        speedup=statistics.median(each.throughput / base.throughput for each, base in pairs),
+        ttft=statistics.median(each.ttft for each in mine),
+        tpot=statistics.median(each.tpot for each in mine),
+        decode_speedup=statistics.median(base.tpot / each.tpot for each, base in pairs),
+        per_forward=sum(each.step_tokens for each in mine) / sum(each.steps for each in mine),
+        acceptance=accepted / drafted if drafted else None,
+        tau=1 + accepted / rounds if rounds else None,
+        draft_share=_median([each.draft_s and each.draft_s / each.seconds for each in mine]),
+        predicted=_median([_predicted(each, base) for each, base in pairs]),
+        same=all(each.digest == base.digest for each, base in pairs),
+        cost=price / 3600 / throughput * 1e6,
+    )
+
+
+def _predicted(mine: Measurement, base: Measurement) -> float | None:
+    if mine.step_s is None or base.step_s is None:
+        return None
+    return mine.step_tokens / mine.steps * base.step_s / mine.step_s
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What to choose for one load and way to speculate.
+
+    `best` is the best K >= 1 at each concurrency, with its speedup; `crossover` the concurrency from which on
+    that of the lowest one is no gain any more, None within the range. `auto_worst` is auto's least speedup,
+    `auto_of_best` its least share of the best fixed K's, K = 0 included; `tax` what K = 0 costs.
+    """
+
+    block: Block
+    best: dict[int, tuple[int, float]]
+    crossover: float | None
+    auto_worst: float | None
+    auto_of_best: float | None
+    tax: float | None
+
+
+def verdicts_of(figures: Sequence[Figure]) -> list[Verdict]:
+    """One for each workload, temperature and way to speculate; the block's concurrency is the lowest."""
+    groups: dict[tuple[str, float, str], list[Figure]] = defaultdict(list)
+    for figure in figures:
+        block = figure.case.block
+        groups[block.workload, block.temperature, block.drafting].append(figure)
+    return [_verdict(group) for group in groups.values()]
+
+
+def _verdict(figures: Sequence[Figure]) -> Verdict:
+    by_k: dict[NumTokens | None, dict[int, float]] = defaultdict(dict)
+    for figure in figures:
+        by_k[figure.case.num_tokens][figure.case.block.concurrency] = figure.speedup
+    fixed = {k: speedups for k, speedups in by_k.items() if isinstance(k, int)}
+    lowest = min(figures, key=lambda figure: figure.case.block.concurrency).case.block
+    best = {
+        concurrency: max(((k, s[concurrency]) for k, s in fixed.items() if k > 0), key=lambda pair: pair[1])
+        for concurrency in sorted(by_k[None])
+        if any(fixed)
+    }
+    auto = by_k.get("auto")
+    top = {c: max(speedups[c] for speedups in fixed.values()) for c in by_k[None]} if fixed else {}
+    return Verdict(
+        block=lowest,
+        best=best,
+        crossover=crossover(fixed[best[lowest.concurrency][0]]) if best else None,
+        auto_worst=min(auto.values()) if auto else None,
+        auto_of_best=min(auto[c] / top[c] for c in top) if auto and top else None,
+        tax=1 - min(fixed[0].values()) if 0 in fixed else None,
+    )
+
+
+def crossover(speedups: dict[int, float]) -> float | None:
+    """The concurrency from which on there is no gain; between two that were measured on a log scale.
+
+    None where there still is one at the highest.
+    """
+    points = sorted(speedups.items())
+    if points[-1][1] >= 1:
+        return None
+    last_gain = max((index for index, (_, speedup) in enumerate(points) if speedup >= 1), default=None)
+    if last_gain is None:
+        return float(points[0][0])
+    (low, above), (high, below) = points[last_gain], points[last_gain + 1]
+    share = (above - 1) / (above - below)
+    return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))

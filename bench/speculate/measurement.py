@@ -1,0 +1,95 @@
+"""What one case gave in one round, whatever it was measured on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from bench.speculate.plan import Case
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request. Times in seconds on one clock; `draft_rounds` of its steps had a draft to verify."""
+
+    start: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    steps: int = 0
+    draft_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals over a case's requests; `ttft` and `tpot` are medians over them, in seconds.
+
+    `steps` are the forwards that a request's tokens after its first took, summed over the requests.
+    `step_s` is the mean step with nothing but decoding at full concurrency, `draft_s` the time spent on
+    drafts, None where it cannot be seen. `digest` is that of all tokens.
+    """
+
+    case: Case
+    round: int
+    seconds: float
+    num_tokens: int
+    ttft: float
+    tpot: float
+    steps: int
+    step_tokens: int
+    draft_rounds: int
+    drafted: int
+    accepted: int
+    digest: str
+    draft_s: float | None = None
+    step_s: float | None = None
+    load_average: float
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second, prefill included."""
+        return self.num_tokens / self.seconds
+
+    def __str__(self) -> str:
+        rate = f", {self.accepted / self.drafted:.0%} accepted" if self.drafted else ""
+        return f"{self.case}: {self.throughput:.1f} tok/s, TPOT {self.tpot * 1e3:.2f} ms{rate}"
+
+
+def summarize(
+    case: Case,
+    number: int,
+    answers: Sequence[Answer],
+    draft_s: float | None = None,
+    step_s: float | None = None,
+) -> Measurement:
+    return Measurement(
+        case=case,
+        round=number,
+        seconds=max(answer.last for answer in answers) - min(answer.start for answer in answers),
+        num_tokens=sum(len(answer.token_ids) for answer in answers),
+        ttft=statistics.median(answer.first - answer.start for answer in answers),
+        tpot=statistics.median(
+            (answer.last - answer.first) / max(1, len(answer.token_ids) - 1) for answer in answers
+        ),
+        steps=sum(answer.steps - 1 for answer in answers),
+        step_tokens=sum(len(answer.token_ids) - 1 for answer in answers),
+        draft_rounds=sum(answer.draft_rounds for answer in answers),
+        drafted=sum(answer.drafted for answer in answers),
+        accepted=sum(answer.accepted for answer in answers),
+        digest=_digest(answers),
+        draft_s=draft_s,
+        step_s=step_s,
+        load_average=os.getloadavg()[0],
+    )
+
+
+def _digest(answers: Sequence[Answer]) -> str:
+    """Equal where all tokens are."""
+    tokens = msgspec.json.encode([answer.token_ids for answer in answers])
+    return hashlib.blake2b(tokens, digest_size=8).hexdigest()

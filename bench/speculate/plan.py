@@ -1,0 +1,94 @@
+"""What is to be measured, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from bench.speculate.workload import Workload
+from protocol.errors import ConfigError
+from protocol.speculation import METHODS, SpeculativeConfig, parse_speculative_config
+
+NumTokens = int | Literal["auto"]
+
+
+class Drafting(msgspec.Struct, frozen=True):
+    """A way to speculate, under the name that it has in the results."""
+
+    label: str
+    config: SpeculativeConfig
+
+
+def parse_drafting(spec: str, model: str) -> Drafting:
+    """A method's name, or LABEL=JSON with a speculative config. Raises `ConfigError`."""
+    label, equals, options = spec.partition("=")
+    if not equals:
+        options = msgspec.json.encode({"method": spec}).decode()
+    if not label or not (equals or label in METHODS):
+        raise ConfigError(f"--method: {spec!r} is none of {', '.join(METHODS)}, and no LABEL=JSON")
+    return Drafting(label, parse_speculative_config(options, f"--method {label}", model))
+
+
+def parse_num_tokens(text: str) -> NumTokens:
+    """Raises ValueError."""
+    return "auto" if text == "auto" else int(text)
+
+
+class Block(msgspec.Struct, frozen=True):
+    """Cases that are compared with each other: one load, one way to speculate."""
+
+    workload: Workload
+    temperature: float
+    concurrency: int
+    drafting: str
+
+
+class Case(msgspec.Struct, frozen=True):
+    """`num_tokens` is K; None: by an engine, or a request, that does not speculate."""
+
+    block: Block
+    num_tokens: NumTokens | None
+
+    def __str__(self) -> str:
+        block = self.block
+        what = "off" if self.num_tokens is None else f"{block.drafting} K={self.num_tokens}"
+        return f"{block.workload}, T={block.temperature:g}, concurrency {block.concurrency}: {what}"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    workloads: Sequence[Workload]
+    temperatures: Sequence[float]
+    concurrencies: Sequence[int]
+    draftings: Sequence[Drafting]
+    num_tokens: Sequence[NumTokens]
+    rounds: int
+    requests: int
+    """At least so many for a case, and as many as it runs at once."""
+    output_len: int
+
+    def blocks(self) -> list[Block]:
+        return [
+            Block(workload, temperature, concurrency, drafting.label)
+            for workload in self.workloads
+            for temperature in self.temperatures
+            for concurrency in self.concurrencies
+            for drafting in self.draftings
+        ]
+
+    def warm_up_blocks(self) -> list[Block]:
+        """Every way to speculate at every concurrency: what compiles, and what adapts, does so unmeasured."""
+        once = msgspec.structs.replace(self, workloads=self.workloads[:1], temperatures=self.temperatures[:1])
+        return once.blocks()
+
+    def cases(self, block: Block, number: int) -> list[Case]:
+        """The baseline and every K; backwards in every second round, so that a drift cancels out."""
+        order = [Case(block, None), *(Case(block, num_tokens) for num_tokens in self.num_tokens)]
+        return order if number % 2 == 0 else order[::-1]
+
+    def chosen(self, prompts: Sequence[list[int]], concurrency: int, number: int) -> list[list[int]]:
+        """A round's prompts: the same for all cases of a concurrency, and no prompt twice."""
+        count = min(len(prompts), max(self.requests, concurrency))
+        first = number * count
+        return [prompts[(first + index) % len(prompts)] for index in range(count)]

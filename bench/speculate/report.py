@@ -1,0 +1,112 @@
+"""The figures as tables for people, and all of it as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.compare import machine
+from bench.speculate.figures import Figure, Verdict
+from bench.speculate.measurement import Measurement
+
+_COLUMNS = (
+    *("concurrency", "method", "K", "tok/s", "speedup", "predicted", "TPOT, ms", "speedup"),
+    *("TTFT, ms", "tokens/forward", "tau", "accepted", "draft share", "cost", "same tokens"),
+)
+
+
+def as_markdown(
+    name: str, command: str, settings: dict[str, Any], figures: Sequence[Figure], verdicts: Sequence[Verdict]
+) -> str:
+    """All tables, with how they were made."""
+    host = machine()
+    lines = [
+        "# Speculation",
+        "",
+        f"Made by `{command}` on {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}:",
+        f"{settings['model']}, {settings['target']}. Medians over {settings['rounds']} rounds; speedups in",
+        'output tokens per second (prefill included) over "off" in the same round, which does not speculate.',
+        "Predicted: S = tau / (v + K c), from the times of decode steps and the tokens per forward. Tokens",
+        "per forward count a request's forwards with and without drafts, tau only those with. The cost is",
+        f"that of a million output tokens at {settings['price']:g} per worker-hour.",
+        "",
+        f"![speedup over K]({name}-k.svg)",
+        f"![speedup over concurrency]({name}-concurrency.svg)",
+        "",
+        "## What pays",
+        "",
+        "| workload | T | method | best K (speedup) at each concurrency | no gain from | auto's worst "
+        "| auto / best fixed, worst | tax of K = 0, worst |",
+        "|---|--:|---|---|--:|--:|--:|--:|",
+        *(_verdict_row(verdict) for verdict in verdicts),
+    ]
+    for workload, temperature in dict.fromkeys(_load(figure) for figure in figures):
+        lines += ["", f"## {workload}, temperature {temperature:g}", ""]
+        lines += ["| " + " | ".join(_COLUMNS) + " |", "|--:|---|" + "--:|" * (len(_COLUMNS) - 2)]
+        lines += [_row(figure) for figure in figures if _load(figure) == (workload, temperature)]
+    return "\n".join(lines) + "\n"
+
+
+def _load(figure: Figure) -> tuple[str, float]:
+    return figure.case.block.workload, figure.case.block.temperature
+
+
+def _verdict_row(verdict: Verdict) -> str:
+    block = verdict.block
+    best = ", ".join(f"{c}: {k} ({speedup:.2f})" for c, (k, speedup) in verdict.best.items())
+    crossover = "-" if verdict.crossover is None else f"{verdict.crossover:.0f}"
+    cells = [block.workload, f"{block.temperature:g}", block.drafting, best or "-", crossover]
+    cells += [_number(verdict.auto_worst), _number(verdict.auto_of_best), _percent(verdict.tax)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _row(figure: Figure) -> str:
+    case = figure.case
+    cells = [
+        str(case.block.concurrency),
+        case.block.drafting,
+        "off" if case.num_tokens is None else str(case.num_tokens),
+        f"{figure.throughput:.1f}",
+        _number(figure.speedup),
+        _number(figure.predicted),
+        f"{figure.tpot * 1e3:.2f}",
+        _number(figure.decode_speedup),
+        f"{figure.ttft * 1e3:.1f}",
+        _number(figure.per_forward),
+        _number(figure.tau),
+        _percent(figure.acceptance),
+        _percent(figure.draft_share),
+        f"{figure.cost:.3g}",
+        "yes" if figure.same else "no",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def write_json(
+    path: Path,
+    command: str,
+    settings: dict[str, Any],
+    measurements: Sequence[Measurement],
+    figures: Sequence[Figure],
+    verdicts: Sequence[Verdict],
+) -> None:
+    """Everything that was measured; times in seconds."""
+    document = {"command": command, "machine": machine(), "settings": settings}
+    document |= {
+        "verdicts": msgspec.to_builtins(verdicts, str_keys=True),
+        "figures": msgspec.to_builtins(figures),
+        "measurements": msgspec.to_builtins(measurements),
+    }
+    path.write_text(json.dumps(document, indent=1, default=str) + "\n")

@@ -1,0 +1,77 @@
+"""Forwards of made-up sequences on free blocks: what takes how long is measured before the first request."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from engine.block_manager import BlockManager, OutOfBlocksError
+from engine.forward import ForwardOutput
+from engine.packing import pack
+from engine.runner import Runner
+from engine.scheduler import ScheduledStep
+from engine.sequence import Sequence, Stage
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+
+_PHRASE = 7
+"""The made-up text repeats after so many tokens, so that every way of drafting finds something in it."""
+_TENANT = "\0rehearsal"
+"""Whatever is learned from the text stays apart from what requests bring."""
+
+
+class Rehearsal:
+    """A context, at whose end all blocks are free again. Nothing of it reaches the prefix cache."""
+
+    def __init__(self, blocks: BlockManager, runner: Runner, max_model_len: int) -> None:
+        self._blocks = blocks
+        self._runner = runner
+        self.max_model_len = max_model_len
+        self._sequences: list[Sequence] = []
+
+    def __enter__(self) -> Rehearsal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+    def sequences(self, count: int, num_tokens: int, room: int) -> list[Sequence] | None:
+        """`count` sequences of `num_tokens` tokens, as before a prefill, with blocks for `room` more; None if
+        there is no room for them. Earlier ones are gone.
+        """
+        self.free()
+        if num_tokens + room > self.max_model_len:
+            return None
+        for index in range(count):
+            sequence = _made_up(index, num_tokens)
+            sequence.table, _ = self._blocks.start([], root=b"")
+            self._sequences.append(sequence)
+            try:
+                self._blocks.grow(sequence.table, 0, num_tokens + room)
+            except OutOfBlocksError:
+                self.free()
+                return None
+        return list(self._sequences)
+
+    def forward(self, sequences: list[Sequence]) -> ForwardOutput:
+        """Run all uncomputed tokens and the drafts; logits for the last token and each drafted one."""
+        packed = pack(ScheduledStep(sequences, [sequence.num_uncomputed for sequence in sequences]))
+        return self._runner.run(packed.batch, packed.logit_rows)
+
+    def free(self) -> None:
+        for sequence in reversed(self._sequences):
+            assert sequence.table is not None
+            self._blocks.free(sequence.table)
+        self._sequences = []
+
+
+def _made_up(index: int, num_tokens: int) -> Sequence:
+    request = EngineRequest(
+        request_id=f"rehearsal-{index}",
+        prompt_token_ids=[1 + place % _PHRASE for place in range(num_tokens - 1)],
+        output_token_ids=[1 + (num_tokens - 1) % _PHRASE],
+        cache_salt=_TENANT,
+        sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
+    )
+    return Sequence(request, order=index, stage=Stage.RUNNING)

@@ -1,0 +1,87 @@
+"""A mapping from outside becomes a struct; what is wrong is said in words, with the field and its limit."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class FieldError(ValueError):
+    """`field` is not acceptable, for the reason that `message` gives."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+def to_struct(fields: Mapping[Any, Any], kind: type[T]) -> T:
+    """Strictly by the types of `kind`; a field that is None counts as not given.
+
+    Raises `FieldError` for unknown, missing and bad fields.
+    """
+    known = {field.name: field for field in msgspec.structs.fields(kind)}
+    for name, value in fields.items():
+        if name not in known:
+            raise FieldError(str(name), _unknown(str(name), list(known)))
+        if value is not None:
+            _check(name, value, known[name].type)
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name, field in known.items():
+        if field.required and name not in given:
+            raise FieldError(name, f"is required: {_described(field.type)}")
+    return msgspec.convert(given, kind)
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"is {near[0]} meant?" if near else f"there are {', '.join(known)}"
+    return f"there is no such field; {hint}"
+
+
+def _check(name: str, value: Any, kind: Any) -> None:
+    try:
+        msgspec.convert(value, kind)
+        is_good = not isinstance(value, float) or math.isfinite(value)
+    except msgspec.ValidationError:
+        is_good = False
+    if not is_good:
+        raise FieldError(name, f"must be {_described(kind)}, got {value!r}")
+
+
+def _described(kind: Any) -> str:
+    return _expected(inspect.type_info(kind))
+
+
+def _expected(kind: inspect.Type) -> str:
+    match kind:
+        case inspect.UnionType():
+            return " or ".join(_expected(each) for each in kind.types if not _is_none(each))
+        case inspect.LiteralType():
+            values = ", ".join(repr(value) for value in kind.values)
+            return f"one of {values}" if len(kind.values) > 1 else values
+        case inspect.IntType():
+            return "an integer" + _limits(kind.ge, kind.le)
+        case inspect.FloatType():
+            return "a finite number" + _limits(kind.ge, kind.le)
+        case inspect.BoolType():
+            return "true or false"
+        case _:
+            return "a string"
+
+
+def _is_none(kind: inspect.Type) -> bool:
+    return isinstance(kind, inspect.NoneType)
+
+
+def _limits(least: float | None, most: float | None) -> str:
+    if least is None:
+        return ""
+    return f" from {least:g} to {most:g}" if most is not None else f" of at least {least:g}"

@@ -1,0 +1,1 @@
+"""Decides for how many tokens each request speculates in the coming step."""

@@ -1,0 +1,122 @@
+"""Between speculator and controller: tells it what steps took and brought, and carries its choices out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+from engine.scheduler import ScheduledStep
+from engine.sequence import Sequence, Stage
+from engine.speculator import Outcome
+from protocol.speculation import Method, SpeculationState
+from speculation.account import Account
+from speculation.control.acceptance import Acceptance, MethodAcceptance
+from speculation.control.clock import StepClock
+from speculation.control.collapse import CollapseWatch, Origin
+from speculation.control.controller import Controller, MethodControl
+from speculation.control.plan import Request, Shape
+from speculation.control.step_time import UNMEASURED, DraftTime, DraftTimes, TargetTime, TargetTimes
+
+_MAX_ROWS = 8192
+"""The step-time model knows no larger steps."""
+
+
+class Control:
+    """Called at the same points of each step as the speculator; `report` from any thread."""
+
+    def __init__(self, account: Account, max_sequences: int, max_tokens: int) -> None:
+        """`max_tokens` is how deep a chain may get."""
+        self._account = account
+        self._max_tokens = max_tokens
+        self.max_rows = min(max_sequences * (1 + max_tokens), _MAX_ROWS)
+        self._controller = Controller(TargetTime(UNMEASURED, self.max_rows), max_sequences)
+        self._clock = StepClock()
+        self._watch = CollapseWatch()
+        self._drafting: dict[Sequence, Request] = {}
+        """The requests that draft in the step under way."""
+        self._num_sequences = 0
+        """Of the latest step, if it was one of decoding alone."""
+
+    def set_target_times(self, times: TargetTimes) -> None:
+        self._controller.target = TargetTime(times, self.max_rows)
+
+    def add_method(self, method: Method, shape: Shape, times: DraftTimes | None) -> None:
+        """`times`: what drafting was measured to take, if it was."""
+        acceptance = MethodAcceptance(self._max_tokens)
+        self._controller.methods[method] = MethodControl(shape, acceptance, DraftTime(times))
+
+    def new_request(self, sequence: Sequence, method: Method | None, fixed_tokens: int | None) -> Request:
+        """`method` None: it does not speculate."""
+        known = self._controller.methods[method].acceptance if method is not None else MethodAcceptance(0)
+        return Request(method, fixed_tokens, Acceptance(known), _origin(sequence))
+
+    def plan(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
+        """Choose for the coming step, in which the sequences will decode, each of its request's."""
+        surroundings = self._clock.begin()
+        if surroundings is not None:
+            self._controller.surroundings.observe(self._num_sequences, surroundings)
+        if not decoding or not self._controller.methods:
+            return
+        context = sum([len(sequence.token_ids) for sequence in decoding]) / len(decoding)
+        self._controller.choose(requests, context)
+        for sequence, request in zip(decoding, requests, strict=True):
+            sequence.draft_room = request.chosen
+            if request.method is not None:
+                self._account.chose(request.method, request.chosen)
+
+    def begin_drafting(self) -> None:
+        self._clock.mark()
+
+    def drafted(self, method: Method, sequences: Many[Sequence], requests: Many[Request]) -> None:
+        """The drafts of all sequences of this method have just been made."""
+        seconds = self._clock.lap()
+        self._account.drafted(method, seconds)
+        self._drafting.update(zip(sequences, requests, strict=True))
+        control = self._controller.methods[method]
+        rooms = [sequence.draft_room for sequence in sequences]
+        reads = sum(rooms) + sum([request.backlog for request in requests])
+        control.time.observe(1 if control.shape.whole else max(rooms), reads, seconds)
+
+    def learn(self, step: ScheduledStep) -> None:
+        """The step has its outcomes."""
+        if not self._controller.methods:
+            return
+        seconds = self._clock.lap()
+        outcomes = step.outcomes
+        self._account.stepped(seconds, verifies=any(outcome.draft is not None for outcome in outcomes))
+        only_decodes = step.total_tokens == len(step.sequences)
+        followed = any(sequence.stage is Stage.RUNNING for sequence in step.sequences)
+        self._clock.end(followed and only_decodes)
+        if only_decodes:
+            self._num_sequences = count = len(outcomes)
+            rows = sum([outcome.num_rows for outcome in outcomes])
+            context = sum([outcome.start for outcome in outcomes]) / count
+            self._controller.observe_step(count, rows, context, seconds)
+        for sequence, outcome in zip(step.sequences, outcomes, strict=True):
+            request = self._drafting.pop(sequence, None)
+            if request is not None:
+                self._learn_acceptance(sequence, request, outcome)
+        self._drafting.clear()
+
+    def _learn_acceptance(self, sequence: Sequence, request: Request, outcome: Outcome) -> None:
+        draft, verdict, method = outcome.draft, outcome.verdict, request.method
+        assert method is not None
+        num_drafted = len(draft.token_ids) if draft is not None else 0
+        request.acceptance.observe_share(sequence.draft_room, num_drafted)
+        if draft is None or verdict is None or verdict.failed:
+            return
+        depth = max(draft.depth, 1)  # probes alone are a draft of which nothing was accepted
+        num_agreed = len(verdict.accepted)
+        request.acceptance.observe(depth, num_agreed, len(sequence.token_ids))
+        self._account.verified(method, draft.num_nodes, outcome.num_accepted)
+        if self._watch.observe(method, request.origin, num_agreed > 0):
+            self._account.collapsed(method, request.origin)
+
+    def report(self, max_tokens: int) -> SpeculationState:
+        """`max_tokens`: the most that a request drafts by the deployment's configuration."""
+        return self._controller.report(max_tokens)
+
+
+def _origin(sequence: Sequence) -> Origin:
+    if sequence.handed_over:
+        return "handed_over"
+    return "prefix_hit" if sequence.num_cached else "computed"

@@ -1,0 +1,181 @@
+"""Chooses for each step how many tokens its requests draft; a batch in which none pays drafts nothing.
+
+Choices are made of what was committed before, and never of the drafted tokens that they admit: whether a
+token is verified must not depend on the token.
+
+What is not done is not learned about. So a small part of the time goes to what seems to lose: a request that
+drafts nothing drafts once, or a whole step does without drafts that seem to pay, or with those that don't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from protocol.speculation import Method, MethodState, SpeculationState, StepTimeState
+from speculation.control.acceptance import MethodAcceptance
+from speculation.control.plan import Load, Planner, Request, Shape, probe
+from speculation.control.step_time import DraftTime, SurroundingTime, TargetTime
+
+TRIAL_SHARE = 0.0015
+"""The part of the time that either kind of trial may lose, as far as is known."""
+_STEP_TRIAL_EVERY = 16
+"""Steps. Where two ways are equally fast a trial costs nothing, but one is as good as many."""
+
+
+@dataclass(eq=False)
+class MethodControl:
+    """What is known of a method: what it drafts, how that is accepted, and what it costs."""
+
+    shape: Shape
+    acceptance: MethodAcceptance
+    time: DraftTime
+    num_requests: int = 0
+    """In the latest step; `num_tokens` is the sum of what they were to draft."""
+    num_tokens: int = 0
+
+    def report(self, method: Method) -> MethodState:
+        times = self.time.times
+        return MethodState(
+            method=method,
+            num_requests=self.num_requests,
+            num_tokens=self.num_tokens,
+            acceptance=self.acceptance.rates(),
+            start_s=times.start,
+            level_s=times.per_level,
+            token_s=times.per_token,
+        )
+
+
+class Savings:
+    """Seconds that trials may lose: saved step by step, at most a step's worth."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def save(self, step_seconds: float) -> None:
+        self._seconds = min(self._seconds + TRIAL_SHARE * step_seconds, step_seconds)
+
+    def spend(self, seconds: float) -> bool:
+        """Whether that much was there; if so it is gone."""
+        if seconds > self._seconds:
+            return False
+        self.charge(seconds)
+        return True
+
+    def charge(self, seconds: float) -> None:
+        self._seconds -= max(seconds, 0.0)
+
+
+class Controller:
+    """For the engine's thread. Deterministic, given what it is told."""
+
+    def __init__(self, target: TargetTime, max_sequences: int) -> None:
+        self.target = target
+        self.surroundings = SurroundingTime(max_sequences)
+        self.methods: dict[Method, MethodControl] = {}
+        self._request_trials = Savings()
+        self._step_trials = Savings()
+        self._step = 0
+        self._is_trial = False
+
+    def choose(self, requests: Many[Request], context: float) -> None:
+        """Set `chosen` of all the requests that will decode in the coming step, whose mean length is
+        `context` tokens.
+        """
+        self._step += 1
+        self._is_trial = False
+        groups: dict[Method, list[Request]] = {}
+        for request in requests:
+            request.chosen = request.fixed_tokens or 0
+            if request.method is not None:
+                groups.setdefault(request.method, []).append(request)
+        if any(request.fixed_tokens is None for request in requests):
+            self._decide(groups, len(requests), context)
+        for method, control in self.methods.items():
+            group = groups.get(method, [])
+            control.num_requests = len(group)
+            control.num_tokens = sum([request.chosen for request in group])
+
+    def _decide(self, groups: dict[Method, list[Request]], num_sequences: int, context: float) -> None:
+        most = 0
+        for method, group in groups.items():
+            widest = self.methods[method].shape.max_tokens
+            most += sum([widest if request.fixed_tokens is None else request.chosen for request in group])
+        target = self.target.curve(num_sequences, num_sequences, most, context)
+        load = Load(target, num_sequences, 0.0, self.surroundings.seconds(num_sequences))
+        for method, group in groups.items():
+            self._add_fixed(self.methods[method], [request for request in group if request.chosen], load)
+        for method, group in groups.items():
+            free = [request for request in group if request.fixed_tokens is None]
+            if free:
+                self._admit(self.methods[method], free, load)
+        seconds = load.total_seconds()
+        self._request_trials.save(seconds)
+        self._step_trials.save(seconds)
+
+    def _add_fixed(self, control: MethodControl, group: list[Request], load: Load) -> None:
+        if not group:
+            return
+        times = control.time.times
+        levels = 1 if control.shape.whole else max(request.chosen for request in group)
+        load.seconds += times.start + times.per_level * levels
+        for request in group:
+            acceptance = request.acceptance
+            load.tokens += acceptance.share * sum(acceptance.survival()[: request.chosen])
+            load.rows = min(load.rows + acceptance.share * request.chosen, load.most_rows)
+            load.seconds += times.per_token * request.chosen
+
+    def _admit(self, control: MethodControl, group: list[Request], load: Load) -> None:
+        """Choose for the requests that draft as many tokens as pay."""
+        shape, times = control.shape, control.time.times
+        planner = Planner(shape, times, group, load)
+        plan, plain = planner.best(), planner.plain
+        pays = plan.rate > plain.rate
+        better, other = (plan, plain) if pays else (plain, plan)
+        is_turn = self._step % _STEP_TRIAL_EVERY == 0
+        if is_turn and self._step_trials.spend(other.seconds - other.tokens / better.rate):
+            pays = not pays
+            self._is_trial = True
+        if pays:
+            planner.carry_out(plan)
+        for request in group:
+            if request.chosen:
+                request.last_drafted = self._step
+        if pays or better is plain:
+            self._try_one(control, group, plan.levels if pays else 0, load)
+
+    def _try_one(self, control: MethodControl, group: list[Request], levels: int, load: Load) -> None:
+        """Let that request draft which hasn't for the longest, once enough is saved for it."""
+        request = min(group, key=_last_drafted)
+        if request.chosen:
+            return
+        num_tokens, lost = probe(control.shape, control.time.times, request, levels, load)
+        if num_tokens and self._request_trials.spend(lost):
+            request.chosen = num_tokens
+            request.last_drafted = self._step
+
+    def observe_step(self, num_sequences: int, rows: int, context: float, seconds: float) -> None:
+        """The target's part of the latest step took so long."""
+        if self._is_trial:
+            self._step_trials.charge(seconds - self.target.seconds(num_sequences, rows, context))
+        self.target.observe(num_sequences, rows, context, seconds)
+
+    def report(self, max_tokens: int) -> SpeculationState:
+        """May be called from any thread."""
+        rows, seconds = self.target.knots()
+        measured = self.target.times
+        step_time = StepTimeState(
+            rows=rows,
+            seconds=seconds,
+            sequence_s=measured.per_sequence,
+            context_s=measured.per_context,
+            attended_s=measured.per_attended,
+            surroundings_s=self.surroundings.latest,
+        )
+        methods = [control.report(method) for method, control in self.methods.copy().items()]
+        return SpeculationState(max_tokens=max_tokens, methods=methods, step_time=step_time)
+
+
+def _last_drafted(request: Request) -> int:
+    return request.last_drafted

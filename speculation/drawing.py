@@ -1,0 +1,73 @@
+"""How stochastic drafters draw: with the noise of the target's own tokens, or with noise of their own.
+
+Coupled verification compares a draft with the target's token at the same position, so that sharing its noise
+makes the two agree wherever the models do. Rejection sampling needs drafts that no other noise knows of, and
+the distribution that each was really drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.sampler import Purpose, Sampler, SamplingRow, draw
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.speculation import Verification
+from speculation.rounds import noise_keys
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """A sequence's draft while it grows.
+
+    `distributions`: float32 [vocab_size] for each token, if it was drawn by chance alone.
+    """
+
+    sequence: Sequence
+    token_ids: list[int] = field(default_factory=list)
+    distributions: list[Tensor] = field(default_factory=list)
+
+    def draft(self, room: int | None = None) -> Draft:
+        """All of it, or the first `room` tokens."""
+        distributions = torch.stack(self.distributions[:room]) if self.distributions else None
+        return Draft(self.token_ids[:room], distributions=distributions)
+
+
+class Drawing:
+    """For one drafter; `sampler` is its own, so that it must `forget` requests there."""
+
+    def __init__(self, sampler: Sampler, verification: Verification) -> None:
+        self._sampler = sampler
+        self._shares_noise = verification == "coupled"
+
+    def extend(self, chains: Many[Chain], logits: Tensor) -> None:
+        """Add a token to each chain, by the draft's `logits` [chains, vocab_size] after what it has."""
+        self._draw(chains, [chain.sequence.sampling_row(chain.token_ids) for chain in chains], logits)
+
+    def extend_at_once(self, chains: Many[Chain], logits: Tensor) -> None:
+        """Add several tokens to each chain, which are empty, by `logits` [chains, count, vocab_size] that do
+        not depend on the tokens before.
+        """
+        places = [(chain, place) for chain in chains for place in range(logits.shape[1])]
+        rows = [chain.sequence.sampling_row() for chain, _ in places]
+        for row, (_, place) in zip(rows, places, strict=True):
+            row.position += place
+        self._draw([chain for chain, _ in places], rows, logits.flatten(0, 1))
+
+    def _draw(self, chains: Many[Chain], rows: list[SamplingRow], logits: Tensor) -> None:
+        """A token for each of the rows' places."""
+        if self._shares_noise or all(row.params.is_greedy for row in rows):
+            tokens, _ = self._sampler.choose(logits, rows)
+        else:
+            probabilities = self._sampler.probabilities(logits, rows)
+            sequences, positions = [chain.sequence for chain in chains], [row.position for row in rows]
+            tokens = draw(probabilities, noise_keys(sequences, positions, Purpose.DRAFT, logits.device))
+            for chain, distribution in zip(chains, probabilities, strict=True):
+                if not chain.sequence.params.is_greedy:
+                    chain.distributions.append(distribution)
+        for chain, token in zip(chains, tokens.tolist(), strict=True):
+            chain.token_ids.append(token)

@@ -1,0 +1,21 @@
+"""The noise of speculative rounds. A sequence's round begins at its first token that is not committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from engine.sampler import Purpose, round_keys
+from engine.sequence import Sequence
+
+
+def noise_keys(
+    sequences: Many[Sequence], positions: Many[int], purpose: Purpose, device: torch.device
+) -> Tensor:
+    """int64 [n]: for the noise at a position of each sequence's present round."""
+    seeds = [sequence.params.seed for sequence in sequences]
+    starts = [sequence.position for sequence in sequences]
+    columns = torch.tensor([seeds, starts, list(positions)], dtype=torch.int64, device=device)
+    return round_keys(columns[0], columns[1], columns[2], purpose)

@@ -1,0 +1,78 @@
+"""Prompt lookup (Saxena 2023): what followed a text's last tokens where they stood before.
+
+The longest match counts, of `prompt_lookup_max` tokens down to `prompt_lookup_min`, and of several the most
+recent. A match that overlaps the end repeats with it: `abab` goes on `abab`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import numpy as np
+
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from native.build import BuildError, load_library
+from protocol.speculation import SpeculativeConfig
+from speculation.weightless.text import Batch, TextDrafter
+
+logger = logging.getLogger("tandem.speculation")
+
+
+@functools.cache
+def compiled() -> Callable[..., None] | None:
+    """The compiled search, built at the first call; None where it can't be."""
+    try:
+        function = load_library(Path(__file__).parent / "ngram.cpp", keep_gil=True).tandem_ngram
+    except BuildError as error:
+        logger.warning("n-grams are looked up with numpy: %s", error)
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
+    return function
+
+
+class NgramDrafter(TextDrafter):
+    def __init__(self, options: SpeculativeConfig) -> None:
+        super().__init__()
+        self._bounds = options.prompt_lookup_min, options.prompt_lookup_max
+        self._compiled = compiled()
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        texts = [self._updated(sequence) for sequence in sequences]
+        if self._compiled is None:
+            pairs = zip(texts, counts, strict=True)
+            drafted = [look_up(text.tokens, count, *self._bounds) for text, count in pairs]
+        else:
+            batch = Batch(texts, counts)
+            self._compiled(ctypes.byref(batch), *self._bounds)
+            drafted = batch.drafted()
+        return [Draft(token_ids) if token_ids else None for token_ids in drafted]
+
+
+def look_up(text: np.ndarray, count: int, shortest: int, longest: int) -> list[int]:
+    """`count` tokens that may follow the text (int32 [length]); none without a match."""
+    end = _find(text, shortest, longest)
+    if end is None:
+        return []
+    following = text[end + 1 : end + 1 + count].tolist()
+    return [following[i % len(following)] for i in range(count)]
+
+
+def _find(text: np.ndarray, shortest: int, longest: int) -> int | None:
+    """The most recent end of the longest earlier match of the text's last tokens."""
+    end = None
+    ends = np.flatnonzero(text[:-1] == text[-1])
+    for matched in range(1, longest + 1):
+        if not len(ends):
+            break
+        if matched >= shortest:
+            end = int(ends[-1])
+        ends = ends[ends >= matched]
+        ends = ends[text[ends - matched] == text[-1 - matched]] if len(ends) else ends
+    return end

@@ -1,0 +1,106 @@
+"""What the methods have in common that draft from text alone: requests' tokens as arrays, and no weights."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Many
+
+import numpy as np
+from torch import Tensor
+
+from engine.kv_pool import KVPool, KVShape
+from engine.loader import LoadedModel
+from engine.sequence import Sequence
+from speculation.drafter import Computed
+
+
+class Text:
+    """A sequence's tokens as int32 [length], at `address`, until the next `update`."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self.length = 0
+        self.address = 0
+        self._buffer = np.empty(0, np.int32)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self._buffer[: self.length]
+
+    def update(self) -> None:
+        """Append what is new; begin anew if what is known is no longer there."""
+        token_ids, known = self.sequence.token_ids, self.length
+        if known > len(token_ids) or (known and self._buffer[known - 1] != token_ids[known - 1]):
+            known = self.length = 0
+        if len(token_ids) > len(self._buffer):
+            buffer = np.empty(2 * len(token_ids), np.int32)
+            buffer[:known] = self._buffer[:known]
+            self._buffer, self.address = buffer, int(buffer.ctypes.data)
+        self._buffer[known : len(token_ids)] = token_ids[known:]
+        self.length = len(token_ids)
+
+
+class Batch(ctypes.Structure):
+    """Texts to draft for, with room for the drafts: `Batch` of `repeats.h`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("texts", "lengths", "counts", "drafts", "found")),
+        ("size", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+    )
+
+    def __init__(self, texts: Many[Text], counts: Many[int]) -> None:
+        addresses = np.array([text.address for text in texts], np.uintp)
+        lengths = np.array([text.length for text in texts], np.int64)
+        self._drafts = np.empty((len(texts), max(counts, default=0)), np.int32)
+        self._found = np.zeros(len(texts), np.int64)
+        wanted = np.array(counts, np.int64)
+        self._arrays: list[np.ndarray] = [addresses, lengths, wanted, self._drafts, self._found]
+        super().__init__(*(array.ctypes.data for array in self._arrays), *self._drafts.shape)
+
+    def drafted(self) -> list[list[int]]:
+        """Each text's draft, once a search has run."""
+        pairs = zip(self._drafts.tolist(), self._found.tolist(), strict=True)
+        return [tokens[:count] for tokens, count in pairs]
+
+
+class TextDrafter:
+    """A `Drafter` without KV and hidden states, that knows its requests' texts."""
+
+    segment: KVShape | None = None
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._texts: dict[str, Text] = {}
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        """It needs neither."""
+
+    def warm_up(self) -> None:
+        """What there is to compile was compiled when the method was chosen."""
+
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        self._text(sequence)
+
+    def num_drafted(self, request_id: str) -> int:
+        return 0
+
+    def feature(self, request_id: str) -> Tensor | None:
+        return None
+
+    def observe(self, computed: Many[Computed]) -> None:
+        """What was committed is read when a draft is wanted."""
+
+    def forget(self, request_id: str) -> None:
+        self._texts.pop(request_id, None)
+
+    def _text(self, sequence: Sequence) -> Text:
+        text = self._texts.get(sequence.request_id)
+        if text is None or text.sequence is not sequence:
+            text = self._texts[sequence.request_id] = Text(sequence)
+        return text
+
+    def _updated(self, sequence: Sequence) -> Text:
+        text = self._text(sequence)
+        text.update()
+        return text

@@ -1,0 +1,232 @@
+"""`tandem bench speculate`: what is asked for, what figures say, and a small run from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.speculate.figures import crossover, figures_of, verdicts_of
+from bench.speculate.measurement import Answer, Measurement, summarize
+from bench.speculate.plan import Block, Case, NumTokens, Plan, parse_drafting
+from bench.speculate.workload import edit_prompt, load_prompts
+from protocol.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
+from protocol.errors import ConfigError
+from tests.e2e.serving import HttpServing
+
+BLOCK = Block(workload="completion", temperature=0.0, concurrency=1, drafting="ngram")
+QUICK = ("--compile", "off", "--threads", "1", "--rounds", "1", "--requests", "2", "--output-len", "6")
+
+
+def run(folder: Path, *arguments: object) -> Result:
+    return CliRunner().invoke(app, ["speculate", *QUICK, "--output", str(folder), *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def test_a_drafting_is_a_method_or_a_labelled_config() -> None:
+    assert parse_drafting("ngram", str(BUNDLED_MODEL)).config.method == "ngram"
+    draft = parse_drafting("draft_model", str(BUNDLED_MODEL))
+    assert draft.config.model == str(BUNDLED_FOLDER / "tandem-code-1m")
+    tree = parse_drafting('tree={"method": "draft_model", "tree": true}', str(BUNDLED_MODEL))
+    assert (tree.label, tree.config.tree) == ("tree", True)
+
+
+@pytest.mark.parametrize("spec", ["magic", "=ngram", "", "x={", 'x={"method": "magic"}', "x="])
+def test_what_is_neither_is_refused(spec: str) -> None:
+    with pytest.raises(ConfigError, match="--method"):
+        parse_drafting(spec, str(BUNDLED_MODEL))
+
+
+def test_held_out_prompts_are_code_and_edits_of_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    completions = load_prompts("completion", tokenizer, 400)
+    assert len(completions) == 64 and max(map(len, completions)) == 400
+    edits = load_prompts("edit", tokenizer, 1000)
+    assert len(edits) > 48
+    text = tokenizer.decode(edits[0])
+    before, after = text.split("# After renaming ")
+    name = after.split(" to ")[0]
+    begun = after.split("\n", 1)[1]
+    assert begun.replace(f"new_{name}", name).strip() in before
+    assert f"new_{name}" not in before
+
+
+def test_an_edit_needs_a_name_to_change() -> None:
+    assert edit_prompt("if a:\n    return b\n") is None
+    assert edit_prompt("value = 1\nprint(value)\nreturn value\n") == (
+        "# Before:\nvalue = 1\nprint(value)\nreturn value\n\n"
+        "# After renaming value to new_value:\nnew_value = 1\n"
+    )
+
+
+def plan(**changes: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "workloads": ["completion"],
+        "temperatures": [0.0],
+        "concurrencies": [1, 8],
+        "draftings": [parse_drafting("ngram", ""), parse_drafting("suffix", "")],
+        "num_tokens": [0, 3, "auto"],
+        "rounds": 2,
+        "requests": 4,
+        "output_len": 8,
+    }
+    return Plan(**fields | changes)
+
+
+def test_rounds_are_interleaved_and_every_second_one_runs_backwards() -> None:
+    made = plan()
+    assert len(made.blocks()) == 4
+    assert len(plan(temperatures=[0.0, 0.7]).blocks()) == 8
+    assert plan(temperatures=[0.0, 0.7]).warm_up_blocks() == made.blocks()
+    order = [case.num_tokens for case in made.cases(BLOCK, 0)]
+    assert order == [None, 0, 3, "auto"]
+    assert [case.num_tokens for case in made.cases(BLOCK, 1)] == order[::-1]
+
+
+def test_a_rounds_prompts_differ_and_change_with_the_round() -> None:
+    prompts = [[index] for index in range(10)]
+    assert plan().chosen(prompts, 1, 0) == [[0], [1], [2], [3]]
+    assert plan().chosen(prompts, 1, 2) == [[8], [9], [0], [1]]
+    assert len(plan().chosen(prompts, 8, 1)) == 8
+    assert sorted(plan().chosen(prompts, 64, 3)) == prompts
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def measured(
+    num_tokens: NumTokens | None, seconds: float, number: int = 0, block: Block = BLOCK, **counts: Any
+) -> Measurement:
+    """100 tokens of one request."""
+    answer = Answer(start=1.0, first=1.0, last=1.0 + seconds, token_ids=[7] * 100, steps=100)
+    for name, value in counts.items():
+        setattr(answer, name, value)
+    return summarize(
+        Case(block, num_tokens), number, [answer], draft_s=seconds / 4, step_s=seconds / answer.steps
+    )
+
+
+def test_figures_are_medians_and_ratios_within_rounds() -> None:
+    """The machine is half as fast in the third round; the ratio does not care."""
+    counts = {"steps": 40, "draft_rounds": 30, "drafted": 90, "accepted": 60}
+    rounds = [(1.0, 0.5), (1.0, 0.5), (2.0, 1.0)]
+    measurements = []
+    for number, (base, mine) in enumerate(rounds):
+        measurements += [measured(None, base, number), measured(3, mine, number, **counts)]
+    base_figure, figure = figures_of(measurements, price=3.6)
+    assert (base_figure.speedup, base_figure.acceptance, base_figure.tau) == (1.0, None, None)
+    assert figure.speedup == pytest.approx(2.0)
+    assert figure.throughput == pytest.approx(200.0)
+    assert figure.cost == pytest.approx(5.0)
+    assert (figure.acceptance, figure.tau) == (pytest.approx(2 / 3), pytest.approx(3.0))
+    assert figure.per_forward == pytest.approx(99 / 39)
+    assert figure.predicted == pytest.approx(99 / 39 * (1.0 / 100) / (0.5 / 40))
+    assert figure.draft_share == pytest.approx(0.25)
+    assert figure.decode_speedup == pytest.approx(2.0)
+    assert figure.same
+    other = measured(3, 1.0, token_ids=[8] * 100)
+    assert not figures_of([measured(None, 1.0), other], 1.0)[1].same
+
+
+def test_the_crossover_lies_between_what_was_measured() -> None:
+    assert crossover({1: 1.5, 4: 1.2, 16: 1.1}) is None
+    assert crossover({1: 0.9, 4: 0.8}) == 1.0
+    assert crossover({1: 1.5, 4: 1.1, 16: 0.9}) == pytest.approx(8.0)
+    assert crossover({1: 0.9, 4: 1.1, 16: 0.9}) == pytest.approx(8.0), "the last gain counts"
+
+
+def test_verdicts_say_what_to_choose() -> None:
+    seconds: dict[int, dict[NumTokens | None, float]] = {
+        1: {None: 1.0, 0: 1.02, 3: 0.5, 5: 0.8, "auto": 0.52},
+        16: {None: 1.0, 0: 1.01, 3: 1.25, 5: 2.0, "auto": 1.02},
+    }
+    measurements = [
+        measured(k, each, block=Block("completion", 0.0, concurrency, "ngram"))
+        for concurrency, by_k in seconds.items()
+        for k, each in by_k.items()
+    ]
+    [verdict] = verdicts_of(figures_of(measurements, 1.0))
+    assert verdict.best == {1: (3, pytest.approx(2.0)), 16: (3, pytest.approx(0.8))}
+    assert verdict.crossover is not None and 8 < verdict.crossover < 16
+    assert verdict.auto_worst == pytest.approx(1 / 1.02)
+    assert verdict.auto_of_best == pytest.approx(0.5 / 0.52)
+    assert verdict.tax == pytest.approx(1 - 1 / 1.02)
+
+
+# --- from end to end ------------------------------------------------------------------------------
+
+
+def check_files(folder: Path, cases: int) -> dict[str, Any]:
+    assert {path.name for path in folder.iterdir()} == {
+        "speculate.json",
+        "speculate.md",
+        "speculate-k.svg",
+        "speculate-concurrency.svg",
+    }
+    document: dict[str, Any] = json.loads((folder / "speculate.json").read_text())
+    assert len(document["figures"]) == len(document["measurements"]) == cases
+    assert all(figure["same"] for figure in document["figures"])
+    return document
+
+
+@pytest.mark.slow
+def test_engines_side_by_side(tmp_path: Path) -> None:
+    """With coupled verification every answer is the baseline's."""
+    options = ("--method", "draft_model", "--num-tokens", "0,3,auto", "--dtype", "float32")
+    result = run(tmp_path, *options, "--concurrency", "1,2", "--temperature", "0,0.7")
+    assert result.exit_code == 0, result.output
+    document = check_files(tmp_path, cases=16)
+    drafted = {str(each["case"]["num_tokens"]): each["acceptance"] for each in document["figures"]}
+    assert drafted["None"] is None and drafted["0"] is None
+    assert 0 < drafted["3"] <= 1
+    assert all(each["predicted"] > 0 for each in document["figures"])
+    table = (tmp_path / "speculate.md").read_text()
+    assert "| 1 | draft_model | 3 |" in table
+    assert "`tandem bench speculate --method draft_model --num-tokens 0,3,auto --concurrency 1,2" in table
+
+
+@pytest.mark.slow
+def test_a_server_is_asked_request_by_request(tmp_path: Path) -> None:
+    config = parse_drafting("draft_model", str(BUNDLED_MODEL)).config
+    memory = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    with HttpServing(
+        BUNDLED_MODEL, {"decode-0": ""}, disaggregation=False, speculative_config=config, **memory
+    ) as serving:
+        options = ("--method", "draft_model", "--num-tokens", "2,auto", "--temperature", "0")
+        result = run(tmp_path, *options, "--concurrency", "2", "--base-url", serving.url)
+    assert result.exit_code == 0, result.output
+    document = check_files(tmp_path, cases=3)
+    assert [each["acceptance"] is None for each in document["figures"]] == [True, False, False]
+    assert all(each["draft_share"] is None for each in document["figures"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--method", "magic"), "--method: 'magic' is none of draft_model"),
+        (("--workload", "poetry"), "--workload: 'poetry' is none of completion, edit"),
+        (("--num-tokens", "1,x"), "--num-tokens: "),
+        (("--concurrency", "many"), "--concurrency: "),
+        (("--method", "ngram", "--base-url", "http://127.0.0.1:9"), "--base-url: http://127.0.0.1:9"),
+        (
+            ("--method", 'x={"method": "ngram"}', "--base-url", "http://127.0.0.1:9"),
+            "--method x: a request names a method, not its options",
+        ),
+    ],
+)
+def test_bad_options_are_named(tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:
+    result = run(tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.replace("│", " ").split())

@@ -1,0 +1,240 @@
+"""A server that speculates gives the tokens of one that does not: every method, together and apart. fp32."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from protocol.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
+from protocol.speculation import WEIGHTLESS, parse_speculative_config
+from tests.deploy.server_process import ROOT, tandem_command
+from tests.e2e.serving import PAIR, HttpServing
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+DEPLOYMENTS: dict[str, dict[str, Any]] = {
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
+    "draft_model_tree": {"method": "draft_model", "num_speculative_tokens": 12, "tree": True},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 4},
+}
+WORKERS = {"disaggregated": PAIR, "colocated": {"decode-0": ""}}
+NUM_TOKENS = 40
+LINES = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text().splitlines()
+PROMPT = json.loads(LINES[20])["prompt"][-700:]
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+BAN = {"bad_words": ["self"], "logit_bias": {"10": -5}, "min_tokens": 8}
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "logprobs": {"temperature": 0, "logprobs": 3},
+    "seeded": {"temperature": 0.7, "seed": 11, "top_p": 0.95},
+    "n": {"temperature": 0.5, "seed": 5, "n": 3, "logprobs": 0},
+    "penalties": {"temperature": 0, "logprobs": 1, **PENALTIES},
+    "bans": {"temperature": 0.3, "seed": 2, **BAN},
+    "stop": {"temperature": 0, "stop": ["=3)", "return self"], "logprobs": 0},
+    "kept stop": {"temperature": 0, "stop": ["level=2)"], "include_stop_str_in_output": True},
+    "stop token": {"temperature": 0, "stop_token_ids": [384], "logprobs": 0},
+    "end of text": {"temperature": 1.0, "seed": 9, "ignore_eos": False, "logit_bias": {"0": 9}},
+    "echo": {"temperature": 0, "echo": True, "logprobs": 1},
+    "one token": {"temperature": 0, "max_tokens": 1},
+    "two tokens": {"temperature": 0, "max_tokens": 2},
+}
+
+
+def options(deployment: str | None) -> dict[str, Any]:
+    config: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    if deployment is not None:
+        fields = DEPLOYMENTS[deployment]
+        config["speculative_config"] = parse_speculative_config(fields, target=str(BUNDLED_MODEL))
+    return config
+
+
+def serve(deployment: str | None, workers: str) -> HttpServing:
+    disaggregation = workers == "disaggregated"
+    return HttpServing(BUNDLED_MODEL, WORKERS[workers], disaggregation=disaggregation, **options(deployment))
+
+
+def body_of(request: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    defaults = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
+    return defaults | request | fields
+
+
+def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    """Each choice of a whole answer, with what must not depend on speculation."""
+    answer = serving.http.post("/v1/completions", json=body_of(request, **fields))
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    total = sum(len(choice["token_ids"]) for choice in choices)
+    assert answer.json()["usage"]["completion_tokens"] == total
+    return [comparable([choice]) for choice in choices]
+
+
+def ask_streaming(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    """The same, put together from the events."""
+    body = body_of(request, stream=True, stream_options={"include_usage": True}, **fields)
+    parts: dict[int, list[dict[str, Any]]] = {}
+    with serving.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    for choice in (choice for event in events for choice in event["choices"]):
+        parts.setdefault(choice["index"], []).append(choice)
+    choices = [comparable(parts[index]) for index in sorted(parts)]
+    total = sum(len(choice["token_ids"]) for choice in choices)
+    assert events[-1]["usage"]["completion_tokens"] == total
+    return choices
+
+
+def comparable(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
+    return {
+        "text": "".join(part["text"] for part in parts),
+        "token_ids": [token for part in parts for token in part["token_ids"]],
+        "reasons": (parts[-1]["finish_reason"], parts[-1]["stop_reason"]),
+        "tokens": [token for entry in logprobs for token in entry["tokens"]],
+        "offsets": [offset for entry in logprobs for offset in entry["text_offset"]],
+        "logprobs": [value for entry in logprobs for value in entry["token_logprobs"]],
+        "tops": [top for entry in logprobs for top in entry["top_logprobs"]],
+    }
+
+
+def assert_same(choices: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(choices) == len(expected)
+    for choice, wanted in zip(choices, expected, strict=True):
+        for field in ("token_ids", "text", "reasons", "tokens", "offsets"):
+            assert choice[field] == wanted[field], field
+        assert choice["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
+        for top, wanted_top in zip(choice["tops"], wanted["tops"], strict=True):
+            assert sorted(top or ()) == sorted(wanted_top or ())
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[dict[str, Any]]]:
+    """The answers of a server without speculation."""
+    with serve(None, "colocated") as serving:
+        return {name: ask(serving, request) for name, request in REQUESTS.items()}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(deployment, workers) for workers in WORKERS for deployment in DEPLOYMENTS],
+    ids=lambda param: "-".join(param),
+)
+def serving(request: pytest.FixtureRequest) -> Iterator[HttpServing]:
+    with serve(*request.param) as serving:
+        yield serving
+
+
+def method_of(serving: HttpServing) -> str:
+    assert serving.config.speculative_config is not None
+    return serving.config.speculative_config.method
+
+
+def total(serving: HttpServing, name: str, method: str | None = None) -> float:
+    label = {"method": method or method_of(serving)}
+    return serving.metric(f"tandem_spec_decode_num_{name}_total", **label)
+
+
+def test_the_requests_differ_and_end_in_every_way(expected: dict[str, list[dict[str, Any]]]) -> None:
+    """Or the comparisons would say little."""
+    reasons = {name: choices[0]["reasons"] for name, choices in expected.items()}
+    assert reasons["greedy"] == ("length", None)
+    assert (reasons["stop"], reasons["kept stop"]) == (("stop", "return self"), ("stop", "level=2)"))
+    assert reasons["stop token"] == ("stop", 384)
+    assert reasons["end of text"] == ("stop", None)
+    assert len({tuple(choice["token_ids"]) for choice in expected["n"]}) == 3
+    for name in ("stop", "stop token", "end of text"):
+        assert 3 < len(expected[name][0]["token_ids"]) < NUM_TOKENS, name
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_answers_are_the_same(
+    serving: HttpServing, expected: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    assert_same(ask(serving, REQUESTS[name]), expected[name])
+    assert_same(ask_streaming(serving, REQUESTS[name]), expected[name])
+    assert_same(ask(serving, REQUESTS[name], speculative={"enabled": False}), expected[name])
+    serving.wait_empty()
+
+
+def test_requests_choose_for_themselves(
+    serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
+) -> None:
+    for fields in (
+        *({"num_speculative_tokens": count} for count in (0, 1, 3, 8)),
+        *({"method": method} for method in {method_of(serving), *WEIGHTLESS}),
+    ):
+        assert_same(ask(serving, REQUESTS["logprobs"], speculative=fields), expected["logprobs"])
+    refused = serving.http.post(
+        "/v1/completions", json=body_of(REQUESTS["greedy"], speculative={"method": "medusa"})
+    )
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "speculative.method"
+
+
+def test_usage_and_metrics_agree(serving: HttpServing) -> None:
+    """What the answers say of their predictions is what `/metrics` and `tandem status` count."""
+
+    def counted() -> tuple[float, float, float]:
+        return total(serving, "drafts"), total(serving, "draft_tokens"), total(serving, "accepted_tokens")
+
+    serving.wait_empty()
+    before = counted()
+    answer = serving.http.post("/v1/completions", json=body_of(REQUESTS["greedy"])).json()
+    usage = answer["usage"]["completion_tokens_details"]
+    accepted, rejected = usage["accepted_prediction_tokens"], usage["rejected_prediction_tokens"]
+    assert accepted > 0, "a test that cannot fail"
+    serving.wait_empty()
+    drafts, drafted, taken = (now - then for now, then in zip(counted(), before, strict=True))
+    assert (drafted, taken) == (accepted + rejected, accepted)
+    assert 1 <= drafts <= NUM_TOKENS - 1 - accepted
+    per_position = [
+        serving.metric(
+            "tandem_spec_decode_num_accepted_tokens_per_pos_total",
+            method=method_of(serving),
+            position=str(position),
+        )
+        for position in range(8)
+    ]
+    assert sum(per_position) == total(serving, "accepted_tokens")
+    assert per_position == sorted(per_position, reverse=True)
+    shown = subprocess.run(
+        tandem_command("status", "--once", "--url", serving.url),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    row = rf"decode-0 +│ {method_of(serving)} +│ \d+ +│ \d+% +│ [1-5]\.\d\d "
+    assert re.search(row, shown), shown
+    start_up = serving.worker_states()["decode-0"]["start_up"]["speculation"]
+    assert start_up.startswith(f"{method_of(serving)} (") and "num_speculative_tokens " in start_up
+
+
+def test_a_cancelled_stream_leaves_nothing(
+    serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
+) -> None:
+    body = body_of(REQUESTS["n"], max_tokens=400, stream=True)
+    for num_events in (0, 1, 3, 8):
+        with serving.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            for _ in range(2 * num_events):
+                next(lines)
+    serving.wait_empty()
+    assert_same(ask(serving, REQUESTS["n"]), expected["n"])
+
+
+def test_a_decode_workers_death_changes_nothing(expected: dict[str, list[dict[str, Any]]]) -> None:
+    """It dies after steps of several tokens each; another one goes on, drafting as the request says."""
+    workers = {"prefill-0": "", "decode-0": "KILL:after:after_step:4", "decode-1": ""}
+    asked = {"num_speculative_tokens": 3}
+    with HttpServing(BUNDLED_MODEL, workers, worker_timeout=1.5, **options("draft_model")) as serving:
+        for name in ("logprobs", "seeded"):
+            assert_same(ask(serving, REQUESTS[name], speculative=asked), expected[name])
+        assert serving.metric("tandem_requests_placed_anew_total") == 1
+        drafts, drafted = (total(serving, name, "draft_model") for name in ("drafts", "draft_tokens"))
+        assert 2 < drafted / drafts <= 3
+        serving.wait_empty()

@@ -1,0 +1,223 @@
+"""`--speculative-config` and a request's `speculative`: what is taken, and how the rest is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.bundled import BUNDLED_FOLDER, BUNDLED_MODEL, DRAFTS
+from protocol.config import ServeConfig, load_config
+from protocol.errors import ConfigError, InvalidRequestError
+from protocol.speculation import (
+    METHODS,
+    WEIGHTLESS,
+    RequestSpeculation,
+    SpeculativeConfig,
+    check_request_speculation,
+    describe,
+    parse_request_speculation,
+    parse_speculative_config,
+)
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+DRAFT = BUNDLED_FOLDER / "tandem-code-1m"
+
+
+def parsed(fields: object, target: str | None = None) -> SpeculativeConfig:
+    return parse_speculative_config(fields, target=target)
+
+
+def refusal(fields: object, target: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parsed(fields, target)
+    message = str(caught.value)
+    assert message.startswith("--speculative-config: ")
+    return message.removeprefix("--speculative-config: ")
+
+
+def test_flag_environment_and_file_say_the_same(tmp_path: Path) -> None:
+    wanted = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    text = json.dumps(NGRAM)
+    (tmp_path / "c.yaml").write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 4\n")
+    for config in (
+        load_config({"speculative_config": text}, {}),
+        load_config({}, {"TANDEM_SPECULATIVE_CONFIG": text}),
+        load_config({}, {}, tmp_path / "c.yaml"),
+    ):
+        assert config.speculative_config == wanted
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ServeConfig) == config
+    assert load_config({}, {"TANDEM_SPECULATIVE_CONFIG": ""}).speculative_config is None
+
+
+@pytest.mark.parametrize(
+    ("sources", "source"),
+    [
+        ({"flags": {"speculative_config": '{"method": "x"}'}}, "--speculative-config"),
+        (
+            {"environ": {"TANDEM_SPECULATIVE_CONFIG": '{"method": "x"}'}},
+            "TANDEM_SPECULATIVE_CONFIG",
+        ),
+    ],
+)
+def test_a_bad_value_is_blamed_on_where_it_came_from(sources: dict, source: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{source}: method: must be one of 'draft_model'.*got 'x'"):
+        load_config(**{"environ": {}, **sources})
+
+
+def test_a_bad_entry_of_the_file_is_blamed_on_it(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("speculative_config:\n  method: ngram\n  prompt_lookup_max: 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, {}, path)
+    expected = f"{path}: speculative_config: prompt_lookup_max: must be an integer of at least 1, got 0"
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"num_speculative_tokens": 33}, "num_speculative_tokens: must be an integer from 0 to 32 or 'auto'"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: must be an integer from 0 to 32"),
+        ({"num_speculative_tokens": "4"}, "num_speculative_tokens: must be an integer from 0 to 32"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens: must be an integer from 0 to 32"),
+        ({"num_speculative_tokens": 2.5}, "num_speculative_tokens: must be an integer from 0 to 32"),
+        ({"max_speculative_tokens": 0}, "max_speculative_tokens: must be an integer from 1 to 32, got 0"),
+        ({"verification": "loose"}, "verification: must be one of 'block', 'coupled', 'standard'"),
+        ({"tree": "yes"}, "tree: must be true or false, got 'yes'"),
+        ({"tree": True}, "tree: the method ngram drafts no tree"),
+        ({"tree_nodes": 64}, "tree_nodes: must be an integer from 1 to 63, got 64"),
+        ({"prefill": "never"}, "prefill: must be one of 'auto', 'carry', 'rebuild'"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be an integer of at least 1"),
+        ({"prompt_lookup_min": 6}, "prompt_lookup_min: 6 exceeds prompt_lookup_max=5"),
+        ({"suffix_decoding_max_tree_depth": 257}, "suffix_decoding_max_tree_depth: .* from 2 to 256"),
+        ({"suffix_decoding_max_spec_factor": float("inf")}, "suffix_decoding_max_spec_factor: .*finite"),
+        ({"suffix_decoding_max_spec_factor": float("nan")}, "suffix_decoding_max_spec_factor: .*finite"),
+        ({"suffix_decoding_min_token_prob": 1.5}, "suffix_decoding_min_token_prob: .* from 0 to 1, got 1.5"),
+        ({"lookahead_ngram": 1}, "lookahead_ngram: must be an integer from 2 to 8, got 1"),
+        ({"lookahead_ngram": 8, "lookahead_window": 16}, "lookahead_window: .* is 147, at most 63 rows"),
+        ({"model": 3}, "model: must be a string, got 3"),
+        ({"model": "x"}, "model: the method ngram has none"),
+        ({"num_spec_tokens": 3}, "num_spec_tokens: there is no such field; is num_speculative_tokens meant?"),
+        ({"quantization": "x"}, "quantization: there is no such field; there are method, model, "),
+    ],
+)
+def test_a_bad_field_is_named_with_its_limit(fields: dict, expected: str) -> None:
+    message = refusal({"method": "ngram", **fields})
+    field, _, reason = message.partition(": ")
+    wanted_field, _, wanted = expected.partition(": ")
+    assert field == wanted_field
+    assert re.search(wanted, reason), message
+
+
+@pytest.mark.parametrize(
+    "value", ["", "ngram", "{", "[]", "3", '"ngram"', "null", [], 3, '{"method": ["ngram"]}', "{}"]
+)
+def test_what_is_no_object_with_a_method(value: object) -> None:
+    assert "method" in refusal(value)
+
+
+def test_null_is_not_given_and_eagle3_is_eagle() -> None:
+    config = parsed({"method": "eagle3", "model": str(DRAFT), "num_speculative_tokens": None})
+    assert (config.method, config.num_speculative_tokens, config.fixed_tokens) == ("eagle", "auto", None)
+
+
+def test_a_model_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+
+    def model(name: str) -> str | None:
+        return parsed({"method": "draft_model", "model": name}).model
+
+    assert model("mine") == model("./mine") == str(tmp_path / "mine")
+    assert model("tandem-code-1m") == str(DRAFT)
+    assert model("someone/tandem-code-1m") == "someone/tandem-code-1m", "a name on the hub"
+    assert model(os.path.relpath(DRAFT)).startswith("/")  # type: ignore[union-attr]
+    (tmp_path / "tandem-code-1m").mkdir()
+    assert model("tandem-code-1m") == str(tmp_path / "tandem-code-1m"), "what lies here comes first"
+    for missing in ("./none", "/no/such/folder", "~/no such folder"):
+        message = refusal({"method": "draft_model", "model": missing})
+        assert message == f"model: there is no folder {missing}"
+
+
+def test_the_bundled_model_has_a_bundled_draft() -> None:
+    assert set(DRAFTS) == set(METHODS) - set(WEIGHTLESS)
+    config = load_config({"speculative_config": '{"method": "draft_model"}'}, {})
+    assert config.speculative_config is not None
+    assert config.speculative_config.model == str(DRAFT)
+    relative = os.path.relpath(BUNDLED_MODEL)
+    assert parsed({"method": "draft_model"}, relative).model == str(DRAFT)
+
+
+def test_any_other_model_needs_one_of_its_own(tmp_path: Path) -> None:
+    for target in (None, str(tmp_path), "org/model"):
+        assert refusal({"method": "draft_model"}, target) == "model: the method draft_model needs one"
+    with pytest.raises(ConfigError, match="model: the method draft_model needs one"):
+        load_config({"speculative_config": {"method": "draft_model"}, "model": "org/model"}, {})
+
+
+def test_what_differs_from_the_defaults_is_told() -> None:
+    assert describe(parsed({"method": "ngram"})) == "ngram"
+    assert describe(parsed(NGRAM)) == "ngram (num_speculative_tokens 4)"
+    assert describe(None) == "none (a request may ask for ngram, suffix, lookahead)"
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def request_refusal(fields: dict) -> tuple[str, str]:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_request_speculation(fields)
+    return caught.value.field, caught.value.message
+
+
+def test_a_request_says_what_it_wants() -> None:
+    assert parse_request_speculation(None) is None
+    assert parse_request_speculation({}) == RequestSpeculation()
+    assert parse_request_speculation({"enabled": None, "method": None}) == RequestSpeculation()
+    asked = parse_request_speculation({"method": "eagle3", "num_speculative_tokens": 0, "enabled": False})
+    assert asked == RequestSpeculation(enabled=False, method="eagle", num_speculative_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        (
+            {"num_speculative_tokens": 33},
+            "num_speculative_tokens",
+            "must be an integer from 0 to 32, got 33",
+        ),
+        (
+            {"num_speculative_tokens": "auto"},
+            "num_speculative_tokens",
+            "must be an integer from 0 to 32, got 'auto'",
+        ),
+        ({"enabled": 1}, "enabled", "must be true or false, got 1"),
+        (
+            {"metod": "ngram"},
+            "metod",
+            "there is no such field; is method meant?",
+        ),
+    ],
+)
+def test_a_requests_bad_field_is_named_with_its_limit(fields: dict, field: str, message: str) -> None:
+    assert request_refusal(fields) == (f"speculative.{field}", message)
+
+
+@pytest.mark.parametrize("deployed", [None, SpeculativeConfig(method="ngram")])
+def test_a_method_without_its_weights_is_refused_by_name(deployed: SpeculativeConfig | None) -> None:
+    with pytest.raises(InvalidRequestError, match="'eagle' needs weights that this server has not loaded"):
+        check_request_speculation(RequestSpeculation(method="eagle"), deployed)
+    for method in WEIGHTLESS:
+        check_request_speculation(RequestSpeculation(method=method), deployed)
+    check_request_speculation(RequestSpeculation(method="eagle", enabled=False), deployed)
+    check_request_speculation(None, deployed)
+
+
+def test_the_deployments_own_method_may_be_named() -> None:
+    deployed = SpeculativeConfig(method="medusa", model="m")
+    check_request_speculation(RequestSpeculation(method="medusa"), deployed)

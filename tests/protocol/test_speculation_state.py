@@ -1,0 +1,72 @@
+"""What a worker tells its router of its speculation: travels with its state, within bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol.codec import encode, worker_to_router
+from protocol.messages import WorkerState
+from protocol.speculation import MethodState, SpeculationState, StepTimeState
+
+METHOD = MethodState(
+    method="eagle",
+    num_requests=3,
+    num_tokens=9,
+    acceptance=[0.9, 0.75, 0.5],
+    start_s=1e-4,
+    level_s=1e-3,
+    token_s=1e-5,
+)
+STATE = SpeculationState(
+    max_tokens=8,
+    methods=[METHOD],
+    step_time=StepTimeState(
+        rows=[1, 2, 4],
+        seconds=[2e-3, 2e-3, 3e-3],
+        sequence_s=1e-5,
+        context_s=1e-7,
+        attended_s=1e-8,
+        surroundings_s=2e-4,
+    ),
+)
+
+
+def state(speculation: SpeculationState | None) -> WorkerState:
+    return WorkerState(
+        worker_id="d0", incarnation="i", role="decode", lifecycle="ready", speculation=speculation
+    )
+
+
+@pytest.mark.parametrize("speculation", [None, SpeculationState(), STATE])
+def test_it_travels_in_the_workers_state(speculation: SpeculationState | None) -> None:
+    sent = state(speculation)
+    assert worker_to_router.decode(encode(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("max_tokens",), 64),
+        (("max_tokens",), -1),
+        (("methods",), [{"method": "eagle"}] * 7),
+        (("methods", 0, "method"), "guess"),
+        (("methods", 0, "num_requests"), -1),
+        (("methods", 0, "acceptance"), [1.5]),
+        (("methods", 0, "acceptance"), [0.5] * 64),
+        (("methods", 0, "level_s"), -1e-3),
+        (("step_time", "rows"), [1] * 65),
+        (("step_time", "seconds"), [-1.0]),
+        (("step_time", "surroundings_s"), -1.0),
+    ],
+)
+def test_values_out_of_bounds_are_refused(path: tuple[Any, ...], value: object) -> None:
+    fields = msgspec.to_builtins(state(STATE))
+    target = fields["speculation"]
+    for step in path[:-1]:
+        target = target[step]
+    target[path[-1]] = value
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(fields, WorkerState)

@@ -1,0 +1,200 @@
+"""What a client says of speculation and what it is told: requests, usage, metrics, many tokens at once."""
+
+from __future__ import annotations
+
+import logging
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from router_clients import emitted, events_of, eventually, lose, post
+
+from protocol.codec import encode
+from protocol.messages import StepOutput, TokenOutput
+from protocol.speculation import RequestSpeculation, SpeculativeConfig
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+ZERO = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+
+
+def details(accepted: int, rejected: int) -> dict[str, int]:
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+
+
+def seen(worker) -> list[RequestSpeculation | None]:
+    return [request.speculation for request in worker.generated]
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "x", "max_tokens": 4}), ("/v1/chat/completions", CHAT)]
+)
+def test_the_engine_gets_what_the_request_says(make_router, path, body):
+    router = make_router(speculative_config=SpeculativeConfig(method="draft_model", model="m"))
+    worker = router.add_worker()
+
+    def ask(**fields) -> None:
+        assert router.http.post(path, json={**body, **fields}).status_code == 200
+
+    ask()
+    ask(speculative=None)
+    ask(speculative={"enabled": False})
+    ask(speculative={"method": "draft_model", "num_speculative_tokens": 7}, n=2)
+    ask(speculative={"method": "suffix"})
+    assert seen(worker) == [
+        None,
+        None,
+        RequestSpeculation(enabled=False),
+        *[RequestSpeculation(method="draft_model", num_speculative_tokens=7)] * 2,
+        RequestSpeculation(method="suffix"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "reason"),
+    [
+        ({"num_speculative_tokens": 33}, ".num_speculative_tokens", "an integer from 0 to 32, got 33"),
+        ({"num_speculative_tokens": "4"}, ".num_speculative_tokens", "an integer from 0 to 32"),
+        ({"enabled": "yes"}, ".enabled", "true or false"),
+        ({"method": "magic"}, ".method", "'ngram', 'suffix', got 'magic'"),
+        ({"num_tokens": 3}, ".num_tokens", "is num_speculative_tokens meant?"),
+        ({"method": "medusa"}, ".method", "'medusa' needs weights that this server has not loaded"),
+        ("ngram", "", "expected object | null, got str"),
+    ],
+)
+def test_what_is_wrong_is_named(router, asked, field, reason):
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", CHAT)):
+        answer = router.http.post(path, json={**body, "speculative": asked})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == f"speculative{field}"
+        assert reason in error["message"]
+
+
+def test_it_stays_with_a_request_that_is_placed_anew(make_router, pool):
+    router = make_router()
+    first = router.add_worker("decode-0", tokens_per_step=3, rejected_per_step=2)
+    first.stall_after = 6
+    future = pool.submit(post, router, max_tokens=12, speculative={"num_speculative_tokens": 5})
+    eventually(lambda: emitted(router) == [6])
+    second = router.add_worker("decode-1", tokens_per_step=2, rejected_per_step=1)
+    lose(router, first)
+    usage = future.result(5).json()["usage"]
+    assert seen(second) == [RequestSpeculation(num_speculative_tokens=5)]
+    assert usage["completion_tokens"] == 12
+    assert usage["completion_tokens_details"] == details(2 * 2 + 3 * 1, 2 * 2 + 3 * 1)
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+
+def test_usage_tells_accepted_and_rejected_predictions(make_router):
+    """Four tokens a step, of which three were drafted and two more were not taken."""
+    router = make_router()
+    router.add_worker(tokens_per_step=4, rejected_per_step=2)
+    whole = post(router, max_tokens=12, n=2).json()
+    assert whole["usage"]["completion_tokens_details"] == details(2 * 3 * 3, 2 * 3 * 2)
+    chunks = events_of(router, max_tokens=12, n=2, stream_options={"include_usage": True})
+    assert chunks[-1]["usage"]["completion_tokens_details"] == details(2 * 3 * 3, 2 * 3 * 2)
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    texts = {0: "", 1: ""}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        texts[choice["index"]] += choice["text"]
+    assert list(texts.values()) == [choice["text"] for choice in whole["choices"]]
+
+
+def test_the_openai_client_reads_it_from_a_chat(make_router):
+    router = make_router()
+    router.add_worker(tokens_per_step=4, rejected_per_step=1)
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="any", max_retries=0) as client:
+        usage = client.chat.completions.create(model="test-model", **CHAT).usage
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 3
+    assert usage.completion_tokens_details.rejected_prediction_tokens == 1
+
+
+def test_continuous_usage_counts_along(make_router):
+    router = make_router()
+    router.add_worker(tokens_per_step=4, rejected_per_step=1, step_s=0.02)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events_of(router, max_tokens=12, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens_details"] for chunk in chunks]
+    assert counts == sorted(counts, key=lambda count: count["accepted_prediction_tokens"])
+    assert counts[0]["accepted_prediction_tokens"] < counts[-1]["accepted_prediction_tokens"] == 9
+
+
+def test_without_speculation_it_is_zero(router):
+    assert post(router, max_tokens=5).json()["usage"]["completion_tokens_details"] == ZERO
+
+
+def test_what_a_stop_string_cuts_is_counted_nowhere(make_router):
+    """The stop ends with the first of four tokens; the accepted ones after it are no output."""
+    router = make_router()
+    tokenizer = router.server.state.tokenizer
+    token_ids = tokenizer.encode("brown fox jumps over the dog")
+    worker = router.add_worker(script=lambda _: token_ids * 3, tokens_per_step=4, rejected_per_step=1)
+    second = tokenizer.decode(token_ids[4:5])
+    assert second.strip() and second not in tokenizer.decode(token_ids[:4])
+    answer = post(router, max_tokens=12, stop=second, return_token_ids=True, logprobs=1).json()
+    choice, usage = answer["choices"][0], answer["usage"]
+    assert choice["text"] == tokenizer.decode(token_ids[:4])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", second)
+    assert choice["token_ids"] == token_ids[:5]
+    assert len(choice["logprobs"]["tokens"]) == usage["completion_tokens"] == 5
+    assert usage["completion_tokens_details"] == details(3 + 1, 1 + 3)
+    assert router.metric("tandem_generation_tokens_total") == 5
+    eventually(lambda: worker.aborted and not worker.jobs)
+
+
+def test_a_worker_that_counts_wrongly_fails_the_request(make_router, pool):
+    router = make_router()
+    worker = router.add_worker()
+    worker.hold.set()
+    future = pool.submit(post, router, max_tokens=5)
+    eventually(lambda: worker.generated)
+    output = TokenOutput(
+        request_id=worker.generated[0].request_id, token_ids=[7], drafted_tokens=4, accepted_tokens=2
+    )
+    worker.post(encode(StepOutput(worker_id="decode-0", incarnation=worker.incarnation, outputs=[output])))
+    assert future.result(5).status_code == 500
+    assert router.metric("tandem_messages_dropped_total", reason="malformed") == 1
+
+
+# --- metrics and log ------------------------------------------------------------------------------
+
+
+def test_metrics_have_vllms_names_with_labels(make_router):
+    label = '{method="ngram"}'
+    counters = {
+        f"spec_decode_num_drafts_total{label}": 10.0,
+        f"spec_decode_num_draft_tokens_total{label}": 40.0,
+        f"spec_decode_num_accepted_tokens_total{label}": 25.0,
+        'spec_decode_num_accepted_tokens_per_pos_total{method="ngram",position="0"}': 10.0,
+        'spec_decode_num_accepted_tokens_per_pos_total{method="ngram",position="1"}': 8.0,
+    }
+    router = make_router()
+    router.add_worker(counters=counters)
+    found = {}
+    for family in text_string_to_metric_families(httpx.get(f"{router.url}/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("tandem_spec_decode"):
+                assert sample.labels["worker"] == "decode-0"
+                where = (sample.labels["method"], sample.labels.get("position"))
+                found[sample.name.removeprefix("tandem_spec_decode_num_"), where] = sample.value
+    assert found == {
+        ("drafts_total", ("ngram", None)): 10,
+        ("draft_tokens_total", ("ngram", None)): 40,
+        ("accepted_tokens_total", ("ngram", None)): 25,
+        ("accepted_tokens_per_pos_total", ("ngram", "0")): 10,
+        ("accepted_tokens_per_pos_total", ("ngram", "1")): 8,
+    }
+
+
+def test_the_requests_log_line_tells(make_router, caplog):
+    router = make_router()
+    router.add_worker(tokens_per_step=4, rejected_per_step=2)
+    with caplog.at_level(logging.DEBUG, logger="router.dispatcher"):
+        post(router, max_tokens=8)
+    assert [line for line in caplog.messages if "8 out" in line and "drafted 10, accepted 6" in line]

@@ -1,0 +1,146 @@
+"""A drafter that proposes what a test tells it to, right or wrong, and an engine that listens to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from typing import Any
+from unittest import mock
+
+import msgspec
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.kv_pool import KVPool, KVShape
+from engine.loader import LoadedModel
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.config import ServeConfig
+from protocol.speculation import SpeculativeConfig
+from speculation.drafter import Computed
+from speculation.speculator import BatchSpeculator
+
+Script = Callable[[Sequence, int], Draft | None]
+"""A draft for a sequence that has room for so many tokens."""
+
+Answers = Mapping[str, Many[int]]
+"""By request: the tokens that it gets without speculation."""
+
+
+class ScriptedDrafter:
+    """Implements `speculation.drafter.Drafter`. `observed` and `forgotten` are what it was told.
+
+    Until it is `listening`, as while the engine measures itself, it drafts nothing.
+    """
+
+    segment: KVShape | None = None
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.listening = False
+        self.observed: list[Computed] = []
+        self.forgotten: list[str] = []
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        pass
+
+    def warm_up(self) -> None:
+        pass
+
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        pass
+
+    def num_drafted(self, request_id: str) -> int:
+        return 0
+
+    def feature(self, request_id: str) -> Tensor | None:
+        return None
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        if not self.listening:
+            return [None] * len(sequences)
+        return [self.script(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+
+    def observe(self, computed: Many[Computed]) -> None:
+        if self.listening:
+            self.observed += computed
+
+    def forget(self, request_id: str) -> None:
+        if self.listening:
+            self.forgotten.append(request_id)
+
+
+def engine_with(config: ServeConfig, drafter: ScriptedDrafter, num_tokens: int, **options: Any) -> Engine:
+    """An engine whose requests all speculate with this drafter. `options`: of the `SpeculativeConfig`."""
+    asked = SpeculativeConfig(method="ngram", num_speculative_tokens=num_tokens, **options)
+
+    def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
+        with mock.patch("speculation.speculator.build_drafter", return_value=drafter):
+            return BatchSpeculator(config, loaded)
+
+    engine = Engine(msgspec.structs.replace(config, speculative_config=asked), speculate=speculate)
+    drafter.listening = True
+    return engine
+
+
+def right(answers: Answers) -> Script:
+    """All tokens as they will be."""
+
+    def script(sequence: Sequence, count: int) -> Draft | None:
+        return _chain(_next(answers, sequence, count))
+
+    return script
+
+
+def wrong_from(answers: Answers, depth: int, vocab_size: int) -> Script:
+    """So many tokens as they will be, then others."""
+
+    def script(sequence: Sequence, count: int) -> Draft | None:
+        tokens = _next(answers, sequence, count)
+        return _chain([*tokens[:depth], *((token + 1) % vocab_size for token in tokens[depth:])])
+
+    return script
+
+
+def sometimes_right(answers: Answers, rate: float, vocab_size: int) -> Script:
+    """Each token is right at this rate, and drafts are of any length, none at all included."""
+    rng = random.Random(0)
+
+    def script(sequence: Sequence, count: int) -> Draft | None:
+        tokens = _next(answers, sequence, rng.randint(0, count))
+        return _chain([t if rng.random() < rate else rng.randrange(vocab_size) for t in tokens])
+
+    return script
+
+
+def tree(answers: Answers, rate: float, vocab_size: int) -> Script:
+    """Two siblings at each depth, and a wrong child of the wrong one. At this rate one of them is right."""
+    rng = random.Random(0)
+
+    def script(sequence: Sequence, count: int) -> Draft | None:
+        token_ids: list[int] = []
+        parents: list[int] = []
+        last = -1
+        for token in _next(answers, sequence, count // 3):
+            if rng.random() >= rate:
+                token = (token + 2) % vocab_size
+            other = (token + 1) % vocab_size
+            siblings = [token, other] if rng.random() < 0.5 else [other, token]
+            first = len(token_ids)
+            token_ids += [*siblings, rng.randrange(vocab_size)]
+            parents += [last, last, first + siblings.index(other)]
+            last = first + siblings.index(token)
+        return Draft(token_ids, parents) if token_ids else None
+
+    return script
+
+
+def _next(answers: Answers, sequence: Sequence, count: int) -> list[int]:
+    known = len(sequence.output_token_ids)
+    return list(answers[sequence.request_id][known : known + count])
+
+
+def _chain(tokens: list[int]) -> Draft | None:
+    return Draft(tokens) if tokens else None

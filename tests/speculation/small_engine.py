@@ -1,0 +1,105 @@
+"""A tiny model, one much like it to draft with, and an engine that runs requests to their end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.engine import Engine
+from engine.sequence import Sequence
+from protocol.config import ServeConfig
+from protocol.messages import EngineRequest, TokenOutput
+from protocol.sampling import SamplingParams
+from speculation.control.plan import Request
+from speculation.speculator import BatchSpeculator
+from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
+
+BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
+"""Of the tiny model's own KV; a draft segment of the same shape comes on top."""
+
+MAX_LEN = 256
+CHUNK = 64
+"""Tokens of one step."""
+
+
+def write_pair(target: Path, draft: Path, difference: float = 0.02) -> None:
+    """A tiny Llama, and the same with noise in its weights: they often agree, but not always."""
+    write_tiny_llama(target)
+    model = load(target)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += difference * weight.std() * torch.randn(weight.shape, generator=generator)
+    model.save_pretrained(draft)
+
+
+def small_config(model: Path, num_blocks: int = 128, **options: Any) -> ServeConfig:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "compile": "off",
+        "max_model_len": MAX_LEN,
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": num_blocks * BLOCK_BYTES,
+    }
+    return ServeConfig(model=str(model), **(settings | options))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, VOCAB_SIZE) for _ in range(length)]
+
+
+def ask(request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: Any) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, **({"temperature": 0.0} | sampling))
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params)
+
+
+def draft_as_much_as_possible(engine: Engine) -> None:
+    """From now on each request drafts all that it may, whether that pays or not."""
+    speculator = engine._speculator
+    assert isinstance(speculator, BatchSpeculator)
+    methods = speculator._control._controller.methods
+
+    def plan(decoding: Many[Sequence], requests: Many[Request]) -> None:
+        for sequence, request in zip(decoding, requests, strict=True):
+            if request.method is not None:
+                sequence.draft_room = methods[request.method].shape.max_tokens
+
+    speculator._control.plan = plan  # type: ignore[method-assign]
+
+
+def run(engine: Engine, requests: Many[EngineRequest] = ()) -> dict[str, TokenOutput]:
+    """Each request's outputs as one: all tokens and log-probabilities, how it ended, what was drafted."""
+    for request in requests:
+        engine.add(request)
+    outputs: dict[str, list[TokenOutput]] = {}
+    while engine.has_work():
+        for output in engine.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+    assert engine.blocks.num_used == 0
+    return {request_id: joined(parts) for request_id, parts in outputs.items()}
+
+
+def joined(parts: list[TokenOutput]) -> TokenOutput:
+    last = parts[-1]
+    assert all(part.finish_reason is None for part in parts[:-1])
+    return TokenOutput(
+        request_id=last.request_id,
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=[entry for part in parts for entry in part.logprobs or []] or None,
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        error=last.error,
+        drafted_tokens=sum(part.drafted_tokens for part in parts),
+        accepted_tokens=sum(part.accepted_tokens for part in parts),
+    )
+
+
+def tokens(outputs: dict[str, TokenOutput]) -> dict[str, list[int]]:
+    return {request_id: output.token_ids for request_id, output in outputs.items()}

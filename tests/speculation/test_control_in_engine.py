@@ -1,0 +1,230 @@
+"""The controller in a real engine: what it does to steps, what it counts and what it publishes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.engine import Engine
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.sockets import ClusterKeys
+from speculation.control import clock
+from speculation.speculator import BatchSpeculator
+from tests.speculation.engines import ask, finish, make_engine
+from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
+from worker.parts import WorkerParts
+
+PROMPTS = [[(7 * index + place * place) % VOCAB_SIZE for place in range(20)] for index in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[int]]:
+    engine, _ = make_engine(folder, None)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(ask(f"r{index}", prompt))
+    return finish(engine)
+
+
+class Proposals:
+    """Stands between the speculator and its drafter, and writes down what is asked for."""
+
+    def __init__(self, speculator: BatchSpeculator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: list[dict[str, int]] = []
+        drafter = speculator._drafters["draft_model"]
+        self._propose = drafter.propose
+        monkeypatch.setattr(drafter, "propose", self.propose)
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        self.counts.append(
+            {sequence.request_id: count for sequence, count in zip(sequences, counts, strict=True)}
+        )
+        return self._propose(sequences, counts)
+
+
+def test_mixed_wishes_in_one_batch(
+    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, speculator = make_engine(folder, folder)
+    proposals = Proposals(speculator, monkeypatch)
+    engine.add(ask("r0", PROMPTS[0], num_speculative_tokens=2))
+    engine.add(ask("r1", PROMPTS[1], enabled=False))
+    engine.add(ask("r2", PROMPTS[2], num_speculative_tokens=0))
+    engine.add(ask("r3", PROMPTS[3]))
+    assert finish(engine) == expected
+    asked = {request_id for counts in proposals.counts for request_id in counts}
+    assert {"r0"} <= asked <= {"r0", "r3"}
+    assert {counts["r0"] for counts in proposals.counts if "r0" in counts} <= {1, 2}  # 1 at the very end
+
+
+def test_no_drafts_are_the_plain_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, speculator = make_engine(folder, folder, num_speculative_tokens=0)
+    proposals = Proposals(speculator, monkeypatch)
+    verify: list[object] = []
+    monkeypatch.setattr(speculator, "verify", lambda *arguments: verify.append(arguments))
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(ask(f"r{index}", prompt))
+    engine.step()
+    while engine.has_work():
+        result = engine.step()
+        assert result.num_tokens == len(result.outputs) == len(PROMPTS)
+    assert proposals.counts == verify == []
+    assert 'spec_decode_steps_total{drafts="yes"}' not in engine.counters()
+
+
+def test_a_perfect_draft_that_costs_nothing_is_used(
+    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks(monkeypatch)
+    engine, _ = make_engine(folder, folder)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(ask(f"r{index}", prompt))
+    assert finish(engine) == expected
+    counters = engine.counters()
+    label = '{method="draft_model"}'
+    drafted = counters[f"spec_decode_num_draft_tokens_total{label}"]
+    assert counters[f"spec_decode_num_accepted_tokens_total{label}"] > 0.9 * drafted > 0
+
+
+def test_what_is_counted(folder: Path) -> None:
+    engine, _ = make_engine(folder, folder, num_speculative_tokens=3)
+    engine.add(ask("r0", PROMPTS[0], max_tokens=25))
+    finish(engine)
+    counters = engine.counters()
+    # The first token comes with the prompt, then four at a time.
+    assert counters['spec_decode_choices_total{method="draft_model",k="3"}'] == 6
+    assert counters['spec_decode_steps_total{drafts="yes"}'] == 6
+    assert counters['spec_decode_steps_total{drafts="no"}'] == 1
+    assert counters["spec_decode_verify_seconds_total"] > 0
+    assert counters['spec_decode_draft_seconds_total{method="draft_model"}'] > 0
+
+
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on steps take the same time on every machine."""
+    now = itertools.count()
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now) * 1e-3)
+
+
+class WrongDrafts:
+    """Each drafted token is `shift` beside the target's own, so that all are rejected."""
+
+    def __init__(self, tokens: dict[str, list[int]], shift: int) -> None:
+        self._tokens = tokens
+        self._shift = shift
+        self.counts: list[list[int]] = []
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        self.counts.append(list(counts))
+        return [self._draft(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
+
+    def _draft(self, sequence: Sequence, count: int) -> Draft:
+        done = len(sequence.output_token_ids)
+        right = self._tokens[sequence.request_id][done : done + count]
+        return Draft([(token + self._shift) % VOCAB_SIZE for token in right])
+
+
+def test_choices_do_not_look_at_the_drafted_tokens(
+    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise sampled output would be biased (DSpark, arXiv 2607.05147, appendix A)."""
+    counts = []
+    for shift in (1, 2):
+        with monkeypatch.context() as patch:
+            ticks(patch)
+            engine, speculator = make_engine(folder, folder)
+            wrong = WrongDrafts(expected, shift)
+            drafter = speculator._drafters["draft_model"]
+            patch.setattr(drafter, "propose", wrong.propose)
+            patch.setattr(drafter, "observe", lambda computed: None)
+            for index, prompt in enumerate(PROMPTS):
+                engine.add(ask(f"r{index}", prompt))
+            assert finish(engine) == expected
+            counts.append(wrong.counts)
+    assert counts[0] == counts[1]
+    assert len(counts[0]) > 0
+
+
+def test_calibration_leaves_no_trace(folder: Path) -> None:
+    engine, speculator = make_engine(folder, folder)
+    plain, _ = make_engine(folder, None)
+    assert engine.blocks.num_used == engine.blocks.num_cached == 0
+    assert engine.blocks._free == list(range(engine.blocks.num_blocks - 1, -1, -1))
+    assert engine.stats().steps == plain.stats().steps == 0
+    assert engine.counters() == {}
+    assert speculator._drafters["draft_model"].num_drafted("rehearsal-0") == 0
+
+
+def test_calibration_measures_the_machine(folder: Path) -> None:
+    engine, _ = make_engine(folder, folder)
+    state = engine.speculation()
+    assert state is not None and state.max_tokens == 8
+    assert state.step_time.seconds == sorted(state.step_time.seconds)
+    assert 0 < state.step_time.seconds[0] < state.step_time.seconds[-1]
+    (method,) = state.methods
+    assert method.start_s + method.level_s + method.token_s > 0
+
+
+def test_calibration_in_a_pool_that_is_too_small(folder: Path) -> None:
+    engine, _ = make_engine(folder, folder, max_num_seqs=1)
+    engine.add(ask("r0", PROMPTS[0]))
+    assert len(finish(engine)["r0"]) == 24
+
+
+def test_without_a_deployed_method_nothing_is_published_but_the_model_of_steps(folder: Path) -> None:
+    engine, _ = make_engine(folder, None)
+    state = engine.speculation()
+    assert state is not None and state.max_tokens == 0 and state.methods == []
+
+
+def test_the_workers_state_carries_it(folder: Path) -> None:
+    engine, _ = make_engine(folder, folder)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    parts = WorkerParts(
+        config=engine.config,
+        role="decode",
+        worker_id="d0",
+        incarnation="i",
+        host="127.0.0.1",
+        keys=ClusterKeys.generate(),
+        context=context,
+    )
+    assert parts.state().speculation is None
+    parts.engine = engine
+    engine.add(ask("r0", PROMPTS[0], num_speculative_tokens=2))
+    for _ in range(3):
+        engine.step()
+    speculation = parts.state().speculation
+    context.term()
+    assert speculation is not None
+    (method,) = speculation.methods
+    assert (method.num_requests, method.num_tokens) == (1, 2)
+
+
+def origin_of(engine: Engine, speculator: BatchSpeculator, request_id: str) -> str:
+    while request_id not in speculator._requests:
+        engine.step()
+    return speculator._requests[request_id].origin
+
+
+def test_where_a_requests_kv_comes_from(folder: Path) -> None:
+    engine, speculator = make_engine(folder, folder)
+    prompt = [place % 50 for place in range(40)]
+    engine.add(ask("computed", prompt))
+    assert origin_of(engine, speculator, "computed") == "computed"
+    finish(engine)
+    engine.add(ask("hit", prompt))
+    assert origin_of(engine, speculator, "hit") == "prefix_hit"
+    assert engine.reserve(ask("handed", PROMPTS[0])) is not None
+    engine.activate("handed", 5)
+    assert origin_of(engine, speculator, "handed") == "handed_over"

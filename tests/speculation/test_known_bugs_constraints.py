@@ -1,0 +1,146 @@
+"""Faults of other servers with penalties, bans and log-probabilities of drafted tokens. The numbers are the
+reference's; 13 and 14 concern grammars, which there are none of yet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from protocol.messages import EngineRequest, TokenOutput
+from protocol.speculation import SpeculativeConfig, Verification
+from speculation.speculator import speculate
+from tests.speculation import scripted
+from tests.speculation.scripted import ScriptedDrafter
+from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+
+NUM_DRAFTED = 5
+
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.7},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 1.1},
+    "rewarded repetition": {"frequency_penalty": -1.0},
+    "allowed": {"allowed_token_ids": [5, 9, 20, 77, 130, 131, 200]},
+    "banned": {"banned_token_sequences": [[9], [130, 131], [20, 77, 5], [131, 131]]},
+    "few allowed, banned and penalized": {
+        "allowed_token_ids": [5, 9, 20],
+        "banned_token_sequences": [[5, 5], [9, 20, 9]],
+        "frequency_penalty": 0.8,
+    },
+    "min_tokens": {"min_tokens": 12, "stop_token_ids": [5, 9], "allowed_token_ids": [5, 9, 20, 77]},
+    "bias": {"logit_bias": {5: 6.0, 9: 5.0, 20: -4.0}, "presence_penalty": 2.0},
+}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.9, "seed": 11},
+}
+
+
+def requests(**sampling: Any) -> list[EngineRequest]:
+    """All constraints at once, so that rows with and without each of them lie side by side."""
+    return [
+        ask(name, prompt_of(12 + 3 * index, index), ignore_eos=True, **(sampling | constraint))
+        for index, (name, constraint) in enumerate(CONSTRAINTS.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Path, Path]) -> dict[str, dict[str, TokenOutput]]:
+    engine = Engine(small_config(pair[0]))
+    return {name: run(engine, requests(**sampling)) for name, sampling in SAMPLING.items()}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("rate", [1.0, 0.7])
+def test_bug_15_each_position_is_constrained_by_the_tokens_before_it(
+    pair: tuple[Path, Path], plain: dict[str, dict[str, TokenOutput]], sampling: str, rate: float
+) -> None:
+    script = scripted.sometimes_right(tokens(plain[sampling]), rate, VOCAB_SIZE)
+    engine = scripted.engine_with(small_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED)
+    found = run(engine, requests(**SAMPLING[sampling]))
+    assert tokens(found) == tokens(plain[sampling])
+    assert sum(output.accepted_tokens for output in found.values()) > 20
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_bug_15_drafts_that_repeat_one_token(
+    pair: tuple[Path, Path], plain: dict[str, dict[str, TokenOutput]], sampling: str
+) -> None:
+    script = ScriptedDrafter(lambda sequence, count: scripted.Draft([sequence.token_ids[-1]] * count))
+    engine = scripted.engine_with(small_config(pair[0]), script, NUM_DRAFTED)
+    assert tokens(run(engine, requests(**SAMPLING[sampling]))) == tokens(plain[sampling])
+
+
+@pytest.mark.parametrize("verification", ["coupled", "standard", "block"])
+def test_bug_15_a_draft_model_keeps_no_penalties_of_rejected_tokens(
+    pair: tuple[Path, Path], plain: dict[str, dict[str, TokenOutput]], verification: Verification
+) -> None:
+    target, draft = pair
+    options = SpeculativeConfig(
+        method="draft_model", model=str(draft), num_speculative_tokens=NUM_DRAFTED, verification=verification
+    )
+    engine = Engine(small_config(target, 256, speculative_config=options), speculate=speculate)
+    assert tokens(run(engine, requests(temperature=0.0))) == tokens(plain["greedy"])
+
+
+@pytest.mark.parametrize("verification", ["standard", "block"])
+def test_bug_15_rejection_sampling_obeys_all_constraints(
+    pair: tuple[Path, Path], plain: dict[str, dict[str, TokenOutput]], verification: Verification
+) -> None:
+    """top_k=1 leaves chance no choice, but takes its way: the tokens are those of the greedy requests."""
+    script = scripted.sometimes_right(tokens(plain["greedy"]), 0.7, VOCAB_SIZE)
+    engine = scripted.engine_with(
+        small_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED, verification=verification
+    )
+    found = run(engine, requests(temperature=1.0, top_k=1))
+    assert tokens(found) == tokens(plain["greedy"])
+    assert sum(output.accepted_tokens for output in found.values()) > 20
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("rate", [1.0, 0.6])
+def test_bug_16_log_probabilities_are_those_without_speculation(
+    pair: tuple[Path, Path], sampling: str, rate: float
+) -> None:
+    asked = [
+        ask(f"r{top}", prompt_of(20, top), ignore_eos=True, **(SAMPLING[sampling] | {"logprobs": top}))
+        for top in (0, 1, 5, None)
+    ]
+    expected = run(Engine(small_config(pair[0])), asked)
+    script = scripted.sometimes_right(tokens(expected), rate, VOCAB_SIZE)
+    engine = scripted.engine_with(small_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED)
+    assert_same_logprobs(run(engine, asked), expected)
+
+
+@pytest.mark.parametrize("verification", ["standard", "block"])
+def test_bug_16_log_probabilities_of_rejection_sampling(
+    pair: tuple[Path, Path], verification: Verification
+) -> None:
+    asked = [
+        ask(f"r{top}", prompt_of(20, top), ignore_eos=True, temperature=1.0, top_k=1, logprobs=top)
+        for top in (0, 1, 5, None)
+    ]
+    expected = run(Engine(small_config(pair[0])), asked)
+    script = scripted.sometimes_right(tokens(expected), 0.6, VOCAB_SIZE)
+    engine = scripted.engine_with(
+        small_config(pair[0]), ScriptedDrafter(script), NUM_DRAFTED, verification=verification
+    )
+    assert_same_logprobs(run(engine, asked), expected)
+
+
+def assert_same_logprobs(found: dict[str, TokenOutput], expected: dict[str, TokenOutput]) -> None:
+    assert tokens(found) == tokens(expected)
+    for request_id, output in expected.items():
+        got = found[request_id].logprobs
+        if output.logprobs is None:
+            assert got is None
+            continue
+        assert got is not None and len(got) == len(output.logprobs) == len(output.token_ids)
+        for entry, other in zip(got, output.logprobs, strict=True):
+            assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert entry.rank == other.rank and entry.top_token_ids == other.top_token_ids
+            assert entry.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)

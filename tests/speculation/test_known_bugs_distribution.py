@@ -1,0 +1,168 @@
+"""Faults of other servers that change what is drawn. The numbers are the reference's.
+
+Numbers 1, 2 and 4 as they show in what comes out: tests/statistics/test_rejection_sampling.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import Verification
+from speculation.drawing import Chain, Drawing
+from tests.engine.sampler_reference import distribution
+from tests.speculation import scripted
+from tests.speculation.scripted import ScriptedDrafter
+from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+
+BY_CHANCE: list[Verification] = ["standard", "block"]
+
+PROCESSING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cool": {"temperature": 0.3},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.1},
+    "penalized": {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "top_k": 7},
+}
+
+
+def sequence_of(seed: int, output: list[int], **sampling: Any) -> Sequence:
+    params = SamplingParams(max_tokens=100, seed=seed, **sampling)
+    request = EngineRequest(
+        request_id=f"r{seed}", prompt_token_ids=[3, 1, 4], sampling=params, output_token_ids=output
+    )
+    return Sequence(request, seed)
+
+
+@pytest.mark.parametrize("name", PROCESSING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bugs_01_and_03_drafts_come_with_the_distribution_they_were_drawn_from(
+    name: str, dtype: torch.dtype
+) -> None:
+    """All processing included, and from the very logits that the ratio is made of, whatever their dtype."""
+    size, count = 20, 3_000
+    chains = [Chain(sequence_of(seed, [2, 2, 7], **PROCESSING[name])) for seed in range(count)]
+    logits = 2 * torch.randn(2, 1, size, generator=torch.Generator().manual_seed(5)).to(dtype)
+    drawing = Drawing(Sampler(size, "cpu", []), "standard")
+    for step in logits:
+        drawing.extend(chains, step.expand(count, -1))
+    for depth in range(2):
+        drawn = [chain.draft() for chain in chains]
+        for chain, draft in zip(chains[:20], drawn, strict=False):
+            assert draft.distributions is not None and draft.distributions.dtype is torch.float32
+            row = chain.sequence.sampling_row(draft.token_ids[:depth])
+            exact = distribution(logits[depth, 0], row)
+            torch.testing.assert_close(draft.distributions[depth].double(), exact, atol=1e-6, rtol=1e-5)
+        counts = torch.bincount(torch.tensor([draft.token_ids[0] for draft in drawn]), minlength=size)
+        assert drawn[0].distributions is not None
+        frequencies = counts / count
+        assert (frequencies - drawn[0].distributions[0]).abs().max() < 0.05
+        assert counts[drawn[0].distributions[0] == 0].sum() == 0
+
+
+def test_bug_04_what_no_chance_chose_has_no_distribution() -> None:
+    chains = [Chain(sequence_of(0, [])), Chain(sequence_of(1, [], temperature=0.0))]
+    Drawing(Sampler(20, "cpu", []), "standard").extend(chains, torch.randn(2, 20))
+    assert chains[0].draft().distributions is not None
+    assert chains[1].draft().distributions is None
+
+
+@pytest.mark.parametrize("verification", ["coupled", *BY_CHANCE])
+@pytest.mark.parametrize("depth", [0, 1, 2, 4, 5])
+def test_bug_05_the_token_after_a_rejection_is_that_row_s(
+    pair: tuple[Path, Path], verification: Verification, depth: int
+) -> None:
+    """top_k=1 leaves chance no choice, so that a token of any other row would show."""
+    request = ask("r", prompt_of(20), ignore_eos=True, temperature=1.0, top_k=1)
+    expected = tokens(run(Engine(small_config(pair[0])), [request]))
+    script = scripted.wrong_from(expected, depth, VOCAB_SIZE)
+    engine = scripted.engine_with(
+        small_config(pair[0]), ScriptedDrafter(script), num_tokens=5, verification=verification
+    )
+    found = run(engine, [request])
+    assert tokens(found) == expected
+    num_rounds = engine.counters()['spec_decode_num_drafts_total{method="ngram"}']
+    assert found["r"].accepted_tokens >= depth * (num_rounds - 1)
+
+
+def unrelated_drafts(sequence: Sequence, count: int) -> Draft:
+    """The same for the same tokens, whatever else runs."""
+    return Draft([(7 * token + 1) % VOCAB_SIZE for token in sequence.token_ids[-count:]])
+
+
+def crowd() -> list[EngineRequest]:
+    """Greedy and sampled ones, some of them with a seed in common, with several parameters."""
+    return [
+        ask(f"r{index}", prompt_of(15 + index, index), ignore_eos=True, **sampling)
+        for index, sampling in enumerate(
+            [
+                {"temperature": 0.0},
+                {"temperature": 1.0, "seed": 1},
+                {"temperature": 1.0, "seed": 1, "top_k": 20},
+                {"temperature": 0.0, "presence_penalty": 1.0},
+                {"temperature": 0.7, "seed": 2**40, "top_p": 0.9},
+                {"temperature": 1.2, "seed": -5, "min_p": 0.01, "logprobs": 1},
+            ]
+        )
+    ]
+
+
+@pytest.mark.parametrize("verification", ["coupled", *BY_CHANCE])
+def test_bugs_06_and_07_a_request_is_the_same_alone_and_in_any_batch(
+    pair: tuple[Path, Path], verification: Verification
+) -> None:
+    def engine() -> Engine:
+        drafter = ScriptedDrafter(unrelated_drafts)
+        return scripted.engine_with(small_config(pair[0]), drafter, num_tokens=3, verification=verification)
+
+    together = tokens(run(engine(), crowd()))
+    backwards = tokens(run(engine(), crowd()[::-1]))
+    alone: dict[str, list[int]] = {}
+    one_by_one = engine()
+    for request in crowd():
+        alone |= tokens(run(one_by_one, [request]))
+    assert together == backwards == alone
+
+
+@pytest.mark.parametrize("verification", ["coupled", *BY_CHANCE])
+def test_bug_06_requests_that_differ_in_their_seeds_alone_differ(
+    pair: tuple[Path, Path], verification: Verification
+) -> None:
+    prompt = prompt_of(20)
+    asked = [
+        ask(f"r{index}", prompt, ignore_eos=True, temperature=1.5, seed=seed)
+        for index, seed in enumerate([1, 2, 3, 1, 1 + 2**32])
+    ]
+    drafter = ScriptedDrafter(unrelated_drafts)
+    engine = scripted.engine_with(small_config(pair[0]), drafter, num_tokens=3, verification=verification)
+    found = tokens(run(engine, asked))
+    assert found["r0"] == found["r3"]
+    assert len({tuple(each) for each in found.values()}) == 4
+
+
+@pytest.mark.parametrize("verification", BY_CHANCE)
+def test_who_does_not_speculate_gets_the_tokens_of_a_server_without(
+    pair: tuple[Path, Path], verification: Verification
+) -> None:
+    """Beside others that do, in one batch."""
+    plain = tokens(run(Engine(small_config(pair[0])), crowd()))
+
+    def half_of_them(sequence: Sequence, count: int) -> Draft | None:
+        return unrelated_drafts(sequence, count) if sequence.request_id in ("r1", "r5") else None
+
+    drafter = ScriptedDrafter(half_of_them)
+    engine = scripted.engine_with(small_config(pair[0]), drafter, num_tokens=3, verification=verification)
+    found = tokens(run(engine, crowd()))
+    assert {name: found[name] for name in plain if name not in ("r1", "r5")} == {
+        name: plain[name] for name in plain if name not in ("r1", "r5")
+    }

@@ -1,0 +1,149 @@
+"""Faults of other servers when a sequence ends within its accepted tokens. The numbers are the reference's.
+
+Number 10, stop strings within a run, is the router's: tests/router/test_choice.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.engine import Engine
+from protocol.messages import TokenOutput
+from tests.speculation import scripted
+from tests.speculation.scripted import Script, ScriptedDrafter
+from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+
+PROMPT = prompt_of(20)
+LONG = 40
+NUM_DRAFTED = 8
+
+
+@pytest.fixture(scope="module")
+def answer(pair: tuple[Path, Path]) -> list[int]:
+    """What follows the prompt when nothing ends it."""
+    engine = Engine(small_config(pair[0]))
+    return tokens(run(engine, [ask("r", PROMPT, LONG, ignore_eos=True)]))["r"]
+
+
+def fresh_at(answer: list[int], earliest: int) -> int:
+    """The first place from `earliest` on whose token has not come before."""
+    return next(i for i in range(earliest, len(answer)) if answer[i] not in answer[:i])
+
+
+def model_that_ends_with(folder: Path, token: int, copy: Path) -> Path:
+    shutil.copytree(folder, copy)
+    for name in ("config.json", "generation_config.json"):
+        path = copy / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": token}))
+    return copy
+
+
+def both(
+    folder: Path, script: Script, num_tokens: int = NUM_DRAFTED, **sampling: object
+) -> tuple[TokenOutput, TokenOutput, Engine]:
+    """One request without speculation and with it."""
+    request = ask("r", PROMPT, **({"max_tokens": LONG} | sampling))
+    plain = run(Engine(small_config(folder)), [request])["r"]
+    engine = scripted.engine_with(small_config(folder), ScriptedDrafter(script), num_tokens)
+    return plain, run(engine, [request])["r"], engine
+
+
+def assert_same_end(plain: TokenOutput, speculated: TokenOutput) -> None:
+    assert speculated.token_ids == plain.token_ids
+    assert speculated.finish_reason == plain.finish_reason
+    assert speculated.stop_token_id == plain.stop_token_id
+
+
+@pytest.mark.parametrize("earliest", [2, 5, 9, 10])
+def test_bug_08_an_accepted_end_of_text_ends_the_request(
+    pair: tuple[Path, Path], answer: list[int], tmp_path: Path, earliest: int
+) -> None:
+    end = fresh_at(answer, earliest)
+    folder = model_that_ends_with(pair[0], answer[end], tmp_path / "model")
+    plain, speculated, _ = both(folder, scripted.right({"r": answer}), logprobs=2)
+    assert plain.token_ids == answer[: end + 1] and plain.finish_reason == "stop"
+    assert_same_end(plain, speculated)
+    assert speculated.logprobs is not None and len(speculated.logprobs) == end + 1
+
+
+@pytest.mark.parametrize("max_tokens", [*range(1, 12), 18, 19, 20])
+def test_bug_09_the_length_cuts_a_run_where_it_is_reached(
+    pair: tuple[Path, Path], answer: list[int], max_tokens: int
+) -> None:
+    plain, speculated, _ = both(
+        pair[0], scripted.right({"r": answer}), max_tokens=max_tokens, ignore_eos=True
+    )
+    assert plain.finish_reason == "length" and plain.token_ids == answer[:max_tokens]
+    assert_same_end(plain, speculated)
+
+
+@pytest.mark.parametrize("max_tokens_after", [0, 1, 3])
+def test_bug_09_a_stop_within_a_run_comes_before_the_length(
+    pair: tuple[Path, Path], answer: list[int], max_tokens_after: int
+) -> None:
+    end = fresh_at(answer, 6)
+    plain, speculated, _ = both(
+        pair[0],
+        scripted.right({"r": answer}),
+        max_tokens=end + 1 + max_tokens_after,
+        stop_token_ids=[answer[end]],
+        ignore_eos=True,
+    )
+    assert plain.finish_reason == "stop" and plain.stop_token_id == answer[end]
+    assert_same_end(plain, speculated)
+
+
+def test_bug_11_a_drafted_end_that_the_model_rejects_ends_nothing(
+    pair: tuple[Path, Path], answer: list[int], tmp_path: Path
+) -> None:
+    end = next(token for token in range(VOCAB_SIZE) if token not in answer)
+    folder = model_that_ends_with(pair[0], end, tmp_path / "model")
+
+    def ends_soon(sequence, count):
+        draft = scripted.right({"r": answer})(sequence, count)
+        if draft is not None:
+            draft.token_ids[len(draft.token_ids) // 2] = end
+        return draft
+
+    plain, speculated, _ = both(folder, ends_soon)
+    assert plain.finish_reason == "length"
+    assert_same_end(plain, speculated)
+
+
+def test_bug_12_only_tokens_that_became_output_count_as_accepted(
+    pair: tuple[Path, Path], answer: list[int]
+) -> None:
+    end = fresh_at(answer, 4)
+    plain, speculated, engine = both(
+        pair[0], scripted.right({"r": answer}), stop_token_ids=[answer[end]], ignore_eos=True
+    )
+    assert_same_end(plain, speculated)
+    counters = engine.counters()
+    accepted = counters['spec_decode_num_accepted_tokens_total{method="ngram"}']
+    drafts = counters['spec_decode_num_drafts_total{method="ngram"}']
+    assert speculated.accepted_tokens == accepted
+    # One token comes from the prompt, one from each round's end unless a drafted token ended it.
+    assert len(speculated.token_ids) - 1 - drafts <= accepted <= len(speculated.token_ids) - 1
+    by_position = [value for name, value in counters.items() if "per_pos" in name]
+    assert sum(by_position) == accepted
+
+
+def test_nothing_of_the_request_is_kept(pair: tuple[Path, Path], answer: list[int]) -> None:
+    drafter = ScriptedDrafter(scripted.right({"r": answer}))
+    engine = scripted.engine_with(small_config(pair[0]), drafter, NUM_DRAFTED)
+    run(engine, [ask("r", PROMPT, 7, ignore_eos=True)])
+    assert drafter.forgotten == ["r"]
+
+
+def test_min_tokens_holds_back_an_end_that_was_drafted(
+    pair: tuple[Path, Path], answer: list[int], tmp_path: Path
+) -> None:
+    end = fresh_at(answer, 3)
+    folder = model_that_ends_with(pair[0], answer[end], tmp_path / "model")
+    plain, speculated, _ = both(folder, scripted.right({"r": answer}), min_tokens=end + 5)
+    assert len(plain.token_ids) >= end + 5
+    assert_same_end(plain, speculated)

@@ -1,0 +1,303 @@
+"""Suffix decoding: hand-checked drafts, both searches against counted substrings, and what is kept of earlier
+outputs, for how long and for whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.speculation import SpeculativeConfig
+from speculation.weightless import suffix
+from speculation.weightless.corpus import Corpus
+from speculation.weightless.suffix import SuffixDrafter
+from tests.speculation.decoding import chains, decoding
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "numpy":
+        monkeypatch.setattr(suffix, "compiled", lambda: None)
+    else:
+        assert suffix.compiled() is not None
+    return str(request.param)
+
+
+def drafter(**options: Any) -> SuffixDrafter:
+    names = {f"suffix_decoding_{name}": value for name, value in options.items()}
+    return SuffixDrafter(SpeculativeConfig(method="suffix", **names))
+
+
+def keep(drafting: SuffixDrafter, output: list[int], salt: str = "") -> None:
+    """A request of this output comes and goes."""
+    drafting.begin(decoding([0], output, request_id="earlier", salt=salt), 0, None)
+    drafting.forget("earlier")
+
+
+def draft(drafting: SuffixDrafter, text: list[int], count: int, salt: str = "") -> list[int]:
+    got = chains(drafting.propose([decoding(text, request_id="now", salt=salt)], [count]))[0]
+    drafting._texts.pop("now")
+    return got
+
+
+def corpus(drafting: SuffixDrafter) -> Corpus:
+    assert drafting._corpus is not None
+    return drafting._corpus
+
+
+# --- drafts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "want"),
+    [
+        ([1, 2, 3, 4, 5, 9, 1, 2, 3], 8, [4, 5, 9]),  # as many as matched
+        ([1, 2, 3, 4, 5, 9, 1, 2, 3], 2, [4, 5]),
+        ([1, 2, 5, 1, 2, 6, 1, 2, 6, 1, 2], 2, [6, 1]),  # the most frequent, not the first
+        ([1, 2, 6, 1, 2, 5, 1, 2], 1, [5]),  # of equally frequent ones the most recent
+        # After "1" 3 of 4 times "2"; after "9 1" always "4": two tokens at 1.0 beat one at 0.75.
+        ([9, 1, 4, 4, 1, 2, 8, 1, 2, 7, 1, 2, 9, 1], 5, [4, 4]),
+        ([4, 4, 4, 4], 3, [4, 4]),  # "4 4" was followed by another two times, by two others once
+        ([1, 2, 3], 4, []),
+        ([3], 4, []),
+    ],
+)
+def test_the_likeliest_continuation(way: str, text: list[int], count: int, want: list[int]) -> None:
+    assert draft(drafter(), text, count) == want
+
+
+def test_the_better_of_text_and_earlier_outputs(way: str) -> None:
+    drafting = drafter()
+    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 3, 8, 1, 2]  # after "1 2" twice 3, once 4
+    assert draft(drafting, text, 2) == [3, 8]
+    keep(drafting, [5, 1, 2, 6, 6, 5])
+    assert draft(drafting, text, 2) == [6, 6]
+    assert draft(drafting, [7, 1, 2, 3, 3, 7, 1, 2], 2) == [3, 3]  # a longer match here
+    assert draft(drafting, [0, 5, 1], 2) == [2, 6]
+
+
+def test_limits_of_a_draft(way: str) -> None:
+    text = [*range(1, 13), *range(1, 7)]  # six tokens match
+    assert draft(drafter(), text, 32) == [7, 8, 9, 10, 11, 12]
+    assert draft(drafter(max_spec_factor=0.5), text, 32) == [7, 8, 9]
+    assert draft(drafter(max_spec_factor=0.0), text, 32) == []
+    assert draft(drafter(max_spec_factor=1e300), text, 32) == [*range(7, 13), *range(1, 7)]
+    assert draft(drafter(max_tree_depth=4), text, 32) == [7, 8]  # two matched, two drafted
+    branches = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2]  # after "1 2" three different ones
+    assert draft(drafter(min_token_prob=0.4), branches, 2) == []
+    assert draft(drafter(min_token_prob=0.3), branches, 2) == [5, 1]
+
+
+class Counted:
+    """Substrings counted one by one: what a tree of all suffixes counts at its nodes."""
+
+    def __init__(self, texts: Iterable[list[int]]) -> None:
+        self.places: dict[tuple[int, ...], list[int]] = {}
+        offset = 0
+        for text in texts:
+            for begin in range(len(text)):
+                for end in range(begin + 1, len(text) + 1):
+                    self.places.setdefault(tuple(text[begin:end]), []).append(offset + end)
+            offset += len(text) + 1
+
+    def path(
+        self, pattern: tuple[int, ...], number: int, limit: int, min_prob: float
+    ) -> tuple[list[int], float]:
+        path, score = list(pattern), 0.0
+        while len(path) < len(pattern) + limit:
+            children = [
+                (len(at), max(at), token) for token in range(9) if (at := self.places.get((*path, token)))
+            ]
+            if not children or max(children)[0] / number < min_prob:
+                break
+            path.append(max(children)[2])
+            score += max(children)[0]
+        return path[len(pattern) :], score / number
+
+
+def naive(
+    text: list[int], outputs: list[list[int]], count: int, depth: int, factor: float, prob: float
+) -> list[int]:
+    best, best_score = [], 0.0
+    for counted, own in ((Counted([text]), 1), (Counted(outputs), 0)):
+        for length in range(min(depth - 1, len(text)), 0, -1):
+            pattern = tuple(text[-length:])
+            number = len(counted.places.get(pattern, ())) - own
+            limit = min(count, int(length * factor), depth - length)
+            if number > 0:
+                path, score = counted.path(pattern, number, limit, prob)
+                if score > best_score:
+                    best, best_score = path, score
+    return best
+
+
+def test_is_the_tree_of_all_suffixes(way: str) -> None:
+    texts = st.lists(st.integers(0, 2), min_size=2, max_size=40) | st.lists(
+        st.integers(0, 8), min_size=2, max_size=40
+    )
+
+    @settings(deadline=None, max_examples=150)
+    @given(
+        texts,
+        st.lists(texts, max_size=3).filter(lambda outputs: sum(map(len, outputs)) < 64),
+        st.integers(1, 8),
+        st.integers(2, 20),
+        st.sampled_from([0.5, 1.0, 1.5, 3.0]),
+        st.sampled_from([0.0, 0.1, 0.5]),
+    )
+    def check(
+        text: list[int], outputs: list[list[int]], count: int, depth: int, factor: float, prob: float
+    ) -> None:
+        drafting = drafter(max_tree_depth=depth, max_spec_factor=factor, min_token_prob=prob)
+        for output in outputs:
+            keep(drafting, output)
+        assert draft(drafting, text, count) == naive(text, outputs, count, depth, factor, prob)
+
+    check()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 6), st.integers(2, 600), st.integers(2, 40), st.randoms(use_true_random=False))
+def test_compiled_and_plain_agree_where_much_repeats(
+    alphabet: int, length: int, depth: int, rng: Any
+) -> None:
+    """More occurrences than are looked at."""
+    fast, plain = drafter(max_tree_depth=depth), drafter(max_tree_depth=depth)
+    plain._library = None
+    for size in (length, 300, 40):
+        output = [rng.randrange(alphabet) for _ in range(size)]
+        keep(fast, output)
+        keep(plain, output)
+    text = [rng.randrange(alphabet) for _ in range(length)]
+    for count in (1, 8, 32):
+        assert draft(fast, text, count) == draft(plain, text, count)
+
+
+# --- earlier outputs ---------------------------------------------------------------------------------
+
+
+def test_no_text_passes_from_one_tenant_to_another(way: str) -> None:
+    drafting = drafter()
+    keep(drafting, [1, 2, 3, 4, 5, 6], salt="one")
+    assert draft(drafting, [9, 1, 2, 3], 8, salt="one") == [4, 5, 6]
+    for salt in ("", "two", "One"):
+        assert draft(drafting, [9, 1, 2, 3], 8, salt=salt) == []
+    keep(drafting, [1, 2, 3, 7, 7], salt="two")
+    assert draft(drafting, [9, 1, 2, 3], 8, salt="two") == [7, 7]
+    assert draft(drafting, [9, 1, 2, 3], 8, salt="one") == [4, 5, 6]
+    assert draft(drafting, [9, 1, 2, 3], 8) == []
+
+
+def test_one_output_does_not_run_on_into_the_next(way: str) -> None:
+    drafting = drafter()
+    keep(drafting, [1, 2, 3])
+    keep(drafting, [4, 5, 6])
+    assert draft(drafting, [0, 2, 3], 8) == []
+    assert draft(drafting, [3, 4], 8) == [5]  # one token matches, not two
+    assert draft(drafting, [0, 1, 2], 8) == [3]
+
+
+def test_only_outputs_are_kept(way: str) -> None:
+    drafting = drafter()
+    drafting.begin(decoding([1, 2, 3, 4], [7, 8, 9]), 0, None)
+    drafting.forget("a")
+    assert draft(drafting, [0, 1, 2], 8) == []
+    assert draft(drafting, [0, 7, 8], 8) == [9]
+
+
+def test_what_was_decoded_up_to_the_end_is_kept(way: str) -> None:
+    drafting, sequence = drafter(), decoding([1, 2, 3], [4, 5])
+    drafting.propose([sequence], [3])
+    for token in (6, 7):
+        sequence.append(token)  # committed by the last step
+    drafting.forget("a")
+    drafting.forget("a")
+    assert len(corpus(drafting)._outputs) == 1
+    assert draft(drafting, [0, 4, 5, 6], 8) == [7]
+
+
+def test_nothing_is_kept_if_so_configured(way: str) -> None:
+    drafting = drafter(max_cached_requests=0)
+    keep(drafting, [1, 2, 3, 4])
+    assert drafting._corpus is None
+    assert draft(drafting, [0, 1, 2], 8) == []
+    assert draft(drafting, [1, 2, 5, 1, 2], 8) == [5, 1]
+
+
+def test_the_oldest_requests_go_first(way: str) -> None:
+    drafting = drafter(max_cached_requests=2)
+    for first in (10, 20, 30):
+        keep(drafting, [first, first + 1, first + 2])
+    assert len(corpus(drafting)._outputs) == 2
+    assert draft(drafting, [0, 10], 8) == []
+    assert draft(drafting, [0, 20], 8) == [21]
+    assert draft(drafting, [0, 30], 8) == [31]
+
+
+def test_the_ring_is_bounded_and_forgets_whole_outputs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "CAPACITY", 64)
+    monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 64)
+    drafting = drafter()
+    arrays = corpus(drafting)._symbols, corpus(drafting)._chains
+    assert sum(array.nbytes for array in arrays) == 64 * (40 if way == "compiled" else 8)
+    for number in range(100):
+        keep(drafting, [1000 * number + i for i in range(20)], salt=str(number % 7))  # 21 with its end
+        assert len(corpus(drafting)._outputs) == min(3, number + 1)
+        assert len(corpus(drafting)._tenants) <= 3
+        for known in range(max(0, number - 4), number + 1):
+            want = [1000 * known + 5] if known > number - 3 else []
+            assert draft(drafting, [0, 1000 * known + 4], 1, salt=str(known % 7)) == want
+    assert arrays[0] is corpus(drafting)._symbols and arrays[1] is corpus(drafting)._chains
+
+
+@pytest.mark.parametrize(("length", "stays"), [(15, True), (16, False)])
+def test_an_outputs_end_takes_room_too(
+    way: str, monkeypatch: pytest.MonkeyPatch, length: int, stays: bool
+) -> None:
+    monkeypatch.setattr(suffix, "CAPACITY", 64)
+    monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 64)
+    drafting = drafter()
+    keep(drafting, list(range(100, 131)))
+    keep(drafting, list(range(200, 215)))
+    keep(drafting, list(range(300, 300 + length)))
+    assert draft(drafting, [0, 110], 1) == ([111] if stays else [])
+    assert draft(drafting, [0, 210], 1) == [211]
+
+
+def test_of_an_output_longer_than_the_ring_its_end_is_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "CAPACITY", 64)
+    monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 64)
+    drafting = drafter()
+    keep(drafting, list(range(1, 201)))
+    assert draft(drafting, [0, 198, 199], 8) == [200]
+    assert draft(drafting, [0, 138], 8) == [139]
+    assert draft(drafting, [0, 137], 8) == []
+
+
+def test_places_count_on_beyond_32_bits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "CAPACITY", 256)
+    monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 256)
+    fresh, late = drafter(), drafter()
+    corpus(late)._oldest = corpus(late)._end = 2**32 - 300
+    for number in range(60):
+        output = [(number * i) % 11 for i in range(3, 20)]
+        keep(fresh, output)
+        keep(late, output)
+        for text in ([number % 11, 3, 6], output[:9], output[:4]):
+            assert draft(late, text, 8) == draft(fresh, text, 8)
+    assert corpus(late)._oldest > 2**32
+
+
+def test_a_batch_has_each_its_own(way: str) -> None:
+    drafting = drafter()
+    keep(drafting, [1, 2, 3, 4, 5, 6], salt="one")
+    sequences = [
+        decoding([0, 1, 2, 3], request_id="x", salt="one"),
+        decoding([0, 1, 2, 3], request_id="y"),
+        decoding([5, 6, 7, 5, 6], request_id="z", salt="one"),
+    ]
+    assert chains(drafting.propose(sequences, [2, 8, 8])) == [[4, 5], [], [7, 5]]

@@ -1,0 +1,125 @@
+"""With coupled verification a request's tokens are what they are without speculation, however it is served.
+
+fp32, one engine. To try a further method, give it a line in `METHODS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.engine import Engine
+from protocol.config import ServeConfig
+from protocol.messages import EngineRequest
+from protocol.speculation import SpeculativeConfig
+from speculation.speculator import speculate
+from tests.speculation import scripted
+from tests.speculation.scripted import Answers, ScriptedDrafter
+from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+
+CHUNK = 128
+LENGTHS = [1, 16, 20, 33, 40, CHUNK + 20]
+"""Of the prompts: the last one is computed in chunks, beside others that draft already."""
+
+NUM_TOKENS = 56
+ROOMY, CRAMPED = 128, 26
+"""Blocks of a pool for all of them, and of one where some are preempted."""
+
+FEW = {"allowed_token_ids": [5, 6, 7]}
+"""The tiny model hardly repeats itself by its own choice, which some methods live on."""
+
+SAMPLING: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}, {"temperature": 0.0, **FEW}],
+    "seeded": [
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.7, "top_p": 0.9, "seed": 2},
+        {"temperature": 1.2, "top_k": 20, "frequency_penalty": 0.4, "seed": 3},
+        {"temperature": 0.5, "seed": 4, **FEW},
+    ],
+}
+
+
+def requests(sampling: str) -> list[EngineRequest]:
+    choices = SAMPLING[sampling]
+    return [
+        ask(f"r{i}", prompt_of(length, i), NUM_TOKENS, ignore_eos=True, **choices[i % len(choices)])
+        for i, length in enumerate(LENGTHS)
+    ]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a method may need: an engine's config, a draft model, the right tokens, how many to draft."""
+
+    config: ServeConfig
+    draft: Path
+    answers: Answers
+    num_tokens: int
+
+    def deploy(self, **options: Any) -> Engine:
+        """An engine with these options of the `SpeculativeConfig`."""
+        asked = SpeculativeConfig(num_speculative_tokens=self.num_tokens, **options)
+        config = msgspec.structs.replace(self.config, speculative_config=asked)
+        return Engine(config, speculate=speculate)
+
+    def script(self, script: scripted.Script, num_tokens: int) -> Engine:
+        return scripted.engine_with(self.config, ScriptedDrafter(script), num_tokens)
+
+
+METHODS: dict[str, Callable[[Given], Engine]] = {
+    "draft_model": lambda given: given.deploy(method="draft_model", model=str(given.draft)),
+    "draft_model tree": lambda given: given.deploy(
+        method="draft_model", model=str(given.draft), tree=True, tree_nodes=3 * given.num_tokens
+    ),
+    "ngram": lambda given: given.deploy(method="ngram"),
+    "suffix": lambda given: given.deploy(method="suffix"),
+    "lookahead": lambda given: given.deploy(method="lookahead"),
+    "scripted chain": lambda given: given.script(
+        scripted.sometimes_right(given.answers, 0.7, VOCAB_SIZE), given.num_tokens
+    ),
+    "scripted tree": lambda given: given.script(
+        scripted.tree(given.answers, 0.7, VOCAB_SIZE), 3 * given.num_tokens
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Path, Path]) -> dict[str, dict[str, list[int]]]:
+    """Without speculation, alone and with room."""
+    engine = Engine(small_config(pair[0], ROOMY))
+    return {
+        sampling: {r.request_id: run(engine, [r])[r.request_id].token_ids for r in requests(sampling)}
+        for sampling in SAMPLING
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("num_tokens", [1, 3, 5, 8])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("cramped", [False, True], ids=["roomy", "preempted"])
+def test_tokens_are_those_without_speculation(
+    pair: tuple[Path, Path],
+    plain: dict[str, dict[str, list[int]]],
+    method: str,
+    num_tokens: int,
+    sampling: str,
+    cramped: bool,
+) -> None:
+    """First with an empty cache, then again with the prompts' blocks found there."""
+    target, draft = pair
+    segments = 2 if "draft_model" in method else 1
+    blocks = segments * (CRAMPED if cramped else ROOMY)
+    config = small_config(target, blocks, max_num_batched_tokens=CHUNK)
+    engine = METHODS[method](Given(config, draft, plain[sampling], num_tokens))
+    for _ in range(2):
+        hits, preemptions = engine.stats().prefix_hit_tokens, engine.stats().num_preemptions
+        found = run(engine, requests(sampling))
+        assert tokens(found) == plain[sampling]
+        assert (engine.stats().num_preemptions > preemptions) == cramped
+        assert sum(output.accepted_tokens for output in found.values()) > 0
+    assert engine.stats().prefix_hit_tokens > hits

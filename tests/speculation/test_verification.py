@@ -1,0 +1,146 @@
+"""Verdicts on single drafts, by every rule. What they come to in the long run: tests/statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.speculator import Draft, Verdict
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import Verification
+from speculation.verification.verify import verify
+
+VOCAB_SIZE = 12
+RULES: list[Verification] = ["coupled", "standard", "block"]
+BY_CHANCE: list[Verification] = ["standard", "block"]
+TREE = Draft([5, 6, 7, 8, 9, 10], [-1, -1, 1, 1, 3, 0])
+"""6 follows the last token as 5 does; 7 and 8 follow 6, 9 follows 8, and 10 follows 5."""
+
+
+def sequence_with(draft: Draft | None, **sampling: Any) -> Sequence:
+    params = SamplingParams(max_tokens=50, **({"seed": 4} | sampling))
+    request = EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling=params)
+    sequence = Sequence(request, 0)
+    sequence.draft = draft
+    return sequence
+
+
+def certain(*tokens: int) -> Tensor:
+    """Logits of rows that leave no doubt."""
+    logits = torch.full((len(tokens), VOCAB_SIZE), -1e4)
+    logits[torch.arange(len(tokens)), list(tokens)] = 1e4
+    return logits
+
+
+def judge(rule: Verification, logits: Tensor, *sequences: Sequence) -> list[Verdict]:
+    return verify(rule, list(sequences), logits, Sampler(VOCAB_SIZE, "cpu", [0]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_chain_is_accepted_up_to_the_first_difference(rule: Verification, temperature: float) -> None:
+    sequence = sequence_with(Draft([5, 6, 7]), temperature=temperature)
+    for last in (5, 6, 7):
+        model = [5 if last > 5 else 11, 6 if last > 6 else 11, 11, 4]
+        (verdict,) = judge(rule, certain(*model), sequence)
+        assert verdict.accepted == list(range(last - 5))
+        assert verdict.token_ids == [*range(5, last), 11]
+    (verdict,) = judge(rule, certain(5, 6, 7, 4), sequence)
+    assert (verdict.accepted, verdict.token_ids) == ([0, 1, 2], [5, 6, 7, 4])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_path_through_a_tree_is_the_model_s(rule: Verification, temperature: float) -> None:
+    sequence = sequence_with(TREE, temperature=temperature)
+    (verdict,) = judge(rule, certain(6, 11, 8, 11, 9, 4, 11), sequence)
+    assert (verdict.accepted, verdict.token_ids) == ([1, 3, 4], [6, 8, 9, 4])
+    (verdict,) = judge(rule, certain(6, 11, 3, 11, 9, 4, 11), sequence)
+    assert (verdict.accepted, verdict.token_ids) == ([1], [6, 3])
+    (verdict,) = judge(rule, certain(6, 11, 10, 11, 9, 4, 11), sequence)  # 10 follows 5 alone
+    assert (verdict.accepted, verdict.token_ids) == ([1], [6, 10])
+    (verdict,) = judge(rule, certain(4, 10, 8, 11, 9, 4, 11), sequence)
+    assert (verdict.accepted, verdict.token_ids) == ([], [4])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_probes_get_the_likeliest_token_and_are_never_accepted(
+    rule: Verification, temperature: float
+) -> None:
+    """Even where the request itself bans it or draws with much noise."""
+    draft = Draft([5, 6, 6, 6], probes=[0b1001, 0b11001])
+    sequence = sequence_with(draft, temperature=temperature and 50.0, banned_token_sequences=[[9]])
+    logits = certain(5, 6, 7, 8, 9)
+    (verdict,) = judge(rule, logits, sequence)
+    assert verdict.probed == [8, 9]
+    assert set(verdict.accepted) <= {0, 1}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_finite_score_fails_whoever_gets_there(
+    rule: Verification, temperature: float
+) -> None:
+    logits = certain(5, 6, 7)
+    logits[1] = torch.nan
+    there = sequence_with(Draft([5, 6]), temperature=temperature)
+    not_there = sequence_with(Draft([4, 6]), temperature=temperature)
+    verdicts = judge(rule, torch.cat([logits, logits]), there, not_there)
+    assert [verdict.failed for verdict in verdicts] == [True, False]
+    assert verdicts[1].token_ids == [5]
+
+
+@pytest.mark.parametrize("rule", BY_CHANCE)
+def test_distributions_that_cannot_be_right_do_no_worse_than_wrong_drafts(rule: Verification) -> None:
+    for distributions in (torch.zeros(2, VOCAB_SIZE), torch.ones(2, VOCAB_SIZE)):
+        sequence = sequence_with(Draft([5, 6], distributions=distributions))
+        (verdict,) = judge(rule, torch.randn(3, VOCAB_SIZE), sequence)
+        assert len(verdict.token_ids) == len(verdict.accepted) + 1 and not verdict.failed
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_log_probabilities_are_those_of_the_rows_on_the_path(rule: Verification) -> None:
+    logits = certain(6, 11, 8, 11, 9, 4, 11) / 1e3 + torch.randn(7, VOCAB_SIZE)
+    sequence = sequence_with(TREE, logprobs=2, top_k=1)
+    (verdict,) = judge(rule, logits, sequence)
+    expected = logits.log_softmax(dim=1)
+    for row, token, entry in zip([0, 2, 4, 5], verdict.token_ids, verdict.logprobs, strict=True):
+        assert entry is not None
+        assert entry.logprob == pytest.approx(float(expected[row, token]), abs=1e-5)
+        assert entry.top_token_ids[0] == token and len(entry.top_token_ids) == 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_of_a_mixed_batch_gets_the_verdict_that_it_gets_alone(rule: Verification) -> None:
+    drawn = torch.rand(3, VOCAB_SIZE)
+    drafts: list[Draft | None] = [
+        Draft([5, 6]),
+        None,
+        Draft([1, 2, 3], distributions=drawn / drawn.sum(dim=1, keepdim=True)),
+        TREE,
+        Draft([7], probes=[]),
+        Draft([3, 4], probes=[0b01, 0b101]),
+        Draft([2, 2, 2, 2]),
+    ]
+    temperatures = [1.0, 0.8, 1.3, 0.9, 0.0, 1.0, 0.7]
+    sequences = [
+        sequence_with(draft, temperature=temperature, seed=seed)
+        for seed, (draft, temperature) in enumerate(zip(drafts, temperatures, strict=True))
+    ]
+    counts = [1 + (len(draft.token_ids) if draft else 0) for draft in drafts]
+    logits = torch.randn(sum(counts), VOCAB_SIZE).split(counts)
+    together = judge(rule, torch.cat(logits), *sequences)
+    for sequence, rows, verdict in zip(sequences, logits, together, strict=True):
+        (alone,) = judge(rule, rows, sequence)
+        assert (alone.token_ids, alone.accepted, alone.probed) == (
+            verdict.token_ids,
+            verdict.accepted,
+            verdict.probed,
+        )

@@ -1,0 +1,148 @@
+"""The methods without weights in a real engine: the tokens are those without, in fewer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.engine import Engine
+from protocol.messages import EngineRequest
+from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, SpeculativeConfig
+from speculation.speculator import BatchSpeculator, speculate
+from speculation.weightless.text import TextDrafter
+from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
+from tests.worker.tiny_model import write_tiny_llama
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"ignore_eos": True},
+    "seeded": {"temperature": 0.8, "seed": 11, "ignore_eos": True},
+    "of few tokens": {"allowed_token_ids": [5, 6, 7], "ignore_eos": True},
+}
+"""The tiny model hardly repeats itself by its own choice."""
+COUNTS = (1, 3, 5, 8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder)
+    return folder
+
+
+def requests(sampling: dict[str, Any], max_tokens: int = 40) -> list[EngineRequest]:
+    """A prompt that repeats itself, one that does not, one longer than a step, and one seen before."""
+    repeated = prompt_of(12, seed=1)
+    prompts = [repeated * 3, prompt_of(20, seed=2), prompt_of(90, seed=3), [*repeated * 3, 5]]
+    return [ask(str(index), prompt, max_tokens, **sampling) for index, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> dict[str, dict[str, list[int]]]:
+    """By kind of sampling: each request's tokens without speculation."""
+    engine = Engine(small_config(model))
+    return {kind: tokens(run(engine, requests(sampling))) for kind, sampling in SAMPLING.items()}
+
+
+def engine_with(model: Path, method: Method, count: int, num_blocks: int = 128, budget: int = 64) -> Engine:
+    asked = SpeculativeConfig(method=method, num_speculative_tokens=count)
+    config = small_config(model, num_blocks, max_num_batched_tokens=budget, speculative_config=asked)
+    return Engine(config, speculate=speculate)
+
+
+def drafter_of(engine: Engine, method: Method) -> TextDrafter:
+    assert isinstance(engine._speculator, BatchSpeculator)
+    drafter = engine._speculator._drafters[method]
+    assert isinstance(drafter, TextDrafter)
+    return drafter
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+@pytest.mark.parametrize("method", WEIGHTLESS)
+def test_same_tokens_as_without(
+    model: Path, plain: dict[str, dict[str, list[int]]], method: Method, kind: str
+) -> None:
+    for count in COUNTS:
+        engine = engine_with(model, method, count)
+        outputs = run(engine, requests(SAMPLING[kind]))
+        assert tokens(outputs) == plain[kind], count
+        accepted = sum(output.accepted_tokens for output in outputs.values())
+        drafted = sum(output.drafted_tokens for output in outputs.values())
+        assert accepted <= drafted
+        assert accepted > 10 or kind != "of few tokens"
+        assert not drafter_of(engine, method)._texts
+        again = run(engine, requests(SAMPLING[kind]))  # with prefix hits, and earlier outputs known
+        assert tokens(again) == plain[kind], count
+
+
+@pytest.mark.parametrize("method", WEIGHTLESS)
+def test_same_tokens_through_preemption(model: Path, method: Method) -> None:
+    sampling = SAMPLING["of few tokens"]
+    asked = [ask(str(seed), prompt_of(30, seed), 60, **sampling) for seed in range(6)]
+    engine = engine_with(model, method, 5, num_blocks=20, budget=256)
+    assert tokens(run(engine, asked)) == tokens(run(Engine(small_config(model)), asked))
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("method", WEIGHTLESS)
+def test_fewer_steps_where_text_repeats(model: Path, method: Method) -> None:
+    engine = engine_with(model, method, 5)
+    run(engine, [ask("a", prompt_of(16), 120, **SAMPLING["of few tokens"])])
+    assert engine.stats().steps < 0.8 * 120
+
+
+def test_an_earlier_answer_speeds_up_the_same_request(model: Path) -> None:
+    engine = engine_with(model, "suffix", 8)
+    sampling = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
+    first = run(engine, [ask("first", prompt_of(20), 60, **sampling)])["first"]
+    again = run(engine, [ask("again", prompt_of(20), 60, **sampling)])["again"]
+    assert again.token_ids == first.token_ids
+    assert again.accepted_tokens > 40 > first.accepted_tokens
+    elsewhere = msgspec.structs.replace(ask("else", prompt_of(20), 60, **sampling), cache_salt="another")
+    other = run(engine, [elsewhere])["else"]
+    assert other.token_ids == first.token_ids
+    assert (other.drafted_tokens, other.accepted_tokens) == (first.drafted_tokens, first.accepted_tokens)
+
+
+def test_a_batch_may_mix_methods(model: Path, plain: dict[str, dict[str, list[int]]]) -> None:
+    engine = Engine(small_config(model), speculate=speculate)
+    asked = [RequestSpeculation(method=method, num_speculative_tokens=4) for method in WEIGHTLESS]
+    mixed = [
+        msgspec.structs.replace(request, speculation=speculation)
+        for request, speculation in zip(
+            requests(SAMPLING["of few tokens"]), [*asked, RequestSpeculation(enabled=False)], strict=True
+        )
+    ]
+    outputs = run(engine, mixed)
+    assert tokens(outputs) == plain["of few tokens"]
+    assert outputs["3"].drafted_tokens == 0
+    assert all(outputs[name].drafted_tokens > 0 for name in ("0", "1", "2"))
+
+
+def test_an_aborted_request_leaves_nothing(model: Path) -> None:
+    for method in WEIGHTLESS:
+        engine = engine_with(model, method, 5)
+        for request in requests(SAMPLING["greedy"]):
+            engine.add(request)
+        for _ in range(8):
+            engine.step()
+        assert drafter_of(engine, method)._texts
+        for name in ("0", "1", "2", "3"):
+            engine.abort(name)
+        assert not drafter_of(engine, method)._texts
+
+
+def test_without_a_compiler_nothing_else_changes(
+    model: Path, plain: dict[str, dict[str, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for method in ("ngram", "suffix"):
+        drafted = []
+        for compiled in (True, False):
+            if not compiled:
+                monkeypatch.setattr(f"speculation.weightless.{method}.compiled", lambda: None)
+            outputs = run(engine_with(model, method, 5), requests(SAMPLING["of few tokens"]))
+            assert tokens(outputs) == plain["of few tokens"]
+            drafted.append([outputs[name].drafted_tokens for name in sorted(outputs)])
+        assert drafted[0] == drafted[1]

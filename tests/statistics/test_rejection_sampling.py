@@ -1,0 +1,165 @@
+"""What comes out of verification by chance has the target's distribution, whatever was drafted and how.
+
+Seeds are fixed, so a test that passes once passes for ever; sound code fails one with probability ALPHA.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampler import Purpose, round_keys
+from engine.sequence import Sequence
+from protocol.speculation import Verification
+from speculation import drawing, rounds
+from speculation.verification import rejection
+from tests.statistics.toy_speculation import (
+    ALPHA,
+    VOCAB_SIZE,
+    Propose,
+    assert_fits,
+    chi_squared,
+    generate,
+    likeliest_chain,
+    likeliest_tree,
+    sampled_chain,
+    sampled_siblings,
+    table,
+)
+
+MODEL, DRAFT = table(0), table(1)
+BY_CHANCE: list[Verification] = ["standard", "block"]
+ALL: list[Verification] = ["coupled", "standard", "block"]
+FEWER_TRIALS = 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("verification", BY_CHANCE)
+def test_chain_of_sampled_tokens(verification: Verification) -> None:
+    found = generate(MODEL, sampled_chain(DRAFT, 2, verification), verification)
+    assert_fits(found.tokens, MODEL)
+    assert 0.2 < found.acceptance < 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("verification", BY_CHANCE)
+def test_chain_of_likeliest_tokens(verification: Verification) -> None:
+    assert_fits(generate(MODEL, likeliest_chain(DRAFT, 2), verification).tokens, MODEL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("propose", [likeliest_tree(DRAFT, [2, 2]), sampled_siblings(DRAFT)])
+def test_tree_and_siblings(propose: Propose) -> None:
+    assert_fits(generate(MODEL, propose, "standard").tokens, MODEL)
+
+
+@pytest.mark.parametrize("verification", ALL)
+def test_longer_drafts_and_several_rounds(verification: Verification) -> None:
+    propose = sampled_chain(DRAFT, 4, verification)
+    assert_fits(generate(MODEL, propose, verification, FEWER_TRIALS).tokens, MODEL)
+
+
+@pytest.mark.parametrize("verification", ALL)
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_draft_of_what_never_comes(verification: Verification, sampled: bool) -> None:
+    """The draft proposes only what the model gives no chance."""
+    half = VOCAB_SIZE // 2
+    model, draft = MODEL.clone(), DRAFT.clone()
+    model[:, half:] = 0.0
+    draft[:, :half] = 0.0
+    model, draft = (t / t.sum(dim=1, keepdim=True) for t in (model, draft))
+    propose = sampled_chain(draft, 2, verification) if sampled else likeliest_chain(draft, 2)
+    found = generate(model, propose, verification, FEWER_TRIALS)
+    assert found.accepted == 0
+    assert_fits(found.tokens, model)
+
+
+@pytest.mark.parametrize("verification", ALL)
+def test_a_draft_that_is_the_model_is_always_accepted(verification: Verification) -> None:
+    found = generate(MODEL, sampled_chain(MODEL, 3, verification), verification, count=5_000)
+    assert found.acceptance == 1.0
+
+
+def test_block_verification_accepts_at_least_as_much_as_the_standard_rule() -> None:
+    accepted = {
+        rule: generate(MODEL, sampled_chain(DRAFT, 4, rule), rule, FEWER_TRIALS, num_tokens=1).acceptance
+        for rule in BY_CHANCE
+    }
+    assert accepted["block"] > accepted["standard"]
+
+
+# --- the tests' own power: faults that others had are seen ------------------------------------------
+
+
+def narrow() -> tuple[Tensor, Tensor]:
+    """Four tokens, which the draft ranks the other way round: among many, shared noise hardly shows."""
+    model = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(4, -1).clone()
+    return model, model.flip(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("verification", BY_CHANCE)
+def test_noise_that_draft_and_recovery_share_is_caught(verification: Verification) -> None:
+    def shared(sequences, positions, purpose, device) -> Tensor:
+        purpose = Purpose.DRAFT if purpose is Purpose.RECOVERY else purpose
+        return rounds.noise_keys(sequences, positions, purpose, device)
+
+    model, draft = narrow()
+    propose = sampled_chain(draft, 1, verification)
+    sound, _ = chi_squared(generate(model, propose, verification, num_tokens=1).tokens, model)
+    with mock.patch.object(rejection, "noise_keys", shared):
+        faulty, _ = chi_squared(generate(model, propose, verification, num_tokens=1).tokens, model)
+    assert sound < 30 < 500 < faulty
+
+
+def test_noise_that_two_rounds_share_is_caught_in_block_verification() -> None:
+    """A block tells of the noise behind the tokens that it gives up, which the next round must not use."""
+
+    def stale(sequences, positions, purpose, device) -> Tensor:
+        seeds = torch.tensor([sequence.params.seed for sequence in sequences])
+        return round_keys(seeds, torch.zeros_like(seeds), torch.tensor(positions), purpose)
+
+    model, draft = narrow()
+    propose = sampled_chain(draft, 3, "block")
+    assert_fits(generate(model, propose, "block", FEWER_TRIALS).tokens, model)
+    with mock.patch.object(rejection, "noise_keys", stale), mock.patch.object(drawing, "noise_keys", stale):
+        found = generate(model, propose, "block", FEWER_TRIALS)
+    assert chi_squared(found.tokens, model)[1] < ALPHA
+
+
+def test_a_likeliest_token_that_passes_for_a_drawn_one_is_caught() -> None:
+    likeliest = likeliest_chain(DRAFT, 2)
+
+    def propose(sequences: list[Sequence]) -> None:
+        likeliest(sequences)
+        for sequence in sequences:
+            assert sequence.draft is not None
+            contexts = [sequence.token_ids[-1], *sequence.draft.token_ids[:-1]]
+            sequence.draft.distributions = DRAFT[contexts]
+
+    found = generate(MODEL, propose, "standard", FEWER_TRIALS)
+    assert chi_squared(found.tokens, MODEL)[1] < ALPHA
+
+
+def test_a_draft_that_was_drawn_from_something_else_is_caught() -> None:
+    """Ratios of the raw distribution, where the draft was drawn from its three likeliest tokens."""
+    kept = DRAFT.topk(3).values[:, -1:] <= DRAFT
+    filtered = (DRAFT * kept) / (DRAFT * kept).sum(dim=1, keepdim=True)
+    drawn = sampled_chain(filtered, 2, "standard")
+
+    def propose(sequences: list[Sequence]) -> None:
+        drawn(sequences)
+        for sequence in sequences:
+            assert sequence.draft is not None
+            contexts = [sequence.token_ids[-1], *sequence.draft.token_ids[:-1]]
+            sequence.draft.distributions = DRAFT[contexts]
+
+    found = generate(MODEL, propose, "standard", FEWER_TRIALS)
+    assert chi_squared(found.tokens, MODEL)[1] < ALPHA

@@ -1,0 +1,205 @@
+"""A toy model and drafters of it, small enough for exact enumeration, run through the real verification.
+
+What comes after a token depends on that token alone: row t of a table has the probabilities after token t.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import Verification
+from speculation.drawing import Chain, Drawing
+from speculation.verification.verify import verify
+
+VOCAB_SIZE = 8
+FIRST = 1
+"""The prompt's only token."""
+
+NUM_TRIALS = 200_000
+ALPHA = 1e-4
+_CHUNK = 10_000
+
+Propose = Callable[[list[Sequence]], None]
+"""Sets the sequences' drafts."""
+
+
+def table(seed: int) -> Tensor:
+    """Some probabilities, none of which is too small for a chi-squared test of pairs."""
+    logits = 2.0 * torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+    return 0.85 * logits.softmax(dim=1) + 0.15 / VOCAB_SIZE
+
+
+@dataclass
+class Trials:
+    """`tokens` [trials, tokens], and how much of what was drafted was accepted."""
+
+    tokens: np.ndarray
+    drafted: int
+    accepted: int
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.drafted
+
+
+def generate(
+    model: Tensor, propose: Propose, verification: Verification, count: int = NUM_TRIALS, num_tokens: int = 2
+) -> Trials:
+    """The same prompt with `count` different seeds, in as many rounds as it takes."""
+    sampler = Sampler(len(model), "cpu", [])
+    found = Trials(np.empty((count, num_tokens), np.int64), 0, 0)
+    with _without_garbage_collection():
+        for first in range(0, count, _CHUNK):
+            sequences = [_sequence(seed) for seed in range(first, min(count, first + _CHUNK))]
+            while waiting := [s for s in sequences if len(s.output_token_ids) < num_tokens]:
+                propose(waiting)
+                _round(model, waiting, verification, sampler, found)
+            found.tokens[first : first + _CHUNK] = [s.output_token_ids[:num_tokens] for s in sequences]
+    return found
+
+
+def _sequence(seed: int) -> Sequence:
+    params = SamplingParams(max_tokens=100, seed=seed)
+    return Sequence(EngineRequest(request_id=str(seed), prompt_token_ids=[FIRST], sampling=params), seed)
+
+
+def _round(
+    model: Tensor, sequences: list[Sequence], verification: Verification, sampler: Sampler, found: Trials
+) -> None:
+    last = [
+        token
+        for sequence in sequences
+        for token in (sequence.token_ids[-1], *(sequence.draft.token_ids if sequence.draft else ()))
+    ]
+    verdicts = verify(verification, sequences, model.log()[last], sampler)
+    for sequence, verdict in zip(sequences, verdicts, strict=True):
+        if sequence.draft is not None:
+            found.drafted += sequence.draft.num_nodes
+            found.accepted += len(verdict.accepted)
+        for token in verdict.token_ids:
+            sequence.append(token)
+        sequence.draft = None
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# --- drafters ---------------------------------------------------------------------------------------
+
+
+def sampled_chain(draft: Tensor, length: int, verification: Verification) -> Propose:
+    """As stochastic drafters draw."""
+    drawing = Drawing(Sampler(len(draft), "cpu", []), verification)
+
+    def propose(sequences: list[Sequence]) -> None:
+        chains = [Chain(sequence) for sequence in sequences]
+        for _ in range(length):
+            last = [(chain.token_ids or chain.sequence.token_ids)[-1] for chain in chains]
+            drawing.extend(chains, draft.log()[last])
+        for chain in chains:
+            chain.sequence.draft = chain.draft()
+
+    return propose
+
+
+def likeliest_chain(draft: Tensor, length: int) -> Propose:
+    """No chance is involved: each token is the draft's likeliest."""
+    best = draft.argmax(dim=1).tolist()
+
+    def propose(sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            tokens = [sequence.token_ids[-1]]
+            for _ in range(length):
+                tokens.append(best[tokens[-1]])
+            sequence.draft = Draft(tokens[1:])
+
+    return propose
+
+
+def likeliest_tree(draft: Tensor, widths: Many[int]) -> Propose:
+    """At each depth the likeliest children of every node, so many of them."""
+    order = draft.argsort(dim=1, descending=True).tolist()
+
+    def propose(sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            token_ids, parents = [], []
+            level = [(-1, sequence.token_ids[-1])]
+            for width in widths:
+                children = [(node, child) for node, token in level for child in order[token][:width]]
+                level = [(len(token_ids) + i, child) for i, (_, child) in enumerate(children)]
+                token_ids += [child for _, child in children]
+                parents += [node for node, _ in children]
+            sequence.draft = Draft(token_ids, parents)
+
+    return propose
+
+
+def sampled_siblings(draft: Tensor, seed: int = 0) -> Propose:
+    """Two siblings drawn one after the other, the second without the first, and a child of the second."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(weights: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = weights / weights.sum(dim=1, keepdim=True)
+        return torch.multinomial(probabilities, 1, generator=generator)[:, 0], probabilities
+
+    def propose(sequences: list[Sequence]) -> None:
+        left = draft[[sequence.token_ids[-1] for sequence in sequences]].clone()
+        drawn = []
+        for _ in range(2):
+            drawn.append(draw(left))
+            left[torch.arange(len(left)), drawn[-1][0]] = 0.0
+        drawn.append(draw(draft[drawn[-1][0]]))
+        token_ids = torch.stack([tokens for tokens, _ in drawn], dim=1).tolist()
+        distributions = torch.stack([probabilities for _, probabilities in drawn], dim=1)
+        for sequence, tokens, rows in zip(sequences, token_ids, distributions, strict=True):
+            sequence.draft = Draft(tokens, [-1, -1, 1], distributions=rows)
+
+    return propose
+
+
+# --- judgement --------------------------------------------------------------------------------------
+
+
+def assert_fits(tokens: np.ndarray, model: Tensor) -> None:
+    """The first token, and the first two together, have the model's own probabilities."""
+    for number, name in enumerate(("one", "two"), start=1):
+        statistic, value = chi_squared(tokens[:, :number], model)
+        assert value > ALPHA, f"{name}: chi-squared {statistic:.0f}, p = {value:.1e}"
+
+
+def chi_squared(tokens: np.ndarray, model: Tensor) -> tuple[float, float]:
+    """Statistic and p-value of the tokens [trials, 1 or more] against exact enumeration."""
+    size = len(model)
+    exact = model.double()[FIRST].numpy()
+    for _ in range(tokens.shape[1] - 1):
+        exact = (exact.reshape(-1, size, 1) * model.double().numpy()).ravel()
+    cells = np.zeros(len(tokens), np.int64)
+    for column in tokens.T:
+        cells = cells * size + column
+    counts = np.bincount(cells, minlength=len(exact))
+    possible = exact > 0
+    assert counts[~possible].sum() == 0, "an impossible outcome"
+    expected = exact[possible] / exact.sum() * len(tokens)
+    assert expected.min() > 5, "too few trials for these probabilities"
+    result = stats.chisquare(counts[possible], expected)
+    return float(result.statistic), float(result.pvalue)
