@@ -56,8 +56,8 @@ class PagedHead(nn.Module):
 
 
 class AnyHead(PackedForward, Protocol):
-    """What `Runner` runs. `hidden` [rows, hidden_size] belongs to the coming run's rows, padding left out; that
-    of the output has the rows of the logits, and no others.
+    """What `Runner` runs. `hidden` [rows, hidden_size] are the hidden states before the coming run's rows,
+    padding left out; those of its output are for the rows after the ones whose logits were asked for.
     """
 
     hidden: Tensor

@@ -10,6 +10,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -51,7 +52,8 @@ def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or width // heads
     captured = _captured(target.num_layers)
-    layer = width * head_dim * (3 * heads + 4 * kv_heads) + 3 * width * config.intermediate_size
+    inner = getattr(config, "intermediate_size", None) or 4 * width
+    layer = width * head_dim * (3 * heads + 4 * kv_heads) + 3 * width * inner
     share = max(0.0, min(1.0, (room - len(captured) * width**2) / layer))
     num_heads = max(1, round(heads * share))
     most = max(1, round(kv_heads * share))
@@ -60,16 +62,21 @@ def _shape(target: Target, draft_vocab_size: int, room: float) -> HeadShape:
         captured=captured,
         feature_size=len(captured) * width,
         hidden_size=width,
-        intermediate_size=max(1, int(config.intermediate_size * share / 32)) * 32,
+        intermediate_size=max(1, int(inner * share / 32)) * 32,
         num_heads=num_heads,
         num_kv_heads=max(count for count in range(1, most + 1) if num_heads % count == 0),
         head_dim=head_dim,
         max_positions=config.max_position_embeddings,
-        rope=dict(config.rope_parameters),
-        rms_norm_eps=config.rms_norm_eps,
+        rope=_rope(getattr(config, "rope_parameters", None)),
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         draft_vocab_size=draft_vocab_size,
         norm_output=True,
     )
+
+
+def _rope(theirs: dict[str, Any] | None) -> dict[str, Any]:
+    """The target's; a plain one where it has none, or one for each kind of its layers."""
+    return dict(theirs) if theirs and "rope_theta" in theirs else {"rope_type": "default", "rope_theta": 1e4}
 
 
 def _captured(num_layers: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.engine import Engine
+from engine.runner import SequenceRows
 from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
@@ -92,6 +93,10 @@ class Watched:
                 assert output.finish_reason != "error", output.error
                 outputs.setdefault(output.request_id, []).extend(output.token_ids)
         return outputs
+
+    @staticmethod
+    def rows(token_ids: list[int], start: int, block_ids: list[int]) -> SequenceRows:
+        return SequenceRows(token_ids, start, block_ids, first_key=1)
 
     def run_steps(self, count: int) -> dict[str, list[int]]:
         outputs: dict[str, list[int]] = {}

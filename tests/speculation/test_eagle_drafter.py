@@ -140,10 +140,10 @@ def test_prefix_hit_keeps_the_draft_kv(target: Path, model: PreTrainedModel, off
 
 def test_prompt_found_whole_lacks_nothing(target: Path, model: PreTrainedModel, official: Path) -> None:
     watched = Watched(target, official)
-    prompt = prompt_of(40)
-    for request_id in ("first", "second"):
-        watched.ask(request_id, prompt, 6)
-        watched.run()
+    for seed in range(4):
+        for turn in ("first", "second"):
+            watched.ask(f"{turn} {seed}", prompt_of(24, seed), 12)
+            watched.run()
     assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
 
 

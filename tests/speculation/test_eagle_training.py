@@ -87,10 +87,11 @@ def test_serving_drafts_what_training_unrolls(
 def test_draft_does_not_look_at_later_tokens(target: Target) -> None:
     head = small(target)
     token_ids, hidden = windows(target)
-    places = torch.tensor([3, 9])
-    whole = head.draft(token_ids, hidden, places)
-    cut = head.draft(token_ids[:, :11], hidden[:, :11], places)
-    assert torch.equal(whole, cut)
+    whole = head.draft(token_ids, hidden, torch.arange(22))
+    for place in range(22):
+        cut = slice(place + 2)
+        alone = head.draft(token_ids[:, cut], hidden[:, cut], torch.tensor([place]))
+        assert torch.equal(whole[:, place], alone[:, 0])
 
 
 def test_loss_is_the_cross_entropy_where_the_target_goes_on_so(target: Target) -> None:
