@@ -19,7 +19,6 @@ from engine.kv_pool import DRAFT, KVPool, KVShape
 from engine.loader import LoadedModel, load_model
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
-from engine.sampler.rows import edits_logits
 from engine.select_forward import build_forward
 from engine.sequence import Sequence
 from engine.speculator import Draft
@@ -28,7 +27,7 @@ from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.drawing import Chain, Drawing
-from speculation.native_chain import NativeChain
+from speculation.native_chain import NativeChain, draws_natively
 from speculation.ranking import rank_drafted
 from speculation.tree import DraftTrees, TreeRows
 
@@ -95,7 +94,7 @@ class DraftModel:
         return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        if self._native is not None and self._can_draw_natively(sequences):
+        if self._native is not None and draws_natively(sequences, self._options.verification):
             logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
             drafts = [Draft(tokens) for tokens in self._native.draft(logits, sequences, counts)]
         else:
@@ -103,12 +102,6 @@ class DraftModel:
         for sequence, draft in zip(sequences, drafts, strict=True):
             self._computed[sequence.request_id] = len(sequence.token_ids) + draft.num_nodes - 1
         return [*drafts]
-
-    def _can_draw_natively(self, sequences: Many[Sequence]) -> bool:
-        if any(edits_logits(sequence.params) for sequence in sequences):
-            return False
-        coupled = self._options.verification == "coupled"
-        return coupled or all(sequence.params.is_greedy for sequence in sequences)
 
     def _draw_chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft]:
         chains = [Chain(sequence) for sequence in sequences]

@@ -11,7 +11,16 @@ from torch import Tensor
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionMetadata
 from engine.decoder.forward import NativeDecoder
+from engine.sampler.rows import edits_logits
 from engine.sequence import Sequence
+from protocol.speculation import Verification
+
+
+def draws_natively(sequences: Many[Sequence], verification: Verification) -> bool:
+    """Whether `NativeChain` draws as the verification needs it."""
+    if any(edits_logits(sequence.params) for sequence in sequences):
+        return False
+    return verification == "coupled" or all(sequence.params.is_greedy for sequence in sequences)
 
 
 class NativeChain:

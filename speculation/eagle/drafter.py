@@ -26,17 +26,17 @@ from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
-from engine.sampler.rows import edits_logits
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from native.build import BuildError
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
+from speculation.drawing import Chain, Drawing
 from speculation.eagle.native import NativeHead, unfit
-from speculation.eagle.paged import AnyHead, Chains, HeadForward, KVWriter, PagedHead
+from speculation.eagle.paged import AnyHead, HeadForward, KVWriter, PagedHead, Steps
 from speculation.eagle.weights import load_head
-from speculation.native_chain import NativeChain
+from speculation.native_chain import NativeChain, draws_natively
 from speculation.ranking import rank_drafted
 from speculation.tree import DraftTrees, TreeRows
 
@@ -81,17 +81,18 @@ class EagleDrafter:
         backend_class, _ = select_backend(device, dtype, requested)
         segment = pool.segment(DRAFT)
         self._backend: AttentionBackend = backend_class(segment)
-        native = self._native(loaded)
+        native = self._native_head(loaded)
         self._head = PagedHead(self._loaded.head, *self._tables(loaded))
         if kernel_fault(device, dtype) is None:
             pack_linears(self._head)
         self._forward: AnyHead = native or self._compiled(device, dtype)
         self._runner = Runner(self._forward, self._backend, pool.block_size, device)
-        self._chain: NativeChain | None = None
+        self._native: NativeChain | None = None
         if native is not None and isinstance(self._backend, CpuBackend):
-            self._chain = NativeChain(native, self._backend, pool.block_size)
+            self._native = NativeChain(native, self._backend, pool.block_size)
         self._writer = KVWriter(self._head, segment)
-        self._sampler = Sampler(loaded.vocab_size, device, [])
+        self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
+        self._drawing = Drawing(self._sampler, self._options.verification)
         self._vocab_size = loaded.vocab_size
         self._block_size = pool.block_size
         self._device = device
@@ -109,7 +110,7 @@ class EagleDrafter:
             lm_head.weight = nn.Parameter(own.lm_head, requires_grad=False)
         return embedding, lm_head
 
-    def _native(self, loaded: LoadedModel) -> NativeHead | None:
+    def _native_head(self, loaded: LoadedModel) -> NativeHead | None:
         head, backend = self._loaded.head, self._backend
         wanted = self._config.compile == "auto" and kernel_fault(loaded.device, loaded.dtype) is None
         if not wanted or not isinstance(backend, CpuBackend) or unfit(head) is not None:
@@ -136,42 +137,34 @@ class EagleDrafter:
         return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        drafted: list[list[int]] = [[] for _ in sequences]
         logits, hidden = self._run(*self._committed_rows(sequences))
-        if self._chain is not None and not any(edits_logits(sequence.params) for sequence in sequences):
+        if self._native is not None and draws_natively(sequences, self._options.verification):
             first_keys = [self._known[sequence.request_id].first for sequence in sequences]
-            drafted = self._chain.draft(logits, sequences, counts, first_keys, hidden)
+            drafted = self._native.draft(logits, sequences, counts, first_keys, hidden)
             return [Draft(tokens) for tokens in drafted]
-        tokens = self._choose(logits, sequences, drafted)
-        active = list(range(len(sequences)))
-        while still := [row for row, i in enumerate(active) if len(drafted[i]) < counts[i]]:
-            if len(still) < len(active):
-                active, tokens, hidden = [active[row] for row in still], tokens[still], hidden[still]
-            num_steps = min(counts[i] - len(drafted[i]) for i in active)
-            its, theirs = [sequences[i] for i in active], [drafted[i] for i in active]
-            rows = [self._drafted_row(*pair) for pair in zip(its, theirs, strict=True)]
-            chains = Chains(self._forward, self._backend, rows, num_steps, self._block_size, self._device)
-            hidden = chains.pad(hidden)
+        chains = [Chain(sequence) for sequence in sequences]
+        wanted = dict(zip(sequences, counts, strict=True))
+        self._drawing.extend(chains, self._whole(logits))
+        growing = chains
+        while still := [i for i, each in enumerate(growing) if len(each.token_ids) < wanted[each.sequence]]:
+            growing, hidden = [growing[i] for i in still], hidden[still]
+            num_steps = min(wanted[each.sequence] - len(each.token_ids) for each in growing)
+            rows = [self._drafted_row(each) for each in growing]
+            steps = Steps(self._forward, self._backend, rows, num_steps, self._block_size, self._device)
+            hidden = steps.pad(hidden)
             for _ in range(num_steps):
-                logits, hidden = chains.run(chains.pad(tokens), hidden)
-                tokens = self._choose(logits[: len(active)], its, theirs)
-        return [Draft(tokens) for tokens in drafted]
+                tokens = torch.tensor([each.token_ids[-1] for each in growing], device=self._device)
+                logits, hidden = steps.run(steps.pad(tokens), hidden)
+                self._drawing.extend(growing, self._whole(logits[: len(growing)]))
+        return [chain.draft() for chain in chains]
 
-    def _choose(self, logits: Tensor, sequences: Many[Sequence], drafted: Many[list[int]]) -> Tensor:
-        """The next token of each sequence, int64 [sequences], also added to `drafted`."""
-        logits = logits[:, : self._vocab_size]
-        if not any(not s.params.is_greedy or edits_logits(s.params) for s in sequences):
-            tokens = logits.argmax(dim=-1)
-            if self._loaded.draft_ids is not None:
-                tokens = self._loaded.draft_ids[tokens]
-            token_ids = tokens.tolist()
-        else:
-            rows = [sequence.sampling_row(its) for sequence, its in zip(sequences, drafted, strict=True)]
-            token_ids = self._sampler.sample(self._whole(logits), rows).token_ids
-            tokens = torch.tensor(token_ids, device=self._device)
-        for its, token_id in zip(drafted, token_ids, strict=True):
-            its.append(token_id)
-        return tokens
+    def _drafted_row(self, chain: Chain) -> SequenceRows:
+        """Of its newest token."""
+        sequence = chain.sequence
+        assert sequence.table is not None
+        place = len(sequence.token_ids) + len(chain.token_ids) - 1
+        first = self._known[sequence.request_id].first
+        return SequenceRows(chain.token_ids[-1:], place, sequence.table.block_ids, first_key=first)
 
     def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         with_noise = self._options.verification == "coupled"
@@ -180,9 +173,7 @@ class EagleDrafter:
         hidden = list(newest.split(1))  # of each tree's rows
         depths = [[0] for _ in sequences]
         while True:
-            scores = rank_drafted(
-                self._whole(logits[:, : self._vocab_size]), sequences, depths, with_noise=with_noise
-            )
+            scores = rank_drafted(self._whole(logits), sequences, depths, with_noise=with_noise)
             grown = trees.grow(*scores)
             depths = [rows.depths for rows in grown]
             if not any(depths):
@@ -208,7 +199,7 @@ class EagleDrafter:
         """In the target's vocabulary, [rows, vocab_size]."""
         draft_ids = self._loaded.draft_ids
         if draft_ids is None:
-            return logits
+            return logits[:, : self._vocab_size]
         whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
         whole[:, draft_ids] = logits
         return whole
@@ -229,12 +220,6 @@ class EagleDrafter:
             known.features = []
             known.written = len(sequence.token_ids)
         return batch, self._head.head.combine(torch.cat(features))
-
-    def _drafted_row(self, sequence: Sequence, drafted: list[int]) -> SequenceRows:
-        assert sequence.table is not None
-        place = len(sequence.token_ids) + len(drafted) - 1
-        first = self._known[sequence.request_id].first
-        return SequenceRows(drafted[-1:], place, sequence.table.block_ids, first_key=first)
 
     def _run(self, batch: list[SequenceRows], hidden: Tensor, every: bool = False) -> tuple[Tensor, Tensor]:
         """After each sequence's last row, or after every row: logits [rows, draft_vocab_size] and hidden
@@ -312,3 +297,4 @@ class EagleDrafter:
 
     def forget(self, request_id: str) -> None:
         self._known.pop(request_id, None)
+        self._sampler.forget(request_id)

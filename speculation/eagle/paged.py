@@ -98,7 +98,7 @@ class HeadForward(RowsForward):
         return self._head(*inputs)
 
 
-class Chains:
+class Steps:
     """Runs a row of each sequence of a batch at one place after the other.
 
     What `Runner` prepares for each of its runs is prepared for all of them at once: a head is so small that

@@ -14,7 +14,7 @@ from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import SpeculativeConfig
+from protocol.speculation import SpeculativeConfig, Verification
 from speculation.eagle.drafter import EagleDrafter
 from speculation.speculator import BatchSpeculator
 
@@ -27,7 +27,13 @@ class Watched:
     """
 
     def __init__(
-        self, target: Path, head: Path, num_tokens: int = 4, tree_nodes: int = 0, **options: Any
+        self,
+        target: Path,
+        head: Path,
+        num_tokens: int = 4,
+        tree_nodes: int = 0,
+        verification: Verification = "coupled",
+        **options: Any,
     ) -> None:
         self.drafts: list[tuple[str, list[int], list[int]]] = []
         self.trees: list[Draft] = []
@@ -39,6 +45,7 @@ class Watched:
             num_speculative_tokens="auto" if tree_nodes else num_tokens,
             max_speculative_tokens=num_tokens,
             tree=tree_nodes > 0,
+            verification=verification,
             tree_nodes=max(1, tree_nodes),
         )
         config = ServeConfig(

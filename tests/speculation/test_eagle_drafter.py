@@ -219,11 +219,14 @@ def test_sampled_drafts_have_the_targets_noise(target: Path, model: PreTrainedMo
             assert sampler.sample(logits[None], [row]).token_ids == [token]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("temperature", "decision"), [(0.0, 0.01), (0.9, 0.05)])
 def test_trees_grow_along_the_likeliest_paths(
-    temperature: float, target: Path, model: PreTrainedModel, official: Path
+    temperature: float, decision: float, target: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    watched = Watched(target, official, num_tokens=4, tree_nodes=14)
+    """The head is so undecided that trees are wide."""
+    published = files.eagle3()
+    published.tensors["lm_head.weight"] *= decision
+    watched = Watched(target, published.write(tmp_path), num_tokens=4, tree_nodes=14)
     prompts = {"a": prompt_of(12), "b": prompt_of(29, 4)}
     sampling = {"temperature": temperature, "seed": 3}
     for request_id, prompt in prompts.items():
@@ -232,7 +235,7 @@ def test_trees_grow_along_the_likeliest_paths(
     if temperature == 0:
         assert all(outputs[name] == greedy(model, prompt, 20) for name, prompt in prompts.items())
     params = SamplingParams(max_tokens=20, **sampling)
-    plain = PlainHead(files.eagle3(), model, files.THETA)
+    plain = PlainHead(published, model, files.THETA)
     assert any(len(set(draft.parents or [])) > 3 for draft in watched.trees)
     for (_, token_ids, _), draft in zip(watched.drafts[:8], watched.trees[:8], strict=True):
         trees = DraftTrees([len(draft.token_ids)], depth=4, width=4)
@@ -250,3 +253,18 @@ def test_trees_grow_along_the_likeliest_paths(
         expected = trees.drafts()[0]
         assert expected is not None
         assert (draft.token_ids, draft.parents) == (expected.token_ids, expected.parents)
+
+
+def test_rejection_sampling_gets_the_distributions(
+    target: Path, model: PreTrainedModel, official: Path
+) -> None:
+    watched = Watched(target, official, num_tokens=3, verification="standard")
+    watched.ask("a", prompt_of(12), 8, sampling={"temperature": 0.8, "seed": 1})
+    watched.run()
+    plain = PlainHead(files.eagle3(), model, files.THETA)
+    for (_, token_ids, drafted), draft in zip(watched.drafts, watched.trees, strict=True):
+        expected = [
+            (plain.logits(token_ids, drafted[:place]) / 0.8).softmax(-1) for place in range(len(drafted))
+        ]
+        assert draft.distributions is not None
+        torch.testing.assert_close(draft.distributions, torch.stack(expected), atol=1e-4, rtol=1e-3)
