@@ -19,6 +19,7 @@ from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.speculation import SpeculativeConfig
 from speculation.eagle.training import build_eagle3
+from speculation.medusa.training import build as build_medusa
 from speculation.speculator import speculate
 from speculation.training.head import HeadOptions, Target
 from tests.speculation import scripted
@@ -58,11 +59,12 @@ def requests(sampling: str) -> list[EngineRequest]:
 
 @dataclass(frozen=True)
 class Given:
-    """What a method may need: an engine's config, a draft model, a head, the right tokens and how many."""
+    """What a method may need: an engine's config, a draft model, heads, the right tokens and how many."""
 
     config: ServeConfig
     draft: Path
     head: Path
+    medusa: Path
     answers: Answers
     num_tokens: int
 
@@ -84,6 +86,10 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
     "eagle": lambda given: given.deploy(method="eagle", model=str(given.head)),
     "eagle tree": lambda given: given.deploy(
         method="eagle", model=str(given.head), tree=True, tree_nodes=3 * given.num_tokens
+    ),
+    "medusa": lambda given: given.deploy(method="medusa", model=str(given.medusa)),
+    "medusa tree": lambda given: given.deploy(
+        method="medusa", model=str(given.medusa), tree=True, tree_nodes=3 * given.num_tokens
     ),
     "ngram": lambda given: given.deploy(method="ngram"),
     "suffix": lambda given: given.deploy(method="suffix"),
@@ -110,6 +116,14 @@ def head(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module")
+def medusa(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("medusa")
+    target = Target("tiny", load(pair[0]), torch.ones(VOCAB_SIZE))
+    build_medusa(target, HeadOptions(depth=5)).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def plain(pair: tuple[Path, Path]) -> dict[str, dict[str, list[int]]]:
     """Without speculation, alone and with room."""
     engine = Engine(small_config(pair[0], ROOMY))
@@ -126,6 +140,7 @@ def plain(pair: tuple[Path, Path]) -> dict[str, dict[str, list[int]]]:
 def test_tokens_are_those_without_speculation(
     pair: tuple[Path, Path],
     head: Path,
+    medusa: Path,
     plain: dict[str, dict[str, list[int]]],
     method: str,
     num_tokens: int,
@@ -136,7 +151,7 @@ def test_tokens_are_those_without_speculation(
     target, draft = pair
     blocks = round(SEGMENTS.get(method.split()[0], 1.0) * (CRAMPED if cramped else ROOMY))
     config = small_config(target, blocks, max_num_batched_tokens=CHUNK)
-    engine = METHODS[method](Given(config, draft, head, plain[sampling], num_tokens))
+    engine = METHODS[method](Given(config, draft, head, medusa, plain[sampling], num_tokens))
     for _ in range(2):
         hits, preemptions = engine.stats().prefix_hit_tokens, engine.stats().num_preemptions
         found = run(engine, requests(sampling))
