@@ -1,11 +1,12 @@
-"""The command line: `tandem serve`, `status`, `complete`, `bench`, `version`."""
+"""The command line: `tandem serve`, `status`, `complete`, `speculate`, `bench`, `version`."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -105,6 +106,66 @@ def bench(context: typer.Context) -> None:
     except ModuleNotFoundError as error:
         raise fail(f"bench needs the package {error.name}: pip install 'tandem-serve[bench]'") from error
     bench_app(args=context.args, prog_name="tandem bench")
+
+
+speculate = typer.Typer(help="Draft heads for a model of your own.", no_args_is_help=True)
+app.add_typer(speculate, name="speculate")
+
+
+@speculate.callback()
+def _speculate() -> None:
+    """Keeps `train` a command of its own while there is no other."""
+
+
+@speculate.command("train")
+def speculate_train(
+    method: Annotated[Literal["eagle3", "medusa"], typer.Option(help="What to train.")],
+    model: Annotated[str, typer.Option(help="Local folder or hub id of the model that is to be served.")],
+    data: Annotated[
+        Path, typer.Option(help='Text: a file, a folder of files, or JSONL with a "text" in each line.')
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the heads. Default: the model's name and the method's.")
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Text to measure on. Default: a twentieth of the data.")
+    ] = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Tokens to draft: Medusa's heads.")] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Layers of each head.")] = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(min=1, help="Draft only so many of the most frequent tokens.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Default: once through the data.")] = None,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 4096,
+    length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 512,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+) -> None:
+    """Train draft heads on text and measure them on text held out. Run it again to resume it."""
+    from rich.console import Console
+
+    from speculation.training.command import TrainOptions, train
+    from speculation.training.head import HeadOptions
+
+    options = TrainOptions(
+        method=method,
+        model=model,
+        data=data,
+        output=output or Path(f"{Path(model).name}-{method}"),
+        held_out=held_out,
+        head=HeadOptions(depth=depth, num_layers=num_layers, draft_vocab_size=draft_vocab_size),
+        steps=steps,
+        batch_tokens=batch_tokens,
+        length=length,
+        learning_rate=learning_rate,
+        seed=seed,
+        device=device,
+    )
+    try:
+        train(options, Console())
+    except TandemError as error:
+        raise fail(error) from error
 
 
 @app.command()

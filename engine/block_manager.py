@@ -129,6 +129,7 @@ class BlockManager:
             taken = self._take(len(locked) + missing)
             for index, target in zip(locked, taken, strict=False):
                 copies.append(BlockCopy(table.block_ids[index], target))
+                self._drafted[target] = self._drafted[table.block_ids[index]]
                 table.block_ids[index] = target
             table.block_ids.extend(taken[len(locked) :])
             for copy in reversed(copies):

@@ -35,71 +35,36 @@ class ForwardOutput(NamedTuple):
     hidden: Tensor | None
 
 
-class Forward:
-    """Callable (token_ids [rows], positions [rows], logit_rows) -> ForwardOutput.
+class RowsForward:
+    """What `Runner` runs: a function of packed rows, compiled where that pays.
 
-    `choice` says whether it is compiled, and why.
+    `choice` says whether it is compiled, and why, `products` how its linear layers multiply.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        device: torch.device,
-        mode: str,
-        hidden_layers: tuple[int, ...] = (),
-        *,
-        products: str,
-        packed: bool = False,
-    ) -> None:
-        """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`. `products` says how its
-        linear layers multiply; `packed`: with our kernel (`engine.linear`)."""
+    def __init__(self, device: torch.device, mode: str, *, products: str, packed: bool = False) -> None:
+        """`packed`: the linear layers are ours (`engine.linear`)."""
+        self.products = products
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
-        self._model = model
         self._device = device
         self._mode = mode
-        self._hidden_layers = hidden_layers
-        self.products = products
         self.compiled, self.choice = _choose(mode, device)
-        self._run = self._compile() if self.compiled else self._model_forward
+        self._run = _compile(self._compute) if self.compiled else self._compute
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
+        """For token_ids [rows] and positions [rows]."""
+        raise NotImplementedError
+
+    def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
 
     def padded_rows(self, total_tokens: int) -> int:
         """How many rows the packed input should have for `total_tokens` real ones."""
         return max(total_tokens, self._min_rows) if self.compiled else total_tokens
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
-        keep = logit_rows
-        wanted = MIN_ROWS if self.compiled else 1
-        if len(keep) < wanted:
-            keep = keep + [0] * (wanted - len(keep))
-        rows = torch.tensor(keep, device=self._device)
-        logits, hidden = self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), rows)
-        return ForwardOutput(logits[0, : len(logit_rows)], None if hidden is None else hidden[0])
-
-    def _model_forward(
-        self, token_ids: Tensor, positions: Tensor, rows: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        capture = {"output_hidden_states": True} if self._hidden_layers else {}
-        output = self._model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows, **capture
-        )
-        if not self._hidden_layers:
-            return output.logits, None
-        return output.logits, torch.cat([output.hidden_states[i] for i in self._hidden_layers], dim=-1)
-
-    def _compile(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]:
-        import torch._inductor.config as inductor
-
-        inductor.freezing = True
-        inductor.cpp.enable_concat_linear = True  # one product for q, k, v and one for gate and up
-        inductor.cpp.dynamic_threads = True
-        inductor.size_asserts = inductor.alignment_asserts = False
-        # The model never changes, so guards on it would only cost time at each step. But what is compiled
-        # belongs to the code, and without guards one model's would serve the next: so each has a code of its
-        # own.
-        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        function = type(self)._model_forward
-        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-        return torch.compile(types.MethodType(own, self), fullgraph=True, dynamic=True, options=options)
+    def _index(self, logit_rows: list[int]) -> Tensor:
+        """The rows that logits are wanted of, as many as the compiled function takes."""
+        missing = (MIN_ROWS if self.compiled else 1) - len(logit_rows)
+        return torch.tensor(logit_rows + [0] * missing, device=self._device)
 
     def warm_up(self, run: Callable[[], None]) -> float:
         """`run` some rows, which compiles; returns the seconds it took.
@@ -116,8 +81,70 @@ class Forward:
                 raise ConfigError(f"--compile: the model does not compile: {error}") from error
             logger.warning("the model does not compile, so it runs eagerly: %s", error)
             self.compiled, self.choice = False, f"eager (torch.compile failed: {type(error).__name__})"
-            self._run = self._model_forward
+            self._run = self._compute
         return time.monotonic() - start
+
+
+class Forward(RowsForward):
+    """A model's own forward."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        mode: str,
+        hidden_layers: tuple[int, ...] = (),
+        *,
+        products: str,
+        packed: bool = False,
+    ) -> None:
+        """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`."""
+        super().__init__(device, mode, products=products, packed=packed)
+        self._model = model
+        self._hidden_layers = hidden_layers
+        self._can_capture = not hidden_layers
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
+        inputs = (token_ids.unsqueeze(0), positions.unsqueeze(0), self._index(logit_rows))
+        if self.compiled and not self._can_capture:
+            # Transformers sets its hooks in the first forward, which compiled code cannot.
+            self._compute(*inputs)
+            self._can_capture = True
+        logits, hidden = self._run(*inputs)
+        return ForwardOutput(logits[0, : len(logit_rows)], None if hidden is None else hidden[0])
+
+    def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        token_ids, positions, rows = inputs
+        capture = {"output_hidden_states": True} if self._hidden_layers else {}
+        output = self._model(
+            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows, **capture
+        )
+        if not self._hidden_layers:
+            return output.logits, None
+        return output.logits, torch.cat([output.hidden_states[i] for i in self._hidden_layers], dim=-1)
+
+
+def _compile(
+    method: Callable[..., tuple[Tensor, Tensor | None]],
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.specialize_float = True  # an epsilon or a scale is no input to be made a tensor of at each step
+    inductor.freezing = True
+    inductor.cpp.enable_concat_linear = True  # one product for q, k, v and one for gate and up
+    inductor.cpp.dynamic_threads = True
+    inductor.size_asserts = inductor.alignment_asserts = False
+    # The model never changes, so guards on it would only cost time at each step. But what is compiled
+    # belongs to the code, and without guards one model's would serve the next: so each has a code of its
+    # own.
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    assert isinstance(method, types.MethodType)
+    function = method.__func__
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(
+        types.MethodType(own, method.__self__), fullgraph=True, dynamic=True, options=options
+    )
 
 
 def _choose(mode: str, device: torch.device) -> tuple[bool, str]:

@@ -58,7 +58,7 @@ class Runner:
         slots = np.full(padded, -1, np.int64)
         query_start = np.zeros(len(batch) + 1, np.int32)
         context_len = np.empty(len(batch), np.int32)
-        block_table = _block_table(batch)
+        table = block_table(batch)
         block_size = self._block_size
         row = longest = 0
         for index, rows in enumerate(batch):
@@ -72,7 +72,7 @@ class Runner:
                 span = np.arange(start, start + count)
                 positions[row : row + count] = span
                 slots[row : row + count] = (
-                    block_table[index, span // block_size].astype(np.int64) * block_size + span % block_size
+                    table[index, span // block_size].astype(np.int64) * block_size + span % block_size
                 )
             row += count
             longest = max(longest, count)
@@ -82,7 +82,7 @@ class Runner:
         metadata = AttentionMetadata(
             query_start=self._tensor(query_start),
             context_len=self._tensor(context_len),
-            block_table=self._tensor(block_table),
+            block_table=self._tensor(table),
             slot_mapping=self._tensor(slots),
             max_query_len=longest,
             max_context_len=int(context_len.max()),
@@ -144,7 +144,8 @@ class Runner:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
-def _block_table(batch: Sequence[SequenceRows]) -> np.ndarray:
+def block_table(batch: Sequence[SequenceRows]) -> np.ndarray:
+    """int32 [sequences, most blocks]: see `AttentionMetadata.block_table`."""
     table = np.zeros((len(batch), max(len(rows.block_ids) for rows in batch)), np.int32)
     for index, rows in enumerate(batch):
         table[index, : len(rows.block_ids)] = rows.block_ids

@@ -240,7 +240,7 @@ class Scheduler:
             del step.sequences[index], step.num_tokens[index]
         self.running.remove(victim)
         self.free(victim)
-        victim.num_computed = 0
+        victim.num_computed = victim.draft_room = 0
         victim.prompt_logprobs.clear()
         victim.fetch = None
         self.num_preemptions += 1

@@ -19,7 +19,6 @@ from engine.kv_pool import DRAFT, KVPool, KVShape
 from engine.loader import LoadedModel, load_model
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
-from engine.sampler.rows import edits_logits
 from engine.select_forward import build_forward
 from engine.sequence import Sequence
 from engine.speculator import Draft
@@ -28,8 +27,8 @@ from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.drawing import Chain, Drawing
-from speculation.native_chain import NativeChain
-from speculation.ranking import rank
+from speculation.native_chain import NativeChain, draws_natively
+from speculation.ranking import rank_drafted
 from speculation.tree import DraftTrees, TreeRows
 
 _ROWS = 2048
@@ -95,7 +94,7 @@ class DraftModel:
         return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        if self._native is not None and self._can_draw_natively(sequences):
+        if self._native is not None and draws_natively(sequences, self._options.verification):
             logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
             drafts = [Draft(tokens) for tokens in self._native.draft(logits, sequences, counts)]
         else:
@@ -103,12 +102,6 @@ class DraftModel:
         for sequence, draft in zip(sequences, drafts, strict=True):
             self._computed[sequence.request_id] = len(sequence.token_ids) + draft.num_nodes - 1
         return [*drafts]
-
-    def _can_draw_natively(self, sequences: Many[Sequence]) -> bool:
-        if any(edits_logits(sequence.params) for sequence in sequences):
-            return False
-        coupled = self._options.verification == "coupled"
-        return coupled or all(sequence.params.is_greedy for sequence in sequences)
 
     def _draw_chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft]:
         chains = [Chain(sequence) for sequence in sequences]
@@ -125,25 +118,14 @@ class DraftModel:
         logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
         for sequence in sequences:
             self._computed[sequence.request_id] = len(sequence.token_ids)
+        with_noise = self._options.verification == "coupled"
         depths = [[0] for _ in sequences]
         while True:
-            grown = trees.grow(*self._rank(sequences, depths, logits))
+            grown = trees.grow(*rank_drafted(logits, sequences, depths, with_noise=with_noise))
             depths = [rows.depths for rows in grown]
             if not any(depths):
                 return trees.drafts()
             logits = self._run_trees(sequences, grown)
-
-    def _rank(
-        self, sequences: Many[Sequence], depths: list[list[int]], logits: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`logits` has a row for each depth: after so many drafted tokens of the sequence."""
-        after = [(sequence, depth) for sequence, its in zip(sequences, depths, strict=True) for depth in its]
-        return rank(
-            logits,
-            [sequence.params for sequence, _ in after],
-            [sequence.position + depth for sequence, depth in after],
-            with_noise=self._options.verification == "coupled",
-        )
 
     def _run_trees(self, sequences: Many[Sequence], grown: list[TreeRows]) -> Tensor:
         batch = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.sampler import Purpose, Sampler, draw
+from engine.sampler import Purpose, Sampler, SamplingRow, draw
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.speculation import Verification
@@ -31,9 +31,10 @@ class Chain:
     token_ids: list[int] = field(default_factory=list)
     distributions: list[Tensor] = field(default_factory=list)
 
-    def draft(self) -> Draft:
-        distributions = torch.stack(self.distributions) if self.distributions else None
-        return Draft(self.token_ids, distributions=distributions)
+    def draft(self, room: int | None = None) -> Draft:
+        """All of it, or the first `room` tokens."""
+        distributions = torch.stack(self.distributions[:room]) if self.distributions else None
+        return Draft(self.token_ids[:room], distributions=distributions)
 
 
 class Drawing:
@@ -45,7 +46,20 @@ class Drawing:
 
     def extend(self, chains: Many[Chain], logits: Tensor) -> None:
         """Add a token to each chain, by the draft's `logits` [chains, vocab_size] after what it has."""
-        rows = [chain.sequence.sampling_row(chain.token_ids) for chain in chains]
+        self._draw(chains, [chain.sequence.sampling_row(chain.token_ids) for chain in chains], logits)
+
+    def extend_at_once(self, chains: Many[Chain], logits: Tensor) -> None:
+        """Add several tokens to each chain, which are empty, by `logits` [chains, count, vocab_size] that do
+        not depend on the tokens before.
+        """
+        places = [(chain, place) for chain in chains for place in range(logits.shape[1])]
+        rows = [chain.sequence.sampling_row() for chain, _ in places]
+        for row, (_, place) in zip(rows, places, strict=True):
+            row.position += place
+        self._draw([chain for chain, _ in places], rows, logits.flatten(0, 1))
+
+    def _draw(self, chains: Many[Chain], rows: list[SamplingRow], logits: Tensor) -> None:
+        """A token for each of the rows' places."""
         if self._shares_noise or all(row.params.is_greedy for row in rows):
             tokens, _ = self._sampler.choose(logits, rows)
         else:

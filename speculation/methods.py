@@ -30,8 +30,14 @@ def build_drafter(
             from speculation.weightless.lookahead import LookaheadDrafter
 
             return LookaheadDrafter(options, loaded.eos_token_ids)
-        case _:
-            raise NotImplementedError(method)
+        case "medusa":
+            from speculation.medusa.drafter import MedusaDrafter
+
+            return MedusaDrafter(options, loaded)
+        case "eagle":
+            from speculation.eagle.drafter import EagleDrafter
+
+            return EagleDrafter(options, config, loaded)
 
 
 def draft_shape(method: Method, options: SpeculativeConfig) -> Shape:

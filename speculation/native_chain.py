@@ -10,8 +10,17 @@ from torch import Tensor
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionMetadata
-from engine.decoder.forward import DecoderForward
+from engine.decoder.forward import NativeDecoder
+from engine.sampler.rows import edits_logits
 from engine.sequence import Sequence
+from protocol.speculation import Verification
+
+
+def draws_natively(sequences: Many[Sequence], verification: Verification) -> bool:
+    """Whether `NativeChain` draws as the verification needs it."""
+    if any(edits_logits(sequence.params) for sequence in sequences):
+        return False
+    return verification == "coupled" or all(sequence.params.is_greedy for sequence in sequences)
 
 
 class NativeChain:
@@ -21,13 +30,24 @@ class NativeChain:
     are left to the verification: they seldom change the choice.
     """
 
-    def __init__(self, forward: DecoderForward, backend: CpuBackend, block_size: int) -> None:
+    def __init__(self, forward: NativeDecoder, backend: CpuBackend, block_size: int) -> None:
         self._forward = forward
         self._backend = backend
         self._block_size = block_size
 
-    def draft(self, logits: Tensor, sequences: Many[Sequence], counts: Many[int]) -> list[list[int]]:
-        """`logits` [sequences, vocab_size], bfloat16, are those after the last tokens, whose KV is there."""
+    def draft(
+        self,
+        logits: Tensor,
+        sequences: Many[Sequence],
+        counts: Many[int],
+        first_keys: Many[int] | None = None,
+        hidden: Tensor | None = None,
+    ) -> list[list[int]]:
+        """`logits` [sequences, vocab_size], bfloat16, are those after the last tokens, whose KV is there.
+
+        Keys before a sequence's `first_key` are not looked at. A head also takes the `hidden` states after
+        the last tokens, [sequences, hidden_size], and overwrites them.
+        """
         lengths = np.array([len(sequence.token_ids) for sequence in sequences])
         next_slots = self._next_slots(sequences, counts)
         slots = torch.full((len(sequences),), -1, dtype=torch.int64)
@@ -40,6 +60,7 @@ class NativeChain:
                 slot_mapping=slots,
                 max_query_len=1,
                 max_context_len=int(lengths.max()) + len(next_slots),
+                first_key=None if first_keys is None else torch.tensor(first_keys, dtype=torch.int32),
             )
         )
         drafted = self._forward.chain(
@@ -51,6 +72,7 @@ class NativeChain:
             next_slots=torch.from_numpy(next_slots),
             seeds=torch.tensor([sequence.params.seed for sequence in sequences]),
             temperatures=torch.tensor([sequence.params.temperature for sequence in sequences]),
+            hidden=hidden,
         )
         return [column[:count] for column, count in zip(drafted.T.tolist(), counts, strict=True)]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.sampler.noise import gumbel_noise, stream_keys
+from engine.sequence import Sequence
 from protocol.sampling import SamplingParams
 
 _NUM_CANDIDATES = 64
@@ -18,6 +19,17 @@ _DISAGREEMENT = 0.5
 the most accepted tokens (bundled pair)."""
 
 _MIN_TEMPERATURE = 1e-6
+
+
+def rank_drafted(
+    logits: Tensor, sequences: Many[Sequence], depths: Many[Many[int]], *, with_noise: bool
+) -> tuple[Tensor, Tensor]:
+    """`rank`, where `logits` has a row for each of a sequence's depths: after so many drafted tokens."""
+    after = [(sequence, depth) for sequence, its in zip(sequences, depths, strict=True) for depth in its]
+    params = [sequence.params for sequence, _ in after]
+    return rank(
+        logits, params, [sequence.position + depth for sequence, depth in after], with_noise=with_noise
+    )
 
 
 def rank(

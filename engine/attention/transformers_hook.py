@@ -75,7 +75,9 @@ _library.define(
 )
 _library.impl("paged_attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAME}::paged_attention", _run_meta, lib=_library)
-_paged_attention = torch.ops.tandem.paged_attention.default
+paged_attention = torch.ops.tandem.paged_attention.default
+"""Attention of packed rows over the current backend's pool: query [rows, num_heads, head_dim], key and value
+[rows, num_kv_heads, head_dim], layer, scale, sliding window (0: none), soft cap (0: none)."""
 
 
 def paged_attention_forward(
@@ -96,7 +98,7 @@ def paged_attention_forward(
     [1, total_tokens, num_heads, head_dim]. Raises UnsupportedModelError for what would be computed wrongly.
     """
     _refuse_unsupported(module, query, key, value, attention_mask, dropout, kwargs)
-    out = _paged_attention(
+    out = paged_attention(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),

@@ -34,6 +34,15 @@ struct Layer {
     int64_t window;
 };
 
+// How a draft head of one layer begins: with pairs of a token and the hidden state before it (EAGLE). Either both
+// are normed, joined for the layer's products, and the hidden state goes on beside it, or `joint` makes one of them.
+struct Entry {
+    const bf16 *token_norm, *hidden_norm;  // null: `joint` is there
+    Weights joint;
+    int64_t normed_goes_on, feeds_normed;  // what goes on beside the layer, and into the next row: after its norm?
+    const int64_t* token_ids;              // those of the head's logits; null: all in order
+};
+
 struct Model {
     const Layer* layers;
     int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocab, threads, products;
@@ -46,6 +55,7 @@ struct Model {
     BeginAttention begin;
     Attend attend;
     Parallel parallel;
+    const Entry* entry;  // null for a whole model
 };
 
 // As the attention kernel reads it.
@@ -66,6 +76,8 @@ struct Rows {
     const int64_t* hidden_layers;  // whose hidden states are wanted, ascending: 0 the embeddings, i after layer i
     int64_t num_hidden;
     bf16* hidden;  // [count, num_hidden, hidden]
+    const bf16* before;  // for a head, [count, hidden]: the hidden states before the tokens
+    bf16* after;         // and [num_logits, hidden]: those for the rows after them; may be `before`
 };
 
 // Drafting one token after the other, one row a sequence. `step` is the attention's view of one such row each;
@@ -81,6 +93,7 @@ struct Chain {
     const float* temperatures;  // 0: the likeliest token
     bf16* logits;               // [num_sequences, vocab]: at first those after the last tokens
     int64_t* drafted;           // [num_tokens, num_sequences]
+    bf16* hidden;               // for a head, [num_sequences, hidden]: those before the first drafted tokens
 };
 
 inline float widen(bf16 value) {
@@ -152,17 +165,19 @@ class Decoder {
         x.resize(n * hidden), normed.resize(n * hidden), product.resize(n * std::max(hidden, qkv));
         attended.resize(n * queries);
         threads = n * m.products < SERIAL_PRODUCTS ? 1 : m.threads;
-        each_row(n, [&](int64_t r) {
-            memcpy(&x[r * hidden], m.embeddings + rows.token_ids[r] * hidden, hidden * sizeof(bf16));
-        });
+        if (m.entry) {
+            enter(*m.entry, rows);
+        } else {
+            each_row(n, [&](int64_t r) { memcpy(&x[r * hidden], embedding(rows, r), hidden * sizeof(bf16)); });
+        }
         int64_t captured = 0;
         for (size_t l = 0; l < layers.size(); l++) {
             const Layer& layer = layers[l];
             if (captured < rows.num_hidden && rows.hidden_layers[captured] == int64_t(l))
                 capture(rows, captured++, x.data());
-            norm(layer.input_norm, n);
+            if (layer.input_norm) norm(layer.input_norm, n);
             multiply(normed.data(), layer.qkv, product.data(), n);
-            each_row(n, [&](int64_t r) { place_heads(layer, &product[r * qkv], rows.positions[r]); });
+            each_row(n, [&](int64_t r) { place_heads(layer, &product[r * qkv], rows.positions[r] - (m.entry ? 1 : 0)); });
             const bf16* q = product.data();
             const AttentionCall call{q, q + queries, q + queries + keys, attended.data(), qkv, m.head_dim, qkv,
                                      m.head_dim, qkv, m.head_dim, queries, m.head_dim, int64_t(l), m.num_heads,
@@ -180,7 +195,11 @@ class Decoder {
         }
         for (int64_t i = 0; i < rows.num_logits; i++) {
             const int64_t r = rows.logit_rows ? rows.logit_rows[i] : i;
-            norm_row(&x[r * hidden], m.final_norm, hidden, m.norm_epsilon, &normed[i * hidden]);
+            if (m.final_norm) norm_row(&x[r * hidden], m.final_norm, hidden, m.norm_epsilon, &normed[i * hidden]);
+            else memcpy(&normed[i * hidden], &x[r * hidden], hidden * sizeof(bf16));
+            if (rows.after)
+                memcpy(rows.after + i * hidden, m.entry->feeds_normed ? &normed[i * hidden] : &x[r * hidden],
+                       hidden * sizeof(bf16));
         }
         multiply(normed.data(), m.head, rows.logits, rows.num_logits);
     }
@@ -188,11 +207,12 @@ class Decoder {
     // The name of the attention's field that is out of range, or null.
     const char* chain(const Chain& c) {
         const Rows rows{c.last_token, c.position, c.num_sequences, nullptr, c.num_sequences, c.logits,
-                        nullptr,      0,          nullptr};
+                        nullptr,      0,          nullptr,         c.hidden, c.hidden};
         for (int64_t token = 0; token < c.num_tokens; token++) {
             for (int64_t s = 0; s < c.num_sequences; s++) {
                 c.position[s]++;
-                c.last_token[s] = choose(c.logits + s * m.vocab, c.seeds[s], c.position[s], c.temperatures[s]);
+                const int64_t chosen = choose(c.logits + s * m.vocab, c.seeds[s], c.position[s], c.temperatures[s]);
+                c.last_token[s] = token_id(chosen);
                 c.drafted[token * c.num_sequences + s] = c.last_token[s];
                 if (token + 1 < c.num_tokens) {
                     c.slots[s] = c.next_slots[token * c.num_sequences + s];
@@ -219,6 +239,35 @@ class Decoder {
         } job{work, n};
         if (threads <= 1 || n < SERIAL_ROWS || !m.parallel) return job.run();
         m.parallel([](void* self) { static_cast<Job*>(self)->run(); }, &job, unsigned(threads), 0);
+    }
+
+    const bf16* embedding(const Rows& rows, int64_t r) const {
+        return m.embeddings + rows.token_ids[r] * m.hidden;
+    }
+
+    // x and normed, as the layer takes them, and room in normed for what comes after.
+    void enter(const Entry& entry, const Rows& rows) {
+        const int64_t n = rows.count, hidden = m.hidden;
+        normed.resize(n * 2 * hidden);
+        each_row(n, [&](int64_t r) {
+            const bf16* before = rows.before + r * hidden;
+            bf16 *token_half = &normed[r * 2 * hidden], *hidden_half = token_half + hidden;
+            if (!entry.token_norm) {
+                memcpy(token_half, embedding(rows, r), hidden * sizeof(bf16));
+                memcpy(hidden_half, before, hidden * sizeof(bf16));
+                return;
+            }
+            norm_row(embedding(rows, r), entry.token_norm, hidden, m.norm_epsilon, token_half);
+            norm_row(before, entry.hidden_norm, hidden, m.norm_epsilon, hidden_half);
+            memcpy(&x[r * hidden], entry.normed_goes_on ? hidden_half : before, hidden * sizeof(bf16));
+        });
+        if (entry.token_norm) return;
+        multiply(normed.data(), entry.joint, x.data(), n);
+        memcpy(normed.data(), x.data(), n * hidden * sizeof(bf16));
+    }
+
+    int64_t token_id(int64_t chosen) const {
+        return m.entry && m.entry->token_ids ? m.entry->token_ids[chosen] : chosen;
     }
 
     void norm(const bf16* weight, int64_t n) {
@@ -282,16 +331,20 @@ class Decoder {
         const uint64_t key = mix(mix(uint64_t(seed)) + uint64_t(position + 1) * GAMMA);
         const float top = values[best];
         for (int64_t i = 0; i < m.vocab; i++) values[i] = (values[i] - top) / temperature;
-        double best_score = noise(key, best);
+        double best_score = noise(key, token_id(best));
         tails.resize(m.vocab);
         const float bar = float(best_score) - 1e-4f;
-        for (int64_t i = 0; i < m.vocab; i++) {
-            const float tail = 0.5f - float(int32_t(mix_upper(key + uint64_t(i + 1) * GAMMA) >> 32)) * 0x1p-32f;
-            tails[i] = exp_of(values[i] - bar) - tail;
-        }
+        const auto tail = [&](int64_t i, int64_t token) {
+            const uint64_t bits = mix_upper(key + uint64_t(token + 1) * GAMMA);
+            return exp_of(values[i] - bar) - (0.5f - float(int32_t(bits >> 32)) * 0x1p-32f);
+        };
+        if (const int64_t* ids = m.entry ? m.entry->token_ids : nullptr)
+            for (int64_t i = 0; i < m.vocab; i++) tails[i] = tail(i, ids[i]);
+        else
+            for (int64_t i = 0; i < m.vocab; i++) tails[i] = tail(i, i);
         for (int64_t i = 0; i < m.vocab; i++) {
             if (tails[i] < -1e-6f) continue;
-            const double score = values[i] + noise(key, i);
+            const double score = values[i] + noise(key, token_id(i));
             if (score > best_score) best = i, best_score = score;
         }
         return best;

@@ -8,6 +8,7 @@ import struct
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,35 +37,43 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-class DecoderForward:
-    """Callable (token_ids [rows], positions [rows], logit_rows) -> ForwardOutput, as
-    `engine.forward.Forward`.
+class Described(Protocol):
+    """What the C++ side's `Model` struct says, and what must live as long as it does."""
 
-    For a bfloat16 model on the CPU, whose KV lies in `backend`'s pool. The model's own weights are copied.
+    layers: bytes
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_products: int
+    tables: bytes
+    head: bytes
+    rotation: bytes
+    norm_epsilon: float
+    attention_scale: float
+    entry: bytes
+    """The `Entry` struct of a draft head; empty for a whole model."""
+
+
+class NativeDecoder:
+    """Runs what `described` says over rows of bfloat16 on the CPU; its KV lies in `backend`'s pool.
+
     Raises BuildError where the kernel cannot be built.
     """
 
     choice = "native decoder"
     products = "packed weights, summed alike in every batch"
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        backend: CpuBackend,
-        positions: int,
-        hidden_layers: tuple[int, ...] = (),
-    ) -> None:
-        """`hidden_layers` are captured, as by `engine.forward.Forward`."""
+    def __init__(self, described: Described, backend: CpuBackend) -> None:
         self._library = _library()
-        described = Description(model, positions)
         self.vocab_size = described.vocab_size
         self._hidden_size = described.hidden_size
-        self._order = sorted(hidden_layers)
-        self._asked = [self._order.index(layer) for layer in hidden_layers]
-        self._hidden_layers = torch.tensor(self._order)
         self._described = described  # the decoder reads its memory
         self._backend = backend
         layers = ctypes.create_string_buffer(described.layers)
+        self._entry = ctypes.create_string_buffer(described.entry) if described.entry else None
         kernel, begin, attend = backend.addresses
         fields = b"".join(
             (
@@ -85,6 +94,7 @@ class DecoderForward:
                 described.rotation,
                 struct.pack("=2d", described.norm_epsilon, described.attention_scale),
                 struct.pack("=5Q", kernel, kernel_address(), begin, attend, gomp_parallel()),
+                struct.pack("=Q", 0 if self._entry is None else ctypes.addressof(self._entry)),
             )
         )
         self._decoder: int = self._library.tandem_decoder_create(fields)
@@ -97,29 +107,38 @@ class DecoderForward:
     def padded_rows(self, total_tokens: int) -> int:
         return total_tokens
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
+    def _forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: list[int],
+        hidden_layers: Tensor | None = None,
+        before: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the rows asked for, and hidden states: of the layers asked for, [rows, layers,
+        hidden_size], or, for a head that is given those `before` the rows, those after the rows asked for.
+        """
         wanted = torch.tensor(logit_rows)
         logits = torch.empty((len(logit_rows), self.vocab_size), dtype=torch.bfloat16)
-        count, captured = len(token_ids), len(self._order)
-        hidden = torch.empty((count, captured, self._hidden_size), dtype=torch.bfloat16)
+        count, captured = len(token_ids), 0 if hidden_layers is None else len(hidden_layers)
+        shape = (count, captured) if before is None else (len(logit_rows),)
+        hidden = torch.empty((*shape, self._hidden_size), dtype=torch.bfloat16)
         rows = struct.pack(
-            "=2QqQqQQqQ",
+            "=2QqQqQQqQ2Q",
             token_ids.data_ptr(),
             positions.data_ptr(),
             count,
             wanted.data_ptr(),
             len(logit_rows),
             logits.data_ptr(),
-            self._hidden_layers.data_ptr(),
+            0 if hidden_layers is None else hidden_layers.data_ptr(),
             captured,
             hidden.data_ptr(),
+            0 if before is None else before.data_ptr(),
+            0 if before is None else hidden.data_ptr(),
         )
         self._library.tandem_decoder_forward(self._decoder, rows)
-        if not captured:
-            return ForwardOutput(logits, None)
-        if self._asked != sorted(self._asked):
-            hidden = hidden[:, self._asked]
-        return ForwardOutput(logits, hidden.flatten(1))
+        return logits, hidden
 
     def chain(
         self,
@@ -131,24 +150,54 @@ class DecoderForward:
         next_slots: Tensor,
         seeds: Tensor,
         temperatures: Tensor,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Draft as many tokens for each sequence as `next_slots` [tokens - 1, sequences] says, and one.
 
         `logits` [sequences, vocab_size] are those after the last tokens, whose ids, positions (int64) and KV
-        are there. The backend's step describes one row a sequence, with these `context_len` and `slots`; all
-        of them are overwritten. Returns int64 [tokens, sequences].
+        are there. A head also takes the `hidden` states [sequences, hidden_size] after those tokens. The
+        backend's step describes one row a sequence, with these `context_len` and `slots`; all of them are
+        overwritten. Returns int64 [tokens, sequences].
         """
         num_sequences, num_tokens = len(last_token), len(next_slots) + 1
         drafted = torch.empty((num_tokens, num_sequences), dtype=torch.int64)
         arguments = struct.pack(
-            "=Q2q9Q",
+            "=Q2q10Q",
             self._backend.step_address,
             num_sequences,
             num_tokens,
             *(t.data_ptr() for t in (last_token, position, context_len, slots, next_slots)),
             *(t.data_ptr() for t in (seeds, temperatures, logits, drafted)),
+            0 if hidden is None else hidden.data_ptr(),
         )
         wrong = self._library.tandem_decoder_chain(self._decoder, arguments)
         if wrong:
             raise ValueError(f"attention metadata: {wrong.decode()} is out of range")
         return drafted
+
+
+class DecoderForward(NativeDecoder):
+    """Callable (token_ids [rows], positions [rows], logit_rows) -> ForwardOutput, as
+    `engine.forward.Forward`. The model's own weights are copied.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: CpuBackend,
+        positions: int,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> None:
+        """`hidden_layers` are captured, as by `engine.forward.Forward`."""
+        super().__init__(Description(model, positions), backend)
+        self._order = sorted(hidden_layers)
+        self._asked = [self._order.index(layer) for layer in hidden_layers]
+        self._hidden_layers = torch.tensor(self._order)
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
+        logits, hidden = self._forward(token_ids, positions, logit_rows, self._hidden_layers)
+        if not self._order:
+            return ForwardOutput(logits, None)
+        if self._asked != sorted(self._asked):
+            hidden = hidden[:, self._asked]
+        return ForwardOutput(logits, hidden.flatten(1))

@@ -12,15 +12,20 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.speculation import SpeculativeConfig
+from speculation.eagle.training import build_eagle3
+from speculation.medusa.training import build as build_medusa
 from speculation.speculator import speculate
+from speculation.training.head import HeadOptions, Target
 from tests.speculation import scripted
 from tests.speculation.scripted import Answers, ScriptedDrafter
 from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+from tests.worker.tiny_model import load
 
 CHUNK = 128
 LENGTHS = [1, 16, 20, 33, 40, CHUNK + 20]
@@ -54,10 +59,12 @@ def requests(sampling: str) -> list[EngineRequest]:
 
 @dataclass(frozen=True)
 class Given:
-    """What a method may need: an engine's config, a draft model, the right tokens, how many to draft."""
+    """What a method may need: an engine's config, a draft model, heads, the right tokens and how many."""
 
     config: ServeConfig
     draft: Path
+    head: Path
+    medusa: Path
     answers: Answers
     num_tokens: int
 
@@ -76,6 +83,14 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
     "draft_model tree": lambda given: given.deploy(
         method="draft_model", model=str(given.draft), tree=True, tree_nodes=3 * given.num_tokens
     ),
+    "eagle": lambda given: given.deploy(method="eagle", model=str(given.head)),
+    "eagle tree": lambda given: given.deploy(
+        method="eagle", model=str(given.head), tree=True, tree_nodes=3 * given.num_tokens
+    ),
+    "medusa": lambda given: given.deploy(method="medusa", model=str(given.medusa)),
+    "medusa tree": lambda given: given.deploy(
+        method="medusa", model=str(given.medusa), tree=True, tree_nodes=3 * given.num_tokens
+    ),
     "ngram": lambda given: given.deploy(method="ngram"),
     "suffix": lambda given: given.deploy(method="suffix"),
     "lookahead": lambda given: given.deploy(method="lookahead"),
@@ -86,6 +101,26 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
         scripted.tree(given.answers, 0.7, VOCAB_SIZE), 3 * given.num_tokens
     ),
 }
+
+
+SEGMENTS = {"draft_model": 2.0, "eagle": 1.25}
+"""How many times the target's own KV a block holds."""
+
+
+@pytest.fixture(scope="module")
+def head(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    target = Target("tiny", load(pair[0]), torch.ones(VOCAB_SIZE))
+    build_eagle3(target, HeadOptions()).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def medusa(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("medusa")
+    target = Target("tiny", load(pair[0]), torch.ones(VOCAB_SIZE))
+    build_medusa(target, HeadOptions(depth=5)).save(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +139,8 @@ def plain(pair: tuple[Path, Path]) -> dict[str, dict[str, list[int]]]:
 @pytest.mark.parametrize("cramped", [False, True], ids=["roomy", "preempted"])
 def test_tokens_are_those_without_speculation(
     pair: tuple[Path, Path],
+    head: Path,
+    medusa: Path,
     plain: dict[str, dict[str, list[int]]],
     method: str,
     num_tokens: int,
@@ -112,10 +149,9 @@ def test_tokens_are_those_without_speculation(
 ) -> None:
     """First with an empty cache, then again with the prompts' blocks found there."""
     target, draft = pair
-    segments = 2 if "draft_model" in method else 1
-    blocks = segments * (CRAMPED if cramped else ROOMY)
+    blocks = round(SEGMENTS.get(method.split()[0], 1.0) * (CRAMPED if cramped else ROOMY))
     config = small_config(target, blocks, max_num_batched_tokens=CHUNK)
-    engine = METHODS[method](Given(config, draft, plain[sampling], num_tokens))
+    engine = METHODS[method](Given(config, draft, head, medusa, plain[sampling], num_tokens))
     for _ in range(2):
         hits, preemptions = engine.stats().prefix_hit_tokens, engine.stats().num_preemptions
         found = run(engine, requests(sampling))

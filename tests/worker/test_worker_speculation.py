@@ -99,6 +99,27 @@ def test_as_many_drafts_are_accepted_after_a_hand_off_as_without(
 
 
 @pytest.mark.slow
+def test_medusa_reads_the_hidden_state_that_came_with_the_hand_off(
+    prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    options = {
+        "method": "medusa",
+        "model": str(MODELS / "tandem-code-10m-medusa"),
+        "num_speculative_tokens": 3,
+    }
+    with Cluster() as cluster:
+        pair = cluster.start_pair(config(speculating(**options)))
+        alone = cluster.start("decode", "decode-1", config(speculating(**options)))
+        assert tokens_of(cluster, "alone", prompts, alone) == plain
+        assert tokens_of(cluster, "pair", prompts, pair[0], pair[1].address) == plain
+        # Alone the prompts' chunks leave no room for some drafts, so that they are not the very same.
+        assert acceptance(cluster, "pair") == pytest.approx(acceptance(cluster, "alone"), rel=0.1)
+        firsts = [found[1][1] for name, found in cluster.outputs.items() if name.startswith("pair/")]
+        assert {output.drafted_tokens for output in firsts} == {3}
+        cluster.wait_empty(*pair, alone)
+
+
+@pytest.mark.slow
 def test_the_first_step_after_a_hand_off_speculates(prompts: list[list[int]]) -> None:
     with Cluster() as cluster:
         prefill, decode = cluster.start_pair(config(speculating(prefill="carry")))

@@ -1,0 +1,300 @@
+"""Drafting with EAGLE heads: the target's hidden states come in with each step, drafts go out of one layer.
+
+A place is drafted from the pair of its token and the hidden state before it. The pairs of committed tokens
+have the target's hidden states, which `observe` brings; only the drafted places behind them run on the head's
+own, and their KV is overwritten as soon as the target's are there (keeping it costs a tenth of the accepted
+length).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.attention.cpu_kernel.backend import CpuBackend
+from engine.attention.interface import AttentionBackend
+from engine.attention.select import select_backend
+from engine.kv_pool import DRAFT, KVPool, KVShape
+from engine.linear.packed import kernel_fault, pack_linears
+from engine.loader import LoadedModel
+from engine.runner import Runner, SequenceRows
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from native.build import BuildError
+from protocol.config import ServeConfig
+from protocol.speculation import SpeculativeConfig
+from speculation.drafter import Computed
+from speculation.drawing import Chain, Drawing
+from speculation.eagle.native import NativeHead, unfit
+from speculation.eagle.paged import AnyHead, HeadForward, KVWriter, PagedHead, Steps
+from speculation.eagle.weights import load_head
+from speculation.native_chain import NativeChain, draws_natively
+from speculation.ranking import rank_drafted
+from speculation.tree import DraftTrees, TreeRows
+
+logger = logging.getLogger("tandem.speculation")
+
+_TREE_WIDTH = 4
+"""Rows of a tree in a forward, and children of a row."""
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What is known of a request: draft KV of the places from `first` up to, not including, `written`, and
+    `features` [n, feature_size] of the tokens before each of the next n places, in pieces.
+    """
+
+    first: int
+    written: int
+    features: list[Tensor] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The first place whose pair is not known."""
+        return self.written + sum(map(len, self.features))
+
+
+class EagleDrafter:
+    """Implements `speculation.drafter.Drafter`."""
+
+    def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
+        assert options.model is not None
+        self._options = options
+        self._config = config
+        self._loaded = load_head(options.model, target)
+        shape = self._loaded.head.shape
+        self.segment: KVShape | None = KVShape(1, shape.num_kv_heads, shape.head_dim, target.dtype)
+        self.hidden_layers: tuple[int, ...] = shape.captured
+        self._known: dict[str, Known] = {}
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        device, dtype = loaded.device, loaded.dtype
+        requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
+        backend_class, _ = select_backend(device, dtype, requested)
+        segment = pool.segment(DRAFT)
+        self._backend: AttentionBackend = backend_class(segment)
+        native = self._native_head(loaded)
+        self._head = PagedHead(self._loaded.head, *self._tables(loaded))
+        if kernel_fault(device, dtype) is None:
+            pack_linears(self._head)
+        self._forward: AnyHead = native or self._compiled(device, dtype)
+        self._runner = Runner(self._forward, self._backend, pool.block_size, device)
+        self._native: NativeChain | None = None
+        if native is not None and isinstance(self._backend, CpuBackend):
+            self._native = NativeChain(native, self._backend, pool.block_size)
+        self._writer = KVWriter(self._head, segment)
+        self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
+        self._drawing = Drawing(self._sampler, self._options.verification)
+        self._vocab_size = loaded.vocab_size
+        self._block_size = pool.block_size
+        self._device = device
+        feature_size = self._loaded.head.shape.feature_size
+        self._no_feature = torch.zeros((1, feature_size), dtype=dtype, device=device)
+
+    def _tables(self, loaded: LoadedModel) -> tuple[nn.Module, nn.Module]:
+        """Embedding and LM head: the target's where the file has none of its own."""
+        own = self._loaded
+        embedding, lm_head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
+        if own.embedding is not None:
+            embedding = nn.Embedding.from_pretrained(own.embedding)
+        if own.lm_head is not None:
+            lm_head = nn.Linear(*reversed(own.lm_head.shape), bias=False, device="meta")
+            lm_head.weight = nn.Parameter(own.lm_head, requires_grad=False)
+        return embedding, lm_head
+
+    def _native_head(self, loaded: LoadedModel) -> NativeHead | None:
+        head, backend = self._loaded.head, self._backend
+        wanted = self._config.compile == "auto" and kernel_fault(loaded.device, loaded.dtype) is None
+        if not wanted or not isinstance(backend, CpuBackend) or unfit(head) is not None:
+            return None
+        embedding, lm_head = self._tables(loaded)
+        if not isinstance(lm_head, nn.Linear):
+            return None  # the target's, packed for another forward
+        try:
+            return NativeHead(head, embedding.weight, lm_head.weight, self._loaded.draft_ids, backend)
+        except BuildError as error:
+            logger.warning("the native decoder cannot be built: %s", error)
+            return None
+
+    def _compiled(self, device: torch.device, dtype: torch.dtype) -> HeadForward:
+        fault = kernel_fault(device, dtype)
+        products = fault or "packed"
+        return HeadForward(self._head, device, self._config.compile, products=products, packed=fault is None)
+
+    def warm_up(self) -> None:
+        self._runner.warm_up()
+
+    @torch.inference_mode()
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
+
+    def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        logits, hidden = self._run(*self._committed_rows(sequences))
+        if self._native is not None and draws_natively(sequences, self._options.verification):
+            first_keys = [self._known[sequence.request_id].first for sequence in sequences]
+            drafted = self._native.draft(logits, sequences, counts, first_keys, hidden)
+            return [Draft(tokens) for tokens in drafted]
+        chains = [Chain(sequence) for sequence in sequences]
+        wanted = dict(zip(sequences, counts, strict=True))
+        self._drawing.extend(chains, self._whole(logits))
+        growing = chains
+        while still := [i for i, each in enumerate(growing) if len(each.token_ids) < wanted[each.sequence]]:
+            growing, hidden = [growing[i] for i in still], hidden[still]
+            num_steps = min(wanted[each.sequence] - len(each.token_ids) for each in growing)
+            rows = [self._drafted_row(each) for each in growing]
+            steps = Steps(self._forward, self._backend, rows, num_steps, self._block_size, self._device)
+            hidden = steps.pad(hidden)
+            for _ in range(num_steps):
+                tokens = torch.tensor([each.token_ids[-1] for each in growing], device=self._device)
+                logits, hidden = steps.run(steps.pad(tokens), hidden)
+                self._drawing.extend(growing, self._whole(logits[: len(growing)]))
+        return [chain.draft() for chain in chains]
+
+    def _drafted_row(self, chain: Chain) -> SequenceRows:
+        """Of its newest token."""
+        sequence = chain.sequence
+        assert sequence.table is not None
+        place = len(sequence.token_ids) + len(chain.token_ids) - 1
+        first = self._known[sequence.request_id].first
+        return SequenceRows(chain.token_ids[-1:], place, sequence.table.block_ids, first_key=first)
+
+    def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        with_noise = self._options.verification == "coupled"
+        trees = DraftTrees(counts, self._options.max_speculative_tokens, _TREE_WIDTH)
+        logits, newest = self._run(*self._committed_rows(sequences))
+        hidden = list(newest.split(1))  # of each tree's rows
+        depths = [[0] for _ in sequences]
+        while True:
+            scores = rank_drafted(self._whole(logits), sequences, depths, with_noise=with_noise)
+            grown = trees.grow(*scores)
+            depths = [rows.depths for rows in grown]
+            if not any(depths):
+                return trees.drafts()
+            before = [its[rows.parents] for its, rows in zip(hidden, grown, strict=True)]
+            batch = [
+                self._tree_rows(sequence, rows)
+                for sequence, rows in zip(sequences, grown, strict=True)
+                if rows.token_ids
+            ]
+            logits, newest = self._run(batch, torch.cat(before), every=True)
+            added = newest.split([len(rows.token_ids) for rows in grown])
+            hidden = [torch.cat(pair) for pair in zip(hidden, added, strict=True)]
+
+    def _tree_rows(self, sequence: Sequence, rows: TreeRows) -> SequenceRows:
+        assert sequence.table is not None
+        root, first_key = len(sequence.token_ids) - 1, self._known[sequence.request_id].first
+        return SequenceRows(
+            rows.token_ids, root + rows.first, sequence.table.block_ids, rows.masks, root, first_key
+        )
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """In the target's vocabulary, [rows, vocab_size]."""
+        draft_ids = self._loaded.draft_ids
+        if draft_ids is None:
+            return logits[:, : self._vocab_size]
+        whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        whole[:, draft_ids] = logits
+        return whole
+
+    def _committed_rows(self, sequences: Many[Sequence]) -> tuple[list[SequenceRows], Tensor]:
+        """The rows that draft the first token, from committed ones alone, and their hidden states."""
+        batch: list[SequenceRows] = []
+        features: list[Tensor] = []
+        for sequence in sequences:
+            assert sequence.table is not None
+            known = self._known[sequence.request_id]
+            if not known.features:  # its last token was computed elsewhere, or long ago
+                known.written, known.features = len(sequence.token_ids) - 1, [self._no_feature]
+            token_ids = sequence.token_ids[known.written :]
+            block_ids = sequence.table.block_ids
+            batch.append(SequenceRows(token_ids, known.written, block_ids, first_key=known.first))
+            features += known.features
+            known.features = []
+            known.written = len(sequence.token_ids)
+        return batch, self._head.head.combine(torch.cat(features))
+
+    def _run(self, batch: list[SequenceRows], hidden: Tensor, every: bool = False) -> tuple[Tensor, Tensor]:
+        """After each sequence's last row, or after every row: logits [rows, draft_vocab_size] and hidden
+        states [rows, hidden_size].
+        """
+        self._forward.hidden = hidden
+        ends = range(len(hidden)) if every else [n - 1 for n in accumulate(len(r.token_ids) for r in batch)]
+        logits, fed_back = self._runner.run(batch, list(ends))
+        assert fed_back is not None
+        return logits, fed_back
+
+    @torch.inference_mode()
+    def observe(self, computed: Many[Computed]) -> None:
+        due: list[tuple[Sequence, Known]] = []
+        for each in computed:
+            assert each.hidden is not None
+            sequence, end = each.sequence, each.start + each.num_tokens
+            known = self._known[sequence.request_id]
+            known.features.append(each.hidden)
+            # Blocks that the engine may share, or hand over, have their draft KV.
+            in_prompt = each.start < len(sequence.prompt_token_ids)
+            if known.written < end and (
+                in_prompt or known.written < end // self._block_size * self._block_size
+            ):
+                due.append((sequence, known))
+        if due:
+            self._write(due)
+
+    def _write(self, due: Iterable[tuple[Sequence, Known]]) -> None:
+        """Write the KV of all known pairs but the newest, whose place may have no block yet."""
+        token_ids: list[int] = []
+        places: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        features: list[Tensor] = []
+        for sequence, known in due:
+            assert sequence.table is not None
+            start, end = known.written, known.end - 1
+            span = np.arange(start, end)
+            blocks = np.array(sequence.table.block_ids, np.int64)
+            token_ids += sequence.token_ids[start:end]
+            places.append(span)
+            slots.append(blocks[span // self._block_size] * self._block_size + span % self._block_size)
+            together = torch.cat(known.features)
+            features.append(together[:-1])
+            # A copy, not a view: else the hidden states of a whole chunk would be kept for its last row.
+            known.written, known.features = end, [together[-1:].clone()]
+        self._writer.write(
+            self._tensor(np.array(token_ids, np.int64)),
+            self._tensor(np.concatenate(places)),
+            self._tensor(np.concatenate(slots)),
+            torch.cat(features),
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        place = sequence.num_computed
+        if place == 0:
+            known = Known(first=1, written=1)
+        elif num_drafted > place and feature is None:
+            known = Known(first=1, written=place + 1)
+        else:
+            row = self._no_feature if feature is None else feature.view_as(self._no_feature)
+            known = Known(1 if num_drafted >= place else place, place, [row])
+        self._known[sequence.request_id] = known
+
+    def num_drafted(self, request_id: str) -> int:
+        known = self._known.get(request_id)
+        return known.written if known is not None and known.first == 1 else 0
+
+    def feature(self, request_id: str) -> Tensor | None:
+        known = self._known.get(request_id)
+        return known.features[-1][-1] if known is not None and known.features else None
+
+    def forget(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+        self._sampler.forget(request_id)

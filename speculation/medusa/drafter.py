@@ -1,0 +1,116 @@
+"""Drafting with Medusa heads: one small product for all tokens of all requests, no forward of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from engine.kv_pool import KVPool, KVShape
+from engine.loader import LoadedModel
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.speculator import Draft
+from protocol.speculation import SpeculativeConfig
+from speculation.drafter import Computed
+from speculation.drawing import Chain, Drawing
+from speculation.medusa.heads import MedusaHeads
+from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
+from speculation.medusa.weights import read_heads
+from speculation.ranking import rank
+
+
+class MedusaDrafter:
+    """Head i proposes the i-th token after the sequence's last one, which has not been run yet: what the
+    heads read is the target's final hidden state of the token before.
+
+    A draft is the chain of the heads' best tokens, or with `tree` the nodes of a static tree. The heads do
+    not see each other's tokens. Under coupled verification what they propose is chosen with the noise that
+    the target will draw with.
+    """
+
+    segment: KVShape | None = None
+
+    def __init__(self, options: SpeculativeConfig, target: LoadedModel) -> None:
+        assert options.model is not None
+        hidden_size = target.model.config.get_text_config(decoder=True).hidden_size
+        weights = read_heads(options.model, hidden_size, target.vocab_size)
+        self.hidden_layers: tuple[int, ...] = (target.kv_shape.num_layers,)
+        self._heads = MedusaHeads(weights, target)
+        self._sampler = Sampler(target.vocab_size, target.device, target.eos_token_ids)
+        self._drawing = Drawing(self._sampler, options.verification)
+        self._shares_noise = options.verification == "coupled"
+        self._tree: StaticTree | None = None
+        if options.tree:
+            acceptance = weights.rank_acceptance or assumed_acceptance(weights.num_heads)
+            self._tree = choose_tree(acceptance, options.tree_nodes)
+        self._features: dict[str, tuple[int, Tensor]] = {}
+        """By request: the newest hidden state [hidden_size], and its token's place."""
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        pass
+
+    def warm_up(self) -> None:
+        pass
+
+    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+        """Without a feature nothing is drafted until the sequence's next step is over."""
+        self._features.pop(sequence.request_id, None)
+        if feature is not None:
+            self._features[sequence.request_id] = sequence.num_computed - 1, feature
+
+    def num_drafted(self, request_id: str) -> int:
+        return 0
+
+    def feature(self, request_id: str) -> Tensor | None:
+        known = self._features.get(request_id)
+        return None if known is None else known[1]
+
+    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        drafts: list[Draft | None] = [None] * len(sequences)
+        known = [i for i, sequence in enumerate(sequences) if counts[i] > 0 and self._is_fresh(sequence)]
+        if known:
+            ready, rooms = [sequences[i] for i in known], [counts[i] for i in known]
+            made = self._chains(ready, rooms) if self._tree is None else self._trees(self._tree, ready, rooms)
+            for i, draft in zip(known, made, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _is_fresh(self, sequence: Sequence) -> bool:
+        """Whether the hidden state of the last token but one is there."""
+        known = self._features.get(sequence.request_id)
+        return known is not None and known[0] == len(sequence.token_ids) - 2
+
+    @torch.inference_mode()
+    def _logits(self, sequences: Many[Sequence], depth: int) -> Tensor:
+        """Of the first `depth` heads: [sequences, depth, vocab_size]."""
+        features = [self._features[sequence.request_id][1] for sequence in sequences]
+        return self._heads.logits(torch.stack(features), depth)
+
+    def _chains(self, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
+        logits = self._logits(sequences, min(max(rooms), self._heads.num_heads))
+        chains = [Chain(sequence) for sequence in sequences]
+        self._drawing.extend_at_once(chains, logits)
+        return [chain.draft(room) for chain, room in zip(chains, rooms, strict=True)]
+
+    def _trees(self, tree: StaticTree, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
+        depth = max(tree.depths[: max(rooms)]) + 1
+        logits = self._logits(sequences, depth).flatten(0, 1)
+        params = [sequence.params for sequence in sequences for _ in range(depth)]
+        positions = [sequence.position + head for sequence in sequences for head in range(depth)]
+        scores, token_ids = rank(logits, params, positions, with_noise=self._shares_noise)
+        best_first = token_ids.gather(1, scores.topk(tree.num_ranks).indices)
+        of_heads = best_first.unflatten(0, (len(sequences), depth)).tolist()
+        return [tree.draft(ranked, room) for ranked, room in zip(of_heads, rooms, strict=True)]
+
+    def observe(self, computed: Many[Computed]) -> None:
+        for each in computed:
+            assert each.hidden is not None
+            # A copy: the row would keep the hidden states of the whole step alive.
+            newest = each.start + each.num_tokens - 1, each.hidden[-1].clone()
+            self._features[each.sequence.request_id] = newest
+
+    def forget(self, request_id: str) -> None:
+        self._features.pop(request_id, None)
+        self._sampler.forget(request_id)

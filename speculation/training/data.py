@@ -1,0 +1,110 @@
+"""Text files as one stream of tokens, and windows of it in an order that a step's number determines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from protocol.errors import ConfigError
+
+_TEXTS_AT_ONCE = 256
+
+
+def read_texts(path: Path, option: str = "--data") -> list[str]:
+    """The texts of a file, of all UTF-8 files in a folder, or of the field "text" in each line of JSONL.
+
+    They are ordered by their hashes, so that a part of them is a fair sample. Raises `ConfigError` that names
+    `option`, the file and what is wrong with it.
+    """
+    if not path.exists():
+        raise ConfigError(f"{option}: {path} does not exist")
+    if path.is_dir():
+        texts = [text for file in sorted(path.rglob("*")) if file.is_file() for text in _try_file(file)]
+    else:
+        texts = list(_file_texts(path, option))
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise ConfigError(f"{option}: {path} has no text")
+    return sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=16).digest())
+
+
+def _try_file(path: Path) -> Iterator[str]:
+    """What is no text is left out."""
+    try:
+        yield from _file_texts(path, str(path))
+    except ConfigError:
+        return
+
+
+def _file_texts(path: Path, option: str) -> Iterator[str]:
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: {path} cannot be read as UTF-8: {error}") from error
+    if path.suffix != ".jsonl":
+        yield content
+        return
+    for number, line in enumerate(content.split("\n"), start=1):
+        if line.strip():
+            yield _text_of(line, f"{option}: {path}, line {number}")
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    text = entry.get("text") if isinstance(entry, dict) else None
+    if not isinstance(text, str):
+        raise ConfigError(f'{where}: has no string "text"')
+    return text
+
+
+def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """All texts' tokens, int32, each text begun and ended as the tokenizer and its model are used to."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces = []
+    for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        encoded = tokenizer(texts[start : start + _TEXTS_AT_ONCE], verbose=False).input_ids
+        pieces += [torch.tensor([*ids, *end], dtype=torch.int32) for ids in encoded]
+    return torch.cat(pieces)
+
+
+class Windows:
+    """Batches of `batch` windows of `length` tokens: each epoch cuts the stream elsewhere and shuffles it.
+
+    Batch `step` depends on nothing but the stream, the seed and the step, so that a run can be resumed.
+    """
+
+    def __init__(self, stream: Tensor, length: int, batch: int, seed: int) -> None:
+        self._stream = stream
+        self._length = length
+        self._batch = batch
+        self._seed = seed
+        self._epoch = -1
+        self._starts = torch.empty(0, dtype=torch.int64)
+        self.batch_tokens = batch * length
+        self.steps_per_epoch = (len(stream) - length) // length // batch
+        if self.steps_per_epoch < 1:
+            raise ConfigError(
+                f"--data: has {len(stream)} tokens for training; a step takes {length * batch}, and "
+                f"{length * (batch + 1)} are the least (see --length and --batch-tokens)"
+            )
+
+    def __getitem__(self, step: int) -> Tensor:
+        """int64 [batch, length]."""
+        epoch, number = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            random = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            offset = int(torch.randint(self._length, (), generator=random))
+            count = self.steps_per_epoch * self._batch
+            self._starts = offset + torch.randperm(count, generator=random) * self._length
+            self._epoch = epoch
+        starts = self._starts[number * self._batch : (number + 1) * self._batch]
+        return self._stream[starts.unsqueeze(1) + torch.arange(self._length)].long()

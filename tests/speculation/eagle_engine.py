@@ -1,0 +1,113 @@
+"""An engine with EAGLE whose drafts are watched, and corrected to be accepted as far as a test likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.engine import Engine
+from engine.runner import SequenceRows
+from engine.speculator import Draft
+from protocol.config import ServeConfig
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import SpeculativeConfig, Verification
+from speculation.eagle.drafter import EagleDrafter
+from speculation.speculator import BatchSpeculator
+
+
+class Watched:
+    """`drafts` are those made: the committed tokens, and what was drafted after them.
+
+    With `correct` the engine gets others in their place: of a draft after n tokens the first
+    `correct(n)` tokens are those of `answers[request id]` (prompt and continuation), the rest is wrong.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        head: Path,
+        num_tokens: int = 4,
+        tree_nodes: int = 0,
+        verification: Verification = "coupled",
+        **options: Any,
+    ) -> None:
+        self.drafts: list[tuple[str, list[int], list[int]]] = []
+        self.trees: list[Draft] = []
+        self.answers: dict[str, list[int]] = {}
+        self.correct: Callable[[int], int] | None = None
+        speculative = SpeculativeConfig(
+            method="eagle",
+            model=str(head),
+            num_speculative_tokens="auto" if tree_nodes else num_tokens,
+            max_speculative_tokens=num_tokens,
+            tree=tree_nodes > 0,
+            verification=verification,
+            tree_nodes=max(1, tree_nodes),
+        )
+        config = ServeConfig(
+            model=str(target),
+            dtype="float32",
+            device="cpu",
+            compile="off",
+            max_num_batched_tokens=24,
+            max_num_seqs=8,
+            block_size=8,
+            kv_cache_memory_bytes=4_000_000,
+            speculative_config=speculative,
+        )
+        self.engine = Engine(msgspec.structs.replace(config, **options), speculate=BatchSpeculator)
+        self.engine.pool.segment("draft").fill_(1e3)  # nothing is to look at what was never written
+        speculator = self.engine._speculator
+        assert isinstance(speculator, BatchSpeculator)
+        drafter = speculator._drafters["eagle"]
+        assert isinstance(drafter, EagleDrafter)
+        self.drafter = drafter
+        self._propose = drafter.propose
+        drafter.propose = self.propose  # type: ignore[method-assign]
+
+    def propose(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Draft | None]:
+        drafts = self._propose(sequences, counts)
+        for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            assert draft is not None and 0 < len(draft.token_ids) <= counts[index]
+            self.trees.append(draft)
+            self.drafts.append((sequence.request_id, list(sequence.token_ids), draft.token_ids))
+            if self.correct is not None:
+                drafts[index] = Draft(self._corrected(sequence, counts[index]))
+        return drafts
+
+    def _corrected(self, sequence: Any, count: int) -> list[int]:
+        assert self.correct is not None
+        length = len(sequence.token_ids)
+        truth = self.answers[sequence.request_id][length : length + count]
+        right = self.correct(length)
+        return [token if place < right else token ^ 1 for place, token in enumerate(truth)]
+
+    def ask(self, request_id: str, prompt: list[int], max_tokens: int = 16, **fields: Any) -> None:
+        sampling = {"temperature": 0.0, "ignore_eos": True} | fields.pop("sampling", {})
+        params = SamplingParams(max_tokens=max_tokens, **sampling)
+        request = EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params)
+        self.engine.add(request, **fields)
+
+    def run(self) -> dict[str, list[int]]:
+        """Until all is done: each request's output."""
+        outputs: dict[str, list[int]] = {}
+        while self.engine.has_work():
+            for output in self.engine.step().outputs:
+                assert output.finish_reason != "error", output.error
+                outputs.setdefault(output.request_id, []).extend(output.token_ids)
+        return outputs
+
+    @staticmethod
+    def rows(token_ids: list[int], start: int, block_ids: list[int]) -> SequenceRows:
+        return SequenceRows(token_ids, start, block_ids, first_key=1)
+
+    def run_steps(self, count: int) -> dict[str, list[int]]:
+        outputs: dict[str, list[int]] = {}
+        for _ in range(count):
+            for output in self.engine.step().outputs:
+                outputs.setdefault(output.request_id, []).extend(output.token_ids)
+        return outputs

@@ -1,0 +1,270 @@
+"""EAGLE in the engine: drafts against a plain reference, whatever is accepted, shared, preempted or moved."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.sampler import Sampler
+from engine.sampler.rows import SamplingRow
+from protocol.sampling import SamplingParams
+from speculation.ranking import rank
+from speculation.tree import DraftTrees
+from tests.speculation import eagle_files as files
+from tests.speculation.eagle_engine import Watched
+from tests.speculation.eagle_reference import PlainHead
+from tests.worker.tiny_model import greedy
+
+FORMATS: dict[str, Callable[[Path], files.Published]] = {
+    "eagle1-bin": lambda target: files.eagle1(target),
+    "eagle1-safetensors-no-bias": lambda target: files.eagle1(target, bias=False, file="model.safetensors"),
+    "official": lambda _: files.eagle3(),
+    "official-full-vocabulary": lambda _: files.eagle3(reduced=False),
+    "official-own-width": lambda _: files.eagle3(width=40),
+    "official-theta-of-the-target": lambda _: files.eagle3(theta=None),
+    "specforge": lambda _: files.specforge(),
+    "specforge-3.1": lambda _: files.specforge(fc_norm=True, norm_output=True),
+    "speculators": lambda _: files.speculators(),
+    "speculators-3.1": lambda _: files.speculators(norm_before_fc=True, norm_output=True),
+    "without-aux": lambda _: files.without_aux(),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    files.write_target(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return files.eagle3().write(tmp_path_factory.mktemp("official"))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, files.VOCAB) for _ in range(length)]
+
+
+def assert_as_plain(watched: Watched, plain: PlainHead, first_row: int = 0) -> None:
+    assert watched.drafts
+    for request_id, token_ids, drafted in watched.drafts:
+        expected = plain.draft(token_ids, len(drafted), first_row)
+        assert drafted == expected, f"{request_id} after {len(token_ids)} tokens"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_drafts_of_published_formats(name: str, target: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    published = FORMATS[name](target)
+    watched = Watched(target, published.write(tmp_path / "head"), num_tokens=3)
+    prompt = prompt_of(37)  # two chunks
+    watched.ask("a", prompt, 8)
+    assert watched.run()["a"] == greedy(model, prompt, 8)
+    assert_as_plain(watched, PlainHead(published, model, files.THETA))
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 4, "mixed"])
+def test_true_features_replace_the_heads_own(
+    accepted: int | str, target: Path, model: PreTrainedModel, official: Path
+) -> None:
+    watched = Watched(target, official)
+    prompts = {"a": prompt_of(9, 1), "b": prompt_of(30, 2), "c": prompt_of(50, 3)}
+    for request_id, prompt in prompts.items():
+        watched.answers[request_id] = prompt + greedy(model, prompt, 32)
+        watched.ask(request_id, prompt, 24)
+    rng = random.Random(5)
+    watched.correct = lambda _: rng.randrange(5) if accepted == "mixed" else int(accepted)
+    outputs = watched.run()
+    for request_id, prompt in prompts.items():
+        assert outputs[request_id] == watched.answers[request_id][len(prompt) :][:24]
+    assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
+    assert not watched.drafter._known
+
+
+def test_steps_without_drafts_are_caught_up(target: Path, model: PreTrainedModel, official: Path) -> None:
+    watched = Watched(target, official)
+    prompt = prompt_of(20)
+    watched.ask("a", prompt, 40)
+    plan = watched.engine._speculator.plan  # type: ignore[union-attr]
+    steps = 0
+
+    def sometimes(decoding: list) -> None:  # type: ignore[type-arg]
+        nonlocal steps
+        steps += 1
+        plan(decoding)
+        if steps < 26:
+            for sequence in decoding:
+                sequence.draft_room = 0
+            known = watched.drafter._known.get("a")
+            assert known is None or known.end - known.written <= 9, "more than a block is kept"
+
+    watched.engine._speculator.plan = sometimes  # type: ignore[union-attr,method-assign]
+    assert watched.run()["a"] == greedy(model, prompt, 40)
+    assert len(watched.drafts[0][1]) > 40
+    assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
+
+
+def test_prefix_hit_keeps_the_draft_kv(target: Path, model: PreTrainedModel, official: Path) -> None:
+    """One hidden state is missing: that of the last cached token. The rest is as without the cache."""
+    watched = Watched(target, official)
+    prompt = prompt_of(40)
+    watched.ask("first", prompt, 8)
+    watched.run()
+    watched.drafts.clear()
+    longer = prompt[:32] + prompt_of(6, 8)
+    watched.ask("second", longer, 6)
+    watched.engine.step()
+    assert watched.drafter._known["second"].first == 1
+    watched.run()
+    plain = PlainHead(files.eagle3(), model, files.THETA)
+    features = plain.features
+    hidden_row = len(longer[:32]) - 1
+
+    def without_one(token_ids: list[int]) -> torch.Tensor:
+        return features(token_ids).index_fill(0, torch.tensor(hidden_row), 0.0)
+
+    plain.features = without_one  # type: ignore[method-assign]
+    assert_as_plain(watched, plain)
+
+
+def test_prompt_found_whole_lacks_nothing(target: Path, model: PreTrainedModel, official: Path) -> None:
+    watched = Watched(target, official)
+    for seed in range(4):
+        for turn in ("first", "second"):
+            watched.ask(f"{turn} {seed}", prompt_of(24, seed), 12)
+            watched.run()
+    assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
+
+
+def test_blocks_without_draft_kv_are_not_looked_at(
+    target: Path, model: PreTrainedModel, official: Path
+) -> None:
+    watched = Watched(target, official)
+    prompt = prompt_of(40)
+    watched.ask("a", prompt, 6)
+    watched.run()
+    watched.drafts.clear()
+    watched.engine.blocks._drafted = [False] * watched.engine.blocks.num_blocks
+    watched.engine.pool.segment("draft").fill_(1e3)
+    watched.ask("b", prompt[:32] + prompt_of(6, 8), 6)
+    watched.engine.step()
+    assert watched.drafter._known["b"].first == 32
+    outputs = watched.run()
+    assert all(0 <= token < files.VOCAB for token in outputs["b"])
+    features = PlainHead(files.eagle3(), model, files.THETA).features
+    plain = PlainHead(files.eagle3(), model, files.THETA)
+    plain.features = (  # type: ignore[method-assign]
+        lambda token_ids: features(token_ids).index_fill(0, torch.tensor(31), 0.0)
+    )
+    assert_as_plain(watched, plain, first_row=31)
+
+
+def test_preempted_requests_draft_on(target: Path, model: PreTrainedModel, official: Path) -> None:
+    block = 8 * (files.LAYERS + 1) * 2 * 2 * 8 * 4
+    watched = Watched(target, official, kv_cache_memory_bytes=16 * block, max_model_len=120)
+    prompts = {name: prompt_of(30, seed) for seed, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        watched.answers[name] = prompt + greedy(model, prompt, 40)
+        watched.ask(name, prompt, 32)
+    watched.correct = lambda length: length % 4
+    outputs = watched.run()
+    assert watched.engine.stats().num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert outputs[name] == watched.answers[name][len(prompt) :][:32]
+    assert watched.drafts and not watched.drafter._known
+
+
+def test_hand_off_drafts_at_once(target: Path, model: PreTrainedModel, official: Path) -> None:
+    """The decode worker's first draft is what it would be had it computed the prompt."""
+    prefill, decode = Watched(target, official), Watched(target, official)
+    prompt = prompt_of(45)
+    prefill.ask("a", prompt, 6, prefill_only=True)
+    first = prefill.run_steps(4)["a"]
+    decode_request = prefill.engine._sequences["a"].request
+    reservation = decode.engine.reserve(decode_request)
+    assert reservation is not None
+    source = prefill.engine.block_ids("a")
+    decode.engine.pool.blocks[reservation.block_ids] = prefill.engine.pool.blocks[source]
+    state = prefill.engine.draft_state("a")
+    assert (state.kind, state.num_tokens) == ("carried", len(prompt))
+    decode.engine.activate("a", first[0], draft=state)
+    assert first + decode.run()["a"] == greedy(model, prompt, 6)
+    assert len(decode.drafts[0][1]) == len(prompt) + 1
+    assert_as_plain(decode, PlainHead(files.eagle3(), model, files.THETA))
+
+
+def test_sampled_drafts_have_the_targets_noise(target: Path, model: PreTrainedModel, official: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.9, seed=11, ignore_eos=True)
+    watched = Watched(target, official, num_tokens=3)
+    prompt = prompt_of(12)
+    watched.ask("a", prompt, 8, sampling={"temperature": 0.8, "top_p": 0.9, "seed": 11})
+    watched.run()
+    plain = PlainHead(files.eagle3(), model, files.THETA)
+    sampler = Sampler(files.VOCAB, "cpu", [])
+    for _, token_ids, drafted in watched.drafts:
+        for index, token in enumerate(drafted):
+            logits = plain.logits(token_ids, drafted[:index])
+            row = SamplingRow(params, prompt, [], len(token_ids) + index, "a")
+            assert sampler.sample(logits[None], [row]).token_ids == [token]
+
+
+@pytest.mark.parametrize(("temperature", "decision"), [(0.0, 0.01), (0.9, 0.05)])
+def test_trees_grow_along_the_likeliest_paths(
+    temperature: float, decision: float, target: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """The head is so undecided that trees are wide."""
+    published = files.eagle3()
+    published.tensors["lm_head.weight"] *= decision
+    watched = Watched(target, published.write(tmp_path), num_tokens=4, tree_nodes=14)
+    prompts = {"a": prompt_of(12), "b": prompt_of(29, 4)}
+    sampling = {"temperature": temperature, "seed": 3}
+    for request_id, prompt in prompts.items():
+        watched.ask(request_id, prompt, 20, sampling=sampling)
+    outputs = watched.run()
+    if temperature == 0:
+        assert all(outputs[name] == greedy(model, prompt, 20) for name, prompt in prompts.items())
+    params = SamplingParams(max_tokens=20, **sampling)
+    plain = PlainHead(published, model, files.THETA)
+    assert any(len(set(draft.parents or [])) > 3 for draft in watched.trees)
+    for (_, token_ids, _), draft in zip(watched.drafts[:8], watched.trees[:8], strict=True):
+        trees = DraftTrees([len(draft.token_ids)], depth=4, width=4)
+        paths: list[list[int]] = [[]]
+        newest = [0]
+        while newest:
+            logits = torch.stack([plain.logits(token_ids, paths[row]) for row in newest])
+            positions = [len(token_ids) + len(paths[row]) for row in newest]
+            scores = rank(logits, [params] * len(newest), positions, with_noise=True)
+            (rows,) = trees.grow(*scores)
+            paths += [
+                [*paths[parent], token] for parent, token in zip(rows.parents, rows.token_ids, strict=True)
+            ]
+            newest = list(range(rows.first, len(paths)))
+        expected = trees.drafts()[0]
+        assert expected is not None
+        assert (draft.token_ids, draft.parents) == (expected.token_ids, expected.parents)
+
+
+def test_rejection_sampling_gets_the_distributions(
+    target: Path, model: PreTrainedModel, official: Path
+) -> None:
+    watched = Watched(target, official, num_tokens=3, verification="standard")
+    watched.ask("a", prompt_of(12), 8, sampling={"temperature": 0.8, "seed": 1})
+    watched.run()
+    plain = PlainHead(files.eagle3(), model, files.THETA)
+    for (_, token_ids, drafted), draft in zip(watched.drafts, watched.trees, strict=True):
+        expected = [
+            (plain.logits(token_ids, drafted[:place]) / 0.8).softmax(-1) for place in range(len(drafted))
+        ]
+        assert draft.distributions is not None
+        torch.testing.assert_close(draft.distributions, torch.stack(expected), atol=1e-4, rtol=1e-3)

@@ -1,0 +1,102 @@
+"""Heads in the native decoder against those in torch, and chains in one call against step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.linear.packed import kernel_fault
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+from speculation.eagle.native import NativeHead
+from speculation.eagle.paged import HeadForward
+from tests.speculation import eagle_files as files
+from tests.speculation.eagle_engine import Watched
+
+pytestmark = pytest.mark.skipif(
+    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="no native decoder on this host"
+)
+
+HEADS: dict[str, Callable[[Path], files.Published]] = {
+    "eagle1": lambda target: files.eagle1(target),
+    "eagle3": lambda _: files.eagle3(),
+    "eagle3-own-width": lambda _: files.eagle3(width=40, reduced=False),
+    "speculators-3.1": lambda _: files.speculators(norm_output=True),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    files.write_target(folder)
+    return folder
+
+
+def native(target: Path, head: Path, **options: object) -> Watched:
+    return Watched(target, head, dtype="bfloat16", compile="auto", **options)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(1, files.VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_native_rows_are_those_of_torch(name: str, target: Path, tmp_path: Path) -> None:
+    watched = native(target, HEADS[name](target).write(tmp_path / "head"))
+    drafter = watched.drafter
+    assert isinstance(drafter._forward, NativeHead)
+    plain = HeadForward(drafter._head, torch.device("cpu"), "off", products="", packed=True)
+    outputs = []
+    for forward in (drafter._forward, plain):
+        watched.engine.pool.segment("draft").zero_()
+        drafter._runner._forward = forward
+        random = torch.Generator().manual_seed(3)
+        parts = []
+        for start, count in ((1, 9), (10, 1), (11, 3)):
+            width = drafter._head.head.shape.hidden_size
+            forward.hidden = torch.randn(count, width, generator=random).bfloat16()
+            rows = [watched.rows(prompt(start, count), start, [4, 2, 7])]
+            parts.append(drafter._runner.run(rows, list(range(count))))
+        outputs.append(parts)
+    for ours, theirs in zip(*outputs, strict=True):
+        for mine, other in ((ours.logits, theirs.logits), (ours.hidden, theirs.hidden)):
+            assert mine is not None and other is not None
+            assert (mine - other).abs().max() <= 0.03 * other.abs().max()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", HEADS)
+def test_chains_in_one_call_are_those_step_by_step(
+    name: str, temperature: float, target: Path, tmp_path: Path
+) -> None:
+    head = HEADS[name](target).write(tmp_path / "head")
+    watched = native(target, head, num_tokens=5, enable_prefix_caching=False)
+    drafts = []
+    for in_one_call in (True, False):
+        chain, watched.drafts = watched.drafter._native, []
+        assert chain is not None
+        if not in_one_call:
+            watched.drafter._native = None
+        for index in range(3):
+            params = SamplingParams(
+                max_tokens=9 + 2 * index, temperature=temperature, seed=index, ignore_eos=True
+            )
+            request = EngineRequest(
+                request_id=str(index), prompt_token_ids=prompt(index, 12 + index), sampling=params
+            )
+            watched.engine.add(request)
+        watched.run()
+        drafts.append(watched.drafts)
+    assert drafts[0] == drafts[1]
+    assert sum(len(drafted) for _, _, drafted in drafts[0]) > 60
+
+
+def test_penalties_are_left_to_the_sampler(target: Path, tmp_path: Path) -> None:
+    watched = native(target, files.eagle3().write(tmp_path / "head"))
+    watched.ask("a", prompt(1, 12), 12, sampling={"repetition_penalty": 5.0})
+    watched.run()
+    for _, _, drafted in watched.drafts:
+        assert len(set(drafted)) == len(drafted)

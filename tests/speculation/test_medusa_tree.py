@@ -1,0 +1,87 @@
+"""The static tree is the best there is for its size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from engine.speculator import Draft
+from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
+
+TABLE = [[0.6, 0.15, 0.1, 0.02], [0.4, 0.2, 0.05], [0.3, 0.1]]
+
+
+def probabilities(tree: StaticTree, table: list[list[float]]) -> list[float]:
+    """Of each node: it and all before it are right."""
+    found: list[float] = []
+    for parent, depth, rank in zip(tree.parents, tree.depths, tree.ranks, strict=True):
+        found.append((found[parent] if parent >= 0 else 1.0) * table[depth][rank])
+    return found
+
+
+def all_paths(table: list[list[float]]) -> list[float]:
+    ways = []
+    for depth in range(1, len(table) + 1):
+        for ranks in itertools.product(*(range(len(row)) for row in table[:depth])):
+            ways.append(math.prod(table[head][rank] for head, rank in enumerate(ranks)))
+    return sorted(ways, reverse=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 12, 30])
+def test_its_nodes_are_the_likeliest_ways(size: int) -> None:
+    found = probabilities(choose_tree(TABLE, size), TABLE)
+    assert found == pytest.approx(all_paths(TABLE)[:size])
+
+
+def test_random_tables() -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        table = [
+            sorted((rng.random() / 5 for _ in range(rng.randint(1, 5))), reverse=True)
+            for _ in range(rng.randint(1, 4))
+        ]
+        size = rng.randint(1, 40)
+        assert probabilities(choose_tree(table, size), table) == pytest.approx(all_paths(table)[:size])
+
+
+def test_parents_come_first_and_siblings_differ() -> None:
+    tree = choose_tree(TABLE, 30)
+    places = list(zip(tree.parents, tree.ranks, strict=True))
+    assert len(set(places)) == 30
+    for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
+        assert parent < node
+        assert depth == (0 if parent < 0 else tree.depths[parent] + 1)
+    tokens = [100 * depth + rank for depth, rank in zip(tree.depths, tree.ranks, strict=True)]
+    masks = Draft(tokens, tree.parents).masks()
+    assert masks is not None and all(mask >> (row) & 1 for row, mask in enumerate(masks))
+
+
+def test_a_smaller_tree_is_the_beginning_of_a_larger() -> None:
+    small, large = choose_tree(TABLE, 7), choose_tree(TABLE, 30)
+    assert (small.parents, small.depths, small.ranks) == (
+        large.parents[:7],
+        large.depths[:7],
+        large.ranks[:7],
+    )
+
+
+def test_what_was_never_right_comes_last() -> None:
+    tree = choose_tree([[0.5, 0.0, 0.3], [0.0]], 10)
+    assert tree.ranks[0] == 0
+    assert len(tree.ranks) == 6
+    assert choose_tree([[0.0], [0.0]], 10).parents == [-1, 0]
+
+
+def test_the_assumed_table_gives_a_tree_like_the_published_one() -> None:
+    """mc_sim_7b_63 of Medusa's authors begins with [0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]."""
+    tree = choose_tree(assumed_acceptance(4), 63)
+    paths: list[list[int]] = []
+    for parent, rank in zip(tree.parents, tree.ranks, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), rank])
+    assert len(paths) == 63
+    for path in ([0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]):
+        assert path in paths[:9]
+    assert [0, 0, 0, 0] in paths

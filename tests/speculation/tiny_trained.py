@@ -1,0 +1,44 @@
+"""A tiny model with a tokenizer, on disk, and text for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 257
+END = 0
+
+
+def write_tiny_model(folder: Path) -> None:
+    """Its tokens are bytes. The layers are weak beside the embeddings, so that it repeats itself soon."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|end|>": END} | {symbol: index for index, symbol in enumerate(alphabet, start=1)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        bos_token_id=END,
+        eos_token_id=END,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_text(folder: Path, lines: int = 400) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(4):
+        text = "".join(f"line {number} {index % 7}: the quick brown fox\n" for index in range(lines // 4))
+        (folder / f"{number}.txt").write_text(text)
