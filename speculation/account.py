@@ -19,14 +19,16 @@ class Account:
         self._choices: defaultdict[tuple[Method, int], int] = defaultdict(int)
 
     def chose(self, method: Method, num_tokens: int) -> None:
-        """One request was to draft so many tokens in a step."""
+        """One request was to draft so many tokens in each step, until the next choice."""
         self._choices[method, num_tokens] += 1
 
     def stepped(self, seconds: float, verifies: bool) -> None:
         """A step's forward with the choice of its tokens took so long."""
-        self._totals[f'spec_decode_steps_total{{drafts="{"yes" if verifies else "no"}"}}'] += 1
         if verifies:
+            self._totals['spec_decode_steps_total{drafts="yes"}'] += 1
             self._totals["spec_decode_verify_seconds_total"] += seconds
+        else:
+            self._totals['spec_decode_steps_total{drafts="no"}'] += 1
 
     def drafted(self, method: Method, seconds: float) -> None:
         """A batch of drafts was made."""

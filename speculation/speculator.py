@@ -106,12 +106,16 @@ class BatchSpeculator:
         return values.to(self._loaded.device)
 
     def plan(self, decoding: Many[Sequence]) -> None:
+        if not self._drafters:
+            return
         requests = [self._request(sequence) for sequence in decoding]
-        if self.segment is not None:
+        if self._control.is_due(len(decoding)):
             for sequence, request in zip(decoding, requests, strict=True):
                 if request.method is not None:
                     request.backlog = _backlog(sequence, self._drafters[request.method])
-        self._control.plan(decoding, requests)
+            self._control.choose(decoding, requests)
+        for sequence, request in zip(decoding, requests, strict=True):
+            sequence.draft_room = request.chosen
 
     def propose(self, step: ScheduledStep) -> None:
         by_method: dict[Method, list[Sequence]] = {}
@@ -132,7 +136,12 @@ class BatchSpeculator:
         return verify(self._options.verification, sequences, logits, self._sampler)
 
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
+        if not self._drafters:
+            return
         self._control.learn(step)
+        only_decodes = step.total_tokens == len(step.sequences)
+        if hidden is None and only_decodes and not self._control.drafts:
+            return  # no drafter could learn from it
         computed: dict[Method, list[Computed]] = {}
         row = 0
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TypeVar
 
+from bench.transfer.echo import EchoPeer
 from bench.transfer.figures import Figure
 from bench.transfer.idle import IDLE_S
 from bench.transfer.workers import Cluster, random_prompt
@@ -25,6 +26,8 @@ from protocol.sockets import connect_dealer
 PROMPT_LEN = 960
 HANDOFFS = 100
 _ANSWER_S = 30.0
+_ANSWER_BYTES = 400
+"""About what a Reserved, a Handoff or a HandoffAck takes."""
 
 Reply = TypeVar("Reply")
 
@@ -110,18 +113,25 @@ def messages(repeats: int) -> Iterator[Figure]:
 
 
 def _message_path(cluster: Cluster, prompt: list[int]) -> Figure:
+    """Bare round trips of a Reserve's and a Handoff's size take turns with the hand-offs."""
     side = PrefillSide(cluster, "decode-0", _bundled_segments())
-    times = []
-    for _ in range(HANDOFFS):
-        times.append(side.hand_off(cluster.request(prompt, 2)))
-        cluster.rest(0.02)  # the decode worker ends the request
+    times, bare = [], []
+    reserve_bytes = len(encode(cluster.request(prompt, 2)))
+    with EchoPeer(cluster.context, cluster.keys, _ANSWER_BYTES) as echo:
+        for _ in range(HANDOFFS):
+            bare.append(echo.round_trip(reserve_bytes) + echo.round_trip(_ANSWER_BYTES))
+            cluster.rest(0.02)
+            times.append(side.hand_off(cluster.request(prompt, 2)))
+            cluster.rest(0.02)  # the decode worker ends the request
     side.close()
+    settled = HANDOFFS // 10
     return Figure(
         what="control messages of a cached hand-off, to a real decode worker",
-        value=statistics.median(times[HANDOFFS // 10 :]) * 1e3,
+        value=statistics.median(times[settled:]) * 1e3,
         unit=" ms",
         at_most=1.0,
         ours=f"{PROMPT_LEN} tokens, {HANDOFFS} times",
+        baseline=f"{statistics.median(bare[settled:]) * 1e3:.2f} ms of as many bare round trips",
         samples=[seconds * 1e3 for seconds in times],
     )
 

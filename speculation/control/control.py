@@ -47,24 +47,34 @@ class Control:
     def new_request(self, sequence: Sequence, method: Method | None, fixed_tokens: int | None) -> Request:
         """`method` None: it does not speculate."""
         known = self._controller.methods[method].acceptance if method is not None else MethodAcceptance(0)
-        return Request(method, fixed_tokens, Acceptance(known), _origin(sequence))
+        return Request(method, fixed_tokens, Acceptance(known), _origin(sequence), chosen=fixed_tokens or 0)
 
-    def plan(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
-        """Choose for the coming step, in which the sequences will decode, each of its request's."""
+    def is_due(self, num_sequences: int) -> bool:
+        """A step begins in which so many sequences will decode. Whether to `choose` for it; otherwise what
+        was chosen stands.
+        """
         surroundings = self._clock.begin()
+        if not num_sequences or not self._controller.is_due(num_sequences):
+            return False
         if surroundings is not None:
             self._controller.surroundings.observe(self._num_sequences, surroundings)
-        if not decoding or not self._controller.methods:
-            return
+        return True
+
+    def choose(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
         context = sum([len(sequence.token_ids) for sequence in decoding]) / len(decoding)
         self._controller.choose(requests, context)
-        for sequence, request in zip(decoding, requests, strict=True):
-            sequence.draft_room = request.chosen
+        for request in requests:
             if request.method is not None:
                 self._account.chose(request.method, request.chosen)
 
     def begin_drafting(self) -> None:
+        self._drafting.clear()
         self._clock.mark()
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any request was to draft in the step under way."""
+        return bool(self._drafting)
 
     def drafted(self, method: Method, sequences: Many[Sequence], requests: Many[Request]) -> None:
         """The drafts of all sequences of this method have just been made."""
@@ -78,24 +88,22 @@ class Control:
 
     def learn(self, step: ScheduledStep) -> None:
         """The step has its outcomes."""
-        if not self._controller.methods:
-            return
         seconds = self._clock.lap()
         outcomes = step.outcomes
-        self._account.stepped(seconds, verifies=any(outcome.draft is not None for outcome in outcomes))
+        verifies = self.drafts and any(outcome.draft is not None for outcome in outcomes)
+        self._account.stepped(seconds, verifies)
         only_decodes = step.total_tokens == len(step.sequences)
         followed = any(sequence.stage is Stage.RUNNING for sequence in step.sequences)
         self._clock.end(followed and only_decodes)
-        if only_decodes:
+        if only_decodes and self._controller.is_fresh:
             self._num_sequences = count = len(outcomes)
             rows = sum([outcome.num_rows for outcome in outcomes])
             context = sum([outcome.start for outcome in outcomes]) / count
             self._controller.observe_step(count, rows, context, seconds)
-        for sequence, outcome in zip(step.sequences, outcomes, strict=True):
-            request = self._drafting.pop(sequence, None)
-            if request is not None:
-                self._learn_acceptance(sequence, request, outcome)
-        self._drafting.clear()
+        if self.drafts:
+            for sequence, outcome in zip(step.sequences, outcomes, strict=True):
+                if sequence in self._drafting:
+                    self._learn_acceptance(sequence, self._drafting[sequence], outcome)
 
     def _learn_acceptance(self, sequence: Sequence, request: Request, outcome: Outcome) -> None:
         draft, verdict, method = outcome.draft, outcome.verdict, request.method

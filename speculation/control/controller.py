@@ -19,8 +19,11 @@ from speculation.control.step_time import DraftTime, SurroundingTime, TargetTime
 
 TRIAL_SHARE = 0.0015
 """The part of the time that either kind of trial may lose, as far as is known."""
-_STEP_TRIAL_EVERY = 16
-"""Steps. Where two ways are equally fast a trial costs nothing, but one is as good as many."""
+_STEP_TRIAL_EVERY = 4
+"""Choices. Where two ways are equally fast a trial costs nothing, but one is as good as many."""
+_CHOICE_STANDS, _PLAIN_STANDS = 8, 16
+"""Steps for which a choice stands as long as nobody comes or goes, since choosing takes time too; the latter
+if nothing is drafted."""
 
 
 @dataclass(eq=False)
@@ -48,13 +51,14 @@ class MethodControl:
 
 
 class Savings:
-    """Seconds that trials may lose: saved step by step, at most a step's worth."""
+    """Seconds that trials may lose: saved from choice to choice, at most what passes between two."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
-    def save(self, step_seconds: float) -> None:
-        self._seconds = min(self._seconds + TRIAL_SHARE * step_seconds, step_seconds)
+    def save(self, seconds: float) -> None:
+        """So much time has passed."""
+        self._seconds = min(self._seconds + TRIAL_SHARE * seconds, seconds)
 
     def spend(self, seconds: float) -> bool:
         """Whether that much was there; if so it is gone."""
@@ -76,14 +80,32 @@ class Controller:
         self.methods: dict[Method, MethodControl] = {}
         self._request_trials = Savings()
         self._step_trials = Savings()
-        self._step = 0
+        self._num_choices = 0
+        self._num_requests = 0
+        self._since = 0
+        """Steps since the latest choice, and for how many it stands."""
+        self._stands = 0
         self._is_trial = False
+
+    def is_due(self, num_requests: int) -> bool:
+        """Whether to `choose` for the coming step; otherwise the latest choices stand. To be asked once for
+        each step.
+        """
+        self._since += 1
+        return self._since >= self._stands or num_requests != self._num_requests
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the latest choice was made for this very step: its time is what is to be learned from."""
+        return self._since == 0
 
     def choose(self, requests: Many[Request], context: float) -> None:
         """Set `chosen` of all the requests that will decode in the coming step, whose mean length is
         `context` tokens.
         """
-        self._step += 1
+        self._num_choices += 1
+        self._num_requests = len(requests)
+        self._stands = _CHOICE_STANDS
         self._is_trial = False
         groups: dict[Method, list[Request]] = {}
         for request in requests:
@@ -96,6 +118,9 @@ class Controller:
             group = groups.get(method, [])
             control.num_requests = len(group)
             control.num_tokens = sum([request.chosen for request in group])
+        if not self._is_trial and not any(request.chosen for request in requests):
+            self._stands = _PLAIN_STANDS
+        self._since = 0
 
     def _decide(self, groups: dict[Method, list[Request]], num_sequences: int, context: float) -> None:
         most = 0
@@ -110,7 +135,7 @@ class Controller:
             free = [request for request in group if request.fixed_tokens is None]
             if free:
                 self._admit(self.methods[method], free, load)
-        seconds = load.total_seconds()
+        seconds = load.total_seconds() * self._since
         self._request_trials.save(seconds)
         self._step_trials.save(seconds)
 
@@ -133,15 +158,15 @@ class Controller:
         plan, plain = planner.best(), planner.plain
         pays = plan.rate > plain.rate
         better, other = (plan, plain) if pays else (plain, plan)
-        is_turn = self._step % _STEP_TRIAL_EVERY == 0
+        is_turn = self._num_choices % _STEP_TRIAL_EVERY == 0
         if is_turn and self._step_trials.spend(other.seconds - other.tokens / better.rate):
             pays = not pays
-            self._is_trial = True
+            self._is_trial, self._stands = True, 1
         if pays:
             planner.carry_out(plan)
         for request in group:
             if request.chosen:
-                request.last_drafted = self._step
+                request.last_drafted = self._num_choices
         if pays or better is plain:
             self._try_one(control, group, plan.levels if pays else 0, load)
 
@@ -153,7 +178,8 @@ class Controller:
         num_tokens, lost = probe(control.shape, control.time.times, request, levels, load)
         if num_tokens and self._request_trials.spend(lost):
             request.chosen = num_tokens
-            request.last_drafted = self._step
+            request.last_drafted = self._num_choices
+            self._stands = 1
 
     def observe_step(self, num_sequences: int, rows: int, context: float, seconds: float) -> None:
         """The target's part of the latest step took so long."""

@@ -41,7 +41,7 @@ class Request:
     """How one request speculates: with a method (None: not at all), for `fixed_tokens` or as many as pay.
 
     `backlog` are tokens that the drafter must read before it can draft. `chosen` is the number of tokens for
-    the coming step, `last_drafted` the step for which it last was not 0.
+    the coming step, `last_drafted` the choice by which it last was not 0.
     """
 
     method: Method | None

@@ -88,7 +88,8 @@ class SimulatedEngine:
 
     def step(self) -> None:
         requests = [running.request for running in self.running]
-        self.controller.choose(requests, CONTEXT)
+        if self.controller.is_due(len(requests)):
+            self.controller.choose(requests, CONTEXT)
         rooms = [request.chosen for request in requests]
         self.chosen = rooms
         drafted = [room if self._random.random() < self.share else 0 for room in rooms]
@@ -104,8 +105,9 @@ class SimulatedEngine:
         self.seconds += self.target(rows) + drafting + SURROUNDINGS
         slow = self._random.lognormvariate(0, self.noise)
         slow *= 10 if self._random.random() < self.outliers else 1
-        self.controller.observe_step(self.num_requests, rows, CONTEXT, self.target(rows) * slow)
-        self.controller.surroundings.observe(self.num_requests, SURROUNDINGS * slow)
+        if self.controller.is_fresh:
+            self.controller.observe_step(self.num_requests, rows, CONTEXT, self.target(rows) * slow)
+            self.controller.surroundings.observe(self.num_requests, SURROUNDINGS * slow)
         if levels:
             self.method.time.observe(levels, tokens, drafting * slow)
 
