@@ -8,7 +8,6 @@ length).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -16,31 +15,28 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
 from engine.kv_pool import DRAFT, KVPool, KVShape
-from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel
 from engine.runner import Runner, SequenceRows
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.speculator import Draft
-from native.build import BuildError
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.drawing import Chain, Drawing
-from speculation.eagle.native import NativeHead, unfit
-from speculation.eagle.paged import AnyHead, HeadForward, KVWriter, PagedHead, Steps
+from speculation.eagle.native import NativeHead
+from speculation.eagle.paged import KVWriter, Steps
+from speculation.eagle.select import build_forward
 from speculation.eagle.weights import load_head
 from speculation.native_chain import NativeChain, draws_natively
 from speculation.ranking import rank_drafted
 from speculation.tree import DraftTrees, TreeRows
-
-logger = logging.getLogger("tandem.speculation")
 
 _TREE_WIDTH = 4
 """Rows of a tree in a forward, and children of a row."""
@@ -81,15 +77,11 @@ class EagleDrafter:
         backend_class, _ = select_backend(device, dtype, requested)
         segment = pool.segment(DRAFT)
         self._backend: AttentionBackend = backend_class(segment)
-        native = self._native_head(loaded)
-        self._head = PagedHead(self._loaded.head, *self._tables(loaded))
-        if kernel_fault(device, dtype) is None:
-            pack_linears(self._head)
-        self._forward: AnyHead = native or self._compiled(device, dtype)
+        self._head, self._forward = build_forward(self._loaded, loaded, self._backend, self._config.compile)
         self._runner = Runner(self._forward, self._backend, pool.block_size, device)
         self._native: NativeChain | None = None
-        if native is not None and isinstance(self._backend, CpuBackend):
-            self._native = NativeChain(native, self._backend, pool.block_size)
+        if isinstance(self._forward, NativeHead) and isinstance(self._backend, CpuBackend):
+            self._native = NativeChain(self._forward, self._backend, pool.block_size)
         self._writer = KVWriter(self._head, segment)
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
@@ -98,36 +90,6 @@ class EagleDrafter:
         self._device = device
         feature_size = self._loaded.head.shape.feature_size
         self._no_feature = torch.zeros((1, feature_size), dtype=dtype, device=device)
-
-    def _tables(self, loaded: LoadedModel) -> tuple[nn.Module, nn.Module]:
-        """Embedding and LM head: the target's where the file has none of its own."""
-        own = self._loaded
-        embedding, lm_head = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
-        if own.embedding is not None:
-            embedding = nn.Embedding.from_pretrained(own.embedding)
-        if own.lm_head is not None:
-            lm_head = nn.Linear(*reversed(own.lm_head.shape), bias=False, device="meta")
-            lm_head.weight = nn.Parameter(own.lm_head, requires_grad=False)
-        return embedding, lm_head
-
-    def _native_head(self, loaded: LoadedModel) -> NativeHead | None:
-        head, backend = self._loaded.head, self._backend
-        wanted = self._config.compile == "auto" and kernel_fault(loaded.device, loaded.dtype) is None
-        if not wanted or not isinstance(backend, CpuBackend) or unfit(head) is not None:
-            return None
-        embedding, lm_head = self._tables(loaded)
-        if not isinstance(lm_head, nn.Linear):
-            return None  # the target's, packed for another forward
-        try:
-            return NativeHead(head, embedding.weight, lm_head.weight, self._loaded.draft_ids, backend)
-        except BuildError as error:
-            logger.warning("the native decoder cannot be built: %s", error)
-            return None
-
-    def _compiled(self, device: torch.device, dtype: torch.dtype) -> HeadForward:
-        fault = kernel_fault(device, dtype)
-        products = fault or "packed"
-        return HeadForward(self._head, device, self._config.compile, products=products, packed=fault is None)
 
     def warm_up(self) -> None:
         self._runner.warm_up()

@@ -42,7 +42,7 @@ class Watched:
         speculative = SpeculativeConfig(
             method="eagle",
             model=str(head),
-            num_speculative_tokens="auto" if tree_nodes else num_tokens,
+            num_speculative_tokens=tree_nodes or num_tokens,
             max_speculative_tokens=num_tokens,
             tree=tree_nodes > 0,
             verification=verification,

@@ -1,0 +1,65 @@
+"""Which forward runs a head: the native decoder where it fits, else torch's operators, compiled or not."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from engine.attention.cpu_kernel.backend import CpuBackend
+from engine.attention.interface import AttentionBackend
+from engine.linear.packed import kernel_fault, pack_linears
+from engine.loader import LoadedModel
+from native.build import BuildError
+from speculation.eagle.native import NativeHead, unfit
+from speculation.eagle.paged import AnyHead, HeadForward, PagedHead
+from speculation.eagle.weights import LoadedHead
+
+logger = logging.getLogger("tandem.speculation")
+
+
+def build_forward(
+    loaded: LoadedHead, target: LoadedModel, backend: AttentionBackend, compile: str
+) -> tuple[PagedHead, AnyHead]:
+    """The head in torch, and what runs its rows. `compile` is the option's value: "auto" prefers the native
+    decoder.
+    """
+    fault = kernel_fault(target.device, target.dtype)
+    embedding, lm_head = _tables(loaded, target)
+    native = None
+    if compile == "auto" and fault is None and isinstance(backend, CpuBackend):
+        native = _native(loaded, embedding, lm_head, backend)
+    head = PagedHead(loaded.head, embedding, lm_head)
+    if fault is None:
+        pack_linears(head)
+    if native is not None:
+        return head, native
+    products = fault or "packed weights"
+    return head, HeadForward(head, target.device, compile, products=products, packed=fault is None)
+
+
+def _tables(loaded: LoadedHead, target: LoadedModel) -> tuple[nn.Module, nn.Module]:
+    """Embedding and LM head: the target's where the file has none of its own."""
+    embedding, lm_head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    if loaded.embedding is not None:
+        embedding = nn.Embedding.from_pretrained(loaded.embedding)
+    if loaded.lm_head is not None:
+        lm_head = nn.Linear(*reversed(loaded.lm_head.shape), bias=False, device="meta")
+        lm_head.weight = nn.Parameter(loaded.lm_head, requires_grad=False)
+    return embedding, lm_head
+
+
+def _native(
+    loaded: LoadedHead, embedding: nn.Module, lm_head: nn.Module, backend: CpuBackend
+) -> NativeHead | None:
+    if (
+        unfit(loaded.head) is not None
+        or type(embedding) is not nn.Embedding
+        or type(lm_head) is not nn.Linear
+    ):
+        return None  # among others a target that scales its embeddings, or whose LM head is packed already
+    try:
+        return NativeHead(loaded.head, embedding.weight, lm_head.weight, loaded.draft_ids, backend)
+    except BuildError as error:
+        logger.warning("the native decoder cannot be built: %s", error)
+        return None
