@@ -48,6 +48,7 @@ class Stop:
 
 
 Rule = Callable[[Many[Odds]], list[Stop]]
+"""Where each of a batch's drafts stops."""
 
 
 def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler, rule: Rule) -> list[Verdict]:
@@ -55,7 +56,7 @@ def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler, rule: Ru
     rows = DraftedRows(sequences)
     target = sampler.probabilities(logits, rows.sampling)
     failed_rows = (target.amax(dim=1) == 0).nonzero()[:, 0].tolist()
-    target[failed_rows] = 1.0
+    target[failed_rows] = 1.0  # something to draw from: the verdicts will say that they failed
     odds = _odds(rows, target)
     stops = rule(odds)
     positions = [sequence.position + len(s.accepted) for sequence, s in zip(sequences, stops, strict=True)]
