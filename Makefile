@@ -2,6 +2,7 @@ PACKAGES := protocol native engine speculation kvtransfer worker prefill_worker 
 BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test lint clean
@@ -15,7 +16,7 @@ serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--p
 	exec $(BIN)/tandem serve $(ARGS)
 
 test: lint  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" to choose)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: .venv/.installed-test  ## Run ruff, mypy and the import rules
 	$(BIN)/ruff check .

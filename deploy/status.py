@@ -27,7 +27,7 @@ _COLUMNS = (
     "hits",
     "transports",
 )
-_SPECULATION_COLUMNS = ("worker", "method", "drafts", "accepted", "tau")
+_SPECULATION_COLUMNS = ("worker", "method", "drafts", "accepted", "tau", "K now")
 
 
 def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, interval_s: float) -> int:
@@ -119,7 +119,7 @@ def make_speculation_table(status: dict[str, Any]) -> Table:
         if deployed != "none":
             totals.setdefault(deployed, {})
         for method, total in totals.items():
-            table.add_row(worker["id"], method, *_brought(total))
+            table.add_row(worker["id"], method, *_brought(total), _current_k(worker, method))
     return table
 
 
@@ -141,3 +141,11 @@ def _brought(total: dict[str, float]) -> list[str]:
         f"{accepted / drafted:.0%}" if drafted else "-",
         f"{1 + accepted / drafts:.2f}" if drafts else "-",
     ]
+
+
+def _current_k(worker: dict[str, Any], method: str) -> str:
+    """What its requests are to draft in a step, on average."""
+    for state in (worker.get("speculation") or {}).get("methods", ()):
+        if state["method"] == method and state.get("num_requests"):
+            return f"{state.get('num_tokens', 0) / state['num_requests']:.1f}"
+    return "-"

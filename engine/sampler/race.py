@@ -14,6 +14,8 @@ from engine.sampler.ops import argmax_rows, at_least, column_chunks, exp_, true_
 
 _SLACK = 1e-4
 _TAIL_SLACK = 2.0**-22
+_NO_CHANCE = 1e-30
+"""Of the greatest weight: no noise lifts a token so far, and a CPU is slow with the logarithm of 0."""
 
 
 def challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,8 +37,8 @@ def challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 def draw(weights: Tensor, keys: Tensor) -> Tensor:
     """int64 [n]: from each row of float32 [n, vocab] a token with a chance in proportion to its weight."""
-    values = weights.log()
-    values.sub_(values.amax(dim=1, keepdim=True))
+    values = weights / weights.amax(dim=1, keepdim=True)
+    values.clamp_min_(_NO_CHANCE).log_()
     rows, token_ids = challengers(values, keys)
     return best_candidates(values, rows, token_ids, gumbel_noise(keys[rows], token_ids))
 

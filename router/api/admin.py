@@ -102,5 +102,6 @@ def _worker(worker: Worker) -> dict[str, Any]:
         "transports": state.transports,
         "pairs": state.pairs,
         "counters": state.counters,
+        "speculation": state.speculation,
         "start_up": worker.start_up,
     }

@@ -25,18 +25,20 @@ def verify(
     """
     if verification == "coupled" or not any(map(_is_left_to_chance, sequences)):
         return coupled.verify(sequences, logits, sampler)
-    coupled_ones, others = _Part(), _Part()
+    rule = _RULES[verification]
+    if all(map(_is_left_to_chance, sequences)):
+        return rejection.verify(sequences, logits, sampler, rule)
+    by_chance, others = _Part(), _Part()
     row = 0
     for sequence in sequences:
         first, row = row, row + num_rows(sequence)
-        part = others if _is_left_to_chance(sequence) else coupled_ones
+        part = by_chance if _is_left_to_chance(sequence) else others
         part.sequences.append(sequence)
         part.rows.extend(range(first, row))
-    found = rejection.verify(others.sequences, logits[others.rows], sampler, _RULES[verification])
-    verdicts = dict(zip(others.sequences, found, strict=True))
-    if coupled_ones.sequences:
-        found = coupled.verify(coupled_ones.sequences, logits[coupled_ones.rows], sampler)
-        verdicts |= zip(coupled_ones.sequences, found, strict=True)
+    found = rejection.verify(by_chance.sequences, logits[by_chance.rows], sampler, rule)
+    verdicts = dict(zip(by_chance.sequences, found, strict=True))
+    found = coupled.verify(others.sequences, logits[others.rows], sampler)
+    verdicts |= zip(others.sequences, found, strict=True)
     return [verdicts[sequence] for sequence in sequences]
 
 

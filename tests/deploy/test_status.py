@@ -56,10 +56,10 @@ def test_the_transport_in_use_and_why_not_a_better_one(
     ("totals", "told"),
     [
         ({}, []),
-        ({"ngram": (0, 0, 0)}, ["ngram 0 - -"]),
-        ({"ngram": (10, 40, 25)}, ["ngram 10 62% 3.50"]),
-        ({"lookahead": (10, 0, 0)}, ["lookahead 10 - 1.00"]),
-        ({"eagle": (4, 8, 0), "ngram": (1, 4, 4)}, ["eagle 4 0% 1.00", "ngram 1 100% 5.00"]),
+        ({"ngram": (0, 0, 0)}, ["ngram 0 - - -"]),
+        ({"ngram": (10, 40, 25)}, ["ngram 10 62% 3.50 -"]),
+        ({"lookahead": (10, 0, 0)}, ["lookahead 10 - 1.00 -"]),
+        ({"eagle": (4, 8, 0), "ngram": (1, 4, 4)}, ["eagle 4 0% 1.00 -", "ngram 1 100% 5.00 -"]),
     ],
 )
 def test_what_each_method_brings(totals: dict[str, tuple[float, float, float]], told: list[str]) -> None:
@@ -76,7 +76,18 @@ def test_what_each_method_brings(totals: dict[str, tuple[float, float, float]], 
 def test_the_method_before_it_has_drafted(start_up: str) -> None:
     worker = {**WORKER, "start_up": {"speculation": start_up}}
     _, row = rows_of(make_view("http://localhost", {"workers": [worker]}))
-    assert row == "prefill-0 medusa 0 - -"
+    assert row == "prefill-0 medusa 0 - - -"
+
+
+def test_the_current_k_is_that_of_the_requests_which_run() -> None:
+    states = [
+        {"method": "ngram", "num_requests": 4, "num_tokens": 10},
+        {"method": "eagle", "num_requests": 2},
+    ]
+    counters = {f'spec_decode_num_drafts_total{{method="{method}"}}': 1.0 for method in ("ngram", "eagle")}
+    worker = {**WORKER, "counters": counters, "speculation": {"methods": states}}
+    _, *rows = rows_of(make_view("http://localhost", {"workers": [worker]}))
+    assert rows == ["prefill-0 ngram 1 - 1.00 2.5", "prefill-0 eagle 1 - 1.00 0.0"]
 
 
 def rows_of(view: RenderableType) -> list[str]:

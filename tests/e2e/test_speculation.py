@@ -210,6 +210,10 @@ def test_usage_and_metrics_agree(serving: HttpServing) -> None:
     ).stdout
     row = rf"decode-0 +│ {method_of(serving)} +│ \d+ +│ \d+% +│ [1-5]\.\d\d "
     assert re.search(row, shown), shown
+    metrics = serving.http.get("/metrics").text
+    for name in ("decode_draft_seconds", "decode_verify_seconds", "decode_steps", "decode_choices"):
+        assert f"\ntandem_spec_{name}_total{{" in metrics, name
+    assert serving.worker_states()["decode-0"]["speculation"]["max_tokens"] > 0
     start_up = serving.worker_states()["decode-0"]["start_up"]["speculation"]
     assert start_up.startswith(f"{method_of(serving)} (") and "num_speculative_tokens " in start_up
 

@@ -64,13 +64,16 @@ def test_drawing_takes_weights_of_any_sum():
     assert torch.equal(chosen, scores.argmax(dim=1))
 
 
-def test_one_row_s_number_may_change_from_call_to_call():
-    """The parameters of the requests are kept, those of their rows are not."""
+@pytest.mark.parametrize("counts", [[0, 1, 2, 3], [1, 2]])
+def test_the_requests_numbers_of_rows_may_change_from_call_to_call(counts):
+    """With none for some of them the requests change too; else just the rows do, in number or in place."""
     sampler = Sampler(VOCAB_SIZE, "cpu", EOS)
     generator = random.Random(0)
     requests = [make_row(name, seed=index, **PARAMS[name]) for index, name in enumerate(PARAMS)]
-    for _ in range(30):
-        rows = [row for row in requests for _ in range(generator.randrange(4))]
+    numbers = (counts * len(requests))[: len(requests)]
+    for _ in range(10):
+        generator.shuffle(numbers)
+        rows = [row for row, number in zip(requests, numbers, strict=True) for _ in range(number)]
         logits = torch.randn(len(rows), VOCAB_SIZE)
         expected = [
             Sampler(VOCAB_SIZE, "cpu", EOS).sample(logits[i : i + 1], [row]).token_ids[0]

@@ -247,7 +247,7 @@ class SenderEnd(End):
         found = super().problems()
         if self.sender._leases:
             found.append(f"the sender holds leases {list(self.sender._leases)}")
-        for link in self.sender._links.values():
+        for link in list(self.sender._links.values()):
             if link._queue or link._refused or link._telling or any(s.in_flight for s in link._streams):
                 found.append(f"the link to {link.peer.worker_id} is not idle")
         return found

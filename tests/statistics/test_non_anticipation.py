@@ -14,62 +14,88 @@ import torch
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.speculation import Verification
-from tests.statistics.toy_speculation import Propose, chi_squared, generate, sampled_chain
+from tests.statistics.toy_speculation import ALPHA, Propose, chi_squared, generate, sampled_chain
 
 MODEL = torch.tensor([[0.70, 0.30], [0.70, 0.30]])
 DRAFT = torch.full((2, 2), 0.5)
 LONGEST = 3
 TRIALS = 20_000
+NUM_TOKENS = 3
 
-Choose = Callable[[list[int]], int]
-"""From tokens to how many drafted ones to verify."""
-
-
-def by_length(tokens: list[int]) -> int:
-    return len(tokens) % (LONGEST + 1)
+Choose = Callable[[Sequence], int]
+"""How many tokens a sequence is to draft and to have verified, chosen before it drafts as the engine does."""
 
 
-def by_last_token(tokens: list[int]) -> int:
-    return LONGEST if tokens[-1] == 0 else 1
+def by_length(sequence: Sequence) -> int:
+    return len(sequence.token_ids) % (LONGEST + 1)
 
 
-def while_it_drafts_the_first(tokens: list[int]) -> int:
-    return int(tokens[-1] == 0)
+def by_last_token(sequence: Sequence) -> int:
+    return LONGEST if sequence.token_ids[-1] == 0 else 1
 
 
-def verified_as(choose: Choose, verification: Verification, *, peeks: bool = False) -> Propose:
-    """Drafts cut to the length that `choose` says from the committed tokens; peeking, from drafted ones."""
+class AfterSuccess:
+    """One token more than the latest round brought: what an adaptive policy learns from."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}
+
+    def __call__(self, sequence: Sequence) -> int:
+        length = len(sequence.token_ids)
+        gained = length - self._lengths.get(sequence.request_id, length)
+        self._lengths[sequence.request_id] = length
+        return min(gained + 1, LONGEST)
+
+
+def cut(sequence: Sequence, count: int) -> None:
+    draft = sequence.draft
+    assert draft is not None
+    distributions = draft.distributions[:count] if draft.distributions is not None else None
+    sequence.draft = Draft(draft.token_ids[:count], distributions=distributions) if count else None
+
+
+def chosen_before(choose: Choose, verification: Verification) -> Propose:
     draw = sampled_chain(DRAFT, LONGEST, verification)
 
     def propose(sequences: list[Sequence]) -> None:
+        counts = [choose(sequence) for sequence in sequences]
         draw(sequences)
-        for sequence in sequences:
-            draft = sequence.draft
-            assert draft is not None
-            count = choose(draft.token_ids[:1] if peeks else sequence.token_ids)
-            distributions = draft.distributions[:count] if draft.distributions is not None else None
-            sequence.draft = Draft(draft.token_ids[:count], distributions=distributions) if count else None
+        for sequence, count in zip(sequences, counts, strict=True):
+            cut(sequence, count)
 
     return propose
 
 
-@pytest.mark.parametrize("choose", [by_length, by_last_token, while_it_drafts_the_first])
+def chosen_by_peeking(verification: Verification) -> Propose:
+    """Verifies a drafted token if it is the first one of the vocabulary, else nothing."""
+    draw = sampled_chain(DRAFT, 1, verification)
+
+    def propose(sequences: list[Sequence]) -> None:
+        draw(sequences)
+        for sequence in sequences:
+            assert sequence.draft is not None
+            cut(sequence, int(sequence.draft.token_ids[0] == 0))
+
+    return propose
+
+
+@pytest.mark.parametrize("policy", [lambda: by_length, lambda: by_last_token, AfterSuccess])
 @pytest.mark.parametrize("verification", ["standard", "block"])
-def test_a_policy_that_sees_committed_tokens_alone_is_sound(
-    choose: Choose, verification: Verification
+def test_a_policy_that_sees_what_is_committed_alone_is_sound(
+    policy: Callable[[], Choose], verification: Verification
 ) -> None:
-    found = generate(MODEL, verified_as(choose, verification), verification, TRIALS)
-    assert chi_squared(found.tokens, MODEL)[1] > 1e-4
+    choose = policy()
+    found = generate(MODEL, chosen_before(choose, verification), verification, TRIALS, NUM_TOKENS)
+    assert found.accepted > 0
+    assert chi_squared(found.tokens, MODEL)[1] > ALPHA
 
 
 def test_a_policy_that_peeks_is_caught() -> None:
-    propose = verified_as(while_it_drafts_the_first, "standard", peeks=True)
-    found = generate(MODEL, propose, "standard", TRIALS, num_tokens=1)
+    found = generate(MODEL, chosen_by_peeking("standard"), "standard", TRIALS, num_tokens=1)
     assert (found.tokens == 0).mean() == pytest.approx(0.85, abs=0.01)
     assert chi_squared(found.tokens, MODEL)[1] < 1e-10
 
 
 def test_peeking_does_coupled_verification_no_harm() -> None:
-    propose = verified_as(while_it_drafts_the_first, "coupled", peeks=True)
-    found = generate(MODEL, propose, "coupled", TRIALS)
-    assert chi_squared(found.tokens, MODEL)[1] > 1e-4
+    found = generate(MODEL, chosen_by_peeking("coupled"), "coupled", TRIALS, NUM_TOKENS)
+    assert chi_squared(found.tokens, MODEL)[1] > ALPHA

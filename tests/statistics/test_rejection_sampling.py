@@ -106,7 +106,7 @@ def narrow() -> tuple[Tensor, Tensor]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verification", BY_CHANCE)
-def test_noise_that_draft_and_recovery_share_is_caught(verification: Verification) -> None:
+def test_bug_02_noise_that_draft_and_recovery_share_is_caught(verification: Verification) -> None:
     def shared(sequences, positions, purpose, device) -> Tensor:
         purpose = Purpose.DRAFT if purpose is Purpose.RECOVERY else purpose
         return rounds.noise_keys(sequences, positions, purpose, device)
@@ -134,7 +134,7 @@ def test_noise_that_two_rounds_share_is_caught_in_block_verification() -> None:
     assert chi_squared(found.tokens, model)[1] < ALPHA
 
 
-def test_a_likeliest_token_that_passes_for_a_drawn_one_is_caught() -> None:
+def test_bug_04_a_likeliest_token_that_passes_for_a_drawn_one_is_caught() -> None:
     likeliest = likeliest_chain(DRAFT, 2)
 
     def propose(sequences: list[Sequence]) -> None:
@@ -148,7 +148,7 @@ def test_a_likeliest_token_that_passes_for_a_drawn_one_is_caught() -> None:
     assert chi_squared(found.tokens, MODEL)[1] < ALPHA
 
 
-def test_a_draft_that_was_drawn_from_something_else_is_caught() -> None:
+def test_bug_01_a_draft_that_was_drawn_from_something_else_is_caught() -> None:
     """Ratios of the raw distribution, where the draft was drawn from its three likeliest tokens."""
     kept = DRAFT.topk(3).values[:, -1:] <= DRAFT
     filtered = (DRAFT * kept) / (DRAFT * kept).sum(dim=1, keepdim=True)
