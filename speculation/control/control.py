@@ -34,7 +34,7 @@ class Control:
         self._drafting: dict[Sequence, Request] = {}
         """The requests that draft in the step under way."""
         self._num_sequences = 0
-        """Of the latest step, if it was one of decoding alone."""
+        """Of the latest step that was learned from."""
 
     def set_target_times(self, times: TargetTimes) -> None:
         self._controller.target = TargetTime(times, self.max_rows)
@@ -54,11 +54,9 @@ class Control:
         was chosen stands.
         """
         surroundings = self._clock.begin()
-        if not num_sequences or not self._controller.is_due(num_sequences):
-            return False
         if surroundings is not None:
             self._controller.surroundings.observe(self._num_sequences, surroundings)
-        return True
+        return num_sequences > 0 and self._controller.is_due(num_sequences)
 
     def choose(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
         context = sum([len(sequence.token_ids) for sequence in decoding]) / len(decoding)
@@ -88,6 +86,9 @@ class Control:
 
     def learn(self, step: ScheduledStep) -> None:
         """The step has its outcomes."""
+        if not self.drafts and not self._controller.is_fresh:
+            self._account.stepped(0.0, verifies=False)
+            return
         seconds = self._clock.lap()
         outcomes = step.outcomes
         verifies = self.drafts and any(outcome.draft is not None for outcome in outcomes)
@@ -95,8 +96,8 @@ class Control:
         only_decodes = step.total_tokens == len(step.sequences)
         followed = any(sequence.stage is Stage.RUNNING for sequence in step.sequences)
         self._clock.end(followed and only_decodes)
+        self._num_sequences = count = len(outcomes)
         if only_decodes and self._controller.is_fresh:
-            self._num_sequences = count = len(outcomes)
             rows = sum([outcome.num_rows for outcome in outcomes])
             context = sum([outcome.start for outcome in outcomes]) / count
             self._controller.observe_step(count, rows, context, seconds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from protocol.speculation import Method
@@ -239,3 +241,34 @@ def test_the_report_has_what_a_router_needs() -> None:
     rows, seconds = state.step_time.rows, state.step_time.seconds
     assert seconds == sorted(seconds)
     assert seconds[rows.index(4)] == pytest.approx(target_seconds(4), rel=0.1)
+
+
+def steps_until_due(made: Controller, num_requests: int) -> int:
+    return next(steps for steps in range(1, 100) if made.is_due(num_requests))
+
+
+def test_a_choice_stands_for_some_steps_unless_somebody_comes_or_goes() -> None:
+    made, dear = controller(), controller(row_seconds=1e-2, draft=DraftTimes(per_level=1e-2))
+    stood = []
+    for one in (made, dear):
+        requests = [request(one) for _ in range(2)]
+        assert one.is_due(2)
+        one.choose(requests, 100.0)
+        assert one.is_fresh
+        stood.append(steps_until_due(one, 2))
+        assert not one.is_fresh
+        one.choose(requests, 100.0)
+        assert one.is_due(3)
+    assert 1 < stood[0] < stood[1]
+
+
+def test_trials_are_single_steps() -> None:
+    """There are two kinds, of which one may follow the other."""
+    engine = SimulatedEngine(1, lambda number, place: 0.0)
+    engine.run(200)
+    tried = []
+    for _ in range(2000):
+        engine.step()
+        tried.append(engine.chosen[0] > 0)
+    runs = [len(list(run)) for is_trial, run in itertools.groupby(tried) if is_trial]
+    assert runs and max(runs) <= 2
