@@ -16,8 +16,10 @@ from torch import Tensor
 
 from engine.attention.select import select_backend
 from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
+from engine.check import check_request
 from engine.kv_pool import DRAFT, TARGET, Allocate, KVPool, pool_blocks
 from engine.loader import LoadedModel, load_model
+from engine.outputs import Kept, keep_tokens, token_output
 from engine.packing import PackedStep, pack
 from engine.prefix import PrefixRoom, find_room, keep
 from engine.rehearsal import Rehearsal
@@ -34,11 +36,8 @@ from protocol.handoff import REBUILD, DraftState
 from protocol.messages import (
     EngineRequest,
     ErrorKind,
-    FinishReason,
-    RequestTiming,
     TokenOutput,
 )
-from protocol.sampling import check_sampling_params
 from protocol.speculation import SpeculationState
 
 logger = logging.getLogger("tandem.engine")
@@ -363,27 +362,7 @@ class Engine:
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self._sequences:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
-        if not request.prompt_token_ids:
-            raise InvalidRequestError("prompt", "must hold at least one token")
-        for name, token_ids in (
-            ("prompt", request.prompt_token_ids),
-            ("output_token_ids", request.output_token_ids),
-        ):
-            greatest = max(token_ids, default=0)
-            if greatest >= self.vocab_size:
-                raise InvalidRequestError(name, f"token ids must be below {self.vocab_size}, got {greatest}")
-        check_sampling_params(request.sampling, self.vocab_size, self.config.max_logprobs)
-        if len(request.output_token_ids) >= request.sampling.max_tokens:
-            raise InvalidRequestError(
-                "output_token_ids", f"must be fewer than max_tokens={request.sampling.max_tokens}"
-            )
-        length = len(request.prompt_token_ids) + request.sampling.max_tokens
-        if length > self.max_model_len:
-            raise InvalidRequestError(
-                "max_tokens",
-                f"{len(request.prompt_token_ids)} prompt tokens and {request.sampling.max_tokens} new ones "
-                f"exceed the limit of {self.max_model_len} tokens",
-            )
+        check_request(request, self.vocab_size, self.max_model_len, self.config.max_logprobs)
 
     def _begin_drafting(self, sequence: Sequence, state: DraftState = REBUILD) -> None:
         """The sequence has blocks now, `sequence.num_cached` of whose tokens were here before."""
@@ -454,20 +433,14 @@ class Engine:
         start, draft, sequence.draft = sequence.num_computed, sequence.draft, None
         first_drafted = start + count
         num_rows = count + (len(draft.token_ids) if draft is not None else 0)
-        token_ids: list[int] = []
-        finish: tuple[FinishReason | None, int | None] = (None, None)
-        num_accepted = 0
         assert sequence.table is not None
+        kept = Kept()
+        num_accepted = 0
         if verdict is not None and not verdict.failed:
             if draft is not None and draft.parents is not None:
                 self.pool.move_tokens(sequence.table.block_ids, first_drafted, verdict.accepted)
-            for token_id in verdict.token_ids:
-                sequence.append(token_id)
-                token_ids.append(token_id)
-                finish = self._finish_reason(sequence, token_id)
-                if finish[0] is not None:
-                    break
-            num_accepted = min(len(token_ids), len(verdict.accepted))
+            kept = keep_tokens(sequence, verdict.token_ids, self._eos)
+            num_accepted = min(len(kept.token_ids), len(verdict.accepted))
         sequence.num_computed = first_drafted + num_accepted
         outcome = Outcome(start, count + num_accepted, num_rows, num_accepted, draft, verdict)
         step.outcomes.append(outcome)
@@ -477,54 +450,13 @@ class Engine:
         self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
         if verdict is None:
             return None
-        return self._output(sequence, token_ids, outcome, *finish)
-
-    def _output(
-        self,
-        sequence: Sequence,
-        token_ids: list[int],
-        outcome: Outcome,
-        reason: FinishReason | None,
-        stop_token_id: int | None,
-    ) -> TokenOutput:
-        assert outcome.verdict is not None
-        is_first = sequence.first_token_time is None
-        timing = self._first_token_timing(sequence) if is_first else None
-        logprobs = outcome.verdict.logprobs[: len(token_ids)]
-        if reason is not None:
+        output = token_output(sequence, kept, outcome)
+        if kept.finish_reason is not None:
             self._forget(sequence)
         elif sequence.prefill_only:
             self._scheduler.running.remove(sequence)
             sequence.stage = Stage.HELD
-        return TokenOutput(
-            request_id=sequence.request_id,
-            token_ids=token_ids,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            logprobs=[entry for entry in logprobs if entry is not None] or None,
-            prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.prompt_logprobs else None,
-            cached_tokens=sequence.num_cached if is_first else None,
-            timing=timing,
-            drafted_tokens=outcome.draft.num_nodes if outcome.draft is not None else 0,
-            accepted_tokens=outcome.num_accepted,
-        )
-
-    def _first_token_timing(self, sequence: Sequence) -> RequestTiming:
-        sequence.first_token_time = time.monotonic()
-        scheduled = sequence.first_scheduled or sequence.arrival
-        return RequestTiming(
-            queue_s=scheduled - sequence.arrival, prefill_s=sequence.first_token_time - scheduled
-        )
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
-        params = sequence.params
-        if token_id in params.stop_token_ids:
-            return "stop", token_id
-        if token_id in self._eos and not params.ignore_eos:
-            return "stop", None
-        if len(sequence.output_token_ids) >= params.max_tokens:
-            return "length", None
-        return None, None
+        return output
 
 
 def _token_budget(config: ServeConfig, device: torch.device) -> int:

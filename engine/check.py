@@ -1,0 +1,32 @@
+"""Whether a request can be served by a model of this size."""
+
+from __future__ import annotations
+
+from protocol.errors import InvalidRequestError
+from protocol.messages import EngineRequest
+from protocol.sampling import check_sampling_params
+
+
+def check_request(request: EngineRequest, vocab_size: int, max_model_len: int, max_logprobs: int) -> None:
+    """Raise `InvalidRequestError`, naming the field and its limit."""
+    if not request.prompt_token_ids:
+        raise InvalidRequestError("prompt", "must hold at least one token")
+    for name, token_ids in (
+        ("prompt", request.prompt_token_ids),
+        ("output_token_ids", request.output_token_ids),
+    ):
+        greatest = max(token_ids, default=0)
+        if greatest >= vocab_size:
+            raise InvalidRequestError(name, f"token ids must be below {vocab_size}, got {greatest}")
+    check_sampling_params(request.sampling, vocab_size, max_logprobs)
+    if len(request.output_token_ids) >= request.sampling.max_tokens:
+        raise InvalidRequestError(
+            "output_token_ids", f"must be fewer than max_tokens={request.sampling.max_tokens}"
+        )
+    length = len(request.prompt_token_ids) + request.sampling.max_tokens
+    if length > max_model_len:
+        raise InvalidRequestError(
+            "max_tokens",
+            f"{len(request.prompt_token_ids)} prompt tokens and {request.sampling.max_tokens} new ones "
+            f"exceed the limit of {max_model_len} tokens",
+        )
