@@ -62,7 +62,7 @@ def generate(
     """The same prompt with `count` different seeds, in as many rounds as it takes."""
     sampler = Sampler(len(model), "cpu", [])
     found = Trials(np.empty((count, num_tokens), np.int64), 0, 0)
-    with _without_garbage_collection():
+    with _alone():
         for first in range(0, count, _CHUNK):
             sequences = [_sequence(seed) for seed in range(first, min(count, first + _CHUNK))]
             while waiting := [s for s in sequences if len(s.output_token_ids) < num_tokens]:
@@ -96,12 +96,16 @@ def _round(
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def _alone() -> Iterator[None]:
+    """Without garbage collection, and on one thread: for small tensors others are only waited for."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        torch.set_num_threads(num_threads)
 
 
 # --- drafters ---------------------------------------------------------------------------------------
