@@ -113,7 +113,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 64
     attention_backend: Annotated[Literal["auto", "cpu", "torch"], _doc("Attention kernels.")] = "auto"
     compile: Annotated[
-        Literal["auto", "on", "off"], _doc("Compile the forward with torch.compile; `auto` where it pays.")
+        Literal["auto", "on", "off"],
+        _doc("`on`: torch.compile; `auto`: the native decoder for models that it knows, else as `on`."),
     ] = "auto"
 
     speculative_config: Annotated[
