@@ -2,7 +2,7 @@ PACKAGES := protocol native engine speculation kvtransfer worker prefill_worker 
 BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 5
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test lint clean
@@ -16,7 +16,7 @@ serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--p
 	exec $(BIN)/tandem serve $(ARGS)
 
 test: lint  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" to choose)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: .venv/.installed-test  ## Run ruff, mypy and the import rules
 	$(BIN)/ruff check .
