@@ -2,7 +2,7 @@ PACKAGES := protocol native engine speculation kvtransfer worker prefill_worker 
 BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 5
+TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve test lint clean
