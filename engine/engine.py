@@ -110,8 +110,7 @@ class Engine:
         self.blocks = BlockManager(
             num_blocks, config.block_size, config.enable_prefix_caching, lower=self.tiers
         )
-        requested = None if config.attention_backend == "auto" else config.attention_backend
-        backend_class, why = select_backend(loaded.device, loaded.dtype, requested)
+        backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         backend = backend_class(self.pool.tensor)
         forward = build_forward(loaded, backend, config.compile, hidden_layers)
         self._runner = Runner(forward, backend, config.block_size, loaded.device)

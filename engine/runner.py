@@ -58,7 +58,7 @@ class Runner:
         slots = np.full(padded, -1, np.int64)
         query_start = np.zeros(len(batch) + 1, np.int32)
         context_len = np.empty(len(batch), np.int32)
-        table = block_table(batch)
+        table = block_table([rows.block_ids for rows in batch])
         block_size = self._block_size
         row = longest = 0
         for index, rows in enumerate(batch):
@@ -144,9 +144,9 @@ class Runner:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
-def block_table(batch: Sequence[SequenceRows]) -> np.ndarray:
-    """int32 [sequences, most blocks]: see `AttentionMetadata.block_table`."""
-    table = np.zeros((len(batch), max(len(rows.block_ids) for rows in batch)), np.int32)
-    for index, rows in enumerate(batch):
-        table[index, : len(rows.block_ids)] = rows.block_ids
-    return table
+def block_table(tables: Sequence[list[int]]) -> np.ndarray:
+    """int32 [tables, most blocks], padded with 0."""
+    padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, block_ids in zip(padded, tables, strict=True):
+        row[: len(block_ids)] = block_ids
+    return padded

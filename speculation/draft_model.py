@@ -29,13 +29,10 @@ from speculation.drafter import Computed
 from speculation.drawing import Chain, Drawing
 from speculation.native_chain import NativeChain, draws_natively
 from speculation.ranking import rank_drafted
-from speculation.tree import DraftTrees, TreeRows
+from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 
 _ROWS = 2048
 """At most so many of a forward's rows belong to one sequence that the draft model reads."""
-
-_TREE_WIDTH = 4
-"""Rows of a tree in a forward, and children of a row."""
 
 
 class DraftModel:
@@ -74,8 +71,7 @@ class DraftModel:
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device = self._loaded.device
-        requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
-        backend_class, _ = select_backend(device, self._loaded.dtype, requested)
+        backend_class, _ = select_backend(device, self._loaded.dtype, self._config.attention_backend)
         backend = backend_class(pool.segment(DRAFT))
         forward = build_forward(self._loaded, backend, self._config.compile)
         self._runner = Runner(forward, backend, pool.block_size, device)
@@ -114,7 +110,7 @@ class DraftModel:
         return [chain.draft() for chain in chains]
 
     def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        trees = DraftTrees(counts, self._options.max_speculative_tokens, _TREE_WIDTH)
+        trees = DraftTrees(counts, self._options.max_speculative_tokens, TREE_WIDTH)
         logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
         for sequence in sequences:
             self._computed[sequence.request_id] = len(sequence.token_ids)
@@ -181,11 +177,8 @@ class DraftModel:
                 num_run = self._computed[request_id] - first_drafted
                 kept = sum(node < num_run for node in each.accepted)
                 self._computed[request_id] = first_drafted + kept
-            elif each.num_tokens > 1 and self._reads_along(each.sequence):
+            elif each.num_tokens > 1 and not each.sequence.drafts_elsewhere:
                 self._read(each.sequence, each.start + each.num_tokens)
-
-    def _reads_along(self, sequence: Sequence) -> bool:
-        return not sequence.drafts_elsewhere
 
     def forget(self, request_id: str) -> None:
         self._computed.pop(request_id, None)

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionMetadata
 from engine.decoder.forward import NativeDecoder
+from engine.runner import block_table
 from engine.sampler.rows import edits_logits
 from engine.sequence import Sequence
 from protocol.speculation import Verification
@@ -48,6 +49,7 @@ class NativeChain:
         Keys before a sequence's `first_key` are not looked at. A head also takes the `hidden` states after
         the last tokens, [sequences, hidden_size], and overwrites them.
         """
+        tables = [sequence.table.block_ids for sequence in sequences if sequence.table is not None]
         lengths = np.array([len(sequence.token_ids) for sequence in sequences])
         next_slots = self._next_slots(sequences, counts)
         slots = torch.full((len(sequences),), -1, dtype=torch.int64)
@@ -56,7 +58,7 @@ class NativeChain:
             AttentionMetadata(
                 query_start=torch.arange(len(sequences) + 1, dtype=torch.int32),
                 context_len=context_len,
-                block_table=self._block_table(sequences),
+                block_table=torch.from_numpy(block_table(tables)),
                 slot_mapping=slots,
                 max_query_len=1,
                 max_context_len=int(lengths.max()) + len(next_slots),
@@ -87,11 +89,3 @@ class NativeChain:
                 block_ids[place // size] * size + place % size for place in range(first, first + count - 1)
             ]
         return slots
-
-    @staticmethod
-    def _block_table(sequences: Many[Sequence]) -> Tensor:
-        tables = [sequence.table.block_ids for sequence in sequences if sequence.table is not None]
-        table = np.zeros((len(tables), max(map(len, tables))), np.int32)
-        for row, block_ids in zip(table, tables, strict=True):
-            row[: len(block_ids)] = block_ids
-        return torch.from_numpy(table)

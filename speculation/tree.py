@@ -29,6 +29,9 @@ from torch import Tensor
 
 from engine.speculator import Draft
 
+TREE_WIDTH = 4
+"""Rows of a tree in a forward, and children of a row."""
+
 _NEAR = math.log(0.3)
 """Paths this much less likely than their round's likeliest are not followed: of 0.02 to 0.6 times as likely,
 this brought the most accepted tokens (bundled pair, 8 to 24 nodes)."""

@@ -47,8 +47,11 @@ def select_backend(
 ) -> tuple[type[AttentionBackend], str]:
     """The backend's class and the reason for the choice, to be logged.
 
-    Raises ValueError when `requested` is unknown or cannot serve this device and dtype.
+    `requested` None or "auto" takes the best. Raises ValueError when it is unknown or cannot serve this
+    device and dtype.
     """
+    if requested == "auto":
+        requested = None
     if requested is not None and requested not in BACKENDS:
         raise ValueError(f"unknown attention backend {requested!r}; known: {', '.join(BACKENDS)}")
     fault = _cpu_fault(device, dtype)

@@ -36,10 +36,7 @@ from speculation.eagle.select import build_forward
 from speculation.eagle.weights import load_head
 from speculation.native_chain import NativeChain, draws_natively
 from speculation.ranking import rank_drafted
-from speculation.tree import DraftTrees, TreeRows
-
-_TREE_WIDTH = 4
-"""Rows of a tree in a forward, and children of a row."""
+from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +70,7 @@ class EagleDrafter:
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
-        requested = None if self._config.attention_backend == "auto" else self._config.attention_backend
-        backend_class, _ = select_backend(device, dtype, requested)
+        backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
         segment = pool.segment(DRAFT)
         self._backend: AttentionBackend = backend_class(segment)
         self._head, self._forward = build_forward(self._loaded, loaded, self._backend, self._config.compile)
@@ -130,7 +126,7 @@ class EagleDrafter:
 
     def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         with_noise = self._options.verification == "coupled"
-        trees = DraftTrees(counts, self._options.max_speculative_tokens, _TREE_WIDTH)
+        trees = DraftTrees(counts, self._options.max_speculative_tokens, TREE_WIDTH)
         logits, newest = self._run(*self._committed_rows(sequences))
         hidden = list(newest.split(1))  # of each tree's rows
         depths = [[0] for _ in sequences]

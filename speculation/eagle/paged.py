@@ -120,7 +120,7 @@ class Steps:
         starts = np.array([rows.start for rows in first_rows])
         places = np.zeros((num_steps, padded), np.int64)
         places[:, :count] = starts + np.arange(num_steps)[:, None]
-        table = block_table(first_rows)
+        table = block_table([rows.block_ids for rows in first_rows])
         slots = np.full((num_steps, padded), -1, np.int64)
         own = places[:, :count]
         slots[:, :count] = table[np.arange(count), own // block_size].astype(np.int64) * block_size
