@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter
+from dataclasses import dataclass, field
 
 from protocol.speculation import Method
 from speculation.control.collapse import Origin
@@ -11,12 +12,41 @@ from speculation.control.collapse import Origin
 logger = logging.getLogger("tandem.speculation")
 
 
+@dataclass(slots=True, eq=False)
+class _Totals:
+    """Of one method. `lengths` counts its drafts by how many of their tokens were accepted."""
+
+    draft_seconds: float = 0.0
+    num_draft_tokens: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def counters(self, method: Method) -> dict[str, float]:
+        label, lengths = f'method="{method}"', self.lengths.copy()
+        counters = {f"spec_decode_draft_seconds_total{{{label}}}": self.draft_seconds}
+        if lengths:
+            counters |= {
+                f"spec_decode_num_drafts_total{{{label}}}": lengths.total(),
+                f"spec_decode_num_draft_tokens_total{{{label}}}": self.num_draft_tokens,
+                f"spec_decode_num_accepted_tokens_total{{{label}}}": sum(
+                    length * count for length, count in lengths.items()
+                ),
+            }
+        for position in range(max(lengths, default=0)):
+            name = f'spec_decode_num_accepted_tokens_per_pos_total{{{label},position="{position}"}}'
+            counters[name] = sum(count for length, count in lengths.items() if length > position)
+        return counters
+
+
 class Account:
     """Written by the engine's thread; `counters` may be called from any."""
 
     def __init__(self) -> None:
-        self._totals: defaultdict[str, float] = defaultdict(float)
-        self._choices: defaultdict[tuple[Method, int], int] = defaultdict(int)
+        self._methods: dict[Method, _Totals] = {}
+        self._choices: Counter[tuple[Method, int]] = Counter()
+        self._steps: Counter[str] = Counter()
+        """By whether they verified drafts."""
+        self._verify_seconds = 0.0
+        self._rare: Counter[str] = Counter()
 
     def chose(self, method: Method, num_tokens: int) -> None:
         """One request was to draft so many tokens in each step, until the next choice."""
@@ -24,38 +54,43 @@ class Account:
 
     def stepped(self, seconds: float, verifies: bool) -> None:
         """A step's forward with the choice of its tokens took so long."""
+        self._steps["yes" if verifies else "no"] += 1
         if verifies:
-            self._totals['spec_decode_steps_total{drafts="yes"}'] += 1
-            self._totals["spec_decode_verify_seconds_total"] += seconds
-        else:
-            self._totals['spec_decode_steps_total{drafts="no"}'] += 1
+            self._verify_seconds += seconds
 
     def drafted(self, method: Method, seconds: float) -> None:
         """A batch of drafts was made."""
-        self._totals[f'spec_decode_draft_seconds_total{{method="{method}"}}'] += seconds
+        self._of(method).draft_seconds += seconds
 
     def verified(self, method: Method, num_drafted: int, num_accepted: int) -> None:
         """One request's draft was verified; only tokens that became output count as accepted."""
-        label = f'{{method="{method}"}}'
-        self._totals[f"spec_decode_num_drafts_total{label}"] += 1
-        self._totals[f"spec_decode_num_draft_tokens_total{label}"] += num_drafted
-        self._totals[f"spec_decode_num_accepted_tokens_total{label}"] += num_accepted
-        for position in range(num_accepted):
-            name = f'spec_decode_num_accepted_tokens_per_pos_total{{method="{method}",position="{position}"}}'
-            self._totals[name] += 1
+        totals = self._of(method)
+        totals.num_draft_tokens += num_drafted
+        totals.lengths[num_accepted] += 1
 
     def collapsed(self, method: Method, origin: Origin) -> None:
         """The drafts of a class of requests are accepted far less than they used to be."""
-        self._totals[f'spec_acceptance_collapsed_total{{method="{method}",origin="{origin}"}}'] += 1
+        self._rare[f'spec_acceptance_collapsed_total{{method="{method}",origin="{origin}"}}'] += 1
 
     def lost_draft(self, request_id: str, why: str) -> None:
         """A request goes on without the drafter's state that came with it."""
-        self._totals["spec_decode_lost_drafts_total"] += 1
+        self._rare["spec_decode_lost_drafts_total"] += 1
         logger.warning("request %s: the draft's state that came along is of no use: %s", request_id, why)
 
     def counters(self) -> dict[str, float]:
-        choices = {
-            f'spec_decode_choices_total{{method="{method}",k="{num_tokens}"}}': float(count)
-            for (method, num_tokens), count in self._choices.copy().items()
-        }
-        return dict(self._totals) | choices
+        counters: dict[str, float] = dict(self._rare)
+        for drafts, count in self._steps.copy().items():
+            counters[f'spec_decode_steps_total{{drafts="{drafts}"}}'] = count
+        if self._verify_seconds:
+            counters["spec_decode_verify_seconds_total"] = self._verify_seconds
+        for method, totals in self._methods.copy().items():
+            counters |= totals.counters(method)
+        for (method, num_tokens), count in self._choices.copy().items():
+            counters[f'spec_decode_choices_total{{method="{method}",k="{num_tokens}"}}'] = count
+        return counters
+
+    def _of(self, method: Method) -> _Totals:
+        totals = self._methods.get(method)
+        if totals is None:
+            totals = self._methods[method] = _Totals()
+        return totals

@@ -11,7 +11,6 @@ from collections.abc import Sequence as Many
 import msgspec
 from torch import Tensor
 
-from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
 from engine.decoder.forward import DecoderForward
 from engine.errors import UnsupportedModelError
@@ -78,8 +77,8 @@ class DraftModel:
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
         self._native: NativeChain | None = None
-        if isinstance(forward, DecoderForward) and isinstance(backend, CpuBackend):
-            self._native = NativeChain(forward, backend, pool.block_size)
+        if isinstance(forward, DecoderForward):
+            self._native = NativeChain(forward, pool.block_size, self._vocab_size)
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -91,8 +90,8 @@ class DraftModel:
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         if self._native is not None and draws_natively(sequences, self._options.verification):
-            logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
-            drafts = [Draft(tokens) for tokens in self._native.draft(logits, sequences, counts)]
+            rows = [self._next_rows(sequence, []) for sequence in sequences]
+            drafts = [Draft(tokens) for tokens in self._native.draft(sequences, rows, counts)]
         else:
             drafts = self._draw_chains(sequences, counts)
         for sequence, draft in zip(sequences, drafts, strict=True):

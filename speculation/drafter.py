@@ -93,8 +93,8 @@ class Drafter(Protocol):
         """A draft for each sequence, of at most `counts[i]` tokens (probes included); None where there is
         none.
 
-        All of them are decoding: every token but the last has its KV. Their blocks have room for the KV of
-        `counts[i]` tokens more, at the places that follow the last token.
+        The counts fall. All sequences are decoding: every token but the last has its KV. Their blocks have
+        room for the KV of `counts[i]` tokens more, at the places that follow the last token.
         """
         ...
 

@@ -126,6 +126,7 @@ class BatchSpeculator:
                 by_method.setdefault(method, []).append(sequence)
         self._control.begin_drafting()
         for method, sequences in by_method.items():
+            sequences.sort(key=_draft_room, reverse=True)
             rooms = [sequence.draft_room for sequence in sequences]
             drafts = self._drafters[method].propose(sequences, rooms)
             for sequence, draft in zip(sequences, drafts, strict=True):
@@ -199,6 +200,10 @@ class BatchSpeculator:
         if method == "lookahead" and fixed is not None:
             fixed = self._options.lookahead_rows  # it takes all of them or none
         return self._control.new_request(sequence, method, fixed)
+
+
+def _draft_room(sequence: Sequence) -> int:
+    return sequence.draft_room
 
 
 def _backlog(sequence: Sequence, drafter: Drafter) -> int:

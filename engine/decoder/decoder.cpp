@@ -80,20 +80,27 @@ struct Rows {
     bf16* after;         // and [num_logits, hidden]: those for the rows after them; may be `before`
 };
 
-// Drafting one token after the other, one row a sequence. `step` is the attention's view of one such row each;
-// it points to `context_len` and `slots`, which move on with the tokens.
-struct Chain {
-    const void* step;
-    int64_t num_sequences, num_tokens;
-    int64_t *last_token, *position;
-    int32_t* context_len;
-    int64_t* slots;
-    const int64_t* next_slots;  // [num_tokens - 1, num_sequences]; -1 where a sequence needs no more
+// As the attention kernel reads it: a step of chains.
+struct AttentionStep {
+    const int32_t *query_start, *context_len, *block_table;
+    const int64_t* slots;
+    const uint64_t* visible;
+    const int32_t *tree_start, *first_key;
+    int64_t table_stride, num_sequences, total_tokens, threads;
+};
+
+// Drafting one token after the other, for sequences of which each wants no more of them than the one before. First
+// their rows from place `starts` up to `ends` are read, which no one has run yet.
+struct Draft {
+    int64_t num_sequences, table_stride, block_size;
+    int64_t vocab;                              // only so many of the logits count
+    const int64_t *token_ids, *starts, *ends;   // of the rows to be read, one sequence after the other
+    const int64_t* counts;                      // of tokens wanted
+    const int32_t *block_table, *first_key;     // no keys before the latter are looked at; may be null
     const int64_t* seeds;
     const float* temperatures;  // 0: the likeliest token
-    bf16* logits;               // [num_sequences, vocab]: at first those after the last tokens
-    int64_t* drafted;           // [num_tokens, num_sequences]
-    bf16* hidden;               // for a head, [num_sequences, hidden]: those before the first drafted tokens
+    const bf16* before;         // for a head, [rows, hidden]: the hidden states before those to be read
+    int64_t* drafted;           // [counts[0], num_sequences]
 };
 
 inline float widen(bf16 value) {
@@ -204,29 +211,62 @@ class Decoder {
         multiply(normed.data(), m.head, rows.logits, rows.num_logits);
     }
 
-    // The name of the attention's field that is out of range, or null.
-    const char* chain(const Chain& c) {
-        const Rows rows{c.last_token, c.position, c.num_sequences, nullptr, c.num_sequences, c.logits,
-                        nullptr,      0,          nullptr,         c.hidden, c.hidden};
-        for (int64_t token = 0; token < c.num_tokens; token++) {
-            for (int64_t s = 0; s < c.num_sequences; s++) {
-                c.position[s]++;
-                const int64_t chosen = choose(c.logits + s * m.vocab, c.seeds[s], c.position[s], c.temperatures[s]);
-                c.last_token[s] = token_id(chosen);
-                c.drafted[token * c.num_sequences + s] = c.last_token[s];
-                if (token + 1 < c.num_tokens) {
-                    c.slots[s] = c.next_slots[token * c.num_sequences + s];
-                    c.context_len[s] += c.slots[s] >= 0;
-                }
-            }
-            if (token + 1 == c.num_tokens) break;
-            if (const char* fault = m.begin(m.attention, c.step)) return fault;
-            forward(rows);
+    // The name of the field that is out of range, or null.
+    const char* draft(const Draft& d) {
+        const int64_t n = d.num_sequences;
+        for (int64_t s = 0; s < n; s++) {
+            if (d.starts[s] < 0 || d.starts[s] >= d.ends[s]) return "starts";
+            if (d.counts[s] < 1 || d.counts[s] > d.counts[s ? s - 1 : 0]) return "counts";
+            if (d.ends[s] + d.counts[s] - 1 > d.table_stride * d.block_size) return "block_table";
         }
-        return nullptr;
+        place_rows(d);
+        last_tokens.resize(n), scores.resize(n * m.vocab), after.resize(m.entry ? n * m.hidden : 0);
+        bf16* hidden = m.entry ? after.data() : nullptr;
+        Rows rows{d.token_ids, positions.data(), int64_t(positions.size()), ends.data(), n, scores.data(),
+                  nullptr, 0, nullptr, d.before, hidden};
+        int64_t drafting = n;
+        for (int64_t token = 0;; token++) {
+            const AttentionStep step{query_start.data(), context_len.data(), d.block_table, slots.data(), nullptr, nullptr,
+                                     d.first_key, d.table_stride, drafting, rows.count, m.threads};
+            if (const char* fault = m.begin(m.attention, &step)) return fault;
+            forward(rows);
+            for (int64_t s = 0; s < drafting; s++) {
+                last_tokens[s] = token_id(choose(&scores[s * m.vocab], d.vocab, d.seeds[s], d.ends[s] + token, d.temperatures[s]));
+                d.drafted[token * n + s] = last_tokens[s];
+            }
+            while (drafting && d.counts[drafting - 1] <= token + 1) drafting--;
+            if (!drafting) return nullptr;
+            for (int64_t s = 0; s < drafting; s++) {
+                place_row(d, s, s, d.ends[s] + token);
+                query_start[s + 1] = int32_t(s + 1);
+            }
+            rows = {last_tokens.data(), positions.data(), drafting, nullptr, drafting, scores.data(),
+                    nullptr, 0, nullptr, hidden, hidden};
+        }
     }
 
   private:
+    // Where the rows to be read belong, and the last row of each sequence.
+    void place_rows(const Draft& d) {
+        const int64_t n = d.num_sequences;
+        int64_t total = 0;
+        for (int64_t s = 0; s < n; s++) total += d.ends[s] - d.starts[s];
+        positions.resize(total), slots.resize(total);
+        query_start.assign(1, 0), context_len.resize(n), ends.clear();
+        int64_t row = 0;
+        for (int64_t s = 0; s < n; s++) {
+            for (int64_t place = d.starts[s]; place < d.ends[s]; place++) place_row(d, s, row++, place);
+            query_start.push_back(int32_t(row));
+            ends.push_back(row - 1);
+        }
+    }
+
+    void place_row(const Draft& d, int64_t s, int64_t row, int64_t place) {
+        positions[row] = place;
+        slots[row] = d.block_table[s * d.table_stride + place / d.block_size] * d.block_size + place % d.block_size;
+        context_len[s] = int32_t(place + 1);
+    }
+
     template <class Work> void each_row(int64_t n, const Work& work) {
         struct Job {
             const Work& work;
@@ -321,33 +361,40 @@ class Decoder {
 
     // The argmax of logits / temperature + Gumbel noise (engine/sampler/noise.py). Only tokens whose noise may lift
     // them above the likeliest one's score need logarithms: -log u is at least 1 - u.
-    int64_t choose(const bf16* logits, int64_t seed, int64_t position, float temperature) {
-        values.resize(m.vocab);
-        int64_t best = 0;
-        for (int64_t i = 0; i < m.vocab; i++) values[i] = widen(logits[i]);
-        for (int64_t i = 1; i < m.vocab; i++)
-            if (values[i] > values[best]) best = i;
-        if (temperature == 0) return best;
+    int64_t choose(const bf16* logits, int64_t vocab, int64_t seed, int64_t position, float temperature) {
+        const int64_t likeliest = argmax(logits, vocab);
+        if (temperature == 0) return likeliest;
+        int64_t best = likeliest;
         const uint64_t key = mix(mix(uint64_t(seed)) + uint64_t(position + 1) * GAMMA);
-        const float top = values[best];
-        for (int64_t i = 0; i < m.vocab; i++) values[i] = (values[i] - top) / temperature;
+        const float top = widen(logits[best]);
+        values.resize(vocab), tails.resize(vocab);
+        for (int64_t i = 0; i < vocab; i++) values[i] = (widen(logits[i]) - top) / temperature;
         double best_score = noise(key, token_id(best));
-        tails.resize(m.vocab);
         const float bar = float(best_score) - 1e-4f;
         const auto tail = [&](int64_t i, int64_t token) {
             const uint64_t bits = mix_upper(key + uint64_t(token + 1) * GAMMA);
             return exp_of(values[i] - bar) - (0.5f - float(int32_t(bits >> 32)) * 0x1p-32f);
         };
         if (const int64_t* ids = m.entry ? m.entry->token_ids : nullptr)
-            for (int64_t i = 0; i < m.vocab; i++) tails[i] = tail(i, ids[i]);
+            for (int64_t i = 0; i < vocab; i++) tails[i] = tail(i, ids[i]);
         else
-            for (int64_t i = 0; i < m.vocab; i++) tails[i] = tail(i, i);
-        for (int64_t i = 0; i < m.vocab; i++) {
+            for (int64_t i = 0; i < vocab; i++) tails[i] = tail(i, i);
+        for (int64_t i = 0; i < vocab; i++) {
             if (tails[i] < -1e-6f) continue;
             const double score = values[i] + noise(key, token_id(i));
             if (score > best_score) best = i, best_score = score;
         }
         return best;
+    }
+
+    // The first of the greatest, by integers in the order of the floats that they stand for.
+    static int64_t argmax(const bf16* logits, int64_t vocab) {
+        const auto order = [](bf16 value) { return int16_t(value ^ (int16_t(value) >> 15 & 0x7fff)); };
+        int16_t most = INT16_MIN;
+        for (int64_t i = 0; i < vocab; i++) most = std::max(most, order(logits[i]));
+        int64_t first = 0;
+        while (order(logits[first]) != most) first++;
+        return first;
     }
 
     static double noise(uint64_t key, int64_t token) {
@@ -359,6 +406,10 @@ class Decoder {
     const std::vector<Layer> layers;
     std::vector<bf16> x, normed, product, attended, gated, active;
     std::vector<float> values, tails;
+    // While drafting: scores and hidden states after each sequence's last row, and the attention's step.
+    std::vector<bf16> scores, after;
+    std::vector<int64_t> last_tokens, positions, slots, ends;
+    std::vector<int32_t> query_start, context_len;
     int64_t threads = 1;
 };
 
@@ -372,7 +423,7 @@ void tandem_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decode
 
 void tandem_decoder_forward(void* decoder, const Rows* rows) { static_cast<Decoder*>(decoder)->forward(*rows); }
 
-const char* tandem_decoder_chain(void* decoder, const Chain* chain) {
-    return static_cast<Decoder*>(decoder)->chain(*chain);
+const char* tandem_decoder_draft(void* decoder, const Draft* draft) {
+    return static_cast<Decoder*>(decoder)->draft(*draft);
 }
 }

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -32,8 +33,8 @@ def _library() -> ctypes.CDLL:
     library.tandem_decoder_destroy.restype = None
     library.tandem_decoder_forward.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     library.tandem_decoder_forward.restype = None
-    library.tandem_decoder_chain.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-    library.tandem_decoder_chain.restype = ctypes.c_char_p
+    library.tandem_decoder_draft.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    library.tandem_decoder_draft.restype = ctypes.c_char_p
     return library
 
 
@@ -140,39 +141,49 @@ class NativeDecoder:
         self._library.tandem_decoder_forward(self._decoder, rows)
         return logits, hidden
 
-    def chain(
+    def draft(
         self,
-        logits: Tensor,
-        last_token: Tensor,
-        position: Tensor,
-        context_len: Tensor,
-        slots: Tensor,
-        next_slots: Tensor,
-        seeds: Tensor,
-        temperatures: Tensor,
-        hidden: Tensor | None = None,
-    ) -> Tensor:
-        """Draft as many tokens for each sequence as `next_slots` [tokens - 1, sequences] says, and one.
+        token_ids: np.ndarray,
+        sequences: np.ndarray,
+        block_table: np.ndarray,
+        temperatures: np.ndarray,
+        block_size: int,
+        vocab_size: int,
+        first_keys: np.ndarray | None = None,
+        before: Tensor | None = None,
+    ) -> np.ndarray:
+        """Read rows of each sequence, then draft from its own choices; int64 [most tokens, sequences].
 
-        `logits` [sequences, vocab_size] are those after the last tokens, whose ids, positions (int64) and KV
-        are there. A head also takes the `hidden` states [sequences, hidden_size] after those tokens. The
-        backend's step describes one row a sequence, with these `context_len` and `slots`; all of them are
-        overwritten. Returns int64 [tokens, sequences].
+        `sequences` int64 [4, sequences] has for each one the places from which to read `token_ids` (int64, of
+        all one after the other) and up to which, its seed, and how many tokens it wants, never more than the
+        one before; the rest of its column in the result means nothing. `block_table` int32 [sequences,
+        blocks] has room for the KV of all but the last token. Of the logits only the leading `vocab_size`
+        count; `temperatures` are float32. Keys before a `first_key` (int32) are not looked at. A head also
+        takes the hidden states `before` the rows to be read.
         """
-        num_sequences, num_tokens = len(last_token), len(next_slots) + 1
-        drafted = torch.empty((num_tokens, num_sequences), dtype=torch.int64)
+        before = None if before is None else before.contiguous()
+        drafted = np.empty((int(sequences[3, 0]), sequences.shape[1]), np.int64)
+        starts, ends, seeds, counts = (row.ctypes.data for row in sequences)
         arguments = struct.pack(
-            "=Q2q10Q",
-            self._backend.step_address,
-            num_sequences,
-            num_tokens,
-            *(t.data_ptr() for t in (last_token, position, context_len, slots, next_slots)),
-            *(t.data_ptr() for t in (seeds, temperatures, logits, drafted)),
-            0 if hidden is None else hidden.data_ptr(),
+            "=4q10Q",
+            sequences.shape[1],
+            block_table.shape[1],
+            block_size,
+            vocab_size,
+            token_ids.ctypes.data,
+            starts,
+            ends,
+            counts,
+            block_table.ctypes.data,
+            0 if first_keys is None else first_keys.ctypes.data,
+            seeds,
+            temperatures.ctypes.data,
+            0 if before is None else before.data_ptr(),
+            drafted.ctypes.data,
         )
-        wrong = self._library.tandem_decoder_chain(self._decoder, arguments)
+        wrong = self._library.tandem_decoder_draft(self._decoder, arguments)
         if wrong:
-            raise ValueError(f"attention metadata: {wrong.decode()} is out of range")
+            raise ValueError(f"drafting: {wrong.decode()} is out of range")
         return drafted
 
 

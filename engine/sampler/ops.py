@@ -11,6 +11,12 @@ from torch import Tensor
 _CPU_CHUNK = 2**16
 _DEVICE_CHUNK = 2**24
 _NEGLIGIBLE = -60.0
+_BITS = {
+    torch.bfloat16: (torch.int16, np.uint16, 0x7F80, 0xFF80),
+    torch.float16: (torch.int16, np.uint16, 0x7C00, 0xFC00),
+    torch.float32: (torch.int32, np.uint32, 0x7F800000, 0xFF800000),
+}
+"""Integers of the same size, signed and unsigned, and the bits of both infinities."""
 
 
 def column_chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -26,6 +32,40 @@ def argmax_rows(values: Tensor) -> Tensor:
     if values.device.type == "cpu":
         return torch.from_numpy(values.numpy().argmax(axis=-1))
     return values.argmax(dim=-1)
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, list[int]]:
+    """Where each row of [n, m], any float dtype, has its maximum (int64 [n], the lowest index among equals),
+    and the rows whose maximum is not finite.
+    """
+    quick = _likeliest_by_bits(logits)
+    if quick is not None:
+        return quick, []
+    values = logits.float()
+    chosen = argmax_rows(values)
+    return chosen, unusable_rows(values.gather(1, chosen.unsqueeze(1)))
+
+
+def unusable_rows(best: Tensor) -> list[int]:
+    """Those whose greatest value [n, 1] is not finite."""
+    usable = best.isfinite()
+    return [] if usable.all() else (~usable).nonzero()[:, 0].tolist()
+
+
+def _likeliest_by_bits(logits: Tensor) -> Tensor | None:
+    """Only on a CPU, and where each row's greatest is a number above 0, with no NaN beside it: positive
+    numbers are in the order of their bits, and a CPU compares integers many times faster than it makes
+    floats.
+    """
+    if logits.device.type != "cpu" or logits.dtype not in _BITS:
+        return None
+    signed, unsigned, infinity, negative_infinity = _BITS[logits.dtype]
+    bits = logits.view(signed).numpy()
+    best = bits.argmax(axis=1)
+    top = bits[np.arange(len(bits)), best]
+    if top.min() <= 0 or top.max() >= infinity or bits.view(unsigned).max() > negative_infinity:
+        return None
+    return torch.from_numpy(best)
 
 
 def at_least(values: Tensor, floor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from engine.sampler.edits import apply_edits
 from engine.sampler.filters import floors, survivors
 from engine.sampler.logprobs import token_logprobs
 from engine.sampler.noise import NOISE_SPAN, gumbel_noise, stream_keys
-from engine.sampler.ops import argmax_rows
+from engine.sampler.ops import argmax_rows, likeliest, unusable_rows
 from engine.sampler.penalties import Penalties
 from engine.sampler.race import best_candidates, challengers
 from engine.sampler.rows import SamplingRow
@@ -61,12 +61,10 @@ class Sampler:
         """The tokens alone, int64 [n], and the rows that failed. There is at least one row."""
         requests, index = self._requests_of(rows)
         if requests.only_argmax:
-            values = logits.float()
-            chosen = argmax_rows(values)
-            return chosen, _failed_rows(values.gather(1, chosen.unsqueeze(1)))
+            return likeliest(logits)
         batch = self._batch_for(requests, index)
         values, best = self._edited(logits, rows, batch)
-        failed_rows = _failed_rows(best)
+        failed_rows = unusable_rows(best)
         if batch.all_greedy:
             return argmax_rows(values), failed_rows
         values.sub_(best).div_(batch.temperature)
@@ -80,7 +78,7 @@ class Sampler:
         """
         batch = self._batch_for(*self._requests_of(rows))
         values, best = self._edited(logits, rows, batch)
-        failed_rows = _failed_rows(best)
+        failed_rows = unusable_rows(best)
         greedy = argmax_rows(values[batch.greedy_rows])
         if not batch.all_greedy:
             values.sub_(best).div_(batch.temperature)
@@ -139,12 +137,6 @@ class Sampler:
             if batch.penalty_rows:
                 self._penalties.apply(values, rows, batch)
         return values, values.amax(dim=1, keepdim=True)
-
-
-def _failed_rows(best: Tensor) -> list[int]:
-    """Those whose greatest value is not finite."""
-    usable = best.isfinite()
-    return [] if usable.all() else (~usable).nonzero()[:, 0].tolist()
 
 
 def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:

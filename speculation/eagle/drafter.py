@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
 from engine.kv_pool import DRAFT, KVPool, KVShape
@@ -76,8 +75,8 @@ class EagleDrafter:
         self._head, self._forward = build_forward(self._loaded, loaded, self._backend, self._config.compile)
         self._runner = Runner(self._forward, self._backend, pool.block_size, device)
         self._native: NativeChain | None = None
-        if isinstance(self._forward, NativeHead) and isinstance(self._backend, CpuBackend):
-            self._native = NativeChain(self._forward, self._backend, pool.block_size)
+        if isinstance(self._forward, NativeHead):
+            self._native = NativeChain(self._forward, pool.block_size, loaded.vocab_size)
         self._writer = KVWriter(self._head, segment)
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
@@ -95,11 +94,10 @@ class EagleDrafter:
         return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        logits, hidden = self._run(*self._committed_rows(sequences))
+        rows, before = self._committed_rows(sequences)
         if self._native is not None and draws_natively(sequences, self._options.verification):
-            first_keys = [self._known[sequence.request_id].first for sequence in sequences]
-            drafted = self._native.draft(logits, sequences, counts, first_keys, hidden)
-            return [Draft(tokens) for tokens in drafted]
+            return [Draft(tokens) for tokens in self._native.draft(sequences, rows, counts, before)]
+        logits, hidden = self._run(rows, before)
         chains = [Chain(sequence) for sequence in sequences]
         wanted = dict(zip(sequences, counts, strict=True))
         self._drawing.extend(chains, self._whole(logits))

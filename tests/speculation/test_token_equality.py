@@ -35,7 +35,8 @@ NUM_TOKENS = 56
 ROOMY, CRAMPED = 128, 26
 """Blocks of a pool for all of them, and of one where some are preempted."""
 
-FEW = {"allowed_token_ids": [5, 6, 7]}
+ALLOWED = [5, 6, 7]
+FEW = {"allowed_token_ids": ALLOWED}
 """The tiny model hardly repeats itself by its own choice, which some methods live on."""
 
 SAMPLING: dict[str, list[dict[str, Any]]] = {
@@ -109,9 +110,13 @@ SEGMENTS = {"draft_model": 2.0, "eagle": 1.25}
 
 @pytest.fixture(scope="module")
 def head(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained: it drafts nothing but the few allowed tokens, so that some are right."""
     folder = tmp_path_factory.mktemp("head")
-    target = Target("tiny", load(pair[0]), torch.ones(VOCAB_SIZE))
-    build_eagle3(target, HeadOptions()).save(folder)
+    counts = torch.zeros(VOCAB_SIZE).index_fill(0, torch.tensor(ALLOWED), 1)
+    torch.manual_seed(0)
+    build_eagle3(Target("tiny", load(pair[0]), counts), HeadOptions(draft_vocab_size=len(ALLOWED))).save(
+        folder
+    )
     return folder
 
 
