@@ -24,6 +24,7 @@ _FLAGS = [
     "-std=c++17",
     "-O3",
     "-fno-math-errno",
+    "-fno-trapping-math",
     "-ffp-contract=fast",
     "-fno-strict-aliasing",
     "-fPIC",

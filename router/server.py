@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -103,6 +104,8 @@ class RouterServer:
         self.state.attach(self._loop)
         if self._stop_asked:
             self._begin_stop()
+        gc.collect()
+        gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
         server.on_started = on_start
         await server.serve(sockets=[self._http_socket])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import platform
@@ -89,6 +90,8 @@ def run_worker(
             loop.close()
             raise
         log.info("ready")
+        gc.collect()
+        gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
         stop.attach(loop)
         loop.run()
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ class Engines:
             for drafting in draftings
         }
         self._runs = 0
+        gc.collect()
+        gc.freeze()  # as a worker does once it is ready
 
     @property
     def max_prompt_len(self) -> int:

@@ -130,12 +130,37 @@ inline float exp_of(float x) {
     return p * scale;
 }
 
-void norm_row(const bf16* x, const bf16* weight, int64_t size, double epsilon, bf16* out) {
+// Loops over a row's values: vector code, since sizes come by value and nothing overlaps what is written.
+
+float sum_of_squares(const bf16* x, int64_t size) {
+    constexpr int LANES = 16;
+    float sums[LANES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) sums[lane] += widen(x[i + lane]) * widen(x[i + lane]);
     float sum = 0;
+    for (; i < size; i++) sum += widen(x[i]) * widen(x[i]);
+    for (const float of_lane : sums) sum += of_lane;
+    return sum;
+}
+
+// `out` may be x.
+void norm_row(const bf16* x, const bf16* __restrict weight, int64_t size, double epsilon, bf16* out) {
+    const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
 #pragma GCC ivdep
-    for (int64_t i = 0; i < size; i++) sum += widen(x[i]) * widen(x[i]);
-    const float factor = 1 / std::sqrt(sum / float(size) + float(epsilon));
     for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(weight[i]) * rounded(widen(x[i]) * factor));
+}
+
+void add_row(bf16* __restrict sum, const bf16* __restrict summand, int64_t size) {
+    for (int64_t i = 0; i < size; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
+}
+
+// silu(gate) * up
+void gate_row(const bf16* __restrict gate, const bf16* __restrict up, int64_t size, bf16* __restrict out) {
+    for (int64_t i = 0; i < size; i++) {
+        const float g = widen(gate[i]);
+        out[i] = narrow(rounded(g / (1 + exp_of(-g))) * widen(up[i]));
+    }
 }
 
 void rotate_head(bf16* head, const bf16* cosine, const bf16* sine, int64_t head_dim) {
@@ -317,11 +342,7 @@ class Decoder {
     }
 
     void add_product(int64_t n) {
-        each_row(n, [&](int64_t r) {
-            bf16* sum = &x[r * m.hidden];
-            const bf16* summand = &product[r * m.hidden];
-            for (int64_t i = 0; i < m.hidden; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
-        });
+        each_row(n, [&](int64_t r) { add_row(&x[r * m.hidden], &product[r * m.hidden], m.hidden); });
     }
 
     void capture(const Rows& rows, int64_t index, const bf16* from) {
@@ -349,12 +370,8 @@ class Decoder {
         gated.resize(n * 2 * width), active.resize(n * width);
         multiply(normed.data(), layer.gate_up, gated.data(), n);
         each_row(n, [&](int64_t r) {
-            const bf16 *gate = &gated[r * 2 * width], *up = gate + width;
-            bf16* out = &active[r * width];
-            for (int64_t i = 0; i < width; i++) {
-                const float g = widen(gate[i]);
-                out[i] = narrow(rounded(g / (1 + exp_of(-g))) * widen(up[i]));
-            }
+            const bf16* gate = &gated[r * 2 * width];
+            gate_row(gate, gate + width, width, &active[r * width]);
         });
         multiply(active.data(), layer.down, product.data(), n);
     }
@@ -367,24 +384,32 @@ class Decoder {
         int64_t best = likeliest;
         const uint64_t key = mix(mix(uint64_t(seed)) + uint64_t(position + 1) * GAMMA);
         const float top = widen(logits[best]);
-        values.resize(vocab), tails.resize(vocab);
-        for (int64_t i = 0; i < vocab; i++) values[i] = (widen(logits[i]) - top) / temperature;
+        values.resize(vocab);
+        float* __restrict value = values.data();
+        for (int64_t i = 0; i < vocab; i++) value[i] = (widen(logits[i]) - top) / temperature;
         double best_score = noise(key, token_id(best));
-        const float bar = float(best_score) - 1e-4f;
-        const auto tail = [&](int64_t i, int64_t token) {
-            const uint64_t bits = mix_upper(key + uint64_t(token + 1) * GAMMA);
-            return exp_of(values[i] - bar) - (0.5f - float(int32_t(bits >> 32)) * 0x1p-32f);
-        };
-        if (const int64_t* ids = m.entry ? m.entry->token_ids : nullptr)
-            for (int64_t i = 0; i < vocab; i++) tails[i] = tail(i, ids[i]);
-        else
-            for (int64_t i = 0; i < vocab; i++) tails[i] = tail(i, i);
+        find_tails(key, vocab, float(best_score) - 1e-4f);
         for (int64_t i = 0; i < vocab; i++) {
             if (tails[i] < -1e-6f) continue;
             const double score = values[i] + noise(key, token_id(i));
             if (score > best_score) best = i, best_score = score;
         }
         return best;
+    }
+
+    // How far each token's noise is from lifting it above the bar: at least 0 if it may.
+    void find_tails(uint64_t key, int64_t vocab, float bar) {
+        tails.resize(vocab);
+        const float* __restrict value = values.data();
+        float* __restrict out = tails.data();
+        const auto tail = [=](int64_t i, int64_t token) {
+            const uint64_t bits = mix_upper(key + uint64_t(token + 1) * GAMMA);
+            return exp_of(value[i] - bar) - (0.5f - float(int32_t(bits >> 32)) * 0x1p-32f);
+        };
+        if (const int64_t* ids = m.entry ? m.entry->token_ids : nullptr)
+            for (int64_t i = 0; i < vocab; i++) out[i] = tail(i, ids[i]);
+        else
+            for (int64_t i = 0; i < vocab; i++) out[i] = tail(i, i);
     }
 
     // The first of the greatest, by integers in the order of the floats that they stand for.
