@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
     "draft_model_tree": {"method": "draft_model", "num_speculative_tokens": 12, "tree": True},
+    "medusa": {"method": "medusa", "num_speculative_tokens": 4},
+    "eagle": {"method": "eagle", "num_speculative_tokens": 4},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
 }
 WORKERS = {"disaggregated": PAIR, "colocated": {"decode-0": ""}}
@@ -74,6 +77,12 @@ def ask(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[di
     return [comparable([choice]) for choice in choices]
 
 
+def ask_at_once(serving: HttpServing, asked: list[tuple[str, dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The answers to requests, by name and what they add, which run in one batch as far as there is room."""
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return list(threads.map(lambda each: ask(serving, REQUESTS[each[0]], **each[1]), asked))
+
+
 def ask_streaming(serving: HttpServing, request: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     """The same, put together from the events."""
     body = body_of(request, stream=True, stream_options={"include_usage": True}, **fields)
@@ -102,11 +111,11 @@ def comparable(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def assert_same(choices: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def assert_same(choices: list[dict[str, Any]], expected: list[dict[str, Any]], name: str = "") -> None:
     assert len(choices) == len(expected)
     for choice, wanted in zip(choices, expected, strict=True):
         for field in ("token_ids", "text", "reasons", "tokens", "offsets"):
-            assert choice[field] == wanted[field], field
+            assert choice[field] == wanted[field], f"{name} {field}"
         assert choice["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
         for top, wanted_top in zip(choice["tops"], wanted["tops"], strict=True):
             assert sorted(top or ()) == sorted(wanted_top or ())
@@ -151,26 +160,29 @@ def test_the_requests_differ_and_end_in_every_way(expected: dict[str, list[dict[
         assert 3 < len(expected[name][0]["token_ids"]) < NUM_TOKENS, name
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_answers_are_the_same(
-    serving: HttpServing, expected: dict[str, list[dict[str, Any]]], name: str
-) -> None:
-    assert_same(ask(serving, REQUESTS[name]), expected[name])
-    assert_same(ask_streaming(serving, REQUESTS[name]), expected[name])
-    assert_same(ask(serving, REQUESTS[name], speculative={"enabled": False}), expected[name])
+def test_answers_are_the_same(serving: HttpServing, expected: dict[str, list[dict[str, Any]]]) -> None:
+    """Streamed each alone, and whole all at once, beside those that do not speculate."""
+    for name, request in REQUESTS.items():
+        assert_same(ask_streaming(serving, request), expected[name], name)
+    asked = [(name, fields) for name in REQUESTS for fields in ({}, {"speculative": {"enabled": False}})]
+    for (name, fields), choices in zip(asked, ask_at_once(serving, asked), strict=True):
+        assert_same(choices, expected[name], f"{name} {fields}")
     serving.wait_empty()
 
 
 def test_requests_choose_for_themselves(
     serving: HttpServing, expected: dict[str, list[dict[str, Any]]]
 ) -> None:
-    for fields in (
+    wishes: list[dict[str, Any]] = [
         *({"num_speculative_tokens": count} for count in (0, 1, 3, 8)),
-        *({"method": method} for method in {method_of(serving), *WEIGHTLESS}),
-    ):
-        assert_same(ask(serving, REQUESTS["logprobs"], speculative=fields), expected["logprobs"])
+        *({"method": method} for method in sorted({method_of(serving), *WEIGHTLESS})),
+    ]
+    asked = [("logprobs", {"speculative": wish}) for wish in wishes]
+    for wish, choices in zip(wishes, ask_at_once(serving, asked), strict=True):
+        assert_same(choices, expected["logprobs"], str(wish))
+    not_deployed = "eagle" if method_of(serving) == "medusa" else "medusa"
     refused = serving.http.post(
-        "/v1/completions", json=body_of(REQUESTS["greedy"], speculative={"method": "medusa"})
+        "/v1/completions", json=body_of(REQUESTS["greedy"], speculative={"method": not_deployed})
     )
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "speculative.method"
 

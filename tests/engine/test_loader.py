@@ -26,6 +26,17 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba2": {"hidden_size": 32, "head_dim": 16, "num_heads": 4, "n_groups": 1, "state_size": 16},
+    "qwen3_next": {
+        "head_dim": 16,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+    },
+}
+
 
 def config_for(folder: Path, **changes: Any) -> ServeConfig:
     return msgspec.structs.replace(
@@ -36,11 +47,7 @@ def config_for(folder: Path, **changes: Any) -> ServeConfig:
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        (
-            "mamba2",
-            {"hidden_size": 32, "head_dim": 16, "num_heads": 4, "n_groups": 1, "state_size": 16},
-            "mamba2",
-        ),
+        ("mamba2", RECURRENT["mamba2"], "mamba2"),
         ("gpt_oss", {"head_dim": 16, "num_local_experts": 2}, "sinks"),
         ("bloom", {"n_layer": 2, "n_head": 2}, "bloom"),
         (
@@ -56,17 +63,7 @@ def config_for(folder: Path, **changes: Any) -> ServeConfig:
             "head_dim|MLA",
         ),
         ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "encoder-decoder"),
-        (
-            "qwen3_next",
-            {
-                "head_dim": 16,
-                "num_experts": 2,
-                "num_experts_per_tok": 1,
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 2,
-            },
-            r"recurrent state|linear|qwen3_next",
-        ),
+        ("qwen3_next", RECURRENT["qwen3_next"], r"recurrent state|linear|qwen3_next"),
     ],
 )
 def test_refuses_by_name(tmp_path: Path, model_type: str, changes: dict[str, Any], reason: str) -> None:

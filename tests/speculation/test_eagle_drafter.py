@@ -75,7 +75,7 @@ def test_drafts_of_published_formats(name: str, target: Path, model: PreTrainedM
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 4, "mixed"])
-def test_true_features_replace_the_heads_own(
+def test_bug_19_true_features_replace_the_heads_own(
     accepted: int | str, target: Path, model: PreTrainedModel, official: Path
 ) -> None:
     watched = Watched(target, official)

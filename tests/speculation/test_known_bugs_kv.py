@@ -1,0 +1,160 @@
+"""Faults of other servers with the KV of drafted tokens. The numbers are the reference's.
+
+Number 19, hidden states that the drafter only guessed and keeps: tests/speculation/test_eagle_drafter.py.
+Number 21 with the model itself, whose state cannot be rolled back: tests/engine/test_loader.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import AutoConfig
+
+from engine.engine import Engine
+from engine.rehearsal import Rehearsal
+from engine.runner import Runner, SequenceRows
+from engine.sequence import Stage
+from protocol.errors import ConfigError
+from protocol.messages import EngineRequest
+from protocol.speculation import SpeculativeConfig
+from speculation.speculator import BatchSpeculator, speculate
+from tests.engine.test_loader import RECURRENT, TINY
+from tests.speculation.small_engine import CHUNK, MAX_LEN, ask, joined, prompt_of, run, small_config, tokens
+
+NUM_DRAFTED = 5
+BLOCK_SIZE = 16
+
+
+def engine_with(model: Path, draft: Path, num_blocks: int = 128, **options: Any) -> Engine:
+    asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=NUM_DRAFTED)
+    # The draft's segment takes as much as the model's own KV.
+    config = small_config(model, 2 * num_blocks, speculative_config=asked, **options)
+    return Engine(config, speculate=speculate)
+
+
+@pytest.fixture
+def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a model runs, each row has a place in a block of its sequence's own."""
+    run_rows = Runner.run
+
+    def checked(self: Runner, batch: list[SequenceRows], logit_rows: list[int]) -> Any:
+        written: list[int] = []
+        for rows in batch:
+            end = rows.start + len(rows.token_ids)
+            assert end <= len(rows.block_ids) * BLOCK_SIZE
+            written += rows.block_ids[rows.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
+        assert len(written) == len(set(written))
+        return run_rows(self, batch, logit_rows)
+
+    monkeypatch.setattr(Runner, "run", checked)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 48, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("emitted", [0, 2])
+def test_bug_17_blocks_that_are_handed_over_are_the_prompts_alone(
+    pair: tuple[Path, Path], length: int, emitted: int
+) -> None:
+    """Room for drafts would shift them; the decode worker drafts for another request meanwhile."""
+    model, _ = pair
+    request = ask("a", prompt_of(length - emitted), ignore_eos=True)
+    other = ask("b", prompt_of(20, 1), ignore_eos=True)
+    expected = tokens(run(Engine(small_config(model)), [request, other]))
+    request = msgspec.structs.replace(request, output_token_ids=expected["a"][:emitted])
+    prefill, decode = engine_with(model, model), engine_with(model, model)
+    reservation = decode.reserve(request)
+    assert reservation is not None
+    prefill.add(request, prefill_only=True)
+    [first] = finish(prefill)
+    assert len(first.token_ids) == 1
+    decode.add(other)
+    assert joined(finish(decode)).token_ids == expected["b"]
+    source, target = prefill.block_ids("a"), decode.block_ids("a")
+    assert target == reservation.block_ids
+    assert len(source) == len(target) == -(-length // BLOCK_SIZE)
+    decode.pool.blocks[target] = prefill.pool.blocks[source]
+    decode.activate("a", first.token_ids[0], draft=prefill.draft_state("a"))
+    rest = joined(finish(decode))
+    assert first.token_ids + rest.token_ids == expected["a"][emitted:]
+    assert rest.drafted_tokens == rest.accepted_tokens > 0
+
+
+def finish(engine: Engine) -> list[Any]:
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step().outputs
+    return outputs
+
+
+@pytest.mark.usefixtures("checked_rows")
+def test_bug_18_drafts_have_blocks_of_their_own(pair: tuple[Path, Path]) -> None:
+    """Or are left out where the pool has none for them."""
+    model, _ = pair
+    asked = [ask(f"r{index}", prompt_of(12 + index, index), 40, ignore_eos=True) for index in range(6)]
+    engine = engine_with(model, model, num_blocks=16, max_model_len=64)
+    assert tokens(run(engine, asked)) == tokens(run(Engine(small_config(model)), asked))
+    assert engine.stats().num_preemptions > 0
+
+
+def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tuple[Path, Path]) -> None:
+    """Neither rows that only pad, nor made-up sequences, nor what is drafted for others."""
+    model, _ = pair
+    engine = engine_with(model, model)
+    begun = ask("begun", prompt_of(40), ignore_eos=True)
+    text = begun.prompt_token_ids + run(engine, [begun])["begun"].token_ids
+    cached = [block for block, identity in enumerate(engine.blocks._identity_of) if identity is not None]
+    assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
+    before = engine.pool.blocks[cached].clone()
+    engine._runner._run_padding(64)
+    with Rehearsal(engine.blocks, engine._runner, MAX_LEN) as rehearsal:
+        sequences = rehearsal.sequences(3, 40, NUM_DRAFTED)
+        assert sequences is not None
+        rehearsal.forward(sequences)
+    run(engine, [ask(f"r{seed}", prompt_of(10 * seed, seed), ignore_eos=True) for seed in range(1, 6)])
+    assert engine.pool.blocks[cached].equal(before)
+    again = run(engine, [ask("again", text + prompt_of(9, 9), ignore_eos=True)])["again"]
+    assert engine.stats().prefix_hit_tokens == len(cached) * BLOCK_SIZE
+    assert again.drafted_tokens == again.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_bug_21_a_draft_whose_state_cannot_be_rolled_back_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, model_type: str
+) -> None:
+    """Of the hybrid one's four layers the last attends."""
+    sizes = TINY | RECURRENT[model_type] | {"num_hidden_layers": 4}
+    AutoConfig.for_model(model_type, **sizes).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"--speculative-config: model: {model_type}: .*recurrent state"):
+        engine_with(pair[0], tmp_path, load_format="dummy")
+
+
+@pytest.mark.usefixtures("checked_rows")
+@pytest.mark.parametrize("right", [True, False])
+def test_bug_22_no_length_runs_ahead_of_the_committed_tokens(pair: tuple[Path, Path], right: bool) -> None:
+    """Requests of the greatest length, whose drafts are all accepted, or not."""
+    model, draft = pair
+    longest = 96
+    asked: list[EngineRequest] = []
+    for index in range(6):
+        prompt = prompt_of(30 + index, index)
+        asked.append(ask(f"r{index}", prompt, longest - len(prompt), ignore_eos=True))
+    expected = tokens(run(Engine(small_config(model)), asked))
+    engine = engine_with(model, model if right else draft, max_model_len=longest)
+    speculator = engine._speculator
+    assert isinstance(speculator, BatchSpeculator)
+    drafter = speculator._drafters["draft_model"]
+    found: dict[str, list[int]] = {}
+    for request in asked:
+        engine.add(request)
+    while engine.has_work():
+        for output in engine.step().outputs:
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        for sequence in engine._sequences.values():
+            if sequence.stage is Stage.RUNNING:
+                assert sequence.table is not None
+                assert drafter.num_drafted(sequence.request_id) <= sequence.num_computed
+                assert sequence.num_computed < len(sequence.token_ids) <= longest
+                assert len(sequence.table.block_ids) * BLOCK_SIZE <= longest
+    assert found == expected
