@@ -30,8 +30,8 @@ from speculation.native_chain import NativeChain, draws_natively
 from speculation.ranking import rank_drafted
 from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 
-_ROWS = 2048
-"""At most so many of a forward's rows belong to one sequence that the draft model reads."""
+_READ_AT_ONCE = 2048
+"""Tokens that are read at most in one step, lest the others wait long for their next token."""
 
 
 class DraftModel:
@@ -84,9 +84,30 @@ class DraftModel:
         self._runner.warm_up()
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        for sequence in sequences:
-            self._read(sequence, len(sequence.token_ids) - 1, leave=_ROWS - 1)
-        return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
+        drafts: list[Draft | None] = [None] * len(sequences)
+        ready = self._read_up(sequences)
+        if ready:
+            ask = self._trees if self._options.tree else self._chains
+            found = ask([sequences[i] for i in ready], [counts[i] for i in ready])
+            for index, draft in zip(ready, found, strict=True):
+                drafts[index] = draft
+        return drafts
+
+    def _read_up(self, sequences: Many[Sequence]) -> list[int]:
+        """Those of the sequences of which little is still unread: that is done with the first draft.
+
+        A prompt is first read here, not when it is computed, so that its first token need not wait for it.
+        """
+        budget = _READ_AT_ONCE
+        ready = []
+        for index, sequence in enumerate(sequences):
+            unread = len(sequence.token_ids) - self._computed.get(sequence.request_id, 0)
+            if unread <= budget:
+                ready.append(index)
+            elif budget > 0:
+                self._read(sequence, len(sequence.token_ids) - unread + budget)
+            budget -= min(unread, budget)
+        return ready
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         if self._native is not None and draws_natively(sequences, self._options.verification):
@@ -149,12 +170,12 @@ class DraftModel:
             ends.append(row - 1)
         return self._runner.run(batch, ends).logits[:, : self._vocab_size]
 
-    def _read(self, sequence: Sequence, end: int, leave: int = 0) -> None:
-        """Compute the KV of the committed places up to `end`, but for `leave` of them if there are so few."""
+    def _read(self, sequence: Sequence, end: int) -> None:
+        """Compute the KV of the committed places up to `end`."""
         assert sequence.table is not None
         start = self._computed.get(sequence.request_id, 0)
-        while end - start > leave:
-            tokens = sequence.token_ids[start : min(end, start + _ROWS)]
+        while start < end:
+            tokens = sequence.token_ids[start : min(end, start + _READ_AT_ONCE)]
             self._runner.run([SequenceRows(tokens, start, sequence.table.block_ids)], [0])
             start += len(tokens)
         self._computed[sequence.request_id] = start
@@ -169,14 +190,16 @@ class DraftModel:
         return None
 
     def observe(self, computed: Many[Computed]) -> None:
-        """Read along with prompts; what was drafted and not accepted holds the KV of other tokens."""
+        """What was drafted and not accepted holds the KV of other tokens. Prompts that are computed for
+        another worker are read along, unless it does that itself.
+        """
         for each in computed:
             request_id, first_drafted = each.sequence.request_id, each.start + 1
             if each.draft is not None:
                 num_run = self._computed[request_id] - first_drafted
                 kept = sum(node < num_run for node in each.accepted)
                 self._computed[request_id] = first_drafted + kept
-            elif each.num_tokens > 1 and not each.sequence.drafts_elsewhere:
+            elif each.sequence.prefill_only and not each.sequence.drafts_elsewhere:
                 self._read(each.sequence, each.start + each.num_tokens)
 
     def forget(self, request_id: str) -> None:

@@ -108,8 +108,11 @@ class BatchSpeculator:
     def plan(self, decoding: Many[Sequence]) -> None:
         if not self._drafters:
             return
+        is_due = self._control.is_due(len(decoding))
+        if not is_due and self._control.is_idle:
+            return
         requests = [self._request(sequence) for sequence in decoding]
-        if self._control.is_due(len(decoding)):
+        if is_due:
             for sequence, request in zip(decoding, requests, strict=True):
                 if request.method is not None:
                     request.backlog = _backlog(sequence, self._drafters[request.method])

@@ -47,7 +47,9 @@ class Control:
     def new_request(self, sequence: Sequence, method: Method | None, fixed_tokens: int | None) -> Request:
         """`method` None: it does not speculate."""
         known = self._controller.methods[method].acceptance if method is not None else MethodAcceptance(0)
-        return Request(method, fixed_tokens, Acceptance(known), _origin(sequence), chosen=fixed_tokens or 0)
+        request = Request(method, fixed_tokens, Acceptance(known), _origin(sequence))
+        self._controller.expect(request)
+        return request
 
     def is_due(self, num_sequences: int) -> bool:
         """A step begins in which so many sequences will decode. Whether to `choose` for it; otherwise what
@@ -55,7 +57,7 @@ class Control:
         """
         surroundings = self._clock.begin()
         if surroundings is not None:
-            self._controller.surroundings.observe(self._num_sequences, surroundings)
+            self._controller.surroundings.observe(self._num_sequences, self.drafts, surroundings)
         return num_sequences > 0 and self._controller.is_due(num_sequences)
 
     def choose(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
@@ -64,6 +66,11 @@ class Control:
         for request in requests:
             if request.method is not None:
                 self._account.chose(request.method, request.chosen)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody drafts by the latest choice."""
+        return self._controller.is_idle
 
     def begin_drafting(self) -> None:
         self._drafting.clear()
@@ -83,10 +90,12 @@ class Control:
         rooms = [sequence.draft_room for sequence in sequences]
         reads = sum(rooms) + sum([request.backlog for request in requests])
         control.time.observe(1 if control.shape.whole else max(rooms), reads, seconds)
+        for request in requests:
+            request.backlog = 0
 
     def learn(self, step: ScheduledStep) -> None:
         """The step has its outcomes."""
-        if not self.drafts and not self._controller.is_fresh:
+        if not self.drafts and not self._controller.is_watched:
             self._account.stepped(0.0, verifies=False)
             return
         seconds = self._clock.lap()
@@ -97,7 +106,7 @@ class Control:
         followed = any(sequence.stage is Stage.RUNNING for sequence in step.sequences)
         self._clock.end(followed and only_decodes)
         self._num_sequences = count = len(outcomes)
-        if only_decodes and self._controller.is_fresh:
+        if only_decodes and self._controller.is_watched:
             rows = sum([outcome.num_rows for outcome in outcomes])
             context = sum([outcome.start for outcome in outcomes]) / count
             self._controller.observe_step(count, rows, context, seconds)

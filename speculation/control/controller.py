@@ -21,6 +21,10 @@ TRIAL_SHARE = 0.0015
 """The part of the time that either kind of trial may lose, as far as is known."""
 _STEP_TRIAL_EVERY = 4
 """Choices. Where two ways are equally fast a trial costs nothing, but one is as good as many."""
+_FREE_TRIALS = 3
+"""Steps without drafts, for each number of sequences, that are tried whatever they seem to lose."""
+_ENOUGH = 64
+"""Steps after which those of their size are known."""
 _CHOICE_STANDS, _PLAIN_STANDS = 8, 16
 """Steps for which a choice stands as long as nobody comes or goes, since choosing takes time too; the latter
 if nothing is drafted."""
@@ -86,6 +90,7 @@ class Controller:
         """Steps since the latest choice, and for how many it stands."""
         self._stands = 0
         self._is_trial = False
+        self._is_known = False
 
     def is_due(self, num_requests: int) -> bool:
         """Whether to `choose` for the coming step; otherwise the latest choices stand. To be asked once for
@@ -95,9 +100,21 @@ class Controller:
         return self._since >= self._stands or num_requests != self._num_requests
 
     @property
-    def is_fresh(self) -> bool:
-        """Whether the latest choice was made for this very step: its time is what is to be learned from."""
-        return self._since == 0
+    def is_watched(self) -> bool:
+        """Whether the step's time is to be learned from: that of the first after a choice, until steps like
+        it are known that of all.
+        """
+        return self._since == 0 or not self._is_known
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody drafts by the latest choice."""
+        return not any(control.num_tokens for control in self.methods.values())
+
+    def expect(self, request: Request) -> None:
+        """A request has come, for which no choice was made yet."""
+        if request.method is not None:
+            self._stands = 0
 
     def choose(self, requests: Many[Request], context: float) -> None:
         """Set `chosen` of all the requests that will decode in the coming step, whose mean length is
@@ -128,13 +145,14 @@ class Controller:
             widest = self.methods[method].shape.max_tokens
             most += sum([widest if request.fixed_tokens is None else request.chosen for request in group])
         target = self.target.curve(num_sequences, num_sequences, most, context)
-        load = Load(target, num_sequences, 0.0, self.surroundings.seconds(num_sequences))
+        plain, drafting = (self.surroundings.seconds(num_sequences, drafts) for drafts in (False, True))
+        load = Load(target, num_sequences, 0.0, plain, drafting=max(drafting - plain, 0.0))
         for method, group in groups.items():
             self._add_fixed(self.methods[method], [request for request in group if request.chosen], load)
         for method, group in groups.items():
             free = [request for request in group if request.fixed_tokens is None]
             if free:
-                self._admit(self.methods[method], free, load)
+                self._admit(self.methods[method], free, num_sequences, load)
         seconds = load.total_seconds() * self._since
         self._request_trials.save(seconds)
         self._step_trials.save(seconds)
@@ -144,14 +162,15 @@ class Controller:
             return
         times = control.time.times
         levels = 1 if control.shape.whole else max(request.chosen for request in group)
-        load.seconds += times.start + times.per_level * levels
+        load.seconds += load.drafting + times.start + times.per_level * levels
+        load.drafting = 0.0
         for request in group:
             acceptance = request.acceptance
             load.tokens += acceptance.share * sum(acceptance.survival()[: request.chosen])
             load.rows = min(load.rows + acceptance.share * request.chosen, load.most_rows)
             load.seconds += times.per_token * request.chosen
 
-    def _admit(self, control: MethodControl, group: list[Request], load: Load) -> None:
+    def _admit(self, control: MethodControl, group: list[Request], num_sequences: int, load: Load) -> None:
         """Choose for the requests that draft as many tokens as pay."""
         shape, times = control.shape, control.time.times
         planner = Planner(shape, times, group, load)
@@ -159,7 +178,10 @@ class Controller:
         pays = plan.rate > plain.rate
         better, other = (plan, plain) if pays else (plain, plan)
         is_turn = self._num_choices % _STEP_TRIAL_EVERY == 0
-        if is_turn and self._step_trials.spend(other.seconds - other.tokens / better.rate):
+        lost = other.seconds - other.tokens / better.rate
+        lost += 0.0 if pays else planner.unread_seconds(plan)
+        is_new = pays and self.surroundings.num_seen(num_sequences, load.rows > 0) < _FREE_TRIALS
+        if is_turn and (is_new or self._step_trials.spend(lost)):
             pays = not pays
             self._is_trial, self._stands = True, 1
         if pays:
@@ -186,6 +208,7 @@ class Controller:
         if self._is_trial:
             self._step_trials.charge(seconds - self.target.seconds(num_sequences, rows, context))
         self.target.observe(num_sequences, rows, context, seconds)
+        self._is_known = self.target.num_seen(rows) >= _ENOUGH
 
     def report(self, max_tokens: int) -> SpeculationState:
         """May be called from any thread."""

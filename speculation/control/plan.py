@@ -57,13 +57,15 @@ class Request:
 class Load:
     """What a step will do: `tokens` committed, `rows` drafted, and `seconds` beside the target's own.
 
-    `target` are those by the number of drafted rows.
+    `target` are those by the number of drafted rows. `drafting` are the seconds that the first draft of all
+    brings along, beside its own; 0 once they count among `seconds`.
     """
 
     target: list[float]
     tokens: float
     rows: float
     seconds: float
+    drafting: float = 0.0
 
     @property
     def most_rows(self) -> int:
@@ -140,7 +142,8 @@ class Planner:
 
     def _best_prefix(self, levels: int) -> Plan:
         tokens, rows = self._load.tokens, self._load.rows
-        seconds = self._load.seconds + self._times.start + self._times.per_level * levels
+        seconds = self._load.seconds + self._load.drafting
+        seconds += self._times.start + self._times.per_level * levels
         per_token, width = self._times.per_token, self._shape.width
         weights = [request.acceptance.share * width for request in self._requests]
         best_rate, best = 0.0, Plan(0.0, math.inf)
@@ -160,10 +163,16 @@ class Planner:
                 best_rate, best = tokens / total, Plan(tokens, total, levels, end)
         return best
 
+    def unread_seconds(self, plan: Plan) -> float:
+        """For what the drafter must read before the plan's drafts: all of it, if they are the only ones."""
+        drafting = [index for _, level, index in self._slots[: plan.end] if level == 1]
+        return self._times.per_token * sum([self._requests[index].backlog for index in drafting])
+
     def carry_out(self, plan: Plan) -> None:
         """Set `chosen` of the plan's requests, and add what they draft to the load."""
         load, times, width = self._load, self._times, self._shape.width
-        load.seconds += times.start + times.per_level * plan.levels
+        load.seconds += load.drafting + times.start + times.per_level * plan.levels
+        load.drafting = 0.0
         for rank, level, index in self._slots[: plan.end]:
             if level > plan.levels:
                 continue
@@ -189,7 +198,8 @@ def probe(shape: Shape, times: DraftTimes, request: Request, levels: int, load: 
     rows, before = load.rows, load.total_seconds()
     width, share = shape.width, request.acceptance.share
     seconds_per_token = before / load.tokens
-    lost = load.seconds - before + times.per_token * request.backlog + (0.0 if levels else times.start)
+    lost = load.seconds + load.drafting - before + times.per_token * request.backlog
+    lost += 0.0 if levels else times.start
     for level, likely in enumerate(chances(shape, request.acceptance), 1):
         rows += share * width
         lost += times.per_token * width - likely * share * width * seconds_per_token

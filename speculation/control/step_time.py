@@ -24,10 +24,12 @@ _REBUILD_EVERY = 16
 
 
 class Ratio:
-    """Measured over predicted, tracked as its logarithm."""
+    """Measured over predicted, tracked as its logarithm: first their mean, later at `pace`."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: float) -> None:
         self.log = 0.0
+        self.seen = 0
+        self._pace = pace
 
     @property
     def factor(self) -> float:
@@ -37,7 +39,8 @@ class Ratio:
         """`predicted` includes the correction so far. Returns what is taken of the step's log-ratio."""
         ratio = math.log(max(measured, 1e-9) / max(predicted, 1e-9))
         stride = min(max(ratio, -_LONGEST_STRIDE), _LONGEST_STRIDE)
-        self.log += _COMMON_PACE * stride
+        self.seen += 1
+        self.log += max(self._pace, 1 / self.seen) * stride
         return stride
 
 
@@ -49,7 +52,7 @@ class RatioBySize:
 
     def __init__(self, max_size: int) -> None:
         self.max_size = max_size
-        self.common = Ratio()
+        self.common = Ratio(_COMMON_PACE)
         self._local = [0.0] * (max_size.bit_length() + 1)
         self._seen = [0.0] * len(self._local)
 
@@ -69,6 +72,11 @@ class RatioBySize:
             self._seen[power] += part
             pace = _LOCAL_PACE * max(1.0, _EAGER / (1 + self._seen[power]))
             self._local[power] += pace * part * stride
+
+    def num_seen(self, size: int) -> float:
+        """At the power of two below `size`, or above it if it was seen more often there."""
+        low, _ = self._place(size)
+        return max(self._seen[low], self._seen[low + 1])
 
     def _place(self, size: int) -> tuple[int, float]:
         """The power of two below `size`, and how far on the way to the next one it is, 0 to 1."""
@@ -113,6 +121,10 @@ class TargetTime:
 
     def seconds(self, num_sequences: int, rows: int, context: float) -> float:
         return self._base[min(rows, self.max_rows)] + self._linear(num_sequences, rows, context)
+
+    def num_seen(self, rows: int) -> float:
+        """Observed steps of about so many rows."""
+        return self._correction.num_seen(min(rows, self.max_rows))
 
     def curve(self, num_sequences: int, rows: int, num_more: int, context: float) -> list[float]:
         """Seconds for `rows` and up to `num_more` rows more; fewer where `max_rows` is reached."""
@@ -180,7 +192,7 @@ class DraftTime:
 
     def __init__(self, measured: DraftTimes | None = None) -> None:
         self._measured = measured
-        self._ratio = Ratio()
+        self._ratio = Ratio(_COMMON_PACE)
         self.times = measured or DraftTimes()
 
     def observe(self, levels: int, tokens: int, measured: float) -> None:
@@ -194,33 +206,41 @@ class DraftTime:
 
 
 class SurroundingTime:
-    """What a whole step takes beyond drafting and the target, by the number of sequences.
+    """What a whole step takes beyond drafting and the target, by the number of sequences and whether it
+    drafts.
 
     It is not measured at start, since it holds the worker's loop with its sockets.
     """
 
     def __init__(self, max_sequences: int) -> None:
-        self._medians = [RunningMedian() for _ in range(max_sequences.bit_length() + 1)]
-        self._seen: list[int] = []
+        sizes = range(max_sequences.bit_length() + 1)
+        self._medians = {drafts: [RunningMedian() for _ in sizes] for drafts in (False, True)}
         self.latest = 0.0
-        """For the size that was seen last. May be read from any thread."""
+        """For steps like the last one. May be read from any thread."""
 
-    def seconds(self, num_sequences: int) -> float:
-        """Of unseen sizes, that of the nearest one seen; 0 before the first."""
+    def seconds(self, num_sequences: int, drafts: bool) -> float:
+        """Of unseen sizes, that of the nearest one; of an unseen kind, that of the other. 0 before the first
+        step.
+        """
         size = self._size(num_sequences)
-        if self._seen and not self._medians[size]:
-            size = min(self._seen, key=lambda seen: abs(seen - size))
-        return self._medians[size].value
+        for kind in (drafts, not drafts):
+            medians = self._medians[kind]
+            seen = [other for other, median in enumerate(medians) if median.num_seen]
+            if seen:
+                return medians[min(seen, key=lambda other: abs(other - size))].value
+        return 0.0
 
-    def observe(self, num_sequences: int, measured: float) -> None:
-        size = self._size(num_sequences)
-        if not self._medians[size]:
-            self._seen.append(size)
-        self._medians[size].observe(measured)
-        self.latest = self._medians[size].value
+    def num_seen(self, num_sequences: int, drafts: bool) -> int:
+        """Steps of such a size and kind."""
+        return self._medians[drafts][self._size(num_sequences)].num_seen
+
+    def observe(self, num_sequences: int, drafts: bool, measured: float) -> None:
+        median = self._medians[drafts][self._size(num_sequences)]
+        median.observe(measured)
+        self.latest = median.value
 
     def _size(self, num_sequences: int) -> int:
-        return min(num_sequences.bit_length(), len(self._medians) - 1)
+        return min(num_sequences.bit_length(), len(self._medians[False]) - 1)
 
 
 class RunningMedian:
@@ -228,11 +248,10 @@ class RunningMedian:
 
     def __init__(self) -> None:
         self.value = 0.0
+        self.num_seen = 0
         self._latest: deque[float] = deque(maxlen=25)
 
-    def __bool__(self) -> bool:
-        return bool(self._latest)
-
     def observe(self, value: float) -> None:
+        self.num_seen += 1
         self._latest.append(value)
         self.value = sorted(self._latest)[len(self._latest) // 2]

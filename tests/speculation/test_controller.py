@@ -254,9 +254,12 @@ def test_a_choice_stands_for_some_steps_unless_somebody_comes_or_goes() -> None:
         requests = [request(one) for _ in range(2)]
         assert one.is_due(2)
         one.choose(requests, 100.0)
-        assert one.is_fresh
+        assert one.is_watched
         stood.append(steps_until_due(one, 2))
-        assert not one.is_fresh
+        assert one.is_watched  # nothing is known of such steps yet
+        for _ in range(100):
+            one.observe_step(2, 4, 100.0, 5e-3)
+        assert not one.is_watched
         one.choose(requests, 100.0)
         assert one.is_due(3)
     assert 1 < stood[0] < stood[1]

@@ -125,16 +125,18 @@ def test_drafting_that_was_never_measured_is_learned() -> None:
     assert times.start + times.per_level * 3 + times.per_token * 10 == pytest.approx(2e-3, rel=0.05)
 
 
-def test_surroundings_by_batch_size() -> None:
+def test_surroundings_by_batch_size_and_kind() -> None:
     time = SurroundingTime(64)
-    assert time.seconds(1) == 0.0
+    assert time.seconds(1, False) == time.seconds(1, True) == 0.0
     for _ in range(50):
-        time.observe(1, 1e-4)
-        time.observe(32, 9e-4)
-    assert time.seconds(1) == pytest.approx(1e-4)
-    assert time.seconds(40) == pytest.approx(9e-4)
-    assert time.seconds(2) == pytest.approx(1e-4)
-    assert time.seconds(500) == pytest.approx(9e-4)
+        time.observe(1, False, 1e-4)
+        time.observe(32, False, 9e-4)
+    assert time.seconds(1, False) == time.seconds(1, True) == pytest.approx(1e-4)
+    time.observe(1, True, 3e-4)
+    assert time.seconds(1, True) == pytest.approx(3e-4)
+    assert time.seconds(40, False) == pytest.approx(9e-4)
+    assert time.seconds(2, False) == pytest.approx(1e-4)
+    assert time.seconds(500, False) == pytest.approx(9e-4)
 
 
 def test_the_running_median_forgives_a_bad_start() -> None:
