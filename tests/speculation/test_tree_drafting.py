@@ -150,6 +150,8 @@ def test_the_drafts_kv_is_that_of_the_committed_tokens(target: Path, draft: Path
         if not engine.has_work():
             break
         num_drafted = engine.draft_state(request.request_id).num_tokens
+        if num_drafted == 0:
+            continue  # the prompt is read with the first draft
         assert len(tokens) - 2 <= num_drafted < len(tokens)
         ours = places(engine.pool.segment(DRAFT), engine.block_ids(request.request_id), num_drafted)
         torch.testing.assert_close(ours, read_anew(fresh, tokens[:num_drafted]), atol=1e-4, rtol=1e-4)
