@@ -281,7 +281,7 @@ class Engine:
         if self.tiers is not None:
             self.tiers.poll()
         if self._speculator is not None:
-            self._speculator.plan([sequence for sequence in self._scheduler.running if sequence.is_decoding])
+            self._plan(self._speculator)
         step = self._scheduler.schedule()
         if not step.sequences:
             return result
@@ -399,6 +399,11 @@ class Engine:
         return TokenOutput(
             request_id=sequence.request_id, token_ids=[], finish_reason="error", error_kind=kind, error=reason
         )
+
+    def _plan(self, speculator: Speculator) -> None:
+        decoding = [sequence for sequence in self._scheduler.running if sequence.is_decoding]
+        to_come = min(self.num_running + self.num_waiting, self.config.max_num_seqs) - len(decoding)
+        speculator.plan(decoding, to_come)
 
     def _collect_prompt_logprobs(self, prompts: list[tuple[Sequence, int]], logits: Tensor) -> None:
         """`logits` are those of the prompts' chunks, in order: (sequence, its number of rows)."""

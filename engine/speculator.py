@@ -131,10 +131,11 @@ class Speculator(Protocol):
         """What is to be handed over with the blocks of a finished prefill."""
         ...
 
-    def plan(self, decoding: Rows[Sequence]) -> None:
+    def plan(self, decoding: Rows[Sequence], num_to_come: int) -> None:
         """Say in each sequence's `draft_room` for how many tokens the coming step should have room.
 
-        It must not depend on tokens that are not committed.
+        `num_to_come` sequences more will decode soon, once their prompts are computed. It must not depend on
+        tokens that are not committed.
         """
         ...
 

@@ -105,10 +105,10 @@ class BatchSpeculator:
         values = torch.frombuffer(bytearray(feature), dtype=self._loaded.dtype)
         return values.to(self._loaded.device)
 
-    def plan(self, decoding: Many[Sequence]) -> None:
+    def plan(self, decoding: Many[Sequence], num_to_come: int) -> None:
         if not self._drafters:
             return
-        is_due = self._control.is_due(len(decoding))
+        is_due = self._control.is_due(len(decoding), num_to_come)
         if not is_due and self._control.is_idle:
             return
         requests = [self._request(sequence) for sequence in decoding]

@@ -51,14 +51,14 @@ class Control:
         self._controller.expect(request)
         return request
 
-    def is_due(self, num_sequences: int) -> bool:
-        """A step begins in which so many sequences will decode. Whether to `choose` for it; otherwise what
-        was chosen stands.
+    def is_due(self, num_sequences: int, num_to_come: int) -> bool:
+        """A step begins in which so many sequences will decode, with more to come. Whether to `choose` for
+        it; otherwise what was chosen stands.
         """
         surroundings = self._clock.begin()
-        if surroundings is not None:
+        if surroundings is not None and self._controller.is_steady:
             self._controller.surroundings.observe(self._num_sequences, self.drafts, surroundings)
-        return num_sequences > 0 and self._controller.is_due(num_sequences)
+        return num_sequences > 0 and self._controller.is_due(num_sequences, num_to_come)
 
     def choose(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
         context = sum([len(sequence.token_ids) for sequence in decoding]) / len(decoding)
@@ -106,7 +106,7 @@ class Control:
         followed = any(sequence.stage is Stage.RUNNING for sequence in step.sequences)
         self._clock.end(followed and only_decodes)
         self._num_sequences = count = len(outcomes)
-        if only_decodes and self._controller.is_watched:
+        if only_decodes and self._controller.is_steady:
             rows = sum([outcome.num_rows for outcome in outcomes])
             context = sum([outcome.start for outcome in outcomes]) / count
             self._controller.observe_step(count, rows, context, seconds)

@@ -19,6 +19,7 @@ from speculation.control.step_time import DraftTime, SurroundingTime, TargetTime
 
 TRIAL_SHARE = 0.0015
 """The part of the time that either kind of trial may lose, as far as is known."""
+_TRIAL_STEPS = 3
 _STEP_TRIAL_EVERY = 4
 """Choices. Where two ways are equally fast a trial costs nothing, but one is as good as many."""
 _FREE_TRIALS = 3
@@ -85,26 +86,38 @@ class Controller:
         self._request_trials = Savings()
         self._step_trials = Savings()
         self._num_choices = 0
-        self._num_requests = 0
+        self._load = 0, 0
+        """Requests that decode, and that will soon."""
         self._since = 0
         """Steps since the latest choice, and for how many it stands."""
         self._stands = 0
         self._is_trial = False
         self._is_known = False
 
-    def is_due(self, num_requests: int) -> bool:
+    def is_due(self, num_requests: int, num_to_come: int = 0) -> bool:
         """Whether to `choose` for the coming step; otherwise the latest choices stand. To be asked once for
         each step.
+
+        `num_to_come` requests more will decode soon: choices are made as if they did already, since what a
+        drafter reads of a prompt is lost where drafting then doesn't pay.
         """
         self._since += 1
-        return self._since >= self._stands or num_requests != self._num_requests
+        is_due = self._since >= self._stands or (num_requests, num_to_come) != self._load
+        self._load = num_requests, num_to_come
+        return is_due
 
     @property
     def is_watched(self) -> bool:
-        """Whether the step's time is to be learned from: that of the first after a choice, until steps like
-        it are known that of all.
+        """Whether the step's time is to be learned from: not if a choice was made for it, which takes time
+        and leaves the caches to something else, but in the step after that; until such steps are known, in
+        all that follow.
         """
-        return self._since == 0 or not self._is_known
+        return self._since == 1 or (self._since > 1 and not self._is_known)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether no choice was made for the latest step."""
+        return self._since > 0
 
     @property
     def is_idle(self) -> bool:
@@ -121,7 +134,6 @@ class Controller:
         `context` tokens.
         """
         self._num_choices += 1
-        self._num_requests = len(requests)
         self._stands = _CHOICE_STANDS
         self._is_trial = False
         groups: dict[Method, list[Request]] = {}
@@ -130,7 +142,7 @@ class Controller:
             if request.method is not None:
                 groups.setdefault(request.method, []).append(request)
         if any(request.fixed_tokens is None for request in requests):
-            self._decide(groups, len(requests), context)
+            self._decide(groups, len(requests) + self._load[1], context)
         for method, control in self.methods.items():
             group = groups.get(method, [])
             control.num_requests = len(group)
@@ -144,7 +156,7 @@ class Controller:
         for method, group in groups.items():
             widest = self.methods[method].shape.max_tokens
             most += sum([widest if request.fixed_tokens is None else request.chosen for request in group])
-        target = self.target.curve(num_sequences, num_sequences, most, context)
+        target = self.target.curve(num_sequences, most, context)
         plain, drafting = (self.surroundings.seconds(num_sequences, drafts) for drafts in (False, True))
         load = Load(target, num_sequences, 0.0, plain, drafting=max(drafting - plain, 0.0))
         for method, group in groups.items():
@@ -181,9 +193,9 @@ class Controller:
         lost = other.seconds - other.tokens / better.rate
         lost += 0.0 if pays else planner.unread_seconds(plan)
         is_new = pays and self.surroundings.num_seen(num_sequences, load.rows > 0) < _FREE_TRIALS
-        if is_turn and (is_new or self._step_trials.spend(lost)):
+        if is_turn and (is_new or self._step_trials.spend(lost * _TRIAL_STEPS)):
             pays = not pays
-            self._is_trial, self._stands = True, 1
+            self._is_trial, self._stands = True, _TRIAL_STEPS
         if pays:
             planner.carry_out(plan)
         for request in group:

@@ -1,8 +1,6 @@
 """What a step takes: the target's packed forward with its sampling, the drafting, and what surrounds them.
 
-The shapes of these functions are measured at start (`calibration`); real steps then correct them. Machines
-are noisy, so a correction follows the logarithm of measured over predicted in small, bounded strides: it
-settles near the median, and one slow step moves it by two per cent at most.
+The shapes of these functions are measured at start (`calibration`); real steps then correct them.
 """
 
 from __future__ import annotations
@@ -14,75 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_LONGEST_STRIDE = 0.25
-"""What is taken of a step's log-ratio at most."""
-_COMMON_PACE = 0.08
-_LOCAL_PACE = 0.03
-_EAGER = 10
-"""Steps for which a size's own ratio moves faster, by as much at first."""
+from speculation.control.correction import Correction, Ratio
+
 _REBUILD_EVERY = 16
-
-
-class Ratio:
-    """Measured over predicted, tracked as its logarithm: first their mean, later at `pace`."""
-
-    def __init__(self, pace: float) -> None:
-        self.log = 0.0
-        self.seen = 0
-        self._pace = pace
-
-    @property
-    def factor(self) -> float:
-        return math.exp(self.log)
-
-    def observe(self, predicted: float, measured: float) -> float:
-        """`predicted` includes the correction so far. Returns what is taken of the step's log-ratio."""
-        ratio = math.log(max(measured, 1e-9) / max(predicted, 1e-9))
-        stride = min(max(ratio, -_LONGEST_STRIDE), _LONGEST_STRIDE)
-        self.seen += 1
-        self.log += max(self._pace, 1 / self.seen) * stride
-        return stride
-
-
-class RatioBySize:
-    """One ratio common to all sizes, and a local one at each power of two.
-
-    The common one is the faster: a busier machine slows down every size alike.
-    """
-
-    def __init__(self, max_size: int) -> None:
-        self.max_size = max_size
-        self.common = Ratio(_COMMON_PACE)
-        self._local = [0.0] * (max_size.bit_length() + 1)
-        self._seen = [0.0] * len(self._local)
-
-    def factor(self, size: int) -> float:
-        low, weight = self._place(size)
-        return math.exp(self.common.log + (1 - weight) * self._local[low] + weight * self._local[low + 1])
-
-    def factors(self) -> np.ndarray:
-        """Those of the sizes from 0 to `max_size`."""
-        powers = np.log2(np.arange(self.max_size + 1).clip(1))
-        return np.exp(self.common.log + np.interp(powers, range(len(self._local)), self._local))
-
-    def observe(self, size: int, predicted: float, measured: float) -> None:
-        stride = self.common.observe(predicted, measured)
-        low, weight = self._place(size)
-        for power, part in ((low, 1 - weight), (low + 1, weight)):
-            self._seen[power] += part
-            pace = _LOCAL_PACE * max(1.0, _EAGER / (1 + self._seen[power]))
-            self._local[power] += pace * part * stride
-
-    def num_seen(self, size: int) -> float:
-        """At the power of two below `size`, or above it if it was seen more often there."""
-        low, _ = self._place(size)
-        return max(self._seen[low], self._seen[low + 1])
-
-    def _place(self, size: int) -> tuple[int, float]:
-        """The power of two below `size`, and how far on the way to the next one it is, 0 to 1."""
-        power = math.log2(min(max(size, 1), self.max_size))
-        low = int(power)
-        return low, power - low
 
 
 @dataclass(frozen=True)
@@ -111,7 +43,7 @@ class TargetTime:
     def __init__(self, times: TargetTimes, max_rows: int) -> None:
         self.times = times
         self._shape = _curve(times, max_rows)
-        self._correction = RatioBySize(max_rows)
+        self._correction = Correction(max_rows)
         self._observed = 0
         self._rebuild()
 
@@ -126,11 +58,13 @@ class TargetTime:
         """Observed steps of about so many rows."""
         return self._correction.num_seen(min(rows, self.max_rows))
 
-    def curve(self, num_sequences: int, rows: int, num_more: int, context: float) -> list[float]:
-        """Seconds for `rows` and up to `num_more` rows more; fewer where `max_rows` is reached."""
-        start = self._linear(num_sequences, rows, context)
+    def curve(self, num_sequences: int, num_more: int, context: float) -> list[float]:
+        """Seconds for a row of each sequence and up to `num_more` rows more; fewer where `max_rows` is
+        reached.
+        """
+        start = self._linear(num_sequences, num_sequences, context)
         slope = self._scale * self.times.per_attended * context
-        base = self._base[rows : rows + num_more + 1]
+        base = self._base[num_sequences : num_sequences + num_more + 1]
         return [seconds + start + slope * more for more, seconds in enumerate(base)]
 
     def observe(self, num_sequences: int, rows: int, context: float, measured: float) -> None:
@@ -139,7 +73,7 @@ class TargetTime:
         predicted += self._linear(num_sequences, rows, context)
         self._correction.observe(size, predicted, measured)
         self._observed += 1
-        if self._observed % _REBUILD_EVERY == 0:
+        if self._observed % _REBUILD_EVERY == 0 or self._observed & (self._observed - 1) == 0:
             self._rebuild()
 
     def knots(self) -> tuple[list[int], list[float]]:
@@ -156,7 +90,7 @@ class TargetTime:
     def _rebuild(self) -> None:
         corrected = _rising(self._shape * self._correction.factors())
         self._base: list[float] = corrected.tolist()
-        self._scale = self._correction.common.factor
+        self._scale = math.exp(self._correction.common)
 
 
 def _curve(times: TargetTimes, max_rows: int) -> np.ndarray:
@@ -192,7 +126,7 @@ class DraftTime:
 
     def __init__(self, measured: DraftTimes | None = None) -> None:
         self._measured = measured
-        self._ratio = Ratio(_COMMON_PACE)
+        self._ratio = Ratio()
         self.times = measured or DraftTimes()
 
     def observe(self, levels: int, tokens: int, measured: float) -> None:

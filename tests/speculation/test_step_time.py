@@ -49,14 +49,14 @@ def test_sequences_and_context_cost_too() -> None:
 
 def test_the_curve_of_a_batch_is_its_seconds() -> None:
     model = made()
-    curve = model.curve(4, 4, 30, 500.0)
+    curve = model.curve(4, 30, 500.0)
     assert curve == pytest.approx([model.seconds(4, 4 + more, 500.0) for more in range(31)])
-    assert len(model.curve(4, 4, 1000, 500.0)) == 256 - 4 + 1
+    assert len(model.curve(4, 1000, 500.0)) == 256 - 4 + 1
 
 
 def test_a_noisy_measurement_leaves_no_dent() -> None:
     model = TargetTime(TargetTimes((1, 2, 4, 8), (9e-3, 2e-3, 3e-3, 4e-3)), 64)
-    curve = model.curve(1, 1, 60, 0.0)
+    curve = model.curve(1, 60, 0.0)
     assert curve == sorted(curve)
     assert curve[0] < 7e-3
 
