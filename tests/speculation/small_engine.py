@@ -10,12 +10,9 @@ from typing import Any
 import torch
 
 from engine.engine import Engine
-from engine.sequence import Sequence
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest, TokenOutput
 from protocol.sampling import SamplingParams
-from speculation.control.plan import Request
-from speculation.speculator import BatchSpeculator
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -58,20 +55,6 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def ask(request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: Any) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, **({"temperature": 0.0} | sampling))
     return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params)
-
-
-def draft_as_much_as_possible(engine: Engine) -> None:
-    """From now on each request drafts all that it may, whether that pays or not."""
-    speculator = engine._speculator
-    assert isinstance(speculator, BatchSpeculator)
-    methods = speculator._control._controller.methods
-
-    def plan(decoding: Many[Sequence], requests: Many[Request]) -> None:
-        for sequence, request in zip(decoding, requests, strict=True):
-            if request.method is not None:
-                sequence.draft_room = methods[request.method].shape.max_tokens
-
-    speculator._control.plan = plan  # type: ignore[method-assign]
 
 
 def run(engine: Engine, requests: Many[EngineRequest] = ()) -> dict[str, TokenOutput]:

@@ -99,10 +99,10 @@ def test_steps_without_drafts_are_caught_up(target: Path, model: PreTrainedModel
     plan = watched.engine._speculator.plan  # type: ignore[union-attr]
     steps = 0
 
-    def sometimes(decoding: list) -> None:  # type: ignore[type-arg]
+    def sometimes(decoding: list, num_to_come: int) -> None:  # type: ignore[type-arg]
         nonlocal steps
         steps += 1
-        plan(decoding)
+        plan(decoding, num_to_come)
         if steps < 26:
             for sequence in decoding:
                 sequence.draft_room = 0

@@ -18,7 +18,6 @@ from protocol.messages import EngineRequest, TokenOutput
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
-from tests.speculation.small_engine import draft_as_much_as_possible
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
@@ -72,10 +71,7 @@ def make_engine(
             max_speculative_tokens=5,
         )
         config = msgspec.structs.replace(config, speculative_config=speculative)
-    engine = Engine(msgspec.structs.replace(config, **options), speculate=speculate)
-    if draft is not None:
-        draft_as_much_as_possible(engine)
-    return engine
+    return Engine(msgspec.structs.replace(config, **options), speculate=speculate)
 
 
 def requests(num_tokens: int = 24) -> list[EngineRequest]:
