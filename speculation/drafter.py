@@ -13,36 +13,65 @@ from engine.loader import LoadedModel
 from engine.sequence import Sequence
 from engine.speculator import Draft, Outcome
 
+_FEW_ROWS = 256
+
+
+@dataclass(slots=True, eq=False)
+class HiddenRows:
+    """Some rows of `of_step` [rows, captured layers * hidden_size], in the model's dtype.
+
+    They are cut out when they are wanted, which many never are.
+    """
+
+    of_step: Tensor
+    rows: Many[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def cut(self) -> Tensor:
+        """[len, captured layers * hidden_size]; a view where the rows lie one after the other."""
+        if isinstance(self.rows, range):
+            return self.of_step[self.rows.start : self.rows.stop]
+        return self.of_step[list(self.rows)]
+
+    def newest(self) -> HiddenRows:
+        """The last one alone; a copy where the step was so large that it had better not be kept for it."""
+        last = self.rows[-1]
+        if len(self.of_step) <= _FEW_ROWS:
+            return HiddenRows(self.of_step, range(last, last + 1))
+        return HiddenRows(self.of_step[last : last + 1].clone(), range(1))
+
 
 @dataclass(slots=True, eq=False)
 class Computed:
     """What a step computed of one sequence. All of it is committed; `sequence` has its new tokens already.
 
-    The KV of the tokens at places `start` to `start + num_tokens - 1` was computed, and `hidden` [num_tokens,
-    captured layers * hidden_size] are their hidden states, in the model's dtype; None if the method captures
-    none. `draft` is what the step verified, `accepted` the nodes of it that are among these tokens, and
-    `probed` the model's likeliest token after each of its probes.
+    The KV of the tokens at places `start` to `start + num_tokens - 1` was computed, and `hidden` are their
+    hidden states; None if the method captures none. `draft` is what the step verified, `accepted` the nodes
+    of it that are among these tokens, and `probed` the model's likeliest token after each of its probes.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    hidden: Tensor | None = None
+    hidden: HiddenRows | None = None
     draft: Draft | None = None
     accepted: Many[int] = ()
     probed: Many[int] = ()
 
     @classmethod
-    def of(cls, sequence: Sequence, outcome: Outcome, hidden: Tensor | None) -> Computed:
-        """`hidden`: of all rows that the sequence had in the step."""
+    def of(cls, sequence: Sequence, outcome: Outcome, of_step: Tensor | None, first_row: int) -> Computed:
+        """`of_step` are the step's hidden states, where the sequence's begin at `first_row`."""
         verdict, draft = outcome.verdict, outcome.draft
         accepted = verdict.accepted[: outcome.num_accepted] if verdict is not None else []
-        if hidden is not None:
-            own = outcome.num_tokens - outcome.num_accepted
-            if draft is None or draft.parents is None:
-                hidden = hidden[: outcome.num_tokens]
-            else:
-                hidden = hidden[[*range(own), *(own + node for node in accepted)]]
+        hidden = None
+        if of_step is not None:
+            rows: Many[int] = range(first_row, first_row + outcome.num_tokens)
+            if draft is not None and draft.parents is not None:
+                own = first_row + outcome.num_tokens - outcome.num_accepted
+                rows = [*range(first_row, own), *(own + node for node in accepted)]
+            hidden = HiddenRows(of_step, rows)
         return cls(
             sequence=sequence,
             start=outcome.start,

@@ -154,8 +154,7 @@ class BatchSpeculator:
                 continue  # it has ended
             method = self._request(sequence).method
             if method is not None:
-                of_sequence = hidden[first:row] if hidden is not None else None
-                computed.setdefault(method, []).append(Computed.of(sequence, outcome, of_sequence))
+                computed.setdefault(method, []).append(Computed.of(sequence, outcome, hidden, first))
         for method, found in computed.items():
             drafter = self._drafters[method]
             drafter.observe(found)

@@ -158,8 +158,7 @@ class Calibration:
             sequence.num_computed += outcome.num_tokens
             for token_id in verdict.token_ids:
                 sequence.append(token_id)
-            of_sequence = hidden[row : row + num_rows] if hidden is not None else None
-            computed.append(Computed.of(sequence, outcome, of_sequence))
+            computed.append(Computed.of(sequence, outcome, hidden, row))
             row += num_rows
         drafter.observe(computed)
 

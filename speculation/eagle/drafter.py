@@ -27,7 +27,7 @@ from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.drafter import Computed
+from speculation.drafter import Computed, HiddenRows
 from speculation.drawing import Chain, Drawing
 from speculation.eagle.native import NativeHead
 from speculation.eagle.paged import KVWriter, Steps
@@ -41,12 +41,12 @@ from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 @dataclass(slots=True, eq=False)
 class Known:
     """What is known of a request: draft KV of the places from `first` up to, not including, `written`, and
-    `features` [n, feature_size] of the tokens before each of the next n places, in pieces.
+    `features`, the hidden states of the tokens before each of the next places, in pieces.
     """
 
     first: int
     written: int
-    features: list[Tensor] = field(default_factory=list)
+    features: list[HiddenRows] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -84,7 +84,7 @@ class EagleDrafter:
         self._block_size = pool.block_size
         self._device = device
         feature_size = self._loaded.head.shape.feature_size
-        self._no_feature = torch.zeros((1, feature_size), dtype=dtype, device=device)
+        self._no_feature = HiddenRows(torch.zeros((1, feature_size), dtype=dtype, device=device), range(1))
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -172,7 +172,7 @@ class EagleDrafter:
             token_ids = sequence.token_ids[known.written :]
             block_ids = sequence.table.block_ids
             batch.append(SequenceRows(token_ids, known.written, block_ids, first_key=known.first))
-            features += known.features
+            features += [piece.cut() for piece in known.features]
             known.features = []
             known.written = len(sequence.token_ids)
         return batch, self._head.head.combine(torch.cat(features))
@@ -189,7 +189,8 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def observe(self, computed: Many[Computed]) -> None:
-        due: list[tuple[Sequence, Known]] = []
+        waiting: list[tuple[Sequence, Known]] = []
+        is_due = False
         for each in computed:
             assert each.hidden is not None
             sequence, end = each.sequence, each.start + each.num_tokens
@@ -197,20 +198,19 @@ class EagleDrafter:
             known.features.append(each.hidden)
             # Blocks that the engine may share, or hand over, have their draft KV.
             in_prompt = each.start < len(sequence.prompt_token_ids)
-            if known.written < end and (
-                in_prompt or known.written < end // self._block_size * self._block_size
-            ):
-                due.append((sequence, known))
-        if due:
-            self._write(due)
+            if known.written < end:
+                waiting.append((sequence, known))
+                is_due |= in_prompt or known.written < end // self._block_size * self._block_size
+        if is_due:  # all of them at once, so that it is seldom
+            self._write(waiting)
 
-    def _write(self, due: Iterable[tuple[Sequence, Known]]) -> None:
+    def _write(self, waiting: Iterable[tuple[Sequence, Known]]) -> None:
         """Write the KV of all known pairs but the newest, whose place may have no block yet."""
         token_ids: list[int] = []
         places: list[np.ndarray] = []
         slots: list[np.ndarray] = []
         features: list[Tensor] = []
-        for sequence, known in due:
+        for sequence, known in waiting:
             assert sequence.table is not None
             start, end = known.written, known.end - 1
             span = np.arange(start, end)
@@ -218,10 +218,8 @@ class EagleDrafter:
             token_ids += sequence.token_ids[start:end]
             places.append(span)
             slots.append(blocks[span // self._block_size] * self._block_size + span % self._block_size)
-            together = torch.cat(known.features)
-            features.append(together[:-1])
-            # A copy, not a view: else the hidden states of a whole chunk would be kept for its last row.
-            known.written, known.features = end, [together[-1:].clone()]
+            features.append(torch.cat([piece.cut() for piece in known.features])[:-1])
+            known.written, known.features = end, [known.features[-1].newest()]
         self._writer.write(
             self._tensor(np.array(token_ids, np.int64)),
             self._tensor(np.concatenate(places)),
@@ -239,7 +237,7 @@ class EagleDrafter:
         elif num_drafted > place and feature is None:
             known = Known(first=1, written=place + 1)
         else:
-            row = self._no_feature if feature is None else feature.view_as(self._no_feature)
+            row = self._no_feature if feature is None else HiddenRows(feature.unsqueeze(0), range(1))
             known = Known(1 if num_drafted >= place else place, place, [row])
         self._known[sequence.request_id] = known
 
@@ -249,7 +247,7 @@ class EagleDrafter:
 
     def feature(self, request_id: str) -> Tensor | None:
         known = self._known.get(request_id)
-        return known.features[-1][-1] if known is not None and known.features else None
+        return known.features[-1].cut()[-1] if known is not None and known.features else None
 
     def forget(self, request_id: str) -> None:
         self._known.pop(request_id, None)

@@ -13,7 +13,7 @@ from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.speculation import SpeculativeConfig
-from speculation.drafter import Computed
+from speculation.drafter import Computed, HiddenRows
 from speculation.drawing import Chain, Drawing
 from speculation.medusa.heads import MedusaHeads
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
@@ -45,8 +45,8 @@ class MedusaDrafter:
         if options.tree:
             acceptance = weights.rank_acceptance or assumed_acceptance(weights.num_heads)
             self._tree = choose_tree(acceptance, options.tree_nodes)
-        self._features: dict[str, tuple[int, Tensor]] = {}
-        """By request: the newest hidden state [hidden_size], and its token's place."""
+        self._features: dict[str, tuple[int, HiddenRows]] = {}
+        """By request: the newest hidden state, and its token's place."""
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         pass
@@ -58,14 +58,15 @@ class MedusaDrafter:
         """Without a feature nothing is drafted until the sequence's next step is over."""
         self._features.pop(sequence.request_id, None)
         if feature is not None:
-            self._features[sequence.request_id] = sequence.num_computed - 1, feature
+            known = HiddenRows(feature.unsqueeze(0), range(1))
+            self._features[sequence.request_id] = sequence.num_computed - 1, known
 
     def num_drafted(self, request_id: str) -> int:
         return 0
 
     def feature(self, request_id: str) -> Tensor | None:
         known = self._features.get(request_id)
-        return None if known is None else known[1]
+        return None if known is None else known[1].cut()[0]
 
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(sequences)
@@ -85,8 +86,8 @@ class MedusaDrafter:
     @torch.inference_mode()
     def _logits(self, sequences: Many[Sequence], depth: int) -> Tensor:
         """Of the first `depth` heads: [sequences, depth, vocab_size]."""
-        features = [self._features[sequence.request_id][1] for sequence in sequences]
-        return self._heads.logits(torch.stack(features), depth)
+        features = [self._features[sequence.request_id][1].cut() for sequence in sequences]
+        return self._heads.logits(torch.cat(features), depth)
 
     def _chains(self, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
         logits = self._logits(sequences, min(max(rooms), self._heads.num_heads))
@@ -107,9 +108,8 @@ class MedusaDrafter:
     def observe(self, computed: Many[Computed]) -> None:
         for each in computed:
             assert each.hidden is not None
-            # A copy: the row would keep the hidden states of the whole step alive.
-            newest = each.start + each.num_tokens - 1, each.hidden[-1].clone()
-            self._features[each.sequence.request_id] = newest
+            place = each.start + each.num_tokens - 1
+            self._features[each.sequence.request_id] = place, each.hidden.newest()
 
     def forget(self, request_id: str) -> None:
         self._features.pop(request_id, None)
