@@ -143,9 +143,12 @@ class BatchSpeculator:
         if not self._drafters:
             return
         self._control.learn(step)
-        only_decodes = step.total_tokens == len(step.sequences)
-        if hidden is None and only_decodes and not self._control.drafts:
-            return  # no drafter could learn from it
+        if not self._control.drafts:
+            only_decodes = step.total_tokens == len(step.sequences)
+            if only_decodes and hidden is None:
+                return  # no drafter could learn from it
+            if hidden is not None and self._control.is_idle:
+                return  # no draft pays, nor then does what drafters make of hidden states
         computed: dict[Method, list[Computed]] = {}
         row = 0
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):

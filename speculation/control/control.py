@@ -58,7 +58,7 @@ class Control:
         surroundings = self._clock.begin()
         if surroundings is not None and self._controller.is_steady:
             self._controller.surroundings.observe(self._num_sequences, self.drafts, surroundings)
-        return num_sequences > 0 and self._controller.is_due(num_sequences, num_to_come)
+        return self._controller.is_due(num_sequences, num_to_come)
 
     def choose(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
         context = sum([len(sequence.token_ids) for sequence in decoding]) / len(decoding)
@@ -69,7 +69,7 @@ class Control:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody drafts by the latest choice."""
+        """Whether requests decode, and none of them drafts by the latest choice."""
         return self._controller.is_idle
 
     def begin_drafting(self) -> None:

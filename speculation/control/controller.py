@@ -104,7 +104,7 @@ class Controller:
         self._since += 1
         is_due = self._since >= self._stands or (num_requests, num_to_come) != self._load
         self._load = num_requests, num_to_come
-        return is_due
+        return is_due and num_requests > 0
 
     @property
     def is_watched(self) -> bool:
@@ -121,8 +121,8 @@ class Controller:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody drafts by the latest choice."""
-        return not any(control.num_tokens for control in self.methods.values())
+        """Whether requests decode, and none of them drafts by the latest choice."""
+        return self._load[0] > 0 and not any(control.num_tokens for control in self.methods.values())
 
     def expect(self, request: Request) -> None:
         """A request has come, for which no choice was made yet."""

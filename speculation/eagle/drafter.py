@@ -167,8 +167,11 @@ class EagleDrafter:
         for sequence in sequences:
             assert sequence.table is not None
             known = self._known[sequence.request_id]
-            if not known.features:  # its last token was computed elsewhere, or long ago
-                known.written, known.features = len(sequence.token_ids) - 1, [self._no_feature]
+            newest = len(sequence.token_ids) - 1
+            if known.end != newest + 1:  # steps went by unseen
+                known.first, known.features = newest, []
+            if not known.features:  # its last token was computed elsewhere, or unseen
+                known.written, known.features = newest, [self._no_feature]
             token_ids = sequence.token_ids[known.written :]
             block_ids = sequence.table.block_ids
             batch.append(SequenceRows(token_ids, known.written, block_ids, first_key=known.first))
@@ -195,6 +198,9 @@ class EagleDrafter:
             assert each.hidden is not None
             sequence, end = each.sequence, each.start + each.num_tokens
             known = self._known[sequence.request_id]
+            if known.end != each.start + 1:  # steps went by unseen
+                known.first = known.written = each.start + 1
+                known.features = []
             known.features.append(each.hidden)
             # Blocks that the engine may share, or hand over, have their draft KV.
             in_prompt = each.start < len(sequence.prompt_token_ids)
