@@ -35,13 +35,15 @@ class Draft:
     bit 0 is the sequence's last token, bit i + 1 is token i, and the last bit set is its own.
 
     `distributions` [nodes, vocab_size], float32, has the probabilities that each node was drawn with; None
-    says that no chance was involved.
+    says that no chance was involved. `is_blind`: made without much of what the method goes by, so that its
+    acceptance tells nothing of others.
     """
 
     token_ids: list[int]
     parents: list[int] | None = None
     probes: list[int] = field(default_factory=list)
     distributions: Tensor | None = None
+    is_blind: bool = False
 
     @property
     def num_nodes(self) -> int:

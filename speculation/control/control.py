@@ -122,6 +122,9 @@ class Control:
         request.acceptance.observe_share(sequence.draft_room, num_drafted)
         if draft is None or verdict is None or verdict.failed:
             return
+        if draft.is_blind:
+            self._account.verified(method, draft.num_nodes, outcome.num_accepted)
+            return
         depth = max(draft.depth, 1)  # probes alone are a draft of which nothing was accepted
         num_agreed = len(verdict.accepted)
         request.acceptance.observe(depth, num_agreed, len(sequence.token_ids))

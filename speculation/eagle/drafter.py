@@ -38,6 +38,10 @@ from speculation.ranking import rank_drafted
 from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 
 
+_SIGHT = 64
+"""Tokens behind which a head's drafts are about as good as behind a whole text."""
+
+
 @dataclass(slots=True, eq=False)
 class Known:
     """What is known of a request: draft KV of the places from `first` up to, not including, `written`, and
@@ -52,6 +56,11 @@ class Known:
     def end(self) -> int:
         """The first place whose pair is not known."""
         return self.written + sum(map(len, self.features))
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the head sees little more than the newest tokens of a longer text."""
+        return self.first > 1 and self.end - self.first < _SIGHT
 
 
 class EagleDrafter:
@@ -91,7 +100,12 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        return self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
+        blind = [self._known[sequence.request_id].is_blind for sequence in sequences]
+        drafts = self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
+        for draft, is_blind in zip(drafts, blind, strict=True):
+            if draft is not None:
+                draft.is_blind = is_blind
+        return drafts
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         rows, before = self._committed_rows(sequences)
