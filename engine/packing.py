@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.runner import SequenceRows
+from engine.rows import SequenceRows
 from engine.scheduler import ScheduledStep
 from engine.sequence import Sequence
 

@@ -7,7 +7,6 @@ metadata which rows belong together. Logits are computed only for the rows asked
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,27 +14,13 @@ from torch import Tensor
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend, AttentionMetadata
+from engine.decoder.forward import NativeDecoder
 from engine.forward import ForwardOutput
+from engine.rows import RowArrays, SequenceRows, block_table
 from engine.select_forward import PackedForward
 
 WARM_UP_ROWS = 64
 """Unlike the number of logit rows, or torch.compile would take the two sizes for one."""
-
-
-@dataclass(slots=True, eq=False)
-class SequenceRows:
-    """Tokens of one sequence to run: the KV of `token_ids[i]` goes to place `start + i` of its blocks.
-
-    With `masks` they are rows of a tree, which begins at place `tree_start`, by default `start`: see
-    `AttentionMetadata.visible`. Keys before `first_key` are not looked at.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    block_ids: list[int]
-    masks: list[int] | None = None
-    tree_start: int | None = None
-    first_key: int = 0
 
 
 class Runner:
@@ -51,6 +36,8 @@ class Runner:
 
     def run(self, batch: Sequence[SequenceRows], logit_rows: list[int]) -> ForwardOutput:
         """Write the KV of all rows; the logits are those of the packed rows asked for."""
+        if isinstance(self._forward, NativeDecoder) and all(rows.masks is None for rows in batch):
+            return self._forward.run(RowArrays.of(batch), logit_rows)
         total = sum(len(rows.token_ids) for rows in batch)
         padded = self._forward.padded_rows(total)
         token_ids = np.zeros(padded, np.int64)
@@ -142,11 +129,3 @@ class Runner:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-
-def block_table(tables: Sequence[list[int]]) -> np.ndarray:
-    """int32 [tables, most blocks], padded with 0."""
-    padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
-    for row, block_ids in zip(padded, tables, strict=True):
-        row[: len(block_ids)] = block_ids
-    return padded

@@ -16,7 +16,8 @@ from engine.decoder.forward import DecoderForward
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import DRAFT, KVPool, KVShape
 from engine.loader import LoadedModel, load_model
-from engine.runner import Runner, SequenceRows
+from engine.rows import SequenceRows
+from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.select_forward import build_forward
 from engine.sequence import Sequence
@@ -78,7 +79,7 @@ class DraftModel:
         self._drawing = Drawing(self._sampler, self._options.verification)
         self._native: NativeChain | None = None
         if isinstance(forward, DecoderForward):
-            self._native = NativeChain(forward, pool.block_size, self._vocab_size)
+            self._native = NativeChain(forward, self._vocab_size)
 
     def warm_up(self) -> None:
         self._runner.warm_up()

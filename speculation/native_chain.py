@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.decoder.forward import NativeDecoder
-from engine.runner import SequenceRows, block_table
+from engine.rows import RowArrays, SequenceRows
 from engine.sampler.rows import edits_logits
 from engine.sequence import Sequence
 from protocol.speculation import Verification
@@ -22,15 +22,14 @@ def draws_natively(sequences: Many[Sequence], verification: Verification) -> boo
 
 
 class NativeChain:
-    """Drafts with a decoder whose KV lies under the sequences' blocks of `block_size` tokens.
+    """Drafts with a decoder whose KV lies under the sequences' blocks.
 
     A token is the argmax of logit / temperature plus the noise of its position. Filters (top-k and the like)
     are left to the verification: they seldom change the choice. `vocab_size` is the target's.
     """
 
-    def __init__(self, forward: NativeDecoder, block_size: int, vocab_size: int) -> None:
+    def __init__(self, forward: NativeDecoder, vocab_size: int) -> None:
         self._forward = forward
-        self._block_size = block_size
         self._vocab_size = min(forward.vocab_size, vocab_size)
 
     def draft(
@@ -43,23 +42,11 @@ class NativeChain:
         """`rows` are those of each sequence, up to its last token, that have yet to be run; `counts` fall. A
         head also takes the hidden states `before` the rows, [rows, hidden_size].
         """
-        first_keys = [each.first_key for each in rows]
         drafted = self._forward.draft(
-            np.array([token for each in rows for token in each.token_ids], np.int64),
-            np.array(
-                [
-                    [each.start for each in rows],
-                    [each.start + len(each.token_ids) for each in rows],
-                    [sequence.params.seed for sequence in sequences],
-                    counts,
-                ],
-                np.int64,
-            ),
-            block_table([each.block_ids for each in rows]),
+            RowArrays.of(rows),
+            np.array([[sequence.params.seed for sequence in sequences], counts], np.int64),
             np.array([sequence.params.temperature for sequence in sequences], np.float32),
-            self._block_size,
             self._vocab_size,
-            np.array(first_keys, np.int32) if any(first_keys) else None,
             before,
         )
         return [column[:count] for column, count in zip(drafted.T.tolist(), counts, strict=True)]

@@ -89,14 +89,32 @@ struct AttentionStep {
     int64_t table_stride, num_sequences, total_tokens, threads;
 };
 
-// Drafting one token after the other, for sequences of which each wants no more of them than the one before. First
-// their rows from place `starts` up to `ends` are read, which no one has run yet.
-struct Draft {
+// Rows of chains: for each sequence those from place `starts` up to `ends`, whose KV goes to its blocks.
+struct Batch {
     int64_t num_sequences, table_stride, block_size;
-    int64_t vocab;                              // only so many of the logits count
-    const int64_t *token_ids, *starts, *ends;   // of the rows to be read, one sequence after the other
-    const int64_t* counts;                      // of tokens wanted
-    const int32_t *block_table, *first_key;     // no keys before the latter are looked at; may be null
+    const int64_t *token_ids, *starts, *ends;  // one sequence after the other
+    const int32_t *block_table, *first_key;    // no keys before the latter are looked at; may be null
+
+    // The name of the field that is out of range, or null.
+    const char* fault() const {
+        for (int64_t s = 0; s < num_sequences; s++) {
+            if (starts[s] < 0 || starts[s] >= ends[s]) return "starts";
+            if (ends[s] > table_stride * block_size) return "block_table";
+        }
+        return nullptr;
+    }
+
+    int64_t slot(int64_t s, int64_t place) const {
+        return block_table[s * table_stride + place / block_size] * block_size + place % block_size;
+    }
+};
+
+// Drafting one token after the other, for sequences of which each wants no more of them than the one before. First
+// the batch's rows are read, which no one has run yet.
+struct Draft {
+    Batch batch;
+    int64_t vocab;              // only so many of the logits count
+    const int64_t* counts;      // of tokens wanted
     const int64_t* seeds;
     const float* temperatures;  // 0: the likeliest token
     const bf16* before;         // for a head, [rows, hidden]: the hidden states before those to be read
@@ -237,32 +255,41 @@ class Decoder {
     }
 
     // The name of the field that is out of range, or null.
+    const char* run(const Batch& b, Rows rows) {
+        if (const char* fault = place_rows(b)) return fault;
+        if (const char* fault = begin(b, b.num_sequences)) return fault;
+        rows.token_ids = b.token_ids, rows.positions = positions.data();
+        forward(rows);
+        return nullptr;
+    }
+
+    // The name of the field that is out of range, or null.
     const char* draft(const Draft& d) {
-        const int64_t n = d.num_sequences;
+        const Batch& b = d.batch;
+        const int64_t n = b.num_sequences;
         for (int64_t s = 0; s < n; s++) {
-            if (d.starts[s] < 0 || d.starts[s] >= d.ends[s]) return "starts";
             if (d.counts[s] < 1 || d.counts[s] > d.counts[s ? s - 1 : 0]) return "counts";
-            if (d.ends[s] + d.counts[s] - 1 > d.table_stride * d.block_size) return "block_table";
+            if (b.ends[s] + d.counts[s] - 1 > b.table_stride * b.block_size) return "block_table";
         }
-        place_rows(d);
+        if (const char* fault = place_rows(b)) return fault;
         last_tokens.resize(n), scores.resize(n * m.vocab), after.resize(m.entry ? n * m.hidden : 0);
         bf16* hidden = m.entry ? after.data() : nullptr;
-        Rows rows{d.token_ids, positions.data(), int64_t(positions.size()), ends.data(), n, scores.data(),
+        Rows rows{b.token_ids, positions.data(), int64_t(positions.size()), last_rows.data(), n, scores.data(),
                   nullptr, 0, nullptr, d.before, hidden};
         int64_t drafting = n;
         for (int64_t token = 0;; token++) {
-            const AttentionStep step{query_start.data(), context_len.data(), d.block_table, slots.data(), nullptr, nullptr,
-                                     d.first_key, d.table_stride, drafting, rows.count, m.threads};
-            if (const char* fault = m.begin(m.attention, &step)) return fault;
+            if (const char* fault = begin(b, drafting)) return fault;
             forward(rows);
             for (int64_t s = 0; s < drafting; s++) {
-                last_tokens[s] = token_id(choose(&scores[s * m.vocab], d.vocab, d.seeds[s], d.ends[s] + token, d.temperatures[s]));
+                const bf16* logits = &scores[s * m.vocab];
+                last_tokens[s] = token_id(choose(logits, d.vocab, d.seeds[s], b.ends[s] + token, d.temperatures[s]));
                 d.drafted[token * n + s] = last_tokens[s];
             }
             while (drafting && d.counts[drafting - 1] <= token + 1) drafting--;
             if (!drafting) return nullptr;
+            positions.resize(drafting), slots.resize(drafting);
             for (int64_t s = 0; s < drafting; s++) {
-                place_row(d, s, s, d.ends[s] + token);
+                place_row(b, s, s, b.ends[s] + token);
                 query_start[s + 1] = int32_t(s + 1);
             }
             rows = {last_tokens.data(), positions.data(), drafting, nullptr, drafting, scores.data(),
@@ -271,25 +298,34 @@ class Decoder {
     }
 
   private:
-    // Where the rows to be read belong, and the last row of each sequence.
-    void place_rows(const Draft& d) {
-        const int64_t n = d.num_sequences;
+    // Where the batch's rows belong, and the last row of each sequence.
+    const char* place_rows(const Batch& b) {
+        if (const char* fault = b.fault()) return fault;
+        const int64_t n = b.num_sequences;
         int64_t total = 0;
-        for (int64_t s = 0; s < n; s++) total += d.ends[s] - d.starts[s];
+        for (int64_t s = 0; s < n; s++) total += b.ends[s] - b.starts[s];
         positions.resize(total), slots.resize(total);
-        query_start.assign(1, 0), context_len.resize(n), ends.clear();
+        query_start.assign(1, 0), context_len.resize(n), last_rows.clear();
         int64_t row = 0;
         for (int64_t s = 0; s < n; s++) {
-            for (int64_t place = d.starts[s]; place < d.ends[s]; place++) place_row(d, s, row++, place);
+            for (int64_t place = b.starts[s]; place < b.ends[s]; place++) place_row(b, s, row++, place);
             query_start.push_back(int32_t(row));
-            ends.push_back(row - 1);
+            last_rows.push_back(row - 1);
         }
+        return nullptr;
     }
 
-    void place_row(const Draft& d, int64_t s, int64_t row, int64_t place) {
+    void place_row(const Batch& b, int64_t s, int64_t row, int64_t place) {
         positions[row] = place;
-        slots[row] = d.block_table[s * d.table_stride + place / d.block_size] * d.block_size + place % d.block_size;
+        slots[row] = b.slot(s, place);
         context_len[s] = int32_t(place + 1);
+    }
+
+    // The attention's step, over the rows that were placed.
+    const char* begin(const Batch& b, int64_t num_sequences) {
+        const AttentionStep step{query_start.data(), context_len.data(), b.block_table, slots.data(), nullptr, nullptr,
+                                 b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), m.threads};
+        return m.begin(m.attention, &step);
     }
 
     template <class Work> void each_row(int64_t n, const Work& work) {
@@ -431,9 +467,9 @@ class Decoder {
     const std::vector<Layer> layers;
     std::vector<bf16> x, normed, product, attended, gated, active;
     std::vector<float> values, tails;
-    // While drafting: scores and hidden states after each sequence's last row, and the attention's step.
-    std::vector<bf16> scores, after;
-    std::vector<int64_t> last_tokens, positions, slots, ends;
+    std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
+    // The attention's step.
+    std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;
     int64_t threads = 1;
 };
@@ -447,6 +483,10 @@ void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }
 void tandem_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }
 
 void tandem_decoder_forward(void* decoder, const Rows* rows) { static_cast<Decoder*>(decoder)->forward(*rows); }
+
+const char* tandem_decoder_run(void* decoder, const Batch* batch, const Rows* rows) {
+    return static_cast<Decoder*>(decoder)->run(*batch, *rows);
+}
 
 const char* tandem_decoder_draft(void* decoder, const Draft* draft) {
     return static_cast<Decoder*>(decoder)->draft(*draft);

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import struct
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,7 @@ from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.description import Description
 from engine.forward import ForwardOutput
 from engine.linear.packed import kernel_address
+from engine.rows import RowArrays
 from native.build import load_library
 from native.openmp import gomp_parallel
 
@@ -33,6 +35,8 @@ def _library() -> ctypes.CDLL:
     library.tandem_decoder_destroy.restype = None
     library.tandem_decoder_forward.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     library.tandem_decoder_forward.restype = None
+    library.tandem_decoder_run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
+    library.tandem_decoder_run.restype = ctypes.c_char_p
     library.tandem_decoder_draft.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     library.tandem_decoder_draft.restype = ctypes.c_char_p
     return library
@@ -58,7 +62,7 @@ class Described(Protocol):
     """The `Entry` struct of a draft head; empty for a whole model."""
 
 
-class NativeDecoder:
+class NativeDecoder(ABC):
     """Runs what `described` says over rows of bfloat16 on the CPU; its KV lies in `backend`'s pool.
 
     Raises BuildError where the kernel cannot be built.
@@ -108,28 +112,34 @@ class NativeDecoder:
     def padded_rows(self, total_tokens: int) -> int:
         return total_tokens
 
+    @abstractmethod
+    def run(self, batch: RowArrays, logit_rows: list[int]) -> ForwardOutput:
+        """As when called, for rows of chains. Raises ValueError where the batch is out of range."""
+
     def _forward(
         self,
-        token_ids: Tensor,
-        positions: Tensor,
+        rows: RowArrays | tuple[Tensor, Tensor],
         logit_rows: list[int],
         hidden_layers: Tensor | None = None,
         before: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits of the rows asked for, and hidden states: of the layers asked for, [rows, layers,
         hidden_size], or, for a head that is given those `before` the rows, those after the rows asked for.
+
+        `rows` are token ids and positions where the backend's step has begun already.
         """
-        wanted = torch.tensor(logit_rows)
+        token_ids, positions = (rows.token_ids, None) if isinstance(rows, RowArrays) else rows
+        wanted = np.array(logit_rows)
         logits = torch.empty((len(logit_rows), self.vocab_size), dtype=torch.bfloat16)
         count, captured = len(token_ids), 0 if hidden_layers is None else len(hidden_layers)
         shape = (count, captured) if before is None else (len(logit_rows),)
         hidden = torch.empty((*shape, self._hidden_size), dtype=torch.bfloat16)
-        rows = struct.pack(
+        fields = struct.pack(
             "=2QqQqQQqQ2Q",
-            token_ids.data_ptr(),
-            positions.data_ptr(),
+            token_ids.ctypes.data if isinstance(token_ids, np.ndarray) else token_ids.data_ptr(),
+            0 if positions is None else positions.data_ptr(),
             count,
-            wanted.data_ptr(),
+            wanted.ctypes.data,
             len(logit_rows),
             logits.data_ptr(),
             0 if hidden_layers is None else hidden_layers.data_ptr(),
@@ -138,53 +148,61 @@ class NativeDecoder:
             0 if before is None else before.data_ptr(),
             0 if before is None else hidden.data_ptr(),
         )
-        self._library.tandem_decoder_forward(self._decoder, rows)
+        if isinstance(rows, RowArrays):
+            _check(self._library.tandem_decoder_run(self._decoder, self._batch(rows), fields))
+        else:
+            self._library.tandem_decoder_forward(self._decoder, fields)
         return logits, hidden
 
     def draft(
         self,
-        token_ids: np.ndarray,
-        sequences: np.ndarray,
-        block_table: np.ndarray,
+        batch: RowArrays,
+        wishes: np.ndarray,
         temperatures: np.ndarray,
-        block_size: int,
         vocab_size: int,
-        first_keys: np.ndarray | None = None,
         before: Tensor | None = None,
     ) -> np.ndarray:
         """Read rows of each sequence, then draft from its own choices; int64 [most tokens, sequences].
 
-        `sequences` int64 [4, sequences] has for each one the places from which to read `token_ids` (int64, of
-        all one after the other) and up to which, its seed, and how many tokens it wants, never more than the
-        one before; the rest of its column in the result means nothing. `block_table` int32 [sequences,
-        blocks] has room for the KV of all but the last token. Of the logits only the leading `vocab_size`
-        count; `temperatures` are float32. Keys before a `first_key` (int32) are not looked at. A head also
-        takes the hidden states `before` the rows to be read.
+        `wishes` int64 [2, sequences] has each one's seed, and how many tokens it wants, never more than the
+        one before; the rest of its column in the result means nothing. Its blocks have room for the KV of all
+        but the last token. Of the logits only the leading `vocab_size` count; `temperatures` are float32. A
+        head also takes the hidden states `before` the rows to be read. Raises ValueError where the batch is
+        out of range.
         """
         before = None if before is None else before.contiguous()
-        drafted = np.empty((int(sequences[3, 0]), sequences.shape[1]), np.int64)
-        starts, ends, seeds, counts = (row.ctypes.data for row in sequences)
-        arguments = struct.pack(
-            "=4q10Q",
-            sequences.shape[1],
-            block_table.shape[1],
-            block_size,
+        drafted = np.empty((int(wishes[1, 0]), wishes.shape[1]), np.int64)
+        seeds, counts = (row.ctypes.data for row in wishes)
+        fields = self._batch(batch) + struct.pack(
+            "=q5Q",
             vocab_size,
-            token_ids.ctypes.data,
-            starts,
-            ends,
             counts,
-            block_table.ctypes.data,
-            0 if first_keys is None else first_keys.ctypes.data,
             seeds,
             temperatures.ctypes.data,
             0 if before is None else before.data_ptr(),
             drafted.ctypes.data,
         )
-        wrong = self._library.tandem_decoder_draft(self._decoder, arguments)
-        if wrong:
-            raise ValueError(f"drafting: {wrong.decode()} is out of range")
+        _check(self._library.tandem_decoder_draft(self._decoder, fields))
         return drafted
+
+    def _batch(self, batch: RowArrays) -> bytes:
+        """The C++ side's `Batch`."""
+        starts, ends = (row.ctypes.data for row in batch.spans)
+        return struct.pack(
+            "=3q5Q",
+            *batch.blocks.shape,
+            self._backend.block_size,
+            batch.token_ids.ctypes.data,
+            starts,
+            ends,
+            batch.blocks.ctypes.data,
+            0 if batch.first_keys is None else batch.first_keys.ctypes.data,
+        )
+
+
+def _check(wrong: bytes | None) -> None:
+    if wrong:
+        raise ValueError(f"packed rows: {wrong.decode()} is out of range")
 
 
 class DecoderForward(NativeDecoder):
@@ -206,7 +224,12 @@ class DecoderForward(NativeDecoder):
         self._hidden_layers = torch.tensor(self._order)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
-        logits, hidden = self._forward(token_ids, positions, logit_rows, self._hidden_layers)
+        return self._output(*self._forward((token_ids, positions), logit_rows, self._hidden_layers))
+
+    def run(self, batch: RowArrays, logit_rows: list[int]) -> ForwardOutput:
+        return self._output(*self._forward(batch, logit_rows, self._hidden_layers))
+
+    def _output(self, logits: Tensor, hidden: Tensor) -> ForwardOutput:
         if not self._order:
             return ForwardOutput(logits, None)
         if self._asked != sorted(self._asked):

@@ -21,7 +21,8 @@ from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
 from engine.kv_pool import DRAFT, KVPool, KVShape
 from engine.loader import LoadedModel
-from engine.runner import Runner, SequenceRows
+from engine.rows import SequenceRows
+from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.speculator import Draft
@@ -36,7 +37,6 @@ from speculation.eagle.weights import load_head
 from speculation.native_chain import NativeChain, draws_natively
 from speculation.ranking import rank_drafted
 from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
-
 
 _SIGHT = 64
 """Tokens behind which a head's drafts are about as good as behind a whole text."""
@@ -85,7 +85,7 @@ class EagleDrafter:
         self._runner = Runner(self._forward, self._backend, pool.block_size, device)
         self._native: NativeChain | None = None
         if isinstance(self._forward, NativeHead):
-            self._native = NativeChain(self._forward, pool.block_size, loaded.vocab_size)
+            self._native = NativeChain(self._forward, loaded.vocab_size)
         self._writer = KVWriter(self._head, segment)
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)

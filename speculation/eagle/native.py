@@ -11,6 +11,7 @@ from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.description import ROPE_TYPES, KeptTensors
 from engine.decoder.forward import NativeDecoder
 from engine.forward import ForwardOutput
+from engine.rows import RowArrays
 from speculation.eagle.head import Head
 
 _NO_WEIGHTS = struct.pack("=2Q2q", 0, 0, 0, 0)
@@ -42,12 +43,17 @@ class NativeHead(NativeDecoder):
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
         """`hidden` of the output has the rows of the logits, and no others."""
-        return ForwardOutput(
-            *self._forward(token_ids, positions, logit_rows, before=self.hidden.contiguous())
-        )
+        return ForwardOutput(*self._forward((token_ids, positions), logit_rows, before=self._before()))
+
+    def run(self, batch: RowArrays, logit_rows: list[int]) -> ForwardOutput:
+        return ForwardOutput(*self._forward(batch, logit_rows, before=self._before()))
+
+    def _before(self) -> Tensor:
+        return self.hidden.contiguous()
 
     def every_row(self, token_ids: Tensor, places: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self._forward(token_ids, places, list(range(len(token_ids))), before=hidden.contiguous())
+        every = list(range(len(token_ids)))
+        return self._forward((token_ids, places), every, before=hidden.contiguous())
 
 
 class _HeadDescription(KeptTensors):

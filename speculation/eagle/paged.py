@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend, AttentionMetadata
 from engine.forward import ForwardOutput, RowsForward
-from engine.runner import SequenceRows, block_table
+from engine.rows import SequenceRows, block_table
 from engine.select_forward import PackedForward
 from speculation.eagle.head import Head
 

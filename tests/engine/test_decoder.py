@@ -17,7 +17,8 @@ from engine.decoder.description import unfit
 from engine.decoder.forward import DecoderForward
 from engine.forward import Forward, ForwardOutput
 from engine.linear.packed import kernel_fault, pack_linears
-from engine.runner import Runner, SequenceRows
+from engine.rows import SequenceRows
+from engine.runner import Runner
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, POSITIONS = 16, 24, 256

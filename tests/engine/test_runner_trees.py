@@ -14,7 +14,8 @@ from engine.attention.select import BACKENDS, available_backends
 from engine.forward import Forward
 from engine.kv_pool import TARGET, KVPool
 from engine.loader import load_model
-from engine.runner import Runner, SequenceRows
+from engine.rows import SequenceRows
+from engine.runner import Runner
 from engine.speculator import Draft
 from protocol.config import ServeConfig
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.engine import Engine
-from engine.runner import SequenceRows
+from engine.rows import SequenceRows
 from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 
 from engine.engine import Engine
 from engine.rehearsal import Rehearsal
-from engine.runner import Runner, SequenceRows
+from engine.rows import SequenceRows
+from engine.runner import Runner
 from engine.sequence import Stage
 from protocol.errors import ConfigError
 from protocol.messages import EngineRequest

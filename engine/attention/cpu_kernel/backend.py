@@ -43,6 +43,7 @@ class CpuBackend:
         self._pool = pool
         num_blocks, self._num_layers, _, block_size, kv_heads, head_dim = pool.shape
         self._kv_shape = (0, kv_heads, head_dim)
+        self.block_size = block_size
         arguments = _Arguments("=Q 3q 4q q Q")
         arguments.fill(
             pool.data_ptr(),

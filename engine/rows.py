@@ -1,0 +1,59 @@
+"""Rows of a packed forward, as sequences of the batch have them, and as native code reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(slots=True, eq=False)
+class SequenceRows:
+    """Tokens of one sequence to run: the KV of `token_ids[i]` goes to place `start + i` of its blocks.
+
+    With `masks` they are rows of a tree, which begins at place `tree_start`, by default `start`: see
+    `AttentionMetadata.visible`. Keys before `first_key` are not looked at.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: list[int]
+    masks: list[int] | None = None
+    tree_start: int | None = None
+    first_key: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RowArrays:
+    """Rows of chains. `token_ids` int64 [rows], one sequence after the other; `spans` int64 [2, sequences],
+    their first places and those after the last; `blocks` int32 [sequences, most blocks]; `first_keys` int32
+    [sequences], None for zeros.
+    """
+
+    token_ids: np.ndarray
+    spans: np.ndarray
+    blocks: np.ndarray
+    first_keys: np.ndarray | None
+
+    @classmethod
+    def of(cls, batch: Sequence[SequenceRows]) -> RowArrays:
+        starts = [rows.start for rows in batch]
+        ends = [rows.start + len(rows.token_ids) for rows in batch]
+        first_keys = [rows.first_key for rows in batch]
+        return cls(
+            token_ids=np.array([token for rows in batch for token in rows.token_ids], np.int64),
+            spans=np.array([starts, ends], np.int64),
+            blocks=block_table([rows.block_ids for rows in batch]),
+            first_keys=np.array(first_keys, np.int32) if any(first_keys) else None,
+        )
+
+
+def block_table(tables: Sequence[list[int]]) -> np.ndarray:
+    """int32 [tables, most blocks], padded with 0."""
+    if len(tables) == 1:
+        return np.array(tables, np.int32)
+    padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, block_ids in zip(padded, tables, strict=True):
+        row[: len(block_ids)] = block_ids
+    return padded
