@@ -1,7 +1,7 @@
 """How real steps correct predicted times, without trusting any one of them.
 
 Machines are noisy, so a correction follows the logarithm of measured over predicted in bounded strides: it
-settles near the median, and one slow step moves it by two per cent at most.
+settles near the median, and once a size is known one slow step moves it by two or three per cent at most.
 """
 
 from __future__ import annotations
