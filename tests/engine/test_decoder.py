@@ -6,6 +6,7 @@ import copy
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from engine.decoder.description import unfit
 from engine.decoder.forward import DecoderForward
 from engine.forward import Forward, ForwardOutput
 from engine.linear.packed import kernel_fault, pack_linears
-from engine.rows import SequenceRows
+from engine.rows import RowArrays, SequenceRows
 from engine.runner import Runner
 
 CPU = torch.device("cpu")
@@ -169,6 +170,31 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
     for start, end in itertools.pairwise((0, 1, 2, 7, 40, 70)):
         part = SequenceRows(rows.token_ids[start:end], start, list(range(16, 24)))
         assert torch.equal(both.native.run([part], list(range(end - start))).logits, whole[start:end])
+
+
+@pytest.mark.parametrize(
+    ("rows", "field"),
+    [
+        (SequenceRows([], 4, [3]), "starts"),
+        (SequenceRows([1, 2], BLOCK - 1, [3]), "block_table"),
+        (SequenceRows([1], 0, [NUM_BLOCKS]), "block_table"),
+        (SequenceRows([1], 0, [3], first_key=9), "first_key"),
+    ],
+)
+def test_rows_out_of_range_are_refused(rows: SequenceRows, field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is out of range"):
+        Both("llama").native.run([rows], [0])
+
+
+@pytest.mark.parametrize(
+    ("start", "counts", "field"), [(0, [1, 2], "counts"), (0, [0, 0], "counts"), (14, [4, 1], "block_table")]
+)
+def test_drafts_out_of_range_are_refused(start: int, counts: list[int], field: str) -> None:
+    model = make_model("llama")
+    decoder = DecoderForward(model, new_backend(model), POSITIONS)
+    batch = RowArrays.of([SequenceRows([1], start, [block]) for block in (0, 1)])
+    with pytest.raises(ValueError, match=f"{field} is out of range"):
+        decoder.draft(batch, np.array([[0, 0], counts]), np.zeros(2, np.float32), 331)
 
 
 def test_what_it_cannot_run_is_named() -> None:
