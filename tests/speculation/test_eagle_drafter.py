@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from protocol.sampling import SamplingParams
+from speculation.control.control import Control
 from speculation.ranking import rank
 from speculation.tree import DraftTrees
 from tests.speculation import eagle_files as files
@@ -113,6 +114,39 @@ def test_steps_without_drafts_are_caught_up(target: Path, model: PreTrainedModel
     assert watched.run()["a"] == greedy(model, prompt, 40)
     assert len(watched.drafts[0][1]) > 40
     assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
+
+
+def test_drafts_go_on_behind_steps_that_went_by_unseen(
+    target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(target, official)
+    prompt = prompt_of(20)
+    watched.ask("a", prompt, 40)
+    plan = watched.engine._speculator.plan  # type: ignore[union-attr]
+    steps, idle, resumed = 0, False, 0
+    seen: list[tuple[int, bool]] = []
+
+    def sometimes(decoding: list, num_to_come: int) -> None:  # type: ignore[type-arg]
+        nonlocal steps, idle, resumed
+        steps += 1
+        idle = 6 <= steps < 14
+        plan(decoding, num_to_come)
+        for sequence in decoding:
+            if 6 <= steps < 16:
+                sequence.draft_room = 0
+            if steps == 14:
+                resumed = len(sequence.token_ids)
+        if known := watched.drafter._known.get("a"):
+            seen.append((known.first, known.is_blind))
+
+    monkeypatch.setattr(Control, "is_idle", property(lambda self: idle))
+    watched.engine._speculator.plan = sometimes  # type: ignore[union-attr,method-assign]
+    assert watched.run()["a"] == greedy(model, prompt, 40)
+    lengths = [len(token_ids) for _, token_ids, _ in watched.drafts]
+    assert min(lengths) == 21
+    assert max(lengths) > 40
+    assert seen[0] == (1, False)
+    assert seen[-1] == (resumed, True)
 
 
 def test_prefix_hit_keeps_the_draft_kv(target: Path, model: PreTrainedModel, official: Path) -> None:

@@ -1,0 +1,56 @@
+"""When a draft model reads prompts: not before a draft is wanted, and not too much of them at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.engine import Engine
+from protocol.speculation import SpeculativeConfig
+from speculation import draft_model
+from speculation.speculator import speculate
+from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
+
+PROMPT = 60
+
+
+def engine_with(pair: tuple[Path, Path]) -> Engine:
+    target, draft = pair
+    asked = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=3)
+    return Engine(
+        msgspec.structs.replace(small_config(target, 128), speculative_config=asked), speculate=speculate
+    )
+
+
+def test_with_the_first_draft(pair: tuple[Path, Path]) -> None:
+    engine = engine_with(pair)
+    engine.add(ask("a", prompt_of(PROMPT), 8, ignore_eos=True, temperature=0.0))
+    assert engine.step().outputs[0].token_ids
+    assert engine.draft_state("a").num_tokens == 0
+    assert engine.step().outputs[0].drafted_tokens == 3
+    assert engine.draft_state("a").num_tokens > PROMPT
+
+
+def test_a_long_one_over_several_steps(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two requests: neither drafts before its prompt is read, and nobody's tokens wait or change."""
+    requests = [
+        ask(name, prompt_of(PROMPT, i), 24, ignore_eos=True, temperature=0.0) for i, name in enumerate("ab")
+    ]
+    plain = tokens(run(Engine(small_config(pair[0], 128)), requests))
+    monkeypatch.setattr(draft_model, "_READ_AT_ONCE", 16)
+    engine = engine_with(pair)
+    for request in requests:
+        engine.add(request)
+    found: dict[str, list[int]] = {"a": [], "b": []}
+    drafted: list[int] = []
+    while engine.has_work():
+        outputs = engine.step().outputs
+        drafted.append(sum(output.drafted_tokens for output in outputs))
+        for output in outputs:
+            assert output.token_ids
+            found[output.request_id] += output.token_ids
+    assert found == plain
+    assert drafted[:4] == [0] * 4, "a prompt, and three steps of 16 tokens"
+    assert any(drafted)
