@@ -267,6 +267,18 @@ def test_a_choice_stands_for_some_steps_unless_somebody_comes_or_goes() -> None:
     assert 1 < stood[0] < stood[1]
 
 
+def test_requests_to_come_count_as_if_they_were_there() -> None:
+    made = controller(row_seconds=1e-3)
+    one = request(made)
+    for num_to_come, drafts in ((0, True), (63, False), (0, True)):
+        assert made.is_due(1, num_to_come)
+        made.choose([one], 100.0)
+        assert (one.chosen > 0) == drafts
+        assert made.is_idle != drafts
+    assert not made.is_due(0, 1)
+    assert not made.is_idle, "nobody decodes"
+
+
 def test_trials_are_short() -> None:
     """There are two kinds, of three steps and of one, and one may follow the other."""
     engine = SimulatedEngine(1, lambda number, place: 0.0)

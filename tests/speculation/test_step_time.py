@@ -91,6 +91,20 @@ def test_a_wrong_shape_is_mended_where_steps_are_seen() -> None:
         assert model.seconds(4, rows, 100.0) == pytest.approx(real(rows), rel=0.06)
 
 
+def test_the_first_steps_of_a_size_set_its_time() -> None:
+    """Other sizes take it over until they are seen themselves."""
+    model = made()
+    small, large = truth(4, 4, 0.0), truth(4, 64, 0.0)
+    for _ in range(8):
+        model.observe(4, 4, 0.0, 1.3 * small)
+    assert model.seconds(4, 4, 0.0) == pytest.approx(1.3 * small, rel=0.1)
+    assert model.seconds(4, 64, 0.0) == pytest.approx(1.3 * large, rel=0.1)
+    for _ in range(8):
+        model.observe(4, 64, 0.0, large)
+    assert model.seconds(4, 64, 0.0) == pytest.approx(large, rel=0.1)
+    assert model.seconds(4, 4, 0.0) == pytest.approx(1.3 * small, rel=0.1)
+
+
 def test_outliers_do_not_shift_the_estimate() -> None:
     model, noise = made(), random.Random(3)
     for _ in range(800):
