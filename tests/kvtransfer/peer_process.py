@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
 from protocol.messages import PeerAddress
+from tests.kvtransfer.signals import send_signal
 from tests.kvtransfer.transfer_sides import WAIT_S, ReceiverEnd, SenderEnd, make_pool
 
 NUM_BLOCKS = 64
@@ -60,7 +60,7 @@ class PeerProcess:
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        send_signal(self._process.pid, number)
 
     def close(self) -> None:
         if self.pipe.closed:

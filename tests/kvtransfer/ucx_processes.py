@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.kvtransfer.signals import send_signal
+
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.worker.child"])
 
@@ -305,7 +307,7 @@ class Process:
         return answer
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()

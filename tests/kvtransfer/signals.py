@@ -1,0 +1,16 @@
+"""Signals to processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """A process that is to stop has stopped when this returns: it may run on for a while on another core."""
+    os.kill(pid, number)
+    while number == signal.SIGSTOP and psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.001)
