@@ -83,6 +83,8 @@ def run_worker(
         if carrier is not None and transport_names(config) == ["object_store"]:
             parts.mail = Mail(carrier, parts.wake.set)
         loop = make_loop(parts, engine, link)
+        gc.collect()
+        gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
         parts.lifecycle = "ready"
         try:
             link.register(_registration(parts, engine, loop.address), config.start_timeout)
@@ -90,8 +92,6 @@ def run_worker(
             loop.close()
             raise
         log.info("ready")
-        gc.collect()
-        gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
         stop.attach(loop)
         loop.run()
     finally:
