@@ -129,6 +129,7 @@ class NativeDecoder(ABC):
         `rows` are token ids and positions where the backend's step has begun already.
         """
         token_ids, positions = (rows.token_ids, None) if isinstance(rows, RowArrays) else rows
+        before = None if before is None else before.contiguous()
         wanted = np.array(logit_rows)
         logits = torch.empty((len(logit_rows), self.vocab_size), dtype=torch.bfloat16)
         count, captured = len(token_ids), 0 if hidden_layers is None else len(hidden_layers)

@@ -43,17 +43,14 @@ class NativeHead(NativeDecoder):
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
         """`hidden` of the output has the rows of the logits, and no others."""
-        return ForwardOutput(*self._forward((token_ids, positions), logit_rows, before=self._before()))
+        return ForwardOutput(*self._forward((token_ids, positions), logit_rows, before=self.hidden))
 
     def run(self, batch: RowArrays, logit_rows: list[int]) -> ForwardOutput:
-        return ForwardOutput(*self._forward(batch, logit_rows, before=self._before()))
-
-    def _before(self) -> Tensor:
-        return self.hidden.contiguous()
+        return ForwardOutput(*self._forward(batch, logit_rows, before=self.hidden))
 
     def every_row(self, token_ids: Tensor, places: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         every = list(range(len(token_ids)))
-        return self._forward((token_ids, places), every, before=hidden.contiguous())
+        return self._forward((token_ids, places), every, before=hidden)
 
 
 class _HeadDescription(KeptTensors):
