@@ -131,7 +131,8 @@ class Registry:
         worker = self.current(state.worker_id, state.incarnation)
         if worker is None:
             return False
-        worker.state = state
+        if state.lifecycle != "starting":  # else it was sent before the registration, which overtook it
+            worker.state = state
         self.heard(worker)
         return True
 

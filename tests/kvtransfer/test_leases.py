@@ -100,7 +100,8 @@ def test_closing_a_lease_in_the_middle_of_a_piece_stops_the_writing(closing: Clo
     raw.send_bytes(b"\xaa" * 3 * BLOCK)
     wait_until(lambda: block(receiver.pool, 2) == b"\xaa" * BLOCK)
 
-    receiver.receiver.close_lease("lease")
+    if not receiver.receiver.close_lease("lease"):
+        receiver.wait_for(lambda event: event == Closed("lease"))
     at_close = content(receiver)
     raw.send_bytes(b"\xbb" * 5 * BLOCK + GOOD)
     assert raw.ack().error == "unknown lease"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from protocol.errors import ConfigError
@@ -133,6 +134,16 @@ def test_registering_again_is_harmless():
     recorder = Recorder()
     assert recorder.register("one") is recorder.register("one")
     assert (recorder.greeted, recorder.lost) == (["one", "one"], [])
+
+
+def test_a_heartbeat_of_before_the_registration_takes_no_readiness_away():
+    recorder = Recorder()
+    worker = recorder.register("one")
+    assert worker is not None
+    assert recorder.registry.update(msgspec.structs.replace(state("one"), lifecycle="starting"))
+    assert worker.snapshot().lifecycle == "ready"
+    assert recorder.registry.update(msgspec.structs.replace(state("one"), lifecycle="draining"))
+    assert worker.snapshot().lifecycle == "draining"
 
 
 def test_silence_and_return(monkeypatch):
