@@ -35,6 +35,16 @@ def make_pool(num_blocks: int = 64, block_bytes: int = 4096, seed: int = 0) -> R
     return RegisteredPool(memory.buffer, block_bytes, num_blocks, memory_fd=memory.fd)
 
 
+def idle_cpu_seconds(window_s: float) -> float:
+    """What this process uses in the quietest of a few windows: threads of other tests may still be ending."""
+    used = []
+    for _ in range(4):
+        before = time.process_time()
+        time.sleep(window_s)
+        used.append(time.process_time() - before)
+    return min(used)
+
+
 def close_memories() -> None:
     """Close the memory of every pool made so far."""
     while _memories:
