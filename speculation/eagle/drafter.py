@@ -40,6 +40,8 @@ from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 
 _SIGHT = 64
 """Tokens behind which a head's drafts are about as good as behind a whole text."""
+_MOST_UNREAD = 32
+"""Tokens of a request whose hidden states are kept, each with its whole step's, until a draft reads them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -216,11 +218,10 @@ class EagleDrafter:
                 known.first = known.written = each.start + 1
                 known.features = []
             known.features.append(each.hidden)
-            # Blocks that the engine may share, or hand over, have their draft KV.
-            in_prompt = each.start < len(sequence.prompt_token_ids)
             if known.written < end:
                 waiting.append((sequence, known))
-                is_due |= in_prompt or known.written < end // self._block_size * self._block_size
+                # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
+                is_due |= each.start < len(sequence.prompt_token_ids) or end - known.written >= _MOST_UNREAD
         if is_due:  # all of them at once, so that it is seldom
             self._write(waiting)
 

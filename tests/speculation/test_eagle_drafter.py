@@ -93,7 +93,10 @@ def test_bug_19_true_features_replace_the_heads_own(
     assert not watched.drafter._known
 
 
-def test_steps_without_drafts_are_caught_up(target: Path, model: PreTrainedModel, official: Path) -> None:
+def test_steps_without_drafts_are_caught_up(
+    target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculation.eagle.drafter._MOST_UNREAD", 8)
     watched = Watched(target, official)
     prompt = prompt_of(20)
     watched.ask("a", prompt, 40)
@@ -108,7 +111,7 @@ def test_steps_without_drafts_are_caught_up(target: Path, model: PreTrainedModel
             for sequence in decoding:
                 sequence.draft_room = 0
             known = watched.drafter._known.get("a")
-            assert known is None or known.end - known.written <= 9, "more than a block is kept"
+            assert known is None or known.end - known.written <= 9, "more is kept than may be"
 
     watched.engine._speculator.plan = sometimes  # type: ignore[union-attr,method-assign]
     assert watched.run()["a"] == greedy(model, prompt, 40)
