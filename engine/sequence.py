@@ -86,6 +86,15 @@ class Sequence:
         position = self.position + len(drafted)
         return SamplingRow(self.params, self.prompt_token_ids, output, position, self.request_id)
 
+    def chain_rows(self, drafted: list[int]) -> list[SamplingRow]:
+        """For the token that comes next, and for the one after each of the `drafted`."""
+        if needs_history(self.params):
+            return [self.sampling_row(drafted[:end]) for end in range(len(drafted) + 1)]
+        params, prompt, output = self.params, self.prompt_token_ids, self.output_token_ids
+        first, request_id = self.position, self.request_id
+        positions = range(first, first + len(drafted) + 1)
+        return [SamplingRow(params, prompt, output, position, request_id) for position in positions]
+
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) - self.num_computed

@@ -38,7 +38,7 @@ struct Layer {
 // are normed, joined for the layer's products, and the hidden state goes on beside it, or `joint` makes one of them.
 struct Entry {
     const bf16 *token_norm, *hidden_norm;  // null: `joint` is there
-    Weights joint;
+    Weights joint, mixing;             // the latter makes hidden states of the target's, for drafts; null: they are
     int64_t normed_goes_on, feeds_normed;  // what goes on beside the layer, and into the next row: after its norm?
     const int64_t* token_ids;              // those of the head's logits; null: all in order
 };
@@ -117,7 +117,7 @@ struct Draft {
     const int64_t* counts;      // of tokens wanted
     const int64_t* seeds;
     const float* temperatures;  // 0: the likeliest token
-    const bf16* before;         // for a head, [rows, hidden]: the hidden states before those to be read
+    const bf16* before;         // for a head, [rows, mixing.in or hidden]: what was before those to be read
     int64_t* drafted;           // [counts[0], num_sequences]
 };
 
@@ -275,7 +275,7 @@ class Decoder {
         last_tokens.resize(n), scores.resize(n * m.vocab), after.resize(m.entry ? n * m.hidden : 0);
         bf16* hidden = m.entry ? after.data() : nullptr;
         Rows rows{b.token_ids, positions.data(), int64_t(positions.size()), last_rows.data(), n, scores.data(),
-                  nullptr, 0, nullptr, d.before, hidden};
+                  nullptr, 0, nullptr, mixed_states(d.before, int64_t(positions.size())), hidden};
         int64_t drafting = n;
         for (int64_t token = 0;; token++) {
             if (const char* fault = begin(b, drafting)) return fault;
@@ -326,6 +326,15 @@ class Decoder {
         const AttentionStep step{query_start.data(), context_len.data(), b.block_table, slots.data(), nullptr, nullptr,
                                  b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), m.threads};
         return m.begin(m.attention, &step);
+    }
+
+    // The hidden states that a head takes, of n rows of the target's.
+    const bf16* mixed_states(const bf16* states, int64_t n) {
+        if (!m.entry || !m.entry->mixing.values) return states;
+        mixed.resize(n * m.hidden);
+        threads = n * m.entry->mixing.in * m.hidden < SERIAL_PRODUCTS ? 1 : m.threads;
+        multiply(states, m.entry->mixing, mixed.data(), n);
+        return mixed.data();
     }
 
     template <class Work> void each_row(int64_t n, const Work& work) {
@@ -465,7 +474,7 @@ class Decoder {
 
     const Model m;
     const std::vector<Layer> layers;
-    std::vector<bf16> x, normed, product, attended, gated, active;
+    std::vector<bf16> x, normed, product, attended, gated, active, mixed;
     std::vector<float> values, tails;
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.

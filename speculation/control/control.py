@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 
 from engine.scheduler import ScheduledStep
 from engine.sequence import Sequence, Stage
@@ -35,6 +37,8 @@ class Control:
         """The requests that draft in the step under way."""
         self._num_sequences = 0
         """Of the latest step that was learned from."""
+        self._lessons: list[Callable[[], None]] = []
+        """Learned all at once before the next choice, when their code and data are in the caches."""
 
     def set_target_times(self, times: TargetTimes) -> None:
         self._controller.target = TargetTime(times, self.max_rows)
@@ -57,10 +61,12 @@ class Control:
         """
         surroundings = self._clock.begin()
         if surroundings is not None and self._controller.is_steady:
-            self._controller.surroundings.observe(self._num_sequences, self.drafts, surroundings)
+            observe = self._controller.surroundings.observe
+            self._lessons.append(partial(observe, self._num_sequences, self.drafts, surroundings))
         return self._controller.is_due(num_sequences, num_to_come)
 
     def choose(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
+        self._take_lessons()
         context = sum([len(sequence.token_ids) for sequence in decoding]) / len(decoding)
         self._controller.choose(requests, context)
         for request in requests:
@@ -89,7 +95,8 @@ class Control:
         control = self._controller.methods[method]
         rooms = [sequence.draft_room for sequence in sequences]
         reads = sum(rooms) + sum([request.backlog for request in requests])
-        control.time.observe(1 if control.shape.whole else max(rooms), reads, seconds)
+        levels = 1 if control.shape.whole else max(rooms)
+        self._lessons.append(partial(control.time.observe, levels, reads, seconds))
         for request in requests:
             request.backlog = 0
 
@@ -112,14 +119,24 @@ class Control:
             self._controller.observe_step(count, rows, context, seconds)
         if self.drafts:
             for sequence, outcome in zip(step.sequences, outcomes, strict=True):
-                if sequence in self._drafting:
-                    self._learn_acceptance(sequence, self._drafting[sequence], outcome)
+                request = self._drafting.get(sequence)
+                if request is not None:
+                    room, place = sequence.draft_room, len(sequence.token_ids)
+                    self._lessons.append(partial(self._learn_acceptance, request, outcome, room, place))
+        if not followed:
+            self._take_lessons()
 
-    def _learn_acceptance(self, sequence: Sequence, request: Request, outcome: Outcome) -> None:
+    def _take_lessons(self) -> None:
+        lessons, self._lessons = self._lessons, []
+        for lesson in lessons:
+            lesson()
+
+    def _learn_acceptance(self, request: Request, outcome: Outcome, room: int, place: int) -> None:
+        """Of a request with `room` for drafted tokens, which is now `place` tokens long."""
         draft, verdict, method = outcome.draft, outcome.verdict, request.method
         assert method is not None
         num_drafted = len(draft.token_ids) if draft is not None else 0
-        request.acceptance.observe_share(sequence.draft_room, num_drafted)
+        request.acceptance.observe_share(room, num_drafted)
         if draft is None or verdict is None or verdict.failed:
             return
         if draft.is_blind:
@@ -127,7 +144,7 @@ class Control:
             return
         depth = max(draft.depth, 1)  # probes alone are a draft of which nothing was accepted
         num_agreed = len(verdict.accepted)
-        request.acceptance.observe(depth, num_agreed, len(sequence.token_ids))
+        request.acceptance.observe(depth, num_agreed, place)
         self._account.verified(method, draft.num_nodes, outcome.num_accepted)
         if self._watch.observe(method, request.origin, num_agreed > 0):
             self._account.collapsed(method, request.origin)

@@ -88,6 +88,7 @@ class EagleDrafter:
         self._native: NativeChain | None = None
         if isinstance(self._forward, NativeHead):
             self._native = NativeChain(self._forward, loaded.vocab_size)
+            self._mixes_natively = self._forward.mixes
         self._writer = KVWriter(self._head, segment)
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
@@ -110,10 +111,11 @@ class EagleDrafter:
         return drafts
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        rows, before = self._committed_rows(sequences)
+        rows, features = self._committed_rows(sequences)
         if self._native is not None and draws_natively(sequences, self._options.verification):
+            before = features if self._mixes_natively else self._head.head.combine(features)
             return [Draft(tokens) for tokens in self._native.draft(sequences, rows, counts, before)]
-        logits, hidden = self._run(rows, before)
+        logits, hidden = self._run(rows, self._head.head.combine(features))
         chains = [Chain(sequence) for sequence in sequences]
         wanted = dict(zip(sequences, counts, strict=True))
         self._drawing.extend(chains, self._whole(logits))
@@ -141,7 +143,8 @@ class EagleDrafter:
     def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         with_noise = self._options.verification == "coupled"
         trees = DraftTrees(counts, self._options.max_speculative_tokens, TREE_WIDTH)
-        logits, newest = self._run(*self._committed_rows(sequences))
+        rows, features = self._committed_rows(sequences)
+        logits, newest = self._run(rows, self._head.head.combine(features))
         hidden = list(newest.split(1))  # of each tree's rows
         depths = [[0] for _ in sequences]
         while True:
@@ -177,7 +180,9 @@ class EagleDrafter:
         return whole
 
     def _committed_rows(self, sequences: Many[Sequence]) -> tuple[list[SequenceRows], Tensor]:
-        """The rows that draft the first token, from committed ones alone, and their hidden states."""
+        """The rows that draft the first token, from committed ones alone, and the target's hidden states before
+        them, [rows, feature_size].
+        """
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
         for sequence in sequences:
@@ -194,7 +199,7 @@ class EagleDrafter:
             features += [piece.cut() for piece in known.features]
             known.features = []
             known.written = len(sequence.token_ids)
-        return batch, self._head.head.combine(torch.cat(features))
+        return batch, torch.cat(features) if len(features) > 1 else features[0]
 
     def _run(self, batch: list[SequenceRows], hidden: Tensor, every: bool = False) -> tuple[Tensor, Tensor]:
         """After each sequence's last row, or after every row: logits [rows, draft_vocab_size] and hidden

@@ -38,7 +38,10 @@ class NativeHead(NativeDecoder):
         """`embedding` [vocab_size, hidden_size], `lm_head` [draft_vocab_size, hidden_size]; `draft_ids` as in
         `speculation.eagle.weights.LoadedHead`.
         """
-        super().__init__(_HeadDescription(head, embedding, lm_head, draft_ids), backend)
+        description = _HeadDescription(head, embedding, lm_head, draft_ids)
+        super().__init__(description, backend)
+        self.mixes = description.mixing != _NO_WEIGHTS
+        """Whether `draft` takes the target's hidden states as they are, [rows, feature_size]."""
         self.hidden = torch.zeros((0, head.shape.hidden_size), dtype=torch.bfloat16)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
@@ -87,7 +90,14 @@ class _HeadDescription(KeptTensors):
         else:
             assert head.fc is not None
             norms, joint = (0, 0), self.weights(head.fc)
+        self.mixing = self._mixing(head)
         flags = struct.pack("=2q", shape.norm_before_residual, shape.norm_output)
         self._draft_ids = draft_ids
         ids = struct.pack("=Q", 0 if draft_ids is None else draft_ids.data_ptr())
-        self.entry = struct.pack("=2Q", *norms) + joint + flags + ids
+        self.entry = struct.pack("=2Q", *norms) + joint + self.mixing + flags + ids
+
+    def _mixing(self, head: Head) -> bytes:
+        """What `Head.combine` does, where that is one product."""
+        if head.fc is None or not head.shape.is_eagle3 or head.input_norm is not None or head.fc_norm is not None:
+            return _NO_WEIGHTS
+        return self.weights(head.fc)

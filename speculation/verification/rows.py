@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.sampler import Sampler, SamplingRow
 from engine.sequence import Sequence
 from engine.speculator import Draft, Verdict
+from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 _LIKELIEST = SamplingParams(max_tokens=1, temperature=0.0)
@@ -37,12 +38,7 @@ class DraftedRows:
         self.sampling: list[SamplingRow] = []
         for sequence in sequences:
             first = len(self.sampling)
-            self.sampling.append(sequence.sampling_row())
-            draft = sequence.draft
-            if draft is not None:
-                self.sampling += (sequence.sampling_row(path) for path in _paths(draft))
-                probe = SamplingRow(_LIKELIEST, [], [], sequence.position, sequence.request_id)
-                self.sampling += [probe] * len(draft.probes)
+            self.sampling += _rows_of(sequence)
             self.spans.append(slice(first, len(self.sampling)))
 
     def conclude(
@@ -58,10 +54,12 @@ class DraftedRows:
             [*_tokens(sequence.draft, decision.accepted), decision.last_token]
             for sequence, decision in zip(self.sequences, decisions, strict=True)
         ]
-        chosen: dict[int, int] = {}
-        for rows, tokens in zip(visited, token_ids, strict=True):
-            chosen.update(zip(rows, tokens, strict=True))
-        logprobs = sampler.logprobs(logits, self.sampling, chosen)
+        logprobs: dict[int, TokenLogprobs] = {}
+        if any(sequence.params.logprobs is not None for sequence in self.sequences):
+            chosen: dict[int, int] = {}
+            for rows, tokens in zip(visited, token_ids, strict=True):
+                chosen.update(zip(rows, tokens, strict=True))
+            logprobs = sampler.logprobs(logits, self.sampling, chosen)
         return [
             Verdict(
                 token_ids=tokens,
@@ -78,15 +76,25 @@ def num_rows(sequence: Sequence) -> int:
     return 1 + (len(sequence.draft.token_ids) if sequence.draft is not None else 0)
 
 
+def _rows_of(sequence: Sequence) -> list[SamplingRow]:
+    draft = sequence.draft
+    if draft is None:
+        return [sequence.sampling_row()]
+    if draft.parents is None and not draft.probes:
+        return sequence.chain_rows(draft.token_ids)
+    rows = [sequence.sampling_row(), *map(sequence.sampling_row, _paths(draft))]
+    probe = SamplingRow(_LIKELIEST, [], [], sequence.position, sequence.request_id)
+    return rows + [probe] * len(draft.probes)
+
+
 def _tokens(draft: Draft | None, nodes: Many[int]) -> list[int]:
     return [draft.token_ids[node] for node in nodes] if draft is not None else []
 
 
 def _paths(draft: Draft) -> list[list[int]]:
     """For each node the drafted tokens up to it."""
-    if draft.parents is None:
-        return [draft.token_ids[: node + 1] for node in range(draft.num_nodes)]
     found: list[list[int]] = []
-    for parent, token in zip(draft.parents, draft.token_ids, strict=False):
-        found.append([*(found[parent] if parent >= 0 else ()), token])
+    for node in range(draft.num_nodes):
+        parent = draft.parent(node)
+        found.append([*(found[parent] if parent >= 0 else ()), draft.token_ids[node]])
     return found
