@@ -102,17 +102,17 @@ void scale_row(const T* __restrict row, int64_t size, int64_t likeliest, float t
     for (int64_t i = 0; i < size; i++) values[i] = (widen(row[i]) - top) / temperature;
 }
 
-inline bool any_at_least(const float* __restrict values, int64_t size, float floor) {
-    int32_t found = 0;
-    for (int64_t i = 0; i < size; i++) found |= values[i] >= floor;
-    return found;
+inline int64_t count_at_least(const float* __restrict values, int64_t size, float floor) {
+    int32_t count = 0;
+    for (int64_t i = 0; i < size; i++) count += values[i] >= floor;
+    return count;
 }
 
 // visit(i) for all values that are at least `floor`.
 template <class Visit> void each_at_least(const float* values, int64_t size, float floor, const Visit& visit) {
     for (int64_t first = 0; first < size; first += BLOCK) {
         const int64_t last = std::min(first + BLOCK, size);
-        if (!any_at_least(values + first, last - first, floor)) continue;
+        if (!count_at_least(values + first, last - first, floor)) continue;
         for (int64_t i = first; i < last; i++)
             if (values[i] >= floor) visit(i);
     }
@@ -130,7 +130,7 @@ int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, 
     for (int64_t first = 0; first < size; first += BLOCK) {
         const int64_t count = std::min(BLOCK, size - first);
         const float* __restrict value = values + first;
-        if (!any_at_least(value, count, floor)) continue;
+        if (!count_at_least(value, count, floor)) continue;
         float lifts[BLOCK];  // how far the noise is from lifting a token above the bar: at least 0 if it may
         for (int64_t i = 0; i < count; i++) {
             const float tail = 0.5f - float(noise_bits(key, token_id(first + i))) * 0x1p-32f;

@@ -59,56 +59,92 @@ double mass_of(const float* __restrict values, int64_t size, float floor) {
     return mass;
 }
 
+// Copies the values with keep(value) to `kept`, which may be where they are, and returns how many.
+template <class Keep> int64_t copy_some(const float* values, int64_t size, float* kept, const Keep& keep) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < size; i++) {
+        const float value = values[i];
+        kept[count] = value;
+        count += keep(value);
+    }
+    return count;
+}
+
+int64_t copy_at_least(const float* values, int64_t size, float floor, float* kept) {
+    int64_t count = 0;
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        const int64_t of_block = std::min(BLOCK, size - first);
+        if (!count_at_least(values + first, of_block, floor)) continue;
+        count += copy_some(values + first, of_block, kept + count, [=](float value) { return value >= floor; });
+    }
+    return count;
+}
+
+void keep_greater(float* __restrict kept, const float* __restrict others, int64_t size) {
+    for (int64_t i = 0; i < size; i++) kept[i] = std::max(kept[i], others[i]);
+}
+
+float kth_of(float* some, int64_t size, int64_t k) {
+    std::nth_element(some, some + (k - 1), some + size, std::greater<float>());
+    return some[k - 1];
+}
+
+// The last value in descending order before which there is less mass than `wanted`, of `size` values from `low` to 0.
+// That range is halved until there is little to sort.
+float smallest_inside(float* some, int64_t size, float low, double wanted) {
+    for (float high = 0; size > LANES;) {
+        const float middle = (low + high) / 2;
+        if (!(low < middle && middle < high)) break;
+        const double mass = mass_of(some, size, middle);
+        if (mass >= wanted || count_at_least(some, size, middle) == size) {  // the latter where sums were rounded
+            low = middle;
+            size = copy_some(some, size, some, [=](float value) { return value >= middle; });
+        } else {
+            high = middle, wanted -= mass;
+            size = copy_some(some, size, some, [=](float value) { return value < middle; });
+        }
+    }
+    std::sort(some, some + size, std::greater<float>());
+    int64_t i = 0;
+    while (i + 1 < size && (wanted -= exp_of(double(some[i]))) > 0) i++;
+    return some[i];
+}
+
 // A thread's rows are chosen one by one, in the same memory.
 class Chooser {
   public:
     template <class T> int64_t choose(const T* logits, int64_t size, const Request& request, int64_t position) {
         const int64_t likeliest = argmax(logits, size);
         if (likeliest < 0 || request.temperature == 0) return likeliest;
-        values.resize(size);
+        values.resize(size), kept.resize(size), some.resize(size);
         scale_row(logits, size, likeliest, request.temperature, values.data());
         const uint64_t key = stream_key(request.seed, position);
-        return race(values.data(), size, floor_of(request), likeliest, key, [](int64_t i) { return i; });
+        return race(values.data(), size, floor_of(request, size), likeliest, key, [](int64_t i) { return i; });
     }
 
   private:
     // The least value that the request's filters leave.
-    float floor_of(const Request& request) {
+    float floor_of(const Request& request, int64_t size) {
         float floor = request.min_p_floor;
-        const bool has_top_k = request.top_k > 0 && request.top_k < int64_t(values.size());
-        if (has_top_k) floor = std::max(floor, kth_greatest(request.top_k));
+        const bool has_top_k = request.top_k > 0 && request.top_k < size;
+        if (has_top_k) floor = std::max(floor, kth_greatest(size, request.top_k));
         if (request.top_p >= 1) return floor;
-        if (!has_top_k) return nucleus_floor(values.data(), values.size(), floor, request.top_p);
-        collect(values.data(), values.size(), floor, kept);
-        return nucleus_floor(kept.data(), kept.size(), floor, request.top_p);
-    }
-
-    static void collect(const float* from, int64_t size, float floor, std::vector<float>& found) {
-        found.clear();
-        each_at_least(from, size, floor, [&](int64_t i) { found.push_back(from[i]); });
+        if (!has_top_k) return nucleus_floor(values.data(), size, floor, request.top_p);
+        const int64_t count = copy_at_least(values.data(), size, floor, kept.data());
+        return nucleus_floor(kept.data(), count, floor, request.top_p);
     }
 
     // Of the greatest of k groups or more, the k-th greatest is no greater than that of all.
-    float kth_greatest(int64_t k) {
-        const int64_t size = values.size(), groups = (4 * k + BLOCK - 1) / BLOCK * BLOCK;
+    float kth_greatest(int64_t size, int64_t k) {
+        const int64_t groups = (4 * k + BLOCK - 1) / BLOCK * BLOCK;
         float bound = -std::numeric_limits<float>::infinity();
         if (2 * groups < size) {
-            kept.assign(values.begin(), values.begin() + groups);
+            std::copy_n(values.data(), groups, some.data());
             for (int64_t first = groups; first < size; first += groups)
-                keep_greater(kept.data(), values.data() + first, std::min(groups, size - first));
-            bound = kth_of(kept, k);
+                keep_greater(some.data(), values.data() + first, std::min(groups, size - first));
+            bound = kth_of(some.data(), groups, k);
         }
-        collect(values.data(), size, bound, kept);
-        return kth_of(kept, k);
-    }
-
-    static void keep_greater(float* __restrict kept, const float* __restrict others, int64_t size) {
-        for (int64_t i = 0; i < size; i++) kept[i] = std::max(kept[i], others[i]);
-    }
-
-    static float kth_of(std::vector<float>& some, int64_t k) {
-        std::nth_element(some.begin(), some.begin() + (k - 1), some.end(), std::greater<float>());
-        return some[k - 1];
+        return kth_of(some.data(), copy_at_least(values.data(), size, bound, some.data()), k);
     }
 
     // The least value in the nucleus of those that are at least `floor`: before it in descending order there is less
@@ -117,29 +153,17 @@ class Chooser {
         const double total = mass_of(from, size, floor), wanted = top_p * total;
         // Tokens each lighter than this weigh less than 1 - top_p together, so that the nucleus lies above.
         const double lightest = (total - wanted) / double(size);
+        float low = floor;
+        int64_t count = 0;
         for (const double bound : {std::max(total * 0x1p-14, lightest), lightest}) {
-            collect(from, size, std::max(floor, float(std::log(bound)) - 1e-3f), sorted);
-            if (mass_of(sorted.data(), sorted.size(), floor) >= wanted) break;
+            low = std::max(floor, float(std::log(bound)) - 1e-3f);
+            count = copy_at_least(from, size, low, some.data());
+            if (mass_of(some.data(), count, low) >= wanted) break;
         }
-        return smallest_inside(sorted.data(), sorted.data() + sorted.size(), wanted);
+        return smallest_inside(some.data(), count, low, wanted);
     }
 
-    // The last value in descending order before which there is less mass than `wanted`. The half that it lies in is
-    // halved again, until there is little to sort.
-    static float smallest_inside(float* first, float* last, double wanted) {
-        while (last - first > LANES) {
-            float* middle = first + (last - first) / 2;
-            std::nth_element(first, middle, last, std::greater<float>());
-            const double mass = mass_of(first, middle - first, *middle);
-            if (mass >= wanted) last = middle;
-            else first = middle, wanted -= mass;
-        }
-        std::sort(first, last, std::greater<float>());
-        for (; first + 1 < last && (wanted -= exp_of(double(*first))) > 0; first++) {}
-        return *first;
-    }
-
-    std::vector<float> values, kept, sorted;
+    std::vector<float> values, kept, some;
 };
 
 template <class T> void choose_rows(const Rows& rows, std::atomic<int64_t>& next) {
