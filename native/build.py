@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ _FLAGS = [
 _NATIVE = ["-march=native"]
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT = 120.0  # seconds
+_QUOTED_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 class BuildError(RuntimeError):
@@ -72,8 +74,17 @@ def _cache_dir() -> Path:
     return Path(os.environ.get("TANDEM_CACHE_DIR") or Path.home() / ".cache" / "tandem")
 
 
+def _with_headers(source: Path) -> list[Path]:
+    """The source and all that it includes by a quoted name, one after the other."""
+    found = [source]
+    for file in found:
+        headers = ((file.parent / name).resolve() for name in _QUOTED_INCLUDE.findall(file.read_text()))
+        found += dict.fromkeys(header for header in headers if header.exists() and header not in found)
+    return found
+
+
 def build(source: Path) -> Path:
-    """The library made of a source and the headers beside it, compiled now unless the cache has it.
+    """The library made of a source and the headers that it includes, compiled now unless the cache has it.
 
     Raises BuildError.
     """
@@ -83,7 +94,7 @@ def build(source: Path) -> Path:
         *_FLAGS,
         *_NATIVE,
         _cpu(),
-        *(file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))),
+        *(file.read_text() for file in _with_headers(source)),
     ]
     key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
     library = _cache_dir() / f"{source.stem}-{key}.so"

@@ -9,9 +9,9 @@
 #include <cstring>
 #include <vector>
 
-namespace {
+#include "../sampler/choice.h"
 
-typedef uint16_t bf16;
+namespace {
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
@@ -121,13 +121,6 @@ struct Draft {
     int64_t* drafted;           // [counts[0], num_sequences]
 };
 
-inline float widen(bf16 value) {
-    const uint32_t bits = uint32_t(value) << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
-}
-
 inline bf16 narrow(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -135,18 +128,6 @@ inline bf16 narrow(float value) {
 }
 
 inline float rounded(float value) { return widen(narrow(value)); }
-
-// exp by a polynomial on [-ln2/2, ln2/2], so that loops over it become vector code; relative error below 1e-6.
-inline float exp_of(float x) {
-    x = std::min(std::max(x, -87.0f), 88.0f);
-    const float n = std::floor(x * 1.44269504f + 0.5f);
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    const float p = 1 + r * (1 + r * (0.5f + r * (0.166666657f + r * (0.0416657962f + r * (8.33345205e-3f + r * 1.39819994e-3f)))));
-    const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return p * scale;
-}
 
 // Loops over a row's values: vector code, since sizes come by value and nothing overlaps what is written.
 
@@ -191,18 +172,6 @@ void rotate_head(bf16* head, const bf16* cosine, const bf16* sine, int64_t head_
         head[i + half] = narrow(high_cosine + low_sine);
     }
 }
-
-uint64_t mix_upper(uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    return (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-}
-
-uint64_t mix(uint64_t x) {
-    x = mix_upper(x);
-    return x ^ (x >> 31);
-}
-
-constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u;
 
 class Decoder {
   public:
@@ -421,61 +390,24 @@ class Decoder {
         multiply(active.data(), layer.down, product.data(), n);
     }
 
-    // The argmax of logits / temperature + Gumbel noise (engine/sampler/noise.py). Only tokens whose noise may lift
-    // them above the likeliest one's score need logarithms: -log u is at least 1 - u.
+    // The argmax of logits / temperature + Gumbel noise, as the sampler has it without filters.
     int64_t choose(const bf16* logits, int64_t vocab, int64_t seed, int64_t position, float temperature) {
         const int64_t likeliest = argmax(logits, vocab);
+        if (likeliest < 0) return 0;
         if (temperature == 0) return likeliest;
-        int64_t best = likeliest;
-        const uint64_t key = mix(mix(uint64_t(seed)) + uint64_t(position + 1) * GAMMA);
-        const float top = widen(logits[best]);
         values.resize(vocab);
-        float* __restrict value = values.data();
-        for (int64_t i = 0; i < vocab; i++) value[i] = (widen(logits[i]) - top) / temperature;
-        double best_score = noise(key, token_id(best));
-        find_tails(key, vocab, float(best_score) - 1e-4f);
-        for (int64_t i = 0; i < vocab; i++) {
-            if (tails[i] < -1e-6f) continue;
-            const double score = values[i] + noise(key, token_id(i));
-            if (score > best_score) best = i, best_score = score;
-        }
-        return best;
-    }
-
-    // How far each token's noise is from lifting it above the bar: at least 0 if it may.
-    void find_tails(uint64_t key, int64_t vocab, float bar) {
-        tails.resize(vocab);
-        const float* __restrict value = values.data();
-        float* __restrict out = tails.data();
-        const auto tail = [=](int64_t i, int64_t token) {
-            const uint64_t bits = mix_upper(key + uint64_t(token + 1) * GAMMA);
-            return exp_of(value[i] - bar) - (0.5f - float(int32_t(bits >> 32)) * 0x1p-32f);
-        };
+        scale_row(logits, vocab, likeliest, temperature, values.data());
+        const uint64_t key = stream_key(seed, position);
+        constexpr float NO_FLOOR = -std::numeric_limits<float>::infinity();
         if (const int64_t* ids = m.entry ? m.entry->token_ids : nullptr)
-            for (int64_t i = 0; i < vocab; i++) out[i] = tail(i, ids[i]);
-        else
-            for (int64_t i = 0; i < vocab; i++) out[i] = tail(i, i);
-    }
-
-    // The first of the greatest, by integers in the order of the floats that they stand for.
-    static int64_t argmax(const bf16* logits, int64_t vocab) {
-        const auto order = [](bf16 value) { return int16_t(value ^ (int16_t(value) >> 15 & 0x7fff)); };
-        int16_t most = INT16_MIN;
-        for (int64_t i = 0; i < vocab; i++) most = std::max(most, order(logits[i]));
-        int64_t first = 0;
-        while (order(logits[first]) != most) first++;
-        return first;
-    }
-
-    static double noise(uint64_t key, int64_t token) {
-        const double bits = double(int32_t(mix_upper(key + uint64_t(token + 1) * GAMMA) >> 32));
-        return -std::log(-std::log((bits + 0x1p31 + 0.5) * 0x1p-32));
+            return race(values.data(), vocab, NO_FLOOR, likeliest, key, [=](int64_t i) { return ids[i]; });
+        return race(values.data(), vocab, NO_FLOOR, likeliest, key, [](int64_t i) { return i; });
     }
 
     const Model m;
     const std::vector<Layer> layers;
     std::vector<bf16> x, normed, product, attended, gated, active, mixed;
-    std::vector<float> values, tails;
+    std::vector<float> values;
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.
     std::vector<int64_t> last_tokens, positions, slots, last_rows;

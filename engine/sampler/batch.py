@@ -18,6 +18,16 @@ from engine.sampler.noise import NOISE_SPAN
 from protocol.sampling import SamplingParams
 
 _MIN_TEMPERATURE = 1e-30
+_TABLE = np.dtype(
+    [
+        ("seed", np.int64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("temperature", np.float32),
+        ("min_p_floor", np.float32),
+    ]
+)
+"""`Request` in choose.cpp."""
 
 
 class RequestParams:
@@ -30,6 +40,9 @@ class RequestParams:
         self.seeds = np.array([p.seed for p in params], np.int64)
         self._read_numbers(np.array([_numbers(p) for p in params]).T)
         self._read_token_ids()
+        self._table = self._make_table()
+        self.table_address: int = self._table.ctypes.data
+        """Of what the compiled choice reads of each request."""
 
     @property
     def only_argmax(self) -> bool:
@@ -54,6 +67,15 @@ class RequestParams:
         self.has_min_tokens = min_tokens > 0
         self.penalized = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
         self.penalties = np.stack([repetition, presence, frequency], axis=1).astype(np.float32)
+
+    def _make_table(self) -> np.ndarray:
+        table = np.empty(len(self.params), _TABLE)
+        table["seed"] = self.seeds
+        table["top_k"] = self.top_k
+        table["top_p"] = self.top_p
+        table["temperature"] = np.where(self.greedy, 0.0, self.temperature)
+        table["min_p_floor"] = self.min_p_floor
+        return table
 
     def _read_token_ids(self) -> None:
         """Biased, banned and allowed tokens; single ones are arrays, empty where there are none."""
@@ -81,12 +103,14 @@ class RequestParams:
 class BatchParams:
     """For each row those of its request, whose number in `requests` is `index[row]`.
 
-    Column vectors are [n, 1], one entry per row; row lists name the rows that a feature concerns.
+    Column vectors are [n, 1], one entry per row; row lists name the rows that a feature concerns. With
+    `only_edits` there is nothing of temperatures and filters.
     """
 
-    def __init__(self, requests: RequestParams, index: list[int]) -> None:
+    def __init__(self, requests: RequestParams, index: list[int], *, only_edits: bool = False) -> None:
         self._requests = requests
         self._numbers = index
+        self._only_edits = only_edits
         self._index = np.array(index)
         self.vocab_size = requests.vocab_size
         self.edits_logits = requests.edits_logits
@@ -94,12 +118,13 @@ class BatchParams:
         self.all_greedy = len(self.greedy_rows) == len(index)
         if self.edits_logits:
             self._build_edits()
-        if not self.all_greedy:
+        if not (self.all_greedy or only_edits):
             self._build_distribution()
 
-    def describes(self, requests: RequestParams, index: list[int]) -> bool:
-        """Whether the tensors were built for just these rows."""
-        return requests is self._requests and index == self._numbers
+    def describes(self, requests: RequestParams, index: list[int], *, only_edits: bool) -> bool:
+        """Whether the tensors were built for just these rows, and all that are wanted."""
+        enough = only_edits or not self._only_edits
+        return enough and requests is self._requests and index == self._numbers
 
     def _rows(self, flags: np.ndarray) -> list[int]:
         return np.flatnonzero(flags[self._index]).tolist()

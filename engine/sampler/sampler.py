@@ -4,6 +4,9 @@ A row's token is the argmax of its processed log-probabilities plus noise keyed 
 depends on the row alone. Processing goes, in vLLM's order: logit bias, allowed tokens, bans, `min_tokens`,
 penalties, temperature, min-p, top-k, top-p. Greedy rows take the argmax after the penalties. Among equals
 the lowest token id wins.
+
+On a CPU with a compiler the choice is one native call (`native.py`), once the logits are edited; what torch's
+operators do here gives the same tokens elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from engine.sampler.batch import BatchParams, RequestParams
 from engine.sampler.edits import apply_edits
 from engine.sampler.filters import floors, survivors
 from engine.sampler.logprobs import token_logprobs
+from engine.sampler.native import compiled
 from engine.sampler.noise import NOISE_SPAN, gumbel_noise, stream_keys
 from engine.sampler.ops import argmax_rows, likeliest, unusable_rows
 from engine.sampler.penalties import Penalties
@@ -47,6 +51,7 @@ class Sampler:
         self._penalties = Penalties()
         self._requests: RequestParams | None = None
         self._batch: BatchParams | None = None
+        self._native = compiled() if self._device.type == "cpu" else None
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
         """Choose a token for each row of `logits` [n, vocab], any float dtype, which stay as they are."""
@@ -60,10 +65,16 @@ class Sampler:
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, list[int]]:
         """The tokens alone, int64 [n], and the rows that failed. There is at least one row."""
         requests, index = self._requests_of(rows)
+        if self._native is not None:
+            if requests.edits_logits:
+                batch = self._batch_for(requests, index, only_edits=True)
+                logits = self._edited(logits, rows, batch)
+            return self._native(logits, requests, index, [row.position for row in rows])
         if requests.only_argmax:
             return likeliest(logits)
         batch = self._batch_for(requests, index)
-        values, best = self._edited(logits, rows, batch)
+        values = self._edited(logits, rows, batch)
+        best = values.amax(dim=1, keepdim=True)
         failed_rows = unusable_rows(best)
         if batch.all_greedy:
             return argmax_rows(values), failed_rows
@@ -77,7 +88,8 @@ class Sampler:
         The token that a row gets is the argmax of their logarithm and its noise.
         """
         batch = self._batch_for(*self._requests_of(rows))
-        values, best = self._edited(logits, rows, batch)
+        values = self._edited(logits, rows, batch)
+        best = values.amax(dim=1, keepdim=True)
         failed_rows = unusable_rows(best)
         greedy = argmax_rows(values[batch.greedy_rows])
         if not batch.all_greedy:
@@ -122,21 +134,21 @@ class Sampler:
             self._requests = RequestParams(params, self._vocab_size, self._device)
         return self._requests, index
 
-    def _batch_for(self, requests: RequestParams, index: list[int]) -> BatchParams:
-        if self._batch is None or not self._batch.describes(requests, index):
-            self._batch = BatchParams(requests, index)
+    def _batch_for(
+        self, requests: RequestParams, index: list[int], *, only_edits: bool = False
+    ) -> BatchParams:
+        if self._batch is None or not self._batch.describes(requests, index, only_edits=only_edits):
+            self._batch = BatchParams(requests, index, only_edits=only_edits)
         return self._batch
 
-    def _edited(
-        self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams
-    ) -> tuple[Tensor, Tensor]:
-        """A copy float32 [n, vocab] with all edits and penalties, and each row's greatest value [n, 1]."""
+    def _edited(self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
+        """A copy float32 [n, vocab] with all edits and penalties."""
         values = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
         if batch.edits_logits:
             apply_edits(values, rows, batch, self._eos_token_ids)
             if batch.penalty_rows:
                 self._penalties.apply(values, rows, batch)
-        return values, values.amax(dim=1, keepdim=True)
+        return values
 
 
 def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:

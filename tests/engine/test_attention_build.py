@@ -100,6 +100,26 @@ def test_a_cache_that_cannot_be_written_is_reported(forgetful: Path, monkeypatch
         build.build(SOURCE)
 
 
+def test_a_changed_header_makes_another_library(forgetful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one in another folder that a header includes."""
+    compiler = forgetful / "compiler"
+    compiler.write_text("#!/bin/sh\nexit 0\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    for folder in ("kernel", "shared"):
+        (forgetful / folder).mkdir()
+    source, header = forgetful / "kernel" / "kernel.cpp", forgetful / "shared" / "inner.h"
+    source.write_text('#include <vector>\n#include "outer.h"\n#include "../shared/inner.h"\n')
+    (forgetful / "kernel" / "outer.h").write_text('#pragma once\n# include "../shared/inner.h"\n')
+    (forgetful / "kernel" / "unused.h").write_text("int one;\n")
+    header.write_text('#include "../kernel/outer.h"\nint one;\n')
+    first = build.build(source)
+    (forgetful / "kernel" / "unused.h").write_text("int two;\n")
+    assert build.build(source) == first
+    header.write_text('#include "../kernel/outer.h"\nint two;\n')
+    assert build.build(source) != first
+
+
 @pytest.mark.slow
 @has_compiler
 def test_processes_that_start_together_share_one_build(forgetful: Path) -> None:

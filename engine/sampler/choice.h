@@ -1,0 +1,147 @@
+// What it takes to choose a token from a row of logits: the noise of noise.py, and the race of race.py. Loops over a
+// row are vector code, since sizes come by value and nothing overlaps what is written.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace {
+
+typedef uint16_t bf16;
+
+constexpr int64_t BLOCK = 128;  // tokens that are passed over together
+
+inline float widen(float value) { return value; }
+
+inline float widen(bf16 value) {
+    const uint32_t bits = uint32_t(value) << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+// exp by a polynomial on [-ln2/2, ln2/2], so that loops over it become vector code; relative error below 1e-6.
+inline float exp_of(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float n = std::floor(x * 1.44269504f + 0.5f);
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    const float p = 1 + r * (1 + r * (0.5f + r * (0.166666657f + r * (0.0416657962f + r * (8.33345205e-3f + r * 1.39819994e-3f)))));
+    const uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return p * scale;
+}
+
+// The noise.
+
+constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u;
+constexpr float MAX_NOISE = 22.88f;  // there is none greater
+
+inline uint64_t mix_upper(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    return (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+}
+
+inline uint64_t mix(uint64_t x) {
+    x = mix_upper(x);
+    return x ^ (x >> 31);
+}
+
+inline uint64_t stream_key(int64_t seed, int64_t position) {
+    return mix(mix(uint64_t(seed)) + uint64_t(position + 1) * GAMMA);
+}
+
+inline int32_t noise_bits(uint64_t key, int64_t token) {
+    return int32_t(mix_upper(key + uint64_t(token + 1) * GAMMA) >> 32);
+}
+
+inline float gumbel_noise(uint64_t key, int64_t token) {
+    return float(-std::log(-std::log((double(noise_bits(key, token)) + 0x1p31 + 0.5) * 0x1p-32)));
+}
+
+// Integers in the order of the floats that they stand for; -0 comes just before 0.
+inline int16_t order(bf16 value) { return int16_t(value ^ (int16_t(value) >> 15 & 0x7fff)); }
+
+inline int32_t order(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits ^ (bits >> 31 & 0x7fffffff);
+}
+
+inline int16_t infinity_like(bf16) { return 0x7f80; }
+inline int32_t infinity_like(float) { return 0x7f800000; }
+
+// The first of the greatest of a row; -1 where that is not finite, or some are no numbers.
+template <class T> int64_t argmax(const T* __restrict row, int64_t size) {
+    using Order = decltype(order(T()));
+    const Order infinity = infinity_like(T());
+    Order most = std::numeric_limits<Order>::min(), least = std::numeric_limits<Order>::max();
+    for (int64_t i = 0; i < size; i++) {
+        most = std::max(most, order(row[i]));
+        least = std::min(least, order(row[i]));
+    }
+    if (most >= infinity || most <= Order(~infinity) || least < Order(~infinity)) return -1;
+    if (most == 0) most = -1;
+    int64_t first = 0;
+    for (; first + BLOCK <= size; first += BLOCK) {
+        Order of_block = least;
+        for (int64_t i = 0; i < BLOCK; i++) of_block = std::max(of_block, order(row[first + i]));
+        if (of_block >= most) break;
+    }
+    while (order(row[first]) < most) first++;
+    return first;
+}
+
+// Logarithms of the probabilities, but for a summand that makes the greatest 0.
+template <class T>
+void scale_row(const T* __restrict row, int64_t size, int64_t likeliest, float temperature, float* __restrict values) {
+    const float top = widen(row[likeliest]);
+    for (int64_t i = 0; i < size; i++) values[i] = (widen(row[i]) - top) / temperature;
+}
+
+inline int64_t count_at_least(const float* __restrict values, int64_t size, float floor) {
+    int32_t count = 0;
+    for (int64_t i = 0; i < size; i++) count += values[i] >= floor;
+    return count;
+}
+
+// visit(i) for all values that are at least `floor`.
+template <class Visit> void each_at_least(const float* values, int64_t size, float floor, const Visit& visit) {
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        const int64_t last = std::min(first + BLOCK, size);
+        if (!count_at_least(values + first, last - first, floor)) continue;
+        for (int64_t i = first; i < last; i++)
+            if (values[i] >= floor) visit(i);
+    }
+}
+
+// The first with the greatest value + noise among those whose value is at least `floor`, and only they: `values` are as
+// scale_row leaves them, and token_id(i) has the noise of i. Only those whose noise may lift them above the likeliest
+// one's score need logarithms: -log u is at least 1 - u.
+template <class TokenId>
+int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, uint64_t key, const TokenId& token_id) {
+    int64_t best = likeliest;
+    float best_score = values[likeliest] + gumbel_noise(key, token_id(likeliest));
+    const float bar = best_score - 1e-4f;
+    floor = std::max(floor, bar - MAX_NOISE);
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, size - first);
+        const float* __restrict value = values + first;
+        if (!count_at_least(value, count, floor)) continue;
+        float lifts[BLOCK];  // how far the noise is from lifting a token above the bar: at least 0 if it may
+        for (int64_t i = 0; i < count; i++) {
+            const float tail = 0.5f - float(noise_bits(key, token_id(first + i))) * 0x1p-32f;
+            lifts[i] = value[i] >= floor ? exp_of(value[i] - bar) - tail : -1;
+        }
+        each_at_least(lifts, count, -1e-6f, [&](int64_t i) {
+            const float score = value[i] + gumbel_noise(key, token_id(first + i));
+            if (score > best_score || (score == best_score && first + i < best)) best = first + i, best_score = score;
+        });
+    }
+    return best;
+}
+
+}  // namespace

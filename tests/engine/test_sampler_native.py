@@ -1,0 +1,293 @@
+"""The compiled choice against what torch's operators choose, token for token."""
+
+from __future__ import annotations
+
+import math
+import platform
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampler import Sampler, SamplingRow, gumbel_noise, native, stream_keys
+from native.build import _cpu as cpu_of_build
+from native.build import build
+from tests.engine.sampler_reference import make_row
+
+needs_compiler = pytest.mark.skipif(native.compiled() is None, reason="needs a C++ compiler")
+
+FILTERS = {
+    "none": {},
+    "cold": {"temperature": 0.2},
+    "hot": {"temperature": 5.0},
+    "hottest": {"temperature": 100.0},
+    "nearly greedy": {"temperature": 1e-40},
+    "greedy": {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.3},
+    "top-k 1": {"top_k": 1},
+    "top-k": {"top_k": 7, "temperature": 2.0},
+    "top-k of many": {"top_k": 200, "temperature": 3.0},
+    "top-p tiny": {"top_p": 1e-9},
+    "top-p": {"top_p": 0.6},
+    "top-p of many": {"top_p": 0.97, "temperature": 4.0},
+    "top-p nearly 1": {"top_p": 1 - 2**-53},
+    "min-p": {"min_p": 0.02},
+    "min-p 1": {"min_p": 1.0},
+    "min-p, top-p": {"min_p": 0.001, "top_p": 0.9},
+    "min-p, top-k": {"min_p": 0.05, "top_k": 20},
+    "top-k, top-p": {"top_k": 30, "top_p": 0.8, "temperature": 1.5},
+    "all": {"min_p": 0.01, "top_k": 50, "top_p": 0.9, "temperature": 1.3},
+}
+
+
+def make_rows(count: int, generator: random.Random, names: list[str] | None = None) -> list[SamplingRow]:
+    """Rows of several requests and positions, with these filters in turn."""
+    names = names or list(FILTERS)
+    rows = []
+    for number in range(count):
+        params = FILTERS[names[number % len(names)]]
+        rows.append(make_row(str(number), seed=generator.randint(-(2**63), 2**63 - 1), **params))
+        rows[-1].position = generator.choice([number, generator.randrange(10**6)])
+    return rows
+
+
+def choose_both_ways(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[int]]:
+    """What the compiled choice and torch's operators give alike: tokens, and failed rows."""
+    compiled, plain = (Sampler(logits.shape[1], "cpu", [0]) for _ in range(2))
+    plain._native = None
+    tokens, failed_rows = compiled.choose(logits, rows)
+    expected, expected_to_fail = plain.choose(logits, rows)
+    assert failed_rows == expected_to_fail
+    assert tokens.dtype == torch.int64
+    found = tokens.tolist()
+    assert all(0 <= token < logits.shape[1] for token in found)
+    for row, (token, wanted) in enumerate(zip(found, expected.tolist(), strict=True)):
+        assert token == wanted or row in failed_rows, (row, rows[row].params)
+    return found, failed_rows
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++ in PATH")
+def test_it_builds_where_there_is_a_compiler() -> None:
+    assert build(Path(native.__file__).parent / "choose.cpp").exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [*range(1, 9), 15, 17, 127, 128, 130, 1000, 4096])
+def test_rows_of_all_filters_together(vocab_size: int, dtype: torch.dtype) -> None:
+    generator = random.Random(vocab_size)
+    torch.manual_seed(vocab_size)
+    for spread in (0.3, 4.0):
+        rows = make_rows(2 * len(FILTERS), generator)
+        choose_both_ways((spread * torch.randn(len(rows), vocab_size)).to(dtype), rows)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FILTERS)
+def test_rows_of_one_filter(name: str) -> None:
+    torch.manual_seed(1)
+    rows = make_rows(150, random.Random(name), [name])
+    found, _ = choose_both_ways(3 * torch.randn(len(rows), 700), rows)
+    assert len(set(found)) > 20
+
+
+@needs_compiler
+def test_a_large_vocabulary() -> None:
+    torch.manual_seed(2)
+    rows = make_rows(len(FILTERS), random.Random(2))
+    choose_both_ways(3 * torch.randn(len(rows), 151_936, dtype=torch.bfloat16), rows)
+
+
+@needs_compiler
+@pytest.mark.parametrize("vocab_size", [2, 40, 1500])
+def test_many_draws_from_flat_rows(vocab_size: int) -> None:
+    """Where the noise decides."""
+    torch.manual_seed(3)
+    rows = make_rows(1500, random.Random(3), ["none", "hot", "top-p of many"])
+    choose_both_ways(torch.randn(len(rows), vocab_size).bfloat16(), rows)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_values", [1, 2, 5])
+def test_equal_values(num_values: int, dtype: torch.dtype) -> None:
+    """Both zeros are equal, too."""
+    torch.manual_seed(4)
+    rows = make_rows(4 * len(FILTERS), random.Random(4))
+    for vocab_size in (9, 300, 2000):
+        logits = torch.randint(num_values, (len(rows), vocab_size)).to(dtype) - (num_values - 1)
+        logits[torch.rand(logits.shape) < 0.5] *= -1 if num_values == 1 else 1
+        logits[(logits == 0) & (torch.rand(logits.shape) < 0.5)] = -0.0
+        choose_both_ways(logits, rows)
+
+
+@needs_compiler
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("first_wins", [True, False])
+def test_among_equal_scores_the_lowest_id_wins(first_wins: bool, temperature: float) -> None:
+    """One of the two has the greater logit, the other as much more noise."""
+    one, other = (3, 150) if first_wins else (150, 3)
+    num_equal = 0
+    for seed in range(100):
+        noise = gumbel_noise(stream_keys(torch.tensor([seed]), torch.tensor([3])), torch.arange(200))
+        logits = torch.full((1, 200), -1000.0)
+        logits[0, one] = 0.0
+        logits[0, other] = temperature * (noise[one] - noise[other])
+        if logits[0, other] <= 0 and logits[0, other] / temperature + noise[other] == noise[one]:
+            num_equal += 1
+            assert choose_both_ways(logits, [make_row(seed=seed, temperature=temperature)])[0] == [3]
+    assert num_equal > 10
+
+
+@needs_compiler
+def test_a_nucleus_of_nearly_everything() -> None:
+    """More may be wanted, after sums were rounded, than there is."""
+    torch.manual_seed(13)
+    rows = make_rows(300, random.Random(13), ["top-p nearly 1"])
+    logits = -5.0 - 1e-3 * torch.rand(len(rows), 1000)
+    logits[:, 9] = 0.0
+    choose_both_ways(logits, rows)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_forbidden_tokens(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    rows = make_rows(4 * len(FILTERS), random.Random(5))
+    for share in (0.1, 0.9, 0.995):
+        logits = 3 * torch.randn(len(rows), 400).to(dtype)
+        logits[:, 1:][torch.rand(len(rows), 399) < share] = -math.inf
+        found, failed_rows = choose_both_ways(logits, rows)
+        assert failed_rows == []
+        assert all(logits[row, token] > -math.inf for row, token in enumerate(found))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("place", [0, 77, 299])
+def test_rows_that_fail(place: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    rows = make_rows(6 * len(FILTERS), random.Random(6))
+    logits = 3 * torch.randn(len(rows), 300).to(dtype)
+    logits[1::6, place] = math.nan
+    logits[2::6, place] = -math.nan
+    logits[3::6, place] = math.inf
+    logits[4::6] = -math.inf
+    failed_rows = choose_both_ways(logits, rows)[1]
+    assert failed_rows == [row for row in range(len(rows)) if row % 6 in (1, 2, 3, 4)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_that_are_part_of_others(dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    rows = make_rows(len(FILTERS), random.Random(7))
+    wide = 3 * torch.randn(3 * len(rows), 500).to(dtype)
+    for part in (wide[::3, 100:333], wide[: len(rows), ::2], wide[:60, : len(rows)].T):
+        assert choose_both_ways(part, rows) == choose_both_ways(part.contiguous(), rows)
+
+
+@needs_compiler
+def test_one_request_at_several_positions_and_one_that_edits_its_logits() -> None:
+    torch.manual_seed(8)
+    chain = make_row("chain", seed=8, top_p=0.9)
+    rows = [SamplingRow(chain.params, [1], [], position, "chain") for position in range(5, 12)]
+    logits = torch.randn(8, 100)
+    choose_both_ways(logits, [*rows, make_row("other", seed=9, top_k=5)])
+    edits = {"presence_penalty": 1.0, "logit_bias": {3: 2.0}, "banned_token_sequences": [[7]]}
+    for params in ({}, {"temperature": 0.0}, {"top_p": 0.5, "top_k": 10}):
+        choose_both_ways(logits, [*rows, make_row("editing", (1, 2), (4, 5, 5), seed=10, **edits, **params)])
+
+
+@needs_compiler
+def test_a_batch_of_which_only_the_edits_were_read_gives_its_probabilities() -> None:
+    torch.manual_seed(9)
+    rows = [make_row("a", seed=1, logit_bias={3: 2.0}, top_k=9), make_row("b", seed=2)]
+    logits = torch.randn(2, 50)
+    sampler, fresh = Sampler(50, "cpu", []), Sampler(50, "cpu", [])
+    sampler.choose(logits, rows)
+    assert torch.equal(sampler.probabilities(logits, rows), fresh.probabilities(logits, rows))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+def test_many_rows_on_several_threads() -> None:
+    torch.manual_seed(10)
+    rows = make_rows(70, random.Random(10))
+    choose_both_ways(3 * torch.randn(len(rows), 4096).bfloat16(), rows)
+
+
+@needs_compiler
+def test_long_calls_let_other_threads_run() -> None:
+    sampler, rows = Sampler(2**18, "cpu", []), make_rows(16, random.Random(11), ["none"])
+    logits, ticks, is_over = torch.zeros(16, 2**18), [], threading.Event()
+
+    def tick() -> None:
+        while not is_over.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    started = time.perf_counter()
+    sampler.choose(logits, rows)
+    ended = time.perf_counter()
+    is_over.set()
+    thread.join()
+    assert sum(started < tick < ended for tick in ticks) > 4
+
+
+@needs_compiler
+def test_as_many_rows_as_logits() -> None:
+    with pytest.raises(ValueError, match="2 rows"):
+        Sampler(9, "cpu", []).choose(torch.zeros(1, 9), [make_row("a"), make_row("b")])
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_portable_code_chooses_the_same_tokens(
+    level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kernel as less able CPUs would have it."""
+    if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in cpu_of_build()):
+        pytest.skip(f"this CPU has no {level}")
+    torch.manual_seed(14)
+    rows = make_rows(20 * len(FILTERS), random.Random(14))
+    logits = 3 * torch.randn(len(rows), 1000).bfloat16()
+    expected = choose_both_ways(logits, rows)[0]
+    monkeypatch.setattr("native.build._NATIVE", [f"-march={level}"])
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
+    sampler = Sampler(1000, "cpu", [])
+    sampler._native = native.Choice()
+    assert sampler.choose(logits, rows)[0].tolist() == expected
+
+
+def test_without_a_compiler_torch_samples_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(12)
+    logits, rows = torch.randn(len(FILTERS), 60), make_rows(len(FILTERS), random.Random(12))
+    expected = Sampler(60, "cpu", []).sample(logits, rows).token_ids
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    native.compiled.cache_clear()
+    try:
+        samplers = [Sampler(60, "cpu", []) for _ in range(2)]
+    finally:
+        native.compiled.cache_clear()
+    assert [sampler.sample(logits, rows).token_ids for sampler in samplers] == [expected] * 2
+    assert caplog.text.count("no C++ compiler") == 1
