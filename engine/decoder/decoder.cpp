@@ -179,10 +179,12 @@ class Decoder {
 
     // The attention's `begin` came before.
     void forward(const Rows& rows) {
-        const int64_t n = rows.count, hidden = m.hidden, queries = m.num_heads * m.head_dim;
+        int64_t n = rows.count;
+        const int64_t hidden = m.hidden, queries = m.num_heads * m.head_dim;
         const int64_t keys = m.num_kv_heads * m.head_dim, qkv = queries + 2 * keys;
-        x.resize(n * hidden), normed.resize(n * hidden), product.resize(n * std::max(hidden, qkv));
-        attended.resize(n * queries);
+        const int64_t room = std::max(n, rows.num_logits);  // a row's logits may be wanted twice
+        x.resize(room * hidden), normed.resize(room * hidden), product.resize(room * std::max(hidden, qkv));
+        attended.resize(room * queries);
         threads = n * m.products < SERIAL_PRODUCTS ? 1 : m.threads;
         if (m.entry) {
             enter(*m.entry, rows);
@@ -190,6 +192,7 @@ class Decoder {
             each_row(n, [&](int64_t r) { memcpy(&x[r * hidden], embedding(rows, r), hidden * sizeof(bf16)); });
         }
         int64_t captured = 0;
+        bool narrows = false;  // behind the last layer's KV only rows with logits go on
         for (size_t l = 0; l < layers.size(); l++) {
             const Layer& layer = layers[l];
             if (captured < rows.num_hidden && rows.hidden_layers[captured] == int64_t(l))
@@ -202,6 +205,11 @@ class Decoder {
                                      m.head_dim, qkv, m.head_dim, queries, m.head_dim, int64_t(l), m.num_heads,
                                      layer.window, m.attention_scale, 0.0};
             m.attend(m.attention, &call);
+            if (l + 1 == layers.size() && captured == rows.num_hidden && rows.logit_rows) {
+                if (!rows.num_logits) return;
+                narrows = true, n = rows.num_logits;
+                keep_rows(rows, x, hidden), keep_rows(rows, attended, queries);
+            }
             multiply(attended.data(), layer.output, product.data(), n);
             add_product(n);
             norm(layer.mlp_norm, n);
@@ -213,7 +221,7 @@ class Decoder {
             capture(rows, captured, normed.data());
         }
         for (int64_t i = 0; i < rows.num_logits; i++) {
-            const int64_t r = rows.logit_rows ? rows.logit_rows[i] : i;
+            const int64_t r = rows.logit_rows && !narrows ? rows.logit_rows[i] : i;
             if (m.final_norm) norm_row(&x[r * hidden], m.final_norm, hidden, m.norm_epsilon, &normed[i * hidden]);
             else memcpy(&normed[i * hidden], &x[r * hidden], hidden * sizeof(bf16));
             if (rows.after)
@@ -327,7 +335,7 @@ class Decoder {
     // x and normed, as the layer takes them, and room in normed for what comes after.
     void enter(const Entry& entry, const Rows& rows) {
         const int64_t n = rows.count, hidden = m.hidden;
-        normed.resize(n * 2 * hidden);
+        normed.resize(std::max(2 * n, rows.num_logits) * hidden);
         each_row(n, [&](int64_t r) {
             const bf16* before = rows.before + r * hidden;
             bf16 *token_half = &normed[r * 2 * hidden], *hidden_half = token_half + hidden;
@@ -357,6 +365,14 @@ class Decoder {
 
     void add_product(int64_t n) {
         each_row(n, [&](int64_t r) { add_row(&x[r * m.hidden], &product[r * m.hidden], m.hidden); });
+    }
+
+    // Those with logits.
+    void keep_rows(const Rows& rows, std::vector<bf16>& values, int64_t width) {
+        kept.resize(rows.num_logits * width);
+        for (int64_t i = 0; i < rows.num_logits; i++)
+            memcpy(&kept[i * width], &values[rows.logit_rows[i] * width], width * sizeof(bf16));
+        values.swap(kept);
     }
 
     void capture(const Rows& rows, int64_t index, const bf16* from) {
@@ -406,7 +422,7 @@ class Decoder {
 
     const Model m;
     const std::vector<Layer> layers;
-    std::vector<bf16> x, normed, product, attended, gated, active, mixed;
+    std::vector<bf16> x, normed, product, attended, gated, active, mixed, kept;
     std::vector<float> values;
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.

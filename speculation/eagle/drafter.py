@@ -13,7 +13,6 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -180,8 +179,8 @@ class EagleDrafter:
         return whole
 
     def _committed_rows(self, sequences: Many[Sequence]) -> tuple[list[SequenceRows], Tensor]:
-        """The rows that draft the first token, from committed ones alone, and the target's hidden states before
-        them, [rows, feature_size].
+        """The rows that draft the first token, from committed ones alone, and the target's hidden states
+        before them, [rows, feature_size].
         """
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
@@ -232,29 +231,21 @@ class EagleDrafter:
 
     def _write(self, waiting: Iterable[tuple[Sequence, Known]]) -> None:
         """Write the KV of all known pairs but the newest, whose place may have no block yet."""
-        token_ids: list[int] = []
-        places: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
+        batch: list[SequenceRows] = []
         features: list[Tensor] = []
         for sequence, known in waiting:
             assert sequence.table is not None
             start, end = known.written, known.end - 1
-            span = np.arange(start, end)
-            blocks = np.array(sequence.table.block_ids, np.int64)
-            token_ids += sequence.token_ids[start:end]
-            places.append(span)
-            slots.append(blocks[span // self._block_size] * self._block_size + span % self._block_size)
+            token_ids, block_ids = sequence.token_ids[start:end], sequence.table.block_ids
+            batch.append(SequenceRows(token_ids, start, block_ids, first_key=known.first))
             features.append(torch.cat([piece.cut() for piece in known.features])[:-1])
             known.written, known.features = end, [known.features[-1].newest()]
-        self._writer.write(
-            self._tensor(np.array(token_ids, np.int64)),
-            self._tensor(np.concatenate(places)),
-            self._tensor(np.concatenate(slots)),
-            torch.cat(features),
-        )
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        hidden = self._head.head.combine(torch.cat(features))
+        if self._native is not None:  # its whole layer takes less time than torch's part of it
+            self._forward.hidden = hidden
+            self._runner.run(batch, [])
+        else:
+            self._writer.write(batch, hidden)
 
     def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
         place = sequence.num_computed

@@ -98,6 +98,11 @@ class _HeadDescription(KeptTensors):
 
     def _mixing(self, head: Head) -> bytes:
         """What `Head.combine` does, where that is one product."""
-        if head.fc is None or not head.shape.is_eagle3 or head.input_norm is not None or head.fc_norm is not None:
+        if (
+            head.fc is None
+            or not head.shape.is_eagle3
+            or head.input_norm is not None
+            or head.fc_norm is not None
+        ):
             return _NO_WEIGHTS
         return self.weights(head.fc)

@@ -47,9 +47,8 @@ class PagedHead(nn.Module):
         scored, fed_back = head.normed(head.leave(attended[wanted], residual[wanted]))
         return self.lm_head(scored) * shape.logit_scale, fed_back
 
-    def key_value(self, token_ids: Tensor, places: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows' KV alone, from the target's `features`: with one layer it needs no attention."""
-        hidden = self.head.combine(features)
+    def key_value(self, token_ids: Tensor, places: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows' KV alone: with one layer it needs no attention."""
         joined, _ = self.head.enter(self.embed_tokens(token_ids), hidden)
         _, key, value = self.head.project(joined, places - 1)
         return key, value
@@ -170,10 +169,16 @@ class KVWriter:
         self._head = head
         self._segment = segment
 
-    def write(self, token_ids: Tensor, places: Tensor, slots: Tensor, features: Tensor) -> None:
-        """For rows [n]: `slots` are block id * block_size + offset."""
-        key, value = self._head.key_value(token_ids, places, features)
-        size = self._segment.shape[3]
-        blocks, offsets = slots // size, slots % size
-        self._segment[blocks, 0, 0, offsets] = key
-        self._segment[blocks, 0, 1, offsets] = value
+    def write(self, batch: Many[SequenceRows], hidden: Tensor) -> None:
+        """`hidden` [rows, hidden_size] are those before the batch's tokens (`Head.combine`)."""
+        size, device = self._segment.shape[3], self._segment.device
+        places = [np.arange(rows.start, rows.start + len(rows.token_ids)) for rows in batch]
+        found = [
+            np.array(rows.block_ids, np.int64)[span // size] for rows, span in zip(batch, places, strict=True)
+        ]
+        token_ids = np.array([token for rows in batch for token in rows.token_ids], np.int64)
+        columns = torch.from_numpy(np.stack([token_ids, np.concatenate(places), np.concatenate(found)]))
+        tokens, place, blocks = columns.to(device, non_blocking=True)
+        key, value = self._head.key_value(tokens, place, hidden)
+        self._segment[blocks, 0, 0, place % size] = key
+        self._segment[blocks, 0, 1, place % size] = value

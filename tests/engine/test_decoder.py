@@ -172,6 +172,22 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
         assert torch.equal(both.native.run([part], list(range(end - start))).logits, whole[start:end])
 
 
+@pytest.mark.parametrize("layers", [(), (1,), (3,)])
+def test_logits_may_be_wanted_of_no_row_and_of_a_row_many_times(layers: tuple[int, ...]) -> None:
+    both = Both("llama", layers)
+    (prompt, _), *_ = steps(seed=3)
+    whole = both.native.run(prompt, list(range(70)))
+    rows, blocks = prompt[0], list(range(16, 24))
+    nothing = both.native.run([SequenceRows(rows.token_ids[:66], 0, blocks)], [])
+    assert nothing.logits.shape == (0, 331)
+    wanted = [3, 1, 3, 0, 2, 3, 3]
+    rest = both.native.run([SequenceRows(rows.token_ids[66:], 66, blocks)], wanted)
+    assert torch.equal(rest.logits, whole.logits[66:][wanted])
+    if layers:
+        assert whole.hidden is not None and nothing.hidden is not None and rest.hidden is not None
+        assert torch.equal(torch.cat([nothing.hidden, rest.hidden]), whole.hidden)
+
+
 @pytest.mark.parametrize(
     ("rows", "field"),
     [
