@@ -5,6 +5,7 @@ Kept out of the package's import, so that the engine needs no ZeroMQ.
 
 from __future__ import annotations
 
+import os
 import secrets
 
 import msgspec
@@ -81,6 +82,13 @@ def connect_dealer(
     socket.curve_secretkey = keys.client_secret
     socket.connect(endpoint)
     return socket
+
+
+def give_way() -> None:
+    """To ZeroMQ's thread, after a send that somebody waits for: it may have been woken on this very core,
+    which a forward that comes next would keep for milliseconds.
+    """
+    os.sched_yield()
 
 
 def _limit(socket: zmq.Socket[bytes]) -> None:

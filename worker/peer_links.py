@@ -11,7 +11,7 @@ import zmq
 from protocol.codec import encode, peer_reply
 from protocol.errors import ProtocolError
 from protocol.messages import PeerAddress, PeerReply, PeerRequest
-from protocol.sockets import connect_dealer
+from protocol.sockets import connect_dealer, give_way
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class PeerLinks:
         link = self._links.get(peer.incarnation) or self._open(peer)
         link.last_used = time.monotonic()
         link.socket.send(encode(message))
+        give_way()
 
     def receive(self, events: dict[object, int]) -> list[tuple[PeerAddress, PeerReply]]:
         """All replies that have arrived, each with the worker that it came from."""

@@ -9,7 +9,7 @@ import zmq
 from protocol.codec import encode, peer_request
 from protocol.errors import ProtocolError
 from protocol.messages import PeerReply, PeerRequest
-from protocol.sockets import bind_router, start_authenticator
+from protocol.sockets import bind_router, give_way, start_authenticator
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class PeerSocket:
 
     def reply(self, identity: bytes, message: PeerReply) -> None:
         self.socket.send_multipart([identity, encode(message)])
+        give_way()
 
     def close(self) -> None:
         self.socket.close(linger=500)
