@@ -45,6 +45,10 @@ class BatchSpeculator:
         self._options = self._deployed or SpeculativeConfig(method="ngram")
         self._drafters: dict[Method, Drafter] = {}
         self._requests: dict[str, Request] = {}
+        self._num_speculating = 0
+        """Requests that have a method. Without any, steps are left alone."""
+        self._takes_part = False
+        """Whether there were any when the step under way was scheduled."""
         self._account = Account()
         self._control = Control(self._account, config.max_num_seqs, self._options.max_speculative_tokens)
         self.segment: KVShape | None = None
@@ -106,7 +110,7 @@ class BatchSpeculator:
         return values.to(self._loaded.device)
 
     def plan(self, decoding: Many[Sequence], num_to_come: int) -> None:
-        if not self._drafters:
+        if not self._num_speculating:
             return
         is_due = self._control.is_due(len(decoding), num_to_come)
         if not is_due and self._control.is_idle:
@@ -121,6 +125,9 @@ class BatchSpeculator:
             sequence.draft_room = request.chosen
 
     def propose(self, step: ScheduledStep) -> None:
+        self._takes_part = self._num_speculating > 0
+        if not self._takes_part:
+            return
         by_method: dict[Method, list[Sequence]] = {}
         for sequence in step.sequences:
             if sequence.draft_room > 0 and sequence.is_decoding:
@@ -140,7 +147,7 @@ class BatchSpeculator:
         return verify(self._options.verification, sequences, logits, self._sampler)
 
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
-        if not self._drafters:
+        if not self._takes_part:
             return
         self._control.learn(step)
         if not self._control.drafts:
@@ -171,6 +178,7 @@ class BatchSpeculator:
     def forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
         if request is not None and request.method is not None:
+            self._num_speculating -= 1
             self._drafters[request.method].forget(request_id)
 
     def counters(self) -> dict[str, float]:
@@ -187,6 +195,7 @@ class BatchSpeculator:
         request = self._requests.get(sequence.request_id)
         if request is None:
             request = self._requests[sequence.request_id] = self._new_request(sequence)
+            self._num_speculating += request.method is not None
         return request
 
     def _new_request(self, sequence: Sequence) -> Request:
