@@ -24,6 +24,7 @@ from speculation.control.control import Control
 from speculation.control.plan import Request
 from speculation.drafter import Computed, Drafter
 from speculation.methods import build_drafter, draft_shape
+from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import verify
 
 
@@ -47,6 +48,7 @@ class BatchSpeculator:
         self._requests: dict[str, Request] = {}
         self._num_speculating = 0
         """Requests that have a method. Without any, steps are left alone."""
+        self._unread = UnreadSteps()
         self._takes_part = False
         """Whether there were any when the step under way was scheduled."""
         self._account = Account()
@@ -136,6 +138,9 @@ class BatchSpeculator:
                 by_method.setdefault(method, []).append(sequence)
         self._control.begin_drafting()
         for method, sequences in by_method.items():
+            for sequence in sequences:
+                if missed := self._unread.of(sequence):
+                    self._drafters[method].observe(missed)
             sequences.sort(key=_draft_room, reverse=True)
             rooms = [sequence.draft_room for sequence in sequences]
             drafts = self._drafters[method].propose(sequences, rooms)
@@ -155,7 +160,9 @@ class BatchSpeculator:
             if only_decodes and hidden is None:
                 return  # no drafter could learn from it
             if hidden is not None and self._control.is_idle:
+                self._unread.keep(step, hidden)
                 return  # no draft pays, nor then does what drafters make of hidden states
+        self._unread.clear()
         computed: dict[Method, list[Computed]] = {}
         row = 0
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
@@ -224,4 +231,5 @@ def _backlog(sequence: Sequence, drafter: Drafter) -> int:
     """Tokens that the drafter has missed, but for the two that it may have to read after each draft."""
     if drafter.segment is None:
         return 0
-    return max(len(sequence.token_ids) - drafter.num_drafted(sequence.request_id) - 2, 0)
+    missed = max(len(sequence.token_ids) - drafter.num_drafted(sequence.request_id) - 2, 0)
+    return min(missed, MOST_STEPS) if drafter.hidden_layers else missed

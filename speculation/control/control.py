@@ -75,7 +75,7 @@ class Control:
 
     @property
     def is_idle(self) -> bool:
-        """Whether requests decode, and none of them drafts by the latest choice."""
+        """As `Controller.is_idle`."""
         return self._controller.is_idle
 
     def begin_drafting(self) -> None:

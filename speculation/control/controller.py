@@ -22,6 +22,12 @@ TRIAL_SHARE = 0.0015
 _TRIAL_STEPS = 3
 _STEP_TRIAL_EVERY = 4
 """Choices. Where two ways are equally fast a trial costs nothing, but one is as good as many."""
+FIRST_DRAFTS = 32
+"""Of a method, by requests that choose for themselves: they are made whatever they seem to lose, by a few
+requests at a time and so deep, since without them nothing is known but a guess."""
+_FIRST_DRAFTERS, _FIRST_DEPTH = 4, 4
+_NEWS_SHARE, _HARDLY_EVER = 0.2, 0.1
+"""What one choice counts for in whether drafts pay at a load, and below which mean they are taken not to."""
 _FREE_TRIALS = 3
 """Steps without drafts, for each number of sequences, that are tried whatever they seem to lose."""
 _ENOUGH = 64
@@ -38,6 +44,8 @@ class MethodControl:
     shape: Shape
     acceptance: MethodAcceptance
     time: DraftTime
+    num_first: int = 0
+    """Of the first drafts, so far."""
     num_requests: int = 0
     """In the latest step; `num_tokens` is the sum of what they were to draft."""
     num_tokens: int = 0
@@ -93,6 +101,8 @@ class Controller:
         self._stands = 0
         self._is_trial = False
         self._is_known = False
+        self._worth: dict[int, float] = {}
+        """How often drafts paid of late, by the number of bits of the load."""
 
     def is_due(self, num_requests: int, num_to_come: int = 0) -> bool:
         """Whether to `choose` for the coming step; otherwise the latest choices stand. To be asked once for
@@ -121,8 +131,12 @@ class Controller:
 
     @property
     def is_idle(self) -> bool:
-        """Whether requests decode, and none of them drafts by the latest choice."""
-        return self._load[0] > 0 and not any(control.num_tokens for control in self.methods.values())
+        """Whether none of the requests that decode drafts by the latest choice, or, before any does, those to
+        come are so many that drafts hardly ever pay.
+        """
+        if self._load[0] == 0:
+            return self._worth.get(self._load[1].bit_length(), 1.0) < _HARDLY_EVER
+        return not any(control.num_tokens for control in self.methods.values())
 
     def expect(self, request: Request) -> None:
         """A request has come, for which no choice was made yet."""
@@ -163,11 +177,22 @@ class Controller:
             self._add_fixed(self.methods[method], [request for request in group if request.chosen], load)
         for method, group in groups.items():
             free = [request for request in group if request.fixed_tokens is None]
-            if free:
+            if self.methods[method].num_first < FIRST_DRAFTS:
+                self._begin(self.methods[method], free[:_FIRST_DRAFTERS])
+            elif free:
                 self._admit(self.methods[method], free, num_sequences, load)
         seconds = load.total_seconds() * self._since
         self._request_trials.save(seconds)
         self._step_trials.save(seconds)
+
+    def _begin(self, control: MethodControl, group: list[Request]) -> None:
+        """Let these requests make some of the method's first drafts."""
+        for request in group:
+            request.chosen = control.shape.max_tokens if control.shape.whole else _FIRST_DEPTH
+            request.chosen = min(request.chosen, control.shape.max_tokens)
+            request.last_drafted = self._num_choices
+        control.num_first += len(group)
+        self._stands = 1
 
     def _add_fixed(self, control: MethodControl, group: list[Request], load: Load) -> None:
         if not group:
@@ -188,6 +213,9 @@ class Controller:
         planner = Planner(shape, times, group, load)
         plan, plain = planner.best(), planner.plain
         pays = plan.rate > plain.rate
+        size = num_sequences.bit_length()
+        worth = self._worth.get(size, 1.0)
+        self._worth[size] = worth + _NEWS_SHARE * (pays - worth)
         better, other = (plan, plain) if pays else (plain, plan)
         is_turn = self._num_choices % _STEP_TRIAL_EVERY == 0
         lost = other.seconds - other.tokens / better.rate

@@ -8,7 +8,7 @@ length).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -102,11 +102,10 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        blind = [self._known[sequence.request_id].is_blind for sequence in sequences]
         drafts = self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
-        for draft, is_blind in zip(drafts, blind, strict=True):
+        for sequence, draft in zip(sequences, drafts, strict=True):
             if draft is not None:
-                draft.is_blind = is_blind
+                draft.is_blind = self._known[sequence.request_id].is_blind
         return drafts
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
@@ -212,7 +211,7 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def observe(self, computed: Many[Computed]) -> None:
-        waiting: list[tuple[Sequence, Known]] = []
+        waiting: dict[Sequence, Known] = {}
         is_due = False
         for each in computed:
             assert each.hidden is not None
@@ -223,17 +222,17 @@ class EagleDrafter:
                 known.features = []
             known.features.append(each.hidden)
             if known.written < end:
-                waiting.append((sequence, known))
+                waiting[sequence] = known
                 # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
                 is_due |= each.start < len(sequence.prompt_token_ids) or end - known.written >= _MOST_UNREAD
         if is_due:  # all of them at once, so that it is seldom
             self._write(waiting)
 
-    def _write(self, waiting: Iterable[tuple[Sequence, Known]]) -> None:
+    def _write(self, waiting: Mapping[Sequence, Known]) -> None:
         """Write the KV of all known pairs but the newest, whose place may have no block yet."""
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
-        for sequence, known in waiting:
+        for sequence, known in waiting.items():
             assert sequence.table is not None
             start, end = known.written, known.end - 1
             token_ids, block_ids = sequence.token_ids[start:end], sequence.table.block_ids

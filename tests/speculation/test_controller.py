@@ -8,7 +8,7 @@ import pytest
 
 from protocol.speculation import Method
 from speculation.control.acceptance import Acceptance, MethodAcceptance
-from speculation.control.controller import Controller, MethodControl
+from speculation.control.controller import FIRST_DRAFTS, Controller, MethodControl
 from speculation.control.plan import Request, Shape
 from speculation.control.step_time import DraftTime, DraftTimes, TargetTime, TargetTimes
 from tests.speculation.simulated import (
@@ -144,7 +144,7 @@ def controller(row_seconds: float = 1e-5, draft: DraftTimes | None = None, **sha
         time = DraftTime(draft or DraftTimes(per_level=1e-5))
         method: Method = name  # type: ignore[assignment]
         depth = min(shape.max_tokens, MAX_TOKENS)
-        made.methods[method] = MethodControl(shape, MethodAcceptance(depth), time)
+        made.methods[method] = MethodControl(shape, MethodAcceptance(depth), time, num_first=FIRST_DRAFTS)
     return made
 
 
@@ -159,6 +159,41 @@ def disabled() -> Request:
 def show(one: Request, rounds: int, num_drafted: int, num_accepted: int) -> None:
     for place in range(rounds):
         one.acceptance.observe(num_drafted, num_accepted, place)
+
+
+def test_a_methods_first_drafts_are_made_whatever_they_seem_to_lose() -> None:
+    made = controller(row_seconds=1.0)
+    made.methods["draft_model"].num_first = 0
+    requests = [request(made) for _ in range(6)]
+    drafted = []
+    for _ in range(20):
+        if made.is_due(len(requests)):
+            made.choose(requests, 100.0)
+        drafted.append([one.chosen for one in requests])
+    assert drafted[:8] == [[4, 4, 4, 4, 0, 0]] * 8
+    assert not any(map(any, drafted[8:]))
+
+
+def test_prompts_are_not_looked_at_where_drafts_hardly_ever_pay() -> None:
+    made = controller(row_seconds=1.0)
+    assert not made.is_due(0, 6)
+    assert not made.is_idle, "nothing is known yet"
+    requests = [request(made) for _ in range(6)]
+    for _ in range(12):
+        made.is_due(6)
+        made.choose(requests, 100.0)
+    assert not made.is_due(0, 6)
+    assert made.is_idle
+    assert not made.is_due(0, 1)
+    assert not made.is_idle, "of this load nothing is known"
+    for _ in range(3):
+        for one in requests:
+            show(one, 30, MAX_TOKENS, MAX_TOKENS)
+        made.target = controller().target
+        made.is_due(6)
+        made.choose(requests, 100.0)
+    assert not made.is_due(0, 6)
+    assert not made.is_idle
 
 
 def test_likely_requests_get_more_than_unlikely_ones() -> None:

@@ -150,6 +150,34 @@ def test_drafts_go_on_behind_steps_that_went_by_unseen(
     assert max(lengths) > 40
     assert seen[0] == (1, False)
     assert seen[-1] == (resumed, True)
+    assert [draft.is_blind for draft in watched.trees] == [length > resumed for length in lengths]
+
+
+def test_steps_that_went_by_unseen_are_read_when_drafts_go_on(
+    target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(target, official)
+    for name, length in (("a", 20), ("b", 31)):
+        watched.ask(name, prompt_of(length, seed=length), 48)
+    plan = watched.engine._speculator.plan  # type: ignore[union-attr]
+    steps, idle = 0, False
+
+    def sometimes(decoding: list, num_to_come: int) -> None:  # type: ignore[type-arg]
+        nonlocal steps, idle
+        steps += 1
+        idle = 6 <= steps < 16 or 22 <= steps < 28
+        plan(decoding, num_to_come)
+        for sequence in decoding:
+            if idle:
+                sequence.draft_room = 0
+
+    monkeypatch.setattr(Control, "is_idle", property(lambda self: idle))
+    watched.engine._speculator.plan = sometimes  # type: ignore[union-attr,method-assign]
+    outputs = watched.run()
+    for name, length in (("a", 20), ("b", 31)):
+        assert outputs[name] == greedy(model, prompt_of(length, seed=length), 48)
+    assert not any(draft.is_blind for draft in watched.trees)
+    assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
 
 
 def test_prefix_hit_keeps_the_draft_kv(target: Path, model: PreTrainedModel, official: Path) -> None:
