@@ -155,6 +155,8 @@ class BatchSpeculator:
         if not self._takes_part:
             return
         self._control.learn(step)
+        if not self._num_speculating:
+            self._control.take_lessons()
         if not self._control.drafts:
             only_decodes = step.total_tokens == len(step.sequences)
             if only_decodes and hidden is None:
@@ -186,6 +188,8 @@ class BatchSpeculator:
         request = self._requests.pop(request_id, None)
         if request is not None and request.method is not None:
             self._num_speculating -= 1
+            if self._num_speculating == 0:
+                self._control.take_lessons()
             self._drafters[request.method].forget(request_id)
 
     def counters(self) -> dict[str, float]:

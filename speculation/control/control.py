@@ -66,7 +66,7 @@ class Control:
         return self._controller.is_due(num_sequences, num_to_come)
 
     def choose(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
-        self._take_lessons()
+        self.take_lessons()
         context = sum([len(sequence.token_ids) for sequence in decoding]) / len(decoding)
         self._controller.choose(requests, context)
         for request in requests:
@@ -123,10 +123,9 @@ class Control:
                 if request is not None:
                     room, place = sequence.draft_room, len(sequence.token_ids)
                     self._lessons.append(partial(self._learn_acceptance, request, outcome, room, place))
-        if not followed:
-            self._take_lessons()
 
-    def _take_lessons(self) -> None:
+    def take_lessons(self) -> None:
+        """Learn what was put off. Each choice begins so; where none is to come, this is to be called."""
         lessons, self._lessons = self._lessons, []
         for lesson in lessons:
             lesson()
