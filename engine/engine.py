@@ -289,13 +289,15 @@ class Engine:
         for sequence in step.first_time:
             if self.on_scheduled is not None:
                 self.on_scheduled(sequence.request)
+        wants_hidden = False
         if self._speculator is not None:
             for sequence in step.admitted:
                 self._begin_drafting(sequence)
             self._speculator.propose(step)
+            wants_hidden = self._speculator.wants_hidden(step)
         packed = pack(step)
         result.num_tokens = packed.num_tokens
-        logits, hidden = self._runner.run(packed.batch, packed.logit_rows)
+        logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
         self._collect_prompt_logprobs(packed.prompts, logits[packed.num_sampled_rows :])
         verdicts = dict(zip(packed.sampled, self._verify(packed, logits), strict=True))
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):

@@ -34,10 +34,12 @@ class Runner:
         self._block_size = block_size
         self._device = device
 
-    def run(self, batch: Sequence[SequenceRows], logit_rows: list[int]) -> ForwardOutput:
+    def run(
+        self, batch: Sequence[SequenceRows], logit_rows: list[int], *, wants_hidden: bool = True
+    ) -> ForwardOutput:
         """Write the KV of all rows; the logits are those of the packed rows asked for."""
         if isinstance(self._forward, NativeDecoder) and all(rows.masks is None for rows in batch):
-            return self._forward.run(RowArrays.of(batch), logit_rows)
+            return self._forward.run(RowArrays.of(batch), logit_rows, wants_hidden=wants_hidden)
         total = sum(len(rows.token_ids) for rows in batch)
         padded = self._forward.padded_rows(total)
         token_ids = np.zeros(padded, np.int64)
@@ -77,7 +79,8 @@ class Runner:
             tree_start=tree_start,
             first_key=self._first_key(batch),
         )
-        return self._execute(metadata, self._tensor(token_ids), self._tensor(positions), logit_rows)
+        output = self._execute(metadata, self._tensor(token_ids), self._tensor(positions), logit_rows)
+        return output if wants_hidden else ForwardOutput(output.logits, None)
 
     def _trees(
         self, batch: Sequence[SequenceRows], positions: np.ndarray

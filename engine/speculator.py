@@ -151,11 +151,15 @@ class Speculator(Protocol):
         """
         ...
 
+    def wants_hidden(self, step: ScheduledStep) -> bool:
+        """Whether hidden states of the step are of use, which is about to run."""
+        ...
+
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         """The step is over, its tokens are committed, and `step.outcomes` says what became of each sequence.
 
         `hidden` [total rows, len(hidden_layers) * hidden_size]: the rows of each of the step's sequences in
-        order, drafted ones included.
+        order, drafted ones included. None if there are none, or they were not wanted.
         """
         ...
 

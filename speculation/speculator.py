@@ -151,6 +151,12 @@ class BatchSpeculator:
     def verify(self, sequences: Many[Sequence], logits: Tensor) -> list[Verdict]:
         return verify(self._options.verification, sequences, logits, self._sampler)
 
+    def wants_hidden(self, step: ScheduledStep) -> bool:
+        """Not of prompts where no draft pays: there they are not for free."""
+        if not self.hidden_layers or not self._takes_part:
+            return False
+        return self._control.drafts or not self._control.is_idle or step.total_tokens == len(step.sequences)
+
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         if not self._takes_part:
             return
@@ -176,6 +182,8 @@ class BatchSpeculator:
                 computed.setdefault(method, []).append(Computed.of(sequence, outcome, hidden, first))
         for method, found in computed.items():
             drafter = self._drafters[method]
+            if hidden is None and drafter.hidden_layers:
+                continue
             drafter.observe(found)
             if drafter.segment is not None:
                 for each in found:

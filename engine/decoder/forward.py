@@ -113,7 +113,7 @@ class NativeDecoder(ABC):
         return total_tokens
 
     @abstractmethod
-    def run(self, batch: RowArrays, logit_rows: list[int]) -> ForwardOutput:
+    def run(self, batch: RowArrays, logit_rows: list[int], *, wants_hidden: bool) -> ForwardOutput:
         """As when called, for rows of chains. Raises ValueError where the batch is out of range."""
 
     def _forward(
@@ -227,7 +227,9 @@ class DecoderForward(NativeDecoder):
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
         return self._output(*self._forward((token_ids, positions), logit_rows, self._hidden_layers))
 
-    def run(self, batch: RowArrays, logit_rows: list[int]) -> ForwardOutput:
+    def run(self, batch: RowArrays, logit_rows: list[int], *, wants_hidden: bool) -> ForwardOutput:
+        if not wants_hidden:
+            return ForwardOutput(self._forward(batch, logit_rows)[0], None)
         return self._output(*self._forward(batch, logit_rows, self._hidden_layers))
 
     def _output(self, logits: Tensor, hidden: Tensor) -> ForwardOutput:

@@ -58,7 +58,7 @@ class Calibration:
         for rows, found in measured:
             num_sequences = min(rows, self._max_sequences)
             context = _SHORT * (per_context * num_sequences + per_attended * rows)
-            seconds.append(max(found - per_sequence * num_sequences - context, 0.0))
+            seconds.append(max(found - per_sequence * num_sequences - context, found / 2))
         return TargetTimes([rows for rows, _ in measured], seconds, per_sequence, per_context, per_attended)
 
     def _grid(self, max_rows: int) -> dict[int, float]:

@@ -48,7 +48,7 @@ class NativeHead(NativeDecoder):
         """`hidden` of the output has the rows of the logits, and no others."""
         return ForwardOutput(*self._forward((token_ids, positions), logit_rows, before=self.hidden))
 
-    def run(self, batch: RowArrays, logit_rows: list[int]) -> ForwardOutput:
+    def run(self, batch: RowArrays, logit_rows: list[int], *, wants_hidden: bool) -> ForwardOutput:
         return ForwardOutput(*self._forward(batch, logit_rows, before=self.hidden))
 
     def every_row(self, token_ids: Tensor, places: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -180,6 +180,29 @@ def test_steps_that_went_by_unseen_are_read_when_drafts_go_on(
     assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
 
 
+def test_prompts_that_went_by_unseen_leave_drafts_blind_and_right(
+    target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(target, official)
+    steps = 0
+    plan = watched.engine._speculator.plan  # type: ignore[union-attr]
+
+    def late(decoding: list, num_to_come: int) -> None:  # type: ignore[type-arg]
+        nonlocal steps
+        steps += 1
+        plan(decoding, num_to_come)
+        for sequence in decoding:
+            sequence.draft_room *= steps > 6
+
+    monkeypatch.setattr(Control, "is_idle", property(lambda self: steps < 7))
+    watched.engine._speculator.plan = late  # type: ignore[union-attr,method-assign]
+    prompt = prompt_of(30)
+    watched.ask("a", prompt, 40)
+    assert watched.run()["a"] == greedy(model, prompt, 40)
+    assert watched.trees and all(draft.is_blind for draft in watched.trees)
+    assert watched.drafter.num_drafted("a") == 0
+
+
 def test_prefix_hit_keeps_the_draft_kv(target: Path, model: PreTrainedModel, official: Path) -> None:
     """One hidden state is missing: that of the last cached token. The rest is as without the cache."""
     watched = Watched(target, official)

@@ -41,14 +41,14 @@ def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a model runs, each row has a place in a block of its sequence's own."""
     run_rows = Runner.run
 
-    def checked(self: Runner, batch: list[SequenceRows], logit_rows: list[int]) -> Any:
+    def checked(self: Runner, batch: list[SequenceRows], logit_rows: list[int], **options: Any) -> Any:
         written: list[int] = []
         for rows in batch:
             end = rows.start + len(rows.token_ids)
             assert end <= len(rows.block_ids) * BLOCK_SIZE
             written += rows.block_ids[rows.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
         assert len(written) == len(set(written))
-        return run_rows(self, batch, logit_rows)
+        return run_rows(self, batch, logit_rows, **options)
 
     monkeypatch.setattr(Runner, "run", checked)
 
