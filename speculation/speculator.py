@@ -112,7 +112,7 @@ class BatchSpeculator:
         return values.to(self._loaded.device)
 
     def plan(self, decoding: Many[Sequence], num_to_come: int) -> None:
-        if not self._num_speculating:
+        if not self._drafters or not (self._num_speculating or num_to_come):
             return
         is_due = self._control.is_due(len(decoding), num_to_come)
         if not is_due and self._control.is_idle:
