@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bench.transfer.figures import Figure
     from bench.transfer.growth import Point
 
-ROWS = ("shm", "tcp", "ucx", "messages", "idle", "int8", "delay")
+ROWS = ("shm", "tcp", "tls", "ucx", "object_store", "messages", "idle", "int8", "delay")
 DEFAULT_ROWS = ",".join(name for name in ROWS if name != "delay")
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bench.transfer.figures import Figure, ratio_figure
+from bench.transfer.process import Remote
 from bench.transfer.raw import MODEL_BLOCK, SMALL_BLOCK, TOTAL_BYTES
 from bench.transfer.sides import Pair, ReceivingSide, SendingSide, Side, scattered
 from kvtransfer.ucx.agent import ENGINE_CONFIG
@@ -102,9 +104,9 @@ class NixlPair(Pair):
             ["ucx"],
             block_bytes,
             TOTAL_BYTES // block_bytes,
-            environment=environment,
             receiving=NixlReceiving,
             sending=NixlSending,
+            start=partial(Remote, environment=environment),
         )
         for one, other in ((self.sender, self.receiver), (self.receiver, self.sender)):
             one.call("meet_agent", *other.call("introduction"))

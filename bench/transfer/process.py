@@ -9,12 +9,29 @@ import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 _JOIN_S = 10.0
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["bench.transfer.sides"])
+
+
+class RemoteObject(Protocol):
+    """An object elsewhere, and calls of its methods, one at a time."""
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        """Begin a call, whose result `end` waits for."""
+
+    def end(self) -> Any: ...
+
+    def call(self, method: str, *arguments: Any) -> Any: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class Remote:

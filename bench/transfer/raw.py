@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from bench.transfer.figures import Figure, ratio_figure
+from bench.transfer.process import Remote, RemoteObject
 from bench.transfer.sides import Pair, scattered
 
 TOTAL_BYTES = 256 * 1024 * 1024
@@ -13,15 +14,22 @@ MODEL_BLOCK, SMALL_BLOCK = 1792 * 1024, 16 * 1024
 
 
 def measure(
-    transport: str, raw: Callable[[Pair], float], what: str, targets: dict[int, float | None], repeats: int
+    transport: str,
+    raw: Callable[[Pair], float],
+    what: str,
+    targets: dict[int, float | None],
+    repeats: int,
+    start: Callable[..., RemoteObject] = Remote,
+    name: str = "",
 ) -> Iterator[Figure]:
+    """A figure for each size of blocks in `targets`; `start` is the pair's, `name` what the row is called."""
     for block_bytes, at_least in targets.items():
-        with Pair([transport], block_bytes, TOTAL_BYTES // block_bytes) as pair:
+        with Pair([transport], block_bytes, TOTAL_BYTES // block_bytes, start=start) as pair:
             order = scattered(pair.num_blocks)
             rounds = [(raw(pair), pair.move(transport, order).seconds) for _ in range(repeats + 1)]
         nbytes = pair.num_blocks * block_bytes
         size = f"blocks of {block_bytes / 1024:.0f} KiB"
-        yield ratio_figure(f"{transport}, {size}", rounds[1:], nbytes, at_least, what)
+        yield ratio_figure(f"{name or transport}, {size}", rounds[1:], nbytes, at_least, what)
 
 
 def shm(repeats: int) -> Iterator[Figure]:

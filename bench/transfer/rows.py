@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from bench.transfer.accuracy import int8
+from bench.transfer.beyond import object_store, tls
 from bench.transfer.delay import delay
 from bench.transfer.figures import Figure
 from bench.transfer.idle import idle
@@ -15,7 +16,9 @@ from bench.transfer.raw import shm, tcp
 MEASURES: dict[str, Callable[[int], Iterator[Figure]]] = {
     "shm": shm,
     "tcp": tcp,
+    "tls": tls,
     "ucx": ucx,
+    "object_store": object_store,
     "messages": messages,
     "idle": idle,
     "int8": int8,

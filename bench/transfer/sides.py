@@ -8,18 +8,18 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
-from bench.transfer.process import Remote
+from bench.transfer.process import Remote, RemoteObject
 from kvtransfer import Completed, Failed, Receiver, RegisteredPool, Sender, allocate
 from kvtransfer.memory import map_peer_pool
 from kvtransfer.tcp import TcpTransport
-from kvtransfer.transports import open_transports
+from kvtransfer.transports import TransportOptions, open_transports
 from protocol.messages import PeerAddress
 
 KEY = bytes(32)
@@ -36,13 +36,20 @@ class Moved:
 
 
 class Side:
-    def __init__(self, transports: Sequence[str], block_bytes: int, num_blocks: int, name: str) -> None:
+    def __init__(
+        self,
+        transports: Sequence[str],
+        block_bytes: int,
+        num_blocks: int,
+        name: str,
+        options: TransportOptions = TransportOptions(),
+    ) -> None:
         self.name = name
         self.memory = allocate(block_bytes * num_blocks)
         np.frombuffer(self.memory.buffer, dtype=np.uint8).fill(1)  # touches every page
         self.pool = RegisteredPool(self.memory.buffer, block_bytes, num_blocks, memory_fd=self.memory.fd)
         self.address = address_of(self.memory.buffer)
-        self.transports = open_transports(list(transports), self.pool, name)
+        self.transports = open_transports(list(transports), self.pool, name, options)
         self.stream = socket.socket()
 
     def close(self) -> None:
@@ -56,13 +63,13 @@ class Side:
 
 
 class ReceivingSide(Side):
-    def __init__(self, transports: Sequence[str], block_bytes: int, num_blocks: int, name: str) -> None:
-        super().__init__(transports, block_bytes, num_blocks, name)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.receiver = Receiver(
             self.pool,
             key=KEY,
-            worker_id=name,
-            incarnation=name,
+            worker_id=self.name,
+            incarnation=self.name,
             transports=self.transports,
             host="127.0.0.1",
             on_event=lambda: None,
@@ -106,15 +113,15 @@ class ReceivingSide(Side):
 
 
 class SendingSide(Side):
-    def __init__(self, transports: Sequence[str], block_bytes: int, num_blocks: int, name: str) -> None:
-        super().__init__(transports, block_bytes, num_blocks, name)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._woken = threading.Event()
         self._senders = {
             transport.name: Sender(
                 self.pool,
                 key=KEY,
-                worker_id=f"{name}-{transport.name}",
-                incarnation=name,
+                worker_id=f"{self.name}-{transport.name}",
+                incarnation=self.name,
                 transports=[transport],
                 on_event=self._woken.set,
             )
@@ -167,18 +174,16 @@ class Pair:
         block_bytes: int,
         num_blocks: int,
         receiver_blocks: int | None = None,
-        environment: Mapping[str, str] | None = None,
         receiving: type[ReceivingSide] = ReceivingSide,
         sending: type[SendingSide] = SendingSide,
+        start: Callable[..., RemoteObject] = Remote,
     ) -> None:
         self.num_blocks = num_blocks
         self._num_leases = 0
         with ExitStack() as stack:
             sizes = {receiving: receiver_blocks or num_blocks, sending: num_blocks}
             self.receiver, self.sender = (
-                stack.enter_context(
-                    Remote(side, transports, block_bytes, size, side.__name__, environment=environment)
-                )
+                stack.enter_context(start(side, transports, block_bytes, size, side.__name__))
                 for side, size in sizes.items()
             )
             peer, raw_address = self.receiver.call("meet", *self.sender.call("whereabouts"))

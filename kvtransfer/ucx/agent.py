@@ -26,7 +26,7 @@ from protocol.errors import ProtocolError
 
 Indices = npt.NDArray[np.int32]
 
-_PROGRESS_DELAY_US = 50_000
+_PROGRESS_DELAY_US = 100_000
 """How long NIXL's progress thread sleeps at most when nothing happens.
 
 It waits in `poll` for UCX's event descriptor and wakes as soon as something arrives, so this delays nothing;

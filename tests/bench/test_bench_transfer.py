@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.transfer import growth, raw
+from bench.transfer import beyond, growth, raw
 from bench.transfer.figures import Figure, ratio_figure
 from bench.transfer.growth import Point
 from bench.transfer.process import Remote
@@ -48,6 +48,14 @@ def test_a_pair_moves_its_blocks(transport: str) -> None:
             assert moved.nbytes == 64 * 4096 and moved.num_extents > 32
         assert pair.move(transport, range(64)).num_extents == 1
         assert min(pair.memcpy(), pair.raw_stream(), pair.cpu_seconds()) > 0
+
+
+@pytest.mark.slow
+def test_the_wires_beyond_move_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw, "TOTAL_BYTES", 8 * 1024 * 1024)
+    figures = [*beyond.tls(1), *beyond.object_store(1)]
+    assert [figure.what.split(",")[0] for figure in figures] == ["TLS", "object_store"]
+    assert all(figure.value > 0 for figure in figures)
 
 
 class Failing:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.transfer.certificates import Authority
 from tests.e2e.architectures import write_model
 from tests.e2e.test_token_equality import NUM_TOKENS, prompts, run_all
-from tests.kvtransfer.certificates import Authority
 from tests.worker.harness import Cluster, tiny_config
 from tests.worker.tiny_model import greedy, load
 

@@ -6,41 +6,17 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
 from deploy.actors import CONCURRENCY
-from deploy.cleanup import make_directory, remove_directory
 from deploy.ray_carrier import RayCarrier
-from deploy.ray_cluster import object_store_bytes
 from kvtransfer.transports import TransportOptions
-from protocol.config import ServeConfig
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, close_memories, make_pool
 
 ANSWER_S = 60.0
-
-
-@contextmanager
-def running_ray() -> Iterator[None]:
-    """A local cluster like that of `tandem serve`; its token is Ray's own affair."""
-    directory = make_directory()
-    ray.init(
-        namespace="tandem-test",
-        num_cpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=object_store_bytes(ServeConfig(kv_transports="object_store")),
-        _temp_dir=str(directory),
-        _node_ip_address="127.0.0.1",
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        remove_directory(directory)
 
 
 class Side:

@@ -14,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 
+from bench.transfer.beyond import running_ray
 from deploy.ray_cluster import _STORE_BYTES_PER_PAIR, object_store_bytes
 from kvtransfer import Closed, Completed, Failed, Progress, TransferError
 from kvtransfer.extents import PIECE_BYTES
@@ -23,7 +24,7 @@ from kvtransfer.stream import MAX_IN_FLIGHT
 from kvtransfer.transports import open_transports
 from protocol.config import ServeConfig, load_config, transport_names
 from protocol.messages import PeerAddress
-from tests.kvtransfer.ray_ends import RemoteSide, running_ray, wait_stored
+from tests.kvtransfer.ray_ends import RemoteSide, wait_stored
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench.transfer.certificates import Authority
 from kvtransfer import Completed, Failed
 from kvtransfer.tls_socket import TlsSocket
 from kvtransfer.transports import TransportOptions
 from protocol.messages import PeerAddress
 from protocol.tls import TlsFiles
-from tests.kvtransfer.certificates import Authority
 from tests.kvtransfer.transfer_sides import (
     PLAIN,
     ReceiverEnd,

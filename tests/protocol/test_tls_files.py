@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from bench.transfer.certificates import Authority
 from protocol.config import ServeConfig, load_config, tls_files
 from protocol.errors import ConfigError
 from protocol.tls import TlsFiles
-from tests.kvtransfer.certificates import Authority
 
 TRANSPORTS = {"kv_transports": "shm,tcp"}
 

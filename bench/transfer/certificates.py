@@ -1,4 +1,4 @@
-"""Certificates for tests, made with the `openssl` command."""
+"""Certificates for measurements and tests, made with the `openssl` command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Authority:
         """A worker's files. `options` are those of `openssl x509`."""
         key, request, cert = (self._folder / f"{name}.{suffix}" for suffix in ("key", "csr", "pem"))
         _openssl("req", *_NEW_KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
-        signing = ["-CA", self.ca, "-CAkey", self._key, "-CAcreateserial"]
+        signing: list[str | Path] = ["-CA", self.ca, "-CAkey", self._key, "-CAcreateserial"]
         _openssl("x509", "-req", "-in", request, *signing, "-out", cert, *(options or ("-days", "2")))
         return TlsFiles(cert=str(cert), key=str(key), ca=str(self.ca))
 
