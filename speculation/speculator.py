@@ -51,6 +51,8 @@ class BatchSpeculator:
         self._unread = UnreadSteps()
         self._takes_part = False
         """Whether there were any when the step under way was scheduled."""
+        self._rests = False
+        """Whether it only goes on with what was chosen before, which is to draft nothing."""
         self._account = Account()
         self._control = Control(self._account, config.max_num_seqs, self._options.max_speculative_tokens)
         self.segment: KVShape | None = None
@@ -112,10 +114,12 @@ class BatchSpeculator:
         return values.to(self._loaded.device)
 
     def plan(self, decoding: Many[Sequence], num_to_come: int) -> None:
+        self._rests = False
         if not self._drafters or not (self._num_speculating or num_to_come):
             return
         is_due = self._control.is_due(len(decoding), num_to_come)
         if not is_due and self._control.is_idle:
+            self._rests = self._control.rests
             return
         requests = [self._request(sequence) for sequence in decoding]
         if is_due:
@@ -128,7 +132,7 @@ class BatchSpeculator:
 
     def propose(self, step: ScheduledStep) -> None:
         self._takes_part = self._num_speculating > 0
-        if not self._takes_part:
+        if not self._takes_part or self._rests:
             return
         by_method: dict[Method, list[Sequence]] = {}
         for sequence in step.sequences:
@@ -152,19 +156,25 @@ class BatchSpeculator:
         return verify(self._options.verification, sequences, logits, self._sampler)
 
     def wants_hidden(self, step: ScheduledStep) -> bool:
-        """Not of prompts where no draft pays: there they are not for free."""
+        """Not where no draft pays, since they are not for free: neither of prompts, nor, where drafts hardly ever
+        pay, of steps that no draft can follow.
+        """
         if not self.hidden_layers or not self._takes_part:
             return False
-        return self._control.drafts or not self._control.is_idle or step.total_tokens == len(step.sequences)
+        if self._control.drafts or not self._control.is_idle:
+            return True
+        return step.total_tokens == len(step.sequences) and self._control.may_draft_next
 
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         if not self._takes_part:
             return
+        only_decodes = step.total_tokens == len(step.sequences)
+        if self._rests and only_decodes and hidden is None:
+            return self._control.rested()
         self._control.learn(step)
         if not self._num_speculating:
             self._control.take_lessons()
         if not self._control.drafts:
-            only_decodes = step.total_tokens == len(step.sequences)
             if only_decodes and hidden is None:
                 return  # no drafter could learn from it
             if hidden is not None and self._control.is_idle:

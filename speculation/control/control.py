@@ -78,6 +78,20 @@ class Control:
         """As `Controller.is_idle`."""
         return self._controller.is_idle
 
+    @property
+    def rests(self) -> bool:
+        """As `Controller.rests`."""
+        return self._controller.rests
+
+    def rested(self) -> None:
+        """A step is over that `rests` said there is nothing to learn from."""
+        self._account.stepped(0.0, verifies=False)
+
+    @property
+    def may_draft_next(self) -> bool:
+        """As `Controller.may_draft_next`."""
+        return self._controller.may_draft_next
+
     def begin_drafting(self) -> None:
         self._drafting.clear()
         self._clock.mark()

@@ -17,10 +17,13 @@ from speculation.control.acceptance import MethodAcceptance
 from speculation.control.plan import Load, Planner, Request, Shape, probe
 from speculation.control.step_time import DraftTime, SurroundingTime, TargetTime
 
-TRIAL_SHARE = 0.0015
-"""The part of the time that either kind of trial may lose, as far as is known."""
-_TRIAL_STEPS = 3
-_STEP_TRIAL_EVERY = 4
+DRAFT_TRIAL_SHARE, PLAIN_TRIAL_SHARE = 0.0015, 0.0075
+"""The part of the time that trials may lose, as far as is known: a request's or a step's drafts where they seem to
+lose, and steps without drafts where those seem to pay. The latter get more: a wrong belief makes them look dear,
+and the drafts that it leads to lose time in each step until trials have mended it.
+"""
+_TRIAL_STEPS = 6
+_FREE_TRIAL_EVERY, _STEP_TRIAL_EVERY = 2, 12
 """Choices. Where two ways are equally fast a trial costs nothing, but one is as good as many."""
 FIRST_DRAFTS = 32
 """Of a method, by requests that choose for themselves: they are made whatever they seem to lose, by a few
@@ -28,13 +31,15 @@ requests at a time and so deep, since without them nothing is known but a guess.
 _FIRST_DRAFTERS, _FIRST_DEPTH = 4, 4
 _NEWS_SHARE, _HARDLY_EVER = 0.2, 0.1
 """What one choice counts for in whether drafts pay at a load, and below which mean they are taken not to."""
-_FREE_TRIALS = 3
+_FREE_TRIALS = 8
 """Steps without drafts, for each number of sequences, that are tried whatever they seem to lose."""
 _ENOUGH = 64
 """Steps after which those of their size are known."""
-_CHOICE_STANDS, _PLAIN_STANDS = 8, 16
-"""Steps for which a choice stands as long as nobody comes or goes, since choosing takes time too; the latter
-if nothing is drafted."""
+_CHOICE_STANDS, _PLAIN_STANDS, _IDLE_STANDS = 8, 16, 64
+"""Steps for which a choice stands as long as nobody comes or goes, since choosing takes time too; the second if
+nothing is drafted, the third where hardly ever anything is."""
+_SETTLED = 3
+"""Steps after a choice from which on they take as long as others of their kind."""
 
 
 @dataclass(eq=False)
@@ -66,12 +71,14 @@ class MethodControl:
 class Savings:
     """Seconds that trials may lose: saved from choice to choice, at most what passes between two."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
+        """Of the time that passes."""
+        self._share = share
         self._seconds = 0.0
 
     def save(self, seconds: float) -> None:
         """So much time has passed."""
-        self._seconds = min(self._seconds + TRIAL_SHARE * seconds, seconds)
+        self._seconds = min(self._seconds + self._share * seconds, seconds)
 
     def spend(self, seconds: float) -> bool:
         """Whether that much was there; if so it is gone."""
@@ -91,16 +98,18 @@ class Controller:
         self.target = target
         self.surroundings = SurroundingTime(max_sequences)
         self.methods: dict[Method, MethodControl] = {}
-        self._request_trials = Savings()
-        self._step_trials = Savings()
+        self._request_trials = Savings(DRAFT_TRIAL_SHARE)
+        self._draft_trials, self._plain_trials = Savings(DRAFT_TRIAL_SHARE), Savings(PLAIN_TRIAL_SHARE)
         self._num_choices = 0
         self._load = 0, 0
         """Requests that decode, and that will soon."""
         self._since = 0
         """Steps since the latest choice, and for how many it stands."""
         self._stands = 0
-        self._is_trial = False
+        self._trial: Savings | None = None
         self._is_known = False
+        self._drafts = False
+        """Whether any request does by the latest choice."""
         self._worth: dict[int, float] = {}
         """How often drafts paid of late, by the number of bits of the load."""
 
@@ -117,17 +126,23 @@ class Controller:
         return is_due and num_requests > 0
 
     @property
-    def is_watched(self) -> bool:
-        """Whether the step's time is to be learned from: not if a choice was made for it, which takes time
-        and leaves the caches to something else, but in the step after that; until such steps are known, in
-        all that follow.
+    def is_steady(self) -> bool:
+        """Whether the latest step's time tells of others: a choice leaves the caches to something else, as does
+        a change between drafting and not. Where little is known yet, all but the first tell something.
         """
-        return self._since == 1 or (self._since > 1 and not self._is_known)
+        return self._since >= (_SETTLED if self._is_known else 1)
 
     @property
-    def is_steady(self) -> bool:
-        """Whether no choice was made for the latest step."""
-        return self._since > 0
+    def is_watched(self) -> bool:
+        """Whether a step without drafts is to be learned from: of those that are known one for each choice, and
+        the trials.
+        """
+        return self.is_steady and not (self._is_known and self._trial is None and self._since > _SETTLED)
+
+    @property
+    def rests(self) -> bool:
+        """Whether the step is one of many without drafts, so that there is nothing to learn from it."""
+        return not self._drafts and self._is_known and self._since > _SETTLED
 
     @property
     def is_idle(self) -> bool:
@@ -135,8 +150,20 @@ class Controller:
         come are so many that drafts hardly ever pay.
         """
         if self._load[0] == 0:
-            return self._worth.get(self._load[1].bit_length(), 1.0) < _HARDLY_EVER
-        return not any(control.num_tokens for control in self.methods.values())
+            return self._hardly_pays
+        return not self._drafts
+
+    @property
+    def may_draft_next(self) -> bool:
+        """Whether the step after this one may draft although this one does not: always, but where drafts hardly
+        ever pay only if it begins with a choice.
+        """
+        return not self._hardly_pays or self._since + 1 >= self._stands
+
+    @property
+    def _hardly_pays(self) -> bool:
+        """At the present load."""
+        return self._worth.get(sum(self._load).bit_length(), 1.0) < _HARDLY_EVER
 
     def expect(self, request: Request) -> None:
         """A request has come, for which no choice was made yet."""
@@ -149,7 +176,7 @@ class Controller:
         """
         self._num_choices += 1
         self._stands = _CHOICE_STANDS
-        self._is_trial = False
+        self._trial = None
         groups: dict[Method, list[Request]] = {}
         for request in requests:
             request.chosen = request.fixed_tokens or 0
@@ -161,8 +188,9 @@ class Controller:
             group = groups.get(method, [])
             control.num_requests = len(group)
             control.num_tokens = sum([request.chosen for request in group])
-        if not self._is_trial and not any(request.chosen for request in requests):
-            self._stands = _PLAIN_STANDS
+        self._drafts = any(request.chosen for request in requests)
+        if self._trial is None and not self._drafts:
+            self._stands = _IDLE_STANDS if self._hardly_pays else _PLAIN_STANDS
         self._since = 0
 
     def _decide(self, groups: dict[Method, list[Request]], num_sequences: int, context: float) -> None:
@@ -182,8 +210,8 @@ class Controller:
             elif free:
                 self._admit(self.methods[method], free, num_sequences, load)
         seconds = load.total_seconds() * self._since
-        self._request_trials.save(seconds)
-        self._step_trials.save(seconds)
+        for trials in (self._request_trials, self._draft_trials, self._plain_trials):
+            trials.save(seconds)
 
     def _begin(self, control: MethodControl, group: list[Request]) -> None:
         """Let these requests make some of the method's first drafts."""
@@ -217,13 +245,14 @@ class Controller:
         worth = self._worth.get(size, 1.0)
         self._worth[size] = worth + _NEWS_SHARE * (pays - worth)
         better, other = (plan, plain) if pays else (plain, plan)
-        is_turn = self._num_choices % _STEP_TRIAL_EVERY == 0
         lost = other.seconds - other.tokens / better.rate
         lost += 0.0 if pays else planner.unread_seconds(plan)
         is_new = pays and self.surroundings.num_seen(num_sequences, load.rows > 0) < _FREE_TRIALS
-        if is_turn and (is_new or self._step_trials.spend(lost * _TRIAL_STEPS)):
+        trials = self._plain_trials if pays else self._draft_trials
+        is_turn = self._num_choices % (_FREE_TRIAL_EVERY if is_new else _STEP_TRIAL_EVERY) == 0
+        if is_turn and (is_new or trials.spend(lost * _TRIAL_STEPS)):
             pays = not pays
-            self._is_trial, self._stands = True, _TRIAL_STEPS
+            self._trial, self._stands = trials, _TRIAL_STEPS
         if pays:
             planner.carry_out(plan)
         for request in group:
@@ -245,8 +274,8 @@ class Controller:
 
     def observe_step(self, num_sequences: int, rows: int, context: float, seconds: float) -> None:
         """The target's part of the latest step took so long."""
-        if self._is_trial:
-            self._step_trials.charge(seconds - self.target.seconds(num_sequences, rows, context))
+        if self._trial is not None:
+            self._trial.charge(seconds - self.target.seconds(num_sequences, rows, context))
         self.target.observe(num_sequences, rows, context, seconds)
         self._is_known = self.target.num_seen(rows) >= _ENOUGH
 

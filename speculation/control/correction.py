@@ -14,6 +14,12 @@ _LONGEST_STRIDE = 0.25
 """What is taken of a step's log-ratio at most."""
 _COMMON_PACE = 0.08
 _LOCAL_PACE = 0.03
+"""Of a size that is seen all the time."""
+_DOUBT = 8
+"""One over what a step moves whose size was not seen for long."""
+_FRESHNESS = 1 - 1 / 48
+"""What is left of a size's weight after each step of any size: what was last seen long ago soon counts for
+little against a new step there."""
 _NEW = 8
 """Steps of a size that set its own ratio, before most of what they show is put down to the machine."""
 
@@ -49,6 +55,8 @@ class Correction:
         """A logarithm, as are the local ones."""
         self._local = [0.0] * (max_size.bit_length() + 1)
         self._seen = [0.0] * len(self._local)
+        self._weights = [0.0] * len(self._local)
+        """As `_seen`, faded."""
 
     def factor(self, size: int) -> float:
         low, weight = self._place(size)
@@ -64,14 +72,21 @@ class Correction:
         stride = _stride(predicted, measured)
         low, weight = self._place(size)
         is_new = self.num_seen(size) < _NEW
-        for power, part in ((low, 1 - weight), (low + 1, weight)):
-            pace = 1 / (2 + self._seen[power]) if is_new else _LOCAL_PACE
+        paces = [self._pace(power, is_new) for power in (low, low + 1)]
+        self._weights = [each * _FRESHNESS for each in self._weights]
+        for power, part, pace in ((low, 1 - weight, paces[0]), (low + 1, weight, paces[1])):
             self._local[power] += pace * part * stride
             self._seen[power] += part
+            self._weights[power] += part
         if is_new:
             self._fill()
         else:
             self.common += _COMMON_PACE * stride
+
+    def _pace(self, power: int, is_new: bool) -> float:
+        if is_new:
+            return 1 / (2 + self._seen[power])
+        return max(_LOCAL_PACE, 1 / (_DOUBT + self._weights[power]))
 
     def num_seen(self, size: int) -> float:
         """Steps at the powers of two around the size."""

@@ -183,7 +183,7 @@ class RunningMedian:
     def __init__(self) -> None:
         self.value = 0.0
         self.num_seen = 0
-        self._latest: deque[float] = deque(maxlen=25)
+        self._latest: deque[float] = deque(maxlen=9)
 
     def observe(self, value: float) -> None:
         self.num_seen += 1

@@ -105,7 +105,7 @@ class SimulatedEngine:
         self.seconds += self.target(rows) + drafting + SURROUNDINGS
         slow = self._random.lognormvariate(0, self.noise)
         slow *= 10 if self._random.random() < self.outliers else 1
-        if self.controller.is_watched:
+        if self.controller.is_watched or (levels and self.controller.is_steady):
             self.controller.observe_step(self.num_requests, rows, CONTEXT, self.target(rows) * slow)
             self.controller.surroundings.observe(self.num_requests, levels > 0, SURROUNDINGS * slow)
         if levels:
