@@ -27,6 +27,8 @@ from speculation.methods import build_drafter, draft_shape
 from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import verify
 
+_MODELS_GAIN, _HEADS_GAIN = 0.05, 0.12
+
 
 def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
     """For `Engine`. Raises `ConfigError` for a draft that does not fit the model."""
@@ -77,7 +79,7 @@ class BatchSpeculator:
                 calibration = Calibration(rehearsal, self.verify, self._config.max_num_seqs)
                 self._control.set_target_times(calibration.target(self._control.max_rows))
                 times = calibration.drafter(drafter, shape)
-            self._control.add_method(method, shape, times)
+            self._control.add_method(method, shape, times, _least_gain(drafter))
 
     def begin(self, sequence: Sequence, num_drafted: int, state: DraftState) -> None:
         method = self._request(sequence).method
@@ -156,8 +158,8 @@ class BatchSpeculator:
         return verify(self._options.verification, sequences, logits, self._sampler)
 
     def wants_hidden(self, step: ScheduledStep) -> bool:
-        """Not where no draft pays, since they are not for free: neither of prompts, nor, where drafts hardly ever
-        pay, of steps that no draft can follow.
+        """Not where no draft pays, since they are not for free: neither of prompts, nor, where drafts hardly
+        ever pay, of steps that no draft can follow.
         """
         if not self.hidden_layers or not self._takes_part:
             return False
@@ -170,7 +172,8 @@ class BatchSpeculator:
             return
         only_decodes = step.total_tokens == len(step.sequences)
         if self._rests and only_decodes and hidden is None:
-            return self._control.rested()
+            self._control.rested()
+            return
         self._control.learn(step)
         if not self._num_speculating:
             self._control.take_lessons()
@@ -239,10 +242,20 @@ class BatchSpeculator:
             drafter = build_drafter(method, self._options, self._config, self._loaded)
             drafter.attach(self._loaded, self._pool)
             self._drafters[method] = drafter
-            self._control.add_method(method, draft_shape(method, self._options), None)
+            shape = draft_shape(method, self._options)
+            self._control.add_method(method, shape, None, _least_gain(drafter))
         if method == "lookahead" and fixed is not None:
             fixed = self._options.lookahead_rows  # it takes all of them or none
         return self._control.new_request(sequence, method, fixed)
+
+
+def _least_gain(drafter: Drafter) -> float:
+    """What drafts with weights of their own must bring in a step, since prompts have to be read for them, and
+    what they are expected to bring is not exact. For heads prompts also take the target longer.
+    """
+    if drafter.hidden_layers:
+        return _HEADS_GAIN
+    return _MODELS_GAIN if drafter.segment is not None else 0.0
 
 
 def _draft_room(sequence: Sequence) -> int:

@@ -43,10 +43,10 @@ class Control:
     def set_target_times(self, times: TargetTimes) -> None:
         self._controller.target = TargetTime(times, self.max_rows)
 
-    def add_method(self, method: Method, shape: Shape, times: DraftTimes | None) -> None:
-        """`times`: what drafting was measured to take, if it was."""
+    def add_method(self, method: Method, shape: Shape, times: DraftTimes | None, least_gain: float) -> None:
+        """`times`: what drafting was measured to take, if it was. `least_gain` as in `MethodControl`."""
         acceptance = MethodAcceptance(self._max_tokens)
-        self._controller.methods[method] = MethodControl(shape, acceptance, DraftTime(times))
+        self._controller.methods[method] = MethodControl(shape, acceptance, DraftTime(times), least_gain)
 
     def new_request(self, sequence: Sequence, method: Method | None, fixed_tokens: int | None) -> Request:
         """`method` None: it does not speculate."""

@@ -18,17 +18,20 @@ from speculation.control.plan import Load, Planner, Request, Shape, probe
 from speculation.control.step_time import DraftTime, SurroundingTime, TargetTime
 
 DRAFT_TRIAL_SHARE, PLAIN_TRIAL_SHARE = 0.0015, 0.0075
-"""The part of the time that trials may lose, as far as is known: a request's or a step's drafts where they seem to
-lose, and steps without drafts where those seem to pay. The latter get more: a wrong belief makes them look dear,
-and the drafts that it leads to lose time in each step until trials have mended it.
+"""The part of the time that trials may lose, as far as is known: a request's or a step's drafts where they
+seem to lose, and steps without drafts where those seem to pay. The latter get more: a wrong belief makes them
+look dear, and the drafts that it leads to lose time in each step until trials have mended it.
 """
 _TRIAL_STEPS = 6
 _FREE_TRIAL_EVERY, _STEP_TRIAL_EVERY = 2, 12
 """Choices. Where two ways are equally fast a trial costs nothing, but one is as good as many."""
-FIRST_DRAFTS = 32
-"""Of a method, by requests that choose for themselves: they are made whatever they seem to lose, by a few
-requests at a time and so deep, since without them nothing is known but a guess."""
+FIRST_DRAFTS, _FIRST_OF_REQUEST = 32, 8
+"""Of a method, by requests that choose for themselves, and how many one of them makes. They are made whatever
+they seem to lose, by a few requests at a time and so deep: without them nothing is known but a guess."""
 _FIRST_DRAFTERS, _FIRST_DEPTH = 4, 4
+_AGAIN_EVERY = 32
+"""Requests that hardly ever draft, after which one makes as many such drafts again: the text of those before
+may have been hard, and little is learned of requests whose prompts were not read for drafting."""
 _NEWS_SHARE, _HARDLY_EVER = 0.2, 0.1
 """What one choice counts for in whether drafts pay at a load, and below which mean they are taken not to."""
 _FREE_TRIALS = 8
@@ -36,8 +39,8 @@ _FREE_TRIALS = 8
 _ENOUGH = 64
 """Steps after which those of their size are known."""
 _CHOICE_STANDS, _PLAIN_STANDS, _IDLE_STANDS = 8, 16, 64
-"""Steps for which a choice stands as long as nobody comes or goes, since choosing takes time too; the second if
-nothing is drafted, the third where hardly ever anything is."""
+"""Steps for which a choice stands as long as nobody comes or goes, since choosing takes time too; the second
+if nothing is drafted, the third where hardly ever anything is."""
 _SETTLED = 3
 """Steps after a choice from which on they take as long as others of their kind."""
 
@@ -49,6 +52,8 @@ class MethodControl:
     shape: Shape
     acceptance: MethodAcceptance
     time: DraftTime
+    least_gain: float = 0.0
+    """By which share of the plain rate drafts must be ahead."""
     num_first: int = 0
     """Of the first drafts, so far."""
     num_requests: int = 0
@@ -110,6 +115,7 @@ class Controller:
         self._is_known = False
         self._drafts = False
         """Whether any request does by the latest choice."""
+        self._num_passed_over = 0
         self._worth: dict[int, float] = {}
         """How often drafts paid of late, by the number of bits of the load."""
 
@@ -127,15 +133,15 @@ class Controller:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the latest step's time tells of others: a choice leaves the caches to something else, as does
-        a change between drafting and not. Where little is known yet, all but the first tell something.
+        """Whether the latest step's time tells of others: a choice leaves the caches to something else, as
+        does a change between drafting and not. Where little is known yet, all but the first tell something.
         """
         return self._since >= (_SETTLED if self._is_known else 1)
 
     @property
     def is_watched(self) -> bool:
-        """Whether a step without drafts is to be learned from: of those that are known one for each choice, and
-        the trials.
+        """Whether a step without drafts is to be learned from: of those that are known one for each choice,
+        and the trials.
         """
         return self.is_steady and not (self._is_known and self._trial is None and self._since > _SETTLED)
 
@@ -155,20 +161,28 @@ class Controller:
 
     @property
     def may_draft_next(self) -> bool:
-        """Whether the step after this one may draft although this one does not: always, but where drafts hardly
-        ever pay only if it begins with a choice.
+        """Whether the step after this one may draft although this one does not: always, but where drafts
+        hardly ever pay only if it begins with a choice.
         """
         return not self._hardly_pays or self._since + 1 >= self._stands
 
     @property
     def _hardly_pays(self) -> bool:
-        """At the present load."""
+        """At the present load, as far as is known."""
+        if any(control.num_first < FIRST_DRAFTS for control in self.methods.values()):
+            return False
         return self._worth.get(sum(self._load).bit_length(), 1.0) < _HARDLY_EVER
 
     def expect(self, request: Request) -> None:
         """A request has come, for which no choice was made yet."""
-        if request.method is not None:
-            self._stands = 0
+        if request.method is None:
+            return
+        self._stands = 0
+        if self._hardly_pays:
+            self._num_passed_over += 1
+            if self._num_passed_over == _AGAIN_EVERY:
+                self._num_passed_over = 0
+                self.methods[request.method].num_first = FIRST_DRAFTS - _FIRST_OF_REQUEST
 
     def choose(self, requests: Many[Request], context: float) -> None:
         """Set `chosen` of all the requests that will decode in the coming step, whose mean length is
@@ -205,10 +219,12 @@ class Controller:
             self._add_fixed(self.methods[method], [request for request in group if request.chosen], load)
         for method, group in groups.items():
             free = [request for request in group if request.fixed_tokens is None]
-            if self.methods[method].num_first < FIRST_DRAFTS:
-                self._begin(self.methods[method], free[:_FIRST_DRAFTERS])
+            control = self.methods[method]
+            beginners = [request for request in free if request.num_first < _FIRST_OF_REQUEST]
+            if beginners and control.num_first < FIRST_DRAFTS:
+                self._begin(control, beginners[-_FIRST_DRAFTERS:])
             elif free:
-                self._admit(self.methods[method], free, num_sequences, load)
+                self._admit(control, free, num_sequences, load)
         seconds = load.total_seconds() * self._since
         for trials in (self._request_trials, self._draft_trials, self._plain_trials):
             trials.save(seconds)
@@ -219,6 +235,7 @@ class Controller:
             request.chosen = control.shape.max_tokens if control.shape.whole else _FIRST_DEPTH
             request.chosen = min(request.chosen, control.shape.max_tokens)
             request.last_drafted = self._num_choices
+            request.num_first += 1
         control.num_first += len(group)
         self._stands = 1
 
@@ -240,7 +257,7 @@ class Controller:
         shape, times = control.shape, control.time.times
         planner = Planner(shape, times, group, load)
         plan, plain = planner.best(), planner.plain
-        pays = plan.rate > plain.rate
+        pays = plan.rate > plain.rate * (1 + control.least_gain)
         size = num_sequences.bit_length()
         worth = self._worth.get(size, 1.0)
         self._worth[size] = worth + _NEWS_SHARE * (pays - worth)

@@ -118,6 +118,7 @@ def test_trials_cost_well_below_a_percent() -> None:
     for num_requests in (1, 16):
         plain = SimulatedEngine(num_requests, RATES["hopeless"], fixed=0).run(200)
         engine = SimulatedEngine(num_requests, RATES["hopeless"], noise=0.0, outliers=0.0)
+        engine.method.num_first = FIRST_DRAFTS
         engine.run(300)
         assert engine.run(1500) >= 0.992 * plain
 
@@ -170,8 +171,41 @@ def test_a_methods_first_drafts_are_made_whatever_they_seem_to_lose() -> None:
         if made.is_due(len(requests)):
             made.choose(requests, 100.0)
         drafted.append([one.chosen for one in requests])
-    assert drafted[:8] == [[4, 4, 4, 4, 0, 0]] * 8
+    assert drafted[:8] == [[0, 0, 4, 4, 4, 4]] * 8  # the latest ones' prompts were read if any were
     assert not any(map(any, drafted[8:]))
+
+
+def test_one_request_makes_but_a_quarter_of_the_first_drafts() -> None:
+    made = controller(row_seconds=1.0)
+    made.methods["draft_model"].num_first = 0
+    for _ in range(5):
+        one = request(made)
+        drafted = []
+        for _ in range(20):
+            if made.is_due(1):
+                made.choose([one], 100.0)
+            drafted.append(one.chosen)
+        assert one.num_first in (8, 0)
+        assert [bool(count) for count in drafted].count(True) == one.num_first
+    assert one.num_first == 0, "32 were made"
+
+
+def test_what_hardly_ever_drafts_is_looked_at_again() -> None:
+    made = controller(row_seconds=1.0)
+
+    def serve() -> Request:
+        one = request(made)
+        made.expect(one)
+        for _ in range(200):
+            if made.is_due(1):
+                made.choose([one], 100.0)
+        return one
+
+    for _ in range(5):  # so many that drafts are known not to pay
+        serve()
+    again = [number for number in range(70) if serve().num_first]
+    assert len(again) == 2
+    assert again[1] - again[0] == 32
 
 
 def test_prompts_are_not_looked_at_where_drafts_hardly_ever_pay() -> None:
@@ -232,6 +266,15 @@ def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
     assert trees[1].chosen == 24
     assert {tree.chosen for tree in trees} <= {0, 24}
     assert all(0 < chain.chosen <= 4 for chain in chains)
+
+
+def test_a_gain_that_is_too_small_is_not_taken() -> None:
+    for least_gain, drafts in ((0.0, True), (0.1, True), (3.0, False)):
+        made = controller()
+        made.methods["draft_model"].least_gain = least_gain
+        one = request(made)
+        made.choose([one], 100.0)
+        assert (one.chosen > 0) == drafts
 
 
 def test_the_deeper_the_dearer_for_a_sequential_drafter() -> None:
@@ -303,6 +346,23 @@ def test_a_choice_stands_for_some_steps_unless_somebody_comes_or_goes() -> None:
     assert 1 < stood[0] < stood[1]
 
 
+def test_where_drafts_hardly_ever_pay_only_a_choice_may_lead_to_some() -> None:
+    made = controller(row_seconds=1.0)
+    requests = [request(made) for _ in range(2)]
+    for _ in range(20):
+        made.is_due(2)
+        assert made.may_draft_next, "not enough is known"
+        made.choose(requests, 100.0)
+        if not made.may_draft_next:
+            break
+    steps = 0
+    while not made.may_draft_next:
+        assert not made.is_due(2)
+        steps += 1
+    assert steps > 30
+    assert made.is_due(2)
+
+
 def test_requests_to_come_count_as_if_they_were_there() -> None:
     made = controller(row_seconds=1e-3)
     one = request(made)
@@ -318,6 +378,7 @@ def test_requests_to_come_count_as_if_they_were_there() -> None:
 def test_trials_are_short() -> None:
     """There are two kinds, of six steps and of one, and one may follow the other."""
     engine = SimulatedEngine(1, lambda number, place: 0.0)
+    engine.method.num_first = FIRST_DRAFTS
     engine.run(200)
     tried = []
     for _ in range(2000):
