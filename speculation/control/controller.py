@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from protocol.speculation import Method, MethodState, SpeculationState, StepTimeState
 from speculation.control.acceptance import MethodAcceptance
-from speculation.control.plan import Load, Planner, Request, Shape, probe
+from speculation.control.plan import Load, Plan, Planner, Request, Shape, probe
 from speculation.control.step_time import DraftTime, SurroundingTime, TargetTime
 
 DRAFT_TRIAL_SHARE, PLAIN_TRIAL_SHARE = 0.0015, 0.0075
@@ -261,22 +261,33 @@ class Controller:
         size = num_sequences.bit_length()
         worth = self._worth.get(size, 1.0)
         self._worth[size] = worth + _NEWS_SHARE * (pays - worth)
-        better, other = (plan, plain) if pays else (plain, plan)
-        lost = other.seconds - other.tokens / better.rate
-        lost += 0.0 if pays else planner.unread_seconds(plan)
         is_new = pays and self.surroundings.num_seen(num_sequences, load.rows > 0) < _FREE_TRIALS
-        trials = self._plain_trials if pays else self._draft_trials
-        is_turn = self._num_choices % (_FREE_TRIAL_EVERY if is_new else _STEP_TRIAL_EVERY) == 0
-        if is_turn and (is_new or trials.spend(lost * _TRIAL_STEPS)):
+        if self._tries_the_other(control, planner, plan, pays=pays, is_new=is_new):
             pays = not pays
-            self._trial, self._stands = trials, _TRIAL_STEPS
         if pays:
             planner.carry_out(plan)
         for request in group:
             if request.chosen:
                 request.last_drafted = self._num_choices
-        if pays or better is plain:
+        if pays or self._trial is not self._plain_trials:
             self._try_one(control, group, plan.levels if pays else 0, load)
+
+    def _tries_the_other(
+        self, control: MethodControl, planner: Planner, plan: Plan, *, pays: bool, is_new: bool
+    ) -> bool:
+        """Whether some steps go without the plan that pays, or with the one that doesn't."""
+        if self._num_choices % (_FREE_TRIAL_EVERY if is_new else _STEP_TRIAL_EVERY):
+            return False
+        plain = planner.plain
+        if pays:
+            trials, lost = self._plain_trials, plain.seconds - plain.tokens / plan.rate
+        else:
+            trials, lost = self._draft_trials, plan.seconds - plan.tokens / plain.rate
+            lost = max(lost, control.least_gain * plan.seconds) + planner.unread_seconds(plan)
+        if not is_new and not trials.spend(lost * _TRIAL_STEPS):
+            return False
+        self._trial, self._stands = trials, _TRIAL_STEPS
+        return True
 
     def _try_one(self, control: MethodControl, group: list[Request], levels: int, load: Load) -> None:
         """Let that request draft which hasn't for the longest, once enough is saved for it."""
@@ -284,6 +295,7 @@ class Controller:
         if request.chosen:
             return
         num_tokens, lost = probe(control.shape, control.time.times, request, levels, load)
+        lost = max(lost, control.least_gain * load.total_seconds())
         if num_tokens and self._request_trials.spend(lost):
             request.chosen = num_tokens
             request.last_drafted = self._num_choices
