@@ -27,7 +27,7 @@ from speculation.methods import build_drafter, draft_shape
 from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import verify
 
-_MODELS_GAIN, _HEADS_GAIN = 0.05, 0.12
+_MODELS_GAIN, _HEADS_GAIN = 0.1, 0.15
 
 
 def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
