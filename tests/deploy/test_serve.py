@@ -153,7 +153,11 @@ def test_ctrl_c_during_the_start(started: ServerProcess, delay_s: float) -> None
     deadline = time.monotonic() + delay_s
     started.wait(lambda: time.monotonic() > deadline, 60)
     started.signal(signal.SIGINT)
-    assert started.wait_end() in (0, 130), started.log
+    ended = started.wait_end()
+    if ended == -signal.SIGINT:  # Python itself had not begun to look at signals
+        assert started.log == ""
+    else:
+        assert ended in (0, 130), started.log
     assert started.leftovers() == []
 
 

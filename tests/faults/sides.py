@@ -247,10 +247,18 @@ class SenderEnd(End):
         found = super().problems()
         if self.sender._leases:
             found.append(f"the sender holds leases {list(self.sender._leases)}")
-        for link in list(self.sender._links.values()):
-            if link._queue or link._refused or link._telling or any(s.in_flight for s in link._streams):
-                found.append(f"the link to {link.peer.worker_id} is not idle")
-        return found
+        deadline = time.monotonic() + SETTLE_S
+        while (busy := self._busy_links()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return found + [f"the link to {peer} is not idle" for peer in busy]
+
+    def _busy_links(self) -> list[str]:
+        """To these peers. An aborted piece that was on its way is acknowledged all the same."""
+        return [
+            link.peer.worker_id
+            for link in list(self.sender._links.values())
+            if link._queue or link._refused or link._telling or any(s.in_flight for s in link._streams)
+        ]
 
     def _on_event(self, event: Sent | Completed | Failed) -> None:
         match event:
