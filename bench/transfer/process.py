@@ -6,10 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 _JOIN_S = 10.0
 
@@ -17,25 +18,34 @@ processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["bench.transfer.sides"])
 
 
-class RemoteObject(Protocol):
+class RemoteObject(ABC):
     """An object elsewhere, and calls of its methods, one at a time."""
 
+    @abstractmethod
     def begin(self, method: str, *arguments: Any) -> None:
         """Begin a call, whose result `end` waits for."""
 
+    @abstractmethod
     def end(self) -> Any: ...
 
-    def call(self, method: str, *arguments: Any) -> Any: ...
+    @abstractmethod
+    def close(self) -> None: ...
 
-    def __enter__(self) -> Self: ...
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.begin(method, *arguments)
+        return self.end()
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
 
-class Remote:
-    """The object that `make(*arguments)` returns in a new process, and calls of its methods, one at a time.
+class Remote(RemoteObject):
+    """The object that `make(*arguments)` returns in a new process.
 
     `environment` is set there before. An exception there is raised here as RuntimeError.
     """
@@ -52,7 +62,6 @@ class Remote:
         self.end()
 
     def begin(self, method: str, *arguments: Any) -> None:
-        """Begin a call, whose result `end` waits for."""
         self._pipe.send((method, arguments))
 
     def end(self) -> Any:
@@ -64,24 +73,12 @@ class Remote:
             raise RuntimeError(f"in a measuring process: {result}")
         return result
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        self.begin(method, *arguments)
-        return self.end()
-
     def close(self) -> None:
         self._pipe.close()
         self.process.join(_JOIN_S)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _serve(

@@ -1,12 +1,17 @@
-"""`shm` against a plain memcpy between two processes' memory, `tcp` against one raw stream on loopback."""
+"""`shm` against a plain memcpy between two processes' memory; `tcp`, plain and in TLS, against one raw stream."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+from bench.transfer.certificates import Authority
 from bench.transfer.figures import Figure, ratio_figure
 from bench.transfer.process import Remote, RemoteObject
 from bench.transfer.sides import Pair, scattered
+from kvtransfer.transports import TransportOptions
 
 TOTAL_BYTES = 256 * 1024 * 1024
 MODEL_BLOCK, SMALL_BLOCK = 1792 * 1024, 16 * 1024
@@ -38,3 +43,13 @@ def shm(repeats: int) -> Iterator[Figure]:
 
 def tcp(repeats: int) -> Iterator[Figure]:
     return measure("tcp", Pair.raw_stream, "raw stream", {MODEL_BLOCK: 0.9, SMALL_BLOCK: 0.9}, repeats)
+
+
+def tls(repeats: int) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        options = TransportOptions(tls=Authority(Path(folder) / "authority").issue("worker"))
+
+        def start(*arguments: Any) -> Remote:
+            return Remote(*arguments, options)
+
+        yield from measure("tcp", Pair.raw_stream, "raw stream", {MODEL_BLOCK: None}, repeats, start, "TLS")

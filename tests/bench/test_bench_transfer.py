@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.transfer import beyond, growth, raw
+from bench.transfer import growth, raw, rows
 from bench.transfer.figures import Figure, ratio_figure
 from bench.transfer.growth import Point
 from bench.transfer.process import Remote
@@ -50,10 +52,15 @@ def test_a_pair_moves_its_blocks(transport: str) -> None:
         assert min(pair.memcpy(), pair.raw_stream(), pair.cpu_seconds()) > 0
 
 
+def test_the_other_rows_do_without_ray() -> None:
+    code = "import sys, bench.transfer.rows; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.slow
 def test_the_wires_beyond_move_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "TOTAL_BYTES", 8 * 1024 * 1024)
-    figures = [*beyond.tls(1), *beyond.object_store(1)]
+    figures = [*rows.MEASURES["tls"](1), *rows.MEASURES["object_store"](1)]
     assert [figure.what.split(",")[0] for figure in figures] == ["TLS", "object_store"]
     assert all(figure.value > 0 for figure in figures)
 

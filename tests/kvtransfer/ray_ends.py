@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -11,27 +10,17 @@ from typing import Any
 
 import ray
 
-from deploy.actors import CONCURRENCY
-from deploy.ray_carrier import RayCarrier
+from bench.transfer.object_store import CarrierActor, start_actor
 from kvtransfer.transports import TransportOptions
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, close_memories, make_pool
 
 ANSWER_S = 60.0
 
 
-class Side:
+class Side(CarrierActor):
     """One side of a transfer in a process of its own."""
 
-    def __init__(self) -> None:
-        self.carrier = RayCarrier()
-        self.end: Any = None
-        self._never = threading.Event()
-
-    def deliver(self, kind: str, parcel: bytes, objects: list[Any]) -> bool:
-        return self.carrier.receive(kind, parcel, objects)
-
-    def until_ended(self) -> None:
-        self._never.wait()
+    end: Any = None
 
     def pid(self) -> int:
         return os.getpid()
@@ -58,8 +47,7 @@ class RemoteSide:
     """A `Side`, from outside."""
 
     def __init__(self, role: str, num_blocks: int, block_bytes: int, seed: int, **options: Any) -> None:
-        kind = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(Side)
-        self.actor = kind.options(name=f"{role}-{secrets.token_hex(8)}", num_cpus=0).remote()
+        self.actor = start_actor(Side, role)
         self.pid = ray.get(self.actor.pid.remote(), timeout=ANSWER_S)
         self._options = (role, num_blocks, block_bytes, seed), options
         self.start()

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from bench.transfer.beyond import running_ray
+from bench.transfer.object_store import running_ray
 from deploy.ray_cluster import _STORE_BYTES_PER_PAIR, object_store_bytes
 from kvtransfer import Closed, Completed, Failed, Progress, TransferError
 from kvtransfer.extents import PIECE_BYTES

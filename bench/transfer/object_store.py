@@ -1,22 +1,17 @@
-"""`tcp` within TLS, and Ray's object store: for networks that are not trusted, or that let little through."""
+"""Ray's object store between two actors, against one raw stream on loopback."""
 
 from __future__ import annotations
 
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ray
 
-from bench.transfer.certificates import Authority
 from bench.transfer.figures import Figure
-from bench.transfer.process import Remote
+from bench.transfer.process import RemoteObject
 from bench.transfer.raw import MODEL_BLOCK, measure
 from bench.transfer.sides import Pair
 from deploy.actors import CONCURRENCY
@@ -27,32 +22,39 @@ from kvtransfer.transports import TransportOptions
 from protocol.config import ServeConfig
 
 
-class Actor:
-    """Holds one side; its methods are what `RayCarrier` asks of an actor, and ours."""
+class CarrierActor:
+    """What `RayCarrier` asks of an actor."""
 
     def __init__(self) -> None:
-        self._carrier = RayCarrier()
+        self.carrier = RayCarrier()
 
+    def deliver(self, kind: str, parcel: bytes, objects: list[Any]) -> bool:
+        return self.carrier.receive(kind, parcel, objects)
+
+    def until_ended(self) -> None:
+        """Never returns: that such a call ends tells peers that the actor has."""
+        threading.Event().wait()
+
+
+def start_actor(kind: type[CarrierActor], role: str) -> Any:
+    """Its handle."""
+    actor = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(kind)
+    return actor.options(name=f"{role}-{secrets.token_hex(8)}", num_cpus=0).remote()
+
+
+class SideActor(CarrierActor):
     def make(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self._object = make(*arguments, TransportOptions(carrier=self._carrier))
+        self._object = make(*arguments, TransportOptions(carrier=self.carrier))
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         return getattr(self._object, method)(*arguments)
 
-    def deliver(self, kind: str, parcel: bytes, objects: list[Any]) -> bool:
-        return self._carrier.receive(kind, parcel, objects)
 
-    def until_ended(self) -> None:
-        """`RayCarrier` watches this call: it ends with the actor."""
-        threading.Event().wait()
-
-
-class ActorObject:
+class ActorObject(RemoteObject):
     """As `Remote`, in a Ray actor; what is made there is given `TransportOptions` with its carrier."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
-        kind = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(Actor)
-        self._actor = kind.options(name=f"side-{secrets.token_hex(8)}", num_cpus=0).remote()
+        self._actor = start_actor(SideActor, "side")
         ray.get(self._actor.make.remote(make, arguments))
 
     def begin(self, method: str, *arguments: Any) -> None:
@@ -61,35 +63,15 @@ class ActorObject:
     def end(self) -> Any:
         return ray.get(self._called)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        self.begin(method, *arguments)
-        return self.end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.call("close")
         ray.kill(self._actor)
-
-
-def tls(repeats: int) -> Iterator[Figure]:
-    with tempfile.TemporaryDirectory() as folder:
-        options = TransportOptions(tls=Authority(Path(folder) / "authority").issue("worker"))
-        start = partial(_with_options, options)
-        yield from measure("tcp", Pair.raw_stream, "raw stream", {MODEL_BLOCK: None}, repeats, start, "TLS")
 
 
 def object_store(repeats: int) -> Iterator[Figure]:
     with running_ray():
         targets: dict[int, float | None] = {MODEL_BLOCK: None}
         yield from measure("object_store", Pair.raw_stream, "raw stream", targets, repeats, ActorObject)
-
-
-def _with_options(options: TransportOptions, make: Callable[..., Any], *arguments: Any) -> Remote:
-    return Remote(make, *arguments, options)
 
 
 @contextmanager
