@@ -40,6 +40,11 @@ class ScheduledStep:
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether no sequence computes more than its newest token, but for its draft."""
+        return self.total_tokens == len(self.sequences)
+
 
 class Scheduler:
     def __init__(

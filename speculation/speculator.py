@@ -165,20 +165,16 @@ class BatchSpeculator:
             return False
         if self._control.drafts or not self._control.is_idle:
             return True
-        return step.total_tokens == len(step.sequences) and self._control.may_draft_next
+        return step.only_decodes and self._control.may_draft_next
 
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         if not self._takes_part:
-            return
-        only_decodes = step.total_tokens == len(step.sequences)
-        if self._rests and only_decodes and hidden is None:
-            self._control.rested()
             return
         self._control.learn(step)
         if not self._num_speculating:
             self._control.take_lessons()
         if not self._control.drafts:
-            if only_decodes and hidden is None:
+            if step.only_decodes and hidden is None:
                 return  # no drafter could learn from it
             if hidden is not None and self._control.is_idle:
                 self._unread.keep(step, hidden)

@@ -1,4 +1,4 @@
-"""`shm` against a plain memcpy between two processes' memory; `tcp`, plain and in TLS, against one raw stream."""
+"""`shm` against a plain memcpy between two processes' memory; `tcp`, also in TLS, against one raw stream."""
 
 from __future__ import annotations
 

@@ -83,10 +83,6 @@ class Control:
         """As `Controller.rests`."""
         return self._controller.rests
 
-    def rested(self) -> None:
-        """A step is over that `rests` said there is nothing to learn from."""
-        self._account.stepped(0.0, verifies=False)
-
     @property
     def may_draft_next(self) -> bool:
         """As `Controller.may_draft_next`."""
@@ -123,7 +119,7 @@ class Control:
         outcomes = step.outcomes
         verifies = self.drafts and any(outcome.draft is not None for outcome in outcomes)
         self._account.stepped(seconds, verifies)
-        only_decodes = step.total_tokens == len(step.sequences)
+        only_decodes = step.only_decodes
         followed = any(sequence.stage is Stage.RUNNING for sequence in step.sequences)
         self._clock.end(followed and only_decodes)
         self._num_sequences = count = len(outcomes)

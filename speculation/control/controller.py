@@ -143,12 +143,12 @@ class Controller:
         """Whether a step without drafts is to be learned from: of those that are known one for each choice,
         and the trials.
         """
-        return self.is_steady and not (self._is_known and self._trial is None and self._since > _SETTLED)
+        return self.is_steady and not (self._is_known and self._since > _SETTLED)
 
     @property
     def rests(self) -> bool:
         """Whether the step is one of many without drafts, so that there is nothing to learn from it."""
-        return not self._drafts and self._is_known and self._since > _SETTLED
+        return not self._drafts and self._is_known and self._trial is None and self._since > _SETTLED
 
     @property
     def is_idle(self) -> bool:
