@@ -123,17 +123,6 @@ def test_trials_cost_well_below_a_percent() -> None:
         assert engine.run(1500) >= 0.992 * plain
 
 
-def test_no_step_of_a_trial_is_passed_over() -> None:
-    engine = SimulatedEngine(1, RATES["high"])
-    watched = 0
-    for _ in range(600):
-        engine.step()
-        if not engine.chosen[0] and engine.controller.is_watched:
-            assert not engine.controller.rests
-            watched += 1
-    assert watched > 0
-
-
 def test_every_request_is_tried_again_and_again() -> None:
     engine = SimulatedEngine(8, RATES["hopeless"], output_tokens=10_000)
     engine.run(500)
