@@ -272,7 +272,8 @@ class Cluster:
         while self._socket.poll(0):
             self._on_message(*self._socket.recv_multipart())
         for _ in range(2):
-            self.states.clear()
+            for worker in workers:
+                self.states.pop(worker.address.incarnation, None)
             self.wait(lambda: all(worker.address.incarnation in self.states for worker in workers))
 
     def wait_empty(self, *workers: RunningWorker) -> None:
