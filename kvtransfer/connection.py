@@ -14,7 +14,7 @@ from kvtransfer.channel import Channel, StoppedError, Wake, decode
 from kvtransfer.checksum import piece_checksum
 from kvtransfer.convert import RangeError
 from kvtransfer.counters import Counters
-from kvtransfer.extents import Runs, blocks_per_piece, from_wire, num_blocks, packed
+from kvtransfer.extents import Runs, blocks_per_part, from_wire, num_blocks, packed
 from kvtransfer.handshake import HandshakeRefusedError, Identity, examine
 from kvtransfer.incoming import Incoming, incoming
 from kvtransfer.interface import Progress, ReceiveEvent
@@ -98,7 +98,8 @@ class Connection(threading.Thread):
         core = self._core
         deadline = time.monotonic() + core.handshake_timeout_s
         hello = examine(self._channel, core.identity, self._transport.name, deadline)
-        inlet = incoming(core.identity.pool, hello, self._transport.reaches_devices)
+        max_blocks = blocks_per_part(hello.block_bytes) * self._transport.parts_at_once
+        inlet = incoming(core.identity.pool, hello, max_blocks, self._transport.reaches_devices)
         reader = self._transport.reader(self._channel, inlet.target, hello, deadline, core.progress_timeout_s)
         sender = f"{hello.worker_id} {hello.incarnation}"
         core.leases.connected(sender)
@@ -122,7 +123,7 @@ class Connection(threading.Thread):
         if channel.at_end():
             return False
         piece = decode(channel.recv_frame(started + core.progress_timeout_s), Piece)
-        runs = from_wire(piece.runs, hello.num_blocks, blocks_per_piece(hello.block_bytes))
+        runs = from_wire(piece.runs, hello.num_blocks, inlet.max_blocks)
         lease, refusal = core.leases.admit(piece, runs, sender, _block_size(hello))
         if lease is None:
             reader.read(packed(runs), None)
@@ -146,7 +147,7 @@ class Connection(threading.Thread):
         self, reader: PieceReader, inlet: Incoming, hello: Hello, piece: Piece, runs: Runs, lease: Lease
     ) -> str:
         """Bring a piece into its lease's blocks; returns why it is not there, or an empty string."""
-        gate = lease.attempt(piece.index, time.monotonic() + self._core.progress_timeout_s / 2)
+        gate = lease.attempt(piece, time.monotonic() + self._core.progress_timeout_s / 2)
         if gate is None:
             reader.read(packed(runs), None)
             return STILL_WRITTEN

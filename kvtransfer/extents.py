@@ -1,4 +1,4 @@
-"""Lists of pairs of blocks: cut into pieces, coalesced into runs, laid out as buffers.
+"""Lists of pairs of blocks: cut into parts, coalesced into runs, laid out as buffers.
 
 Runs are an int32 array [num_runs, 3] of (first source block, first target, number of blocks). On the wire,
 as those bytes, a target is the block's position within the prompt; the receiver maps it to its own blocks.
@@ -20,7 +20,11 @@ from protocol.errors import ProtocolError
 Runs: TypeAlias = npt.NDArray[np.int32]
 BlockIndices: TypeAlias = npt.NDArray[np.int64]
 
-PIECE_BYTES = 16 * 1024 * 1024
+PART_BYTES = 16 * 1024 * 1024
+"""What a slow wire carries at once, so that no request holds up the others for long."""
+PARTS_AT_ONCE = 4
+"""So many parts make one piece where the receiver reads by itself: that takes some milliseconds, beside which
+what every piece costs, up to half of one, is little."""
 MAX_PIECE_BLOCKS = 4096
 RUN_BYTES = 12
 _WIRE_TYPE = np.dtype("<i4")
@@ -33,13 +37,12 @@ MAX_BATCH_BUFFERS = 512
 """Under IOV_MAX (1024)."""
 
 
-def blocks_per_piece(block_bytes: int) -> int:
-    """The most blocks in one piece, so that no request holds up the others for long."""
-    return min(MAX_PIECE_BLOCKS, max(1, PIECE_BYTES // block_bytes))
+def blocks_per_part(block_bytes: int) -> int:
+    return min(MAX_PIECE_BLOCKS // PARTS_AT_ONCE, max(1, PART_BYTES // block_bytes))
 
 
 def cut(source: Sequence[int], first_position: int, source_blocks: int, max_blocks: int) -> list[Runs]:
-    """The runs of each piece of at most `max_blocks` blocks, in order. Nothing to move gives no piece.
+    """The runs of each part of at most `max_blocks` blocks, in order. Nothing to move gives no part.
 
     Raises ValueError for a block that the source does not have, or positions that no prompt can have.
     """

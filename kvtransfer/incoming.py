@@ -8,7 +8,7 @@ import torch
 
 from kvtransfer.convert import Converter
 from kvtransfer.device import in_order, pinned
-from kvtransfer.extents import Runs, blocks_per_piece, expand, num_blocks, packed, targets_of
+from kvtransfer.extents import Runs, expand, num_blocks, packed, targets_of
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.layout import block_bytes, foreign_format, needs_conversion
 from kvtransfer.leases import Lease, WriteGate
@@ -20,6 +20,8 @@ class Incoming(Protocol):
     """Where the connection's reader writes to."""
     foreign_format: str
     """`layout.foreign_format` of what comes."""
+    max_blocks: int
+    """The most of the sender's blocks in one piece."""
 
     def targets(self, runs: Runs, lease: Lease) -> Runs:
         """Where in `target` the reader is to bring a piece."""
@@ -31,9 +33,10 @@ class Incoming(Protocol):
 class Direct:
     """The sender's blocks look like ours."""
 
-    def __init__(self, pool: RegisteredPool) -> None:
+    def __init__(self, pool: RegisteredPool, max_blocks: int) -> None:
         self.target = pool
         self.foreign_format = ""
+        self.max_blocks = max_blocks
 
     def targets(self, runs: Runs, lease: Lease) -> Runs:
         return targets_of(runs, lease.blocks)
@@ -45,9 +48,9 @@ class Direct:
 class Converting:
     """The sender's blocks have another size or dtype, are quantized on the wire, or go to a GPU's memory."""
 
-    def __init__(self, pool: RegisteredPool, hello: Hello) -> None:
+    def __init__(self, pool: RegisteredPool, hello: Hello, max_blocks: int) -> None:
         wire_bytes = block_bytes(hello.wire)
-        max_blocks = blocks_per_piece(hello.block_bytes)
+        self.max_blocks = max_blocks
         self._device = pool.device.device if pool.device is not None else torch.device("cpu")
         staging = pinned(max_blocks * wire_bytes, self._device)
         self.target = RegisteredPool(staging, wire_bytes, max_blocks, tuple(hello.wire))
@@ -70,10 +73,10 @@ class Converting:
         return is_open
 
 
-def incoming(pool: RegisteredPool, hello: Hello, reaches_devices: bool) -> Incoming:
+def incoming(pool: RegisteredPool, hello: Hello, max_blocks: int, reaches_devices: bool) -> Incoming:
     """Checksums are made on the host, so that what has one passes through it."""
     if needs_conversion(hello.wire, pool.segments):
-        return Converting(pool, hello)
+        return Converting(pool, hello, max_blocks)
     if pool.device is not None and not (reaches_devices and hello.checksum == "off"):
-        return Converting(pool, hello)
-    return Direct(pool)
+        return Converting(pool, hello, max_blocks)
+    return Direct(pool, max_blocks)

@@ -101,15 +101,15 @@ class Lease:
         self._source_block_size = 0
         self._received = np.zeros(0, dtype=bool)
         self._first_position = 0
-        self._pieces: set[int] = set()
+        self._parts: set[int] = set()
         self._attempts_lock = threading.Lock()
         self._attempts: defaultdict[int, list[WriteGate]] = defaultdict(list)
-        self._num_pieces: int | None = None
+        self._num_parts: int | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Every piece has come, the final one among them."""
-        return len(self._pieces) == self._num_pieces
+        """Every part has come, the final one among them."""
+        return len(self._parts) == self._num_parts
 
     def refusal(self, positions: BlockIndices, sender: str, source_block_size: int) -> str:
         """Why these positions may not come from this sender; empty if they may."""
@@ -122,24 +122,27 @@ class Lease:
             return OUTSIDE
         return ""
 
-    def attempt(self, index: int, deadline: float) -> WriteGate | None:
-        """The gate for one more attempt at a piece, behind which no earlier attempt writes any more.
+    def attempt(self, piece: Piece, deadline: float) -> WriteGate | None:
+        """The gate for one more attempt at a piece, behind which no earlier attempt at its parts writes.
 
         An earlier one, whose wire the sender gave up, may still be reading what the sender has since reused.
         None if it does not come to its end by the deadline.
         """
         gate = WriteGate(within=self.gate)
+        earlier = []
         with self._attempts_lock:
-            earlier = [other for other in self._attempts[index] if not other.close()]
-            self._attempts[index] = [*earlier, gate]
+            for index in piece.part_indices:
+                writing = [other for other in self._attempts[index] if not other.close()]
+                self._attempts[index] = [*writing, gate]
+                earlier += writing
         return gate if all(other.wait_empty(deadline) for other in earlier) else None
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
         """Note that a piece is in place; returns how many of the sender's blocks are."""
         self._received[positions - self._first_position] = True
-        self._pieces.add(piece.index)
+        self._parts.update(piece.part_indices)
         if piece.final:
-            self._num_pieces = piece.index + 1
+            self._num_parts = piece.part_indices.stop
         return int(self._received.sum())
 
     def _begin(self, sender: str, source_block_size: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.channel import StoppedError
@@ -97,15 +97,15 @@ class Link(threading.Thread):
 
     # --- for any thread ---------------------------------------------------------------------------
 
-    def enqueue(self, pieces: Iterable[QueuedPiece]) -> None:
-        """Send these pieces of one lease, taking turns with other leases.
+    def enqueue(self, piece: QueuedPiece) -> None:
+        """Send this, a piece at a time as the wire has them, taking turns with other leases.
 
         Without effect on a link that is down: `on_down` is what tells.
         """
         with self.state:
-            if self.down:
+            if self.down or piece.lease_id in self._refused:
                 return
-            self._queue.put(piece for piece in pieces if piece.lease_id not in self._refused)
+            self._queue.put(piece)
             self._wake_streams()
 
     def abort(self, lease_id: str, timeout_s: float) -> None:
@@ -130,8 +130,8 @@ class Link(threading.Thread):
 
     # --- for the streams --------------------------------------------------------------------------
 
-    def take(self) -> QueuedPiece | None:
-        piece = self._queue.take()
+    def take(self, max_parts: int) -> QueuedPiece | None:
+        piece = self._queue.take(max_parts)
         if piece is not None and self._busy_since is None:
             self._busy_since = time.monotonic()
         return piece

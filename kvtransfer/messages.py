@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvtransfer.extents import MAX_PIECE_BLOCKS, RUN_BYTES
+from kvtransfer.extents import MAX_PIECE_BLOCKS, PARTS_AT_ONCE, RUN_BYTES
 from protocol.handoff import SegmentInfo
 from protocol.messages import Id
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 NONCE_BYTES = 32
 
 UNKNOWN_LEASE = "unknown lease"
@@ -96,19 +96,25 @@ class SealedVerdict(msgspec.Struct, frozen=True, tag="sealed"):
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of one lease that come now.
 
-    `runs` as in `extents`. `index` counts the lease's pieces from 0, `final` is on the last one; a piece that
-    is sent again keeps its index. `checksum` covers what travels, in the mode that the Hello names. It was
-    pushed `pushed_s` after the lease's first piece, and waited `waited_s` before it was sent.
+    `runs` as in `extents`, of `num_parts` parts of a prompt, which `index` counts from 0 and which keep their
+    indices when they are sent again, maybe in other pieces. `final` is on the piece with the last part.
+    `checksum` covers what travels, in the mode that the Hello names. The piece was pushed `pushed_s` after
+    the lease's first one, and waited `waited_s` before it was sent.
     """
 
     sequence: Number
     lease_id: Id
     index: Number
+    num_parts: Annotated[int, Meta(ge=1, le=PARTS_AT_ONCE)]
     runs: Annotated[bytes, Meta(max_length=MAX_PIECE_BLOCKS * RUN_BYTES)]
     final: bool
     checksum: Annotated[bytes, Meta(min_length=8, max_length=8)] | None = None
     pushed_s: Duration = 0.0
     waited_s: Duration = 0.0
+
+    @property
+    def part_indices(self) -> range:
+        return range(self.index, self.index + self.num_parts)
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
 
 from kvtransfer.extents import Runs, num_blocks
 from kvtransfer.interface import Arrival
@@ -15,14 +17,15 @@ from kvtransfer.messages import Piece
 
 @dataclass(eq=False)
 class QueuedPiece:
-    """Some runs of a lease. `wanted` turns false when the lease is aborted.
+    """Parts of a lease that follow each other, the first of them its `index`th.
 
-    `num_tokens` of the prompt were valid when it was pushed, `pushed_s` after the lease's first piece.
+    `wanted` turns false when the lease is aborted. `num_tokens` of the prompt were valid when it was pushed,
+    `pushed_s` after the lease's first piece.
     """
 
     lease_id: str
     index: int
-    runs: Runs
+    parts: list[Runs]
     num_tokens: int
     final: bool
     pushed_s: float = 0.0
@@ -31,9 +34,18 @@ class QueuedPiece:
     queued_at: float = field(default_factory=time.monotonic)
     sent_at: float = 0.0
 
+    @cached_property
+    def runs(self) -> Runs:
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
+
     @property
     def num_blocks(self) -> int:
         return num_blocks(self.runs)
+
+    def split(self, num_parts: int) -> tuple[QueuedPiece, QueuedPiece]:
+        """The first parts, fewer than all, and the others."""
+        first = replace(self, parts=self.parts[:num_parts], final=False)
+        return first, replace(self, parts=self.parts[num_parts:], index=self.index + num_parts)
 
 
 class PieceQueue:
@@ -45,21 +57,23 @@ class PieceQueue:
     def __bool__(self) -> bool:
         return bool(self._by_lease)
 
-    def put(self, pieces: Iterable[QueuedPiece]) -> None:
-        for piece in pieces:
-            self._by_lease.setdefault(piece.lease_id, deque()).append(piece)
+    def put(self, piece: QueuedPiece) -> None:
+        self._by_lease.setdefault(piece.lease_id, deque()).append(piece)
 
     def put_back(self, pieces: list[QueuedPiece]) -> None:
         """These were taken, and come first again."""
         for piece in reversed(pieces):
             self._by_lease.setdefault(piece.lease_id, deque()).appendleft(piece)
 
-    def take(self) -> QueuedPiece | None:
-        """The next piece of the lease whose turn it is."""
+    def take(self, max_parts: int) -> QueuedPiece | None:
+        """The next piece of the lease whose turn it is, or the first parts of one that is larger."""
         if not self._by_lease:
             return None
         lease_id, queue = self._by_lease.popitem(last=False)
         piece = queue.popleft()
+        if len(piece.parts) > max_parts:
+            piece, rest = piece.split(max_parts)
+            queue.appendleft(rest)
         if queue:
             self._by_lease[lease_id] = queue
         return piece

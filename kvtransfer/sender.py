@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.checksum import Mode
 from kvtransfer.counters import Counters
-from kvtransfer.extents import NO_RUNS, Runs, blocks_per_piece, cut
+from kvtransfer.extents import NO_RUNS, Runs, blocks_per_part, cut
 from kvtransfer.handshake import Identity
 from kvtransfer.host import host_id
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
@@ -33,17 +33,17 @@ class _Lease:
     peer: PeerAddress
     link: Link | None = None
     time: TransferTime = field(default_factory=TransferTime)
-    pushed_pieces: int = 0
+    pushed_parts: int = 0
     pushed_final: bool = False
     failed: bool = False
-    pieces_in_place: int = 0
+    parts_in_place: int = 0
     blocks_in_place: int = 0
     nbytes: int = 0
     num_extents: int = 0
 
     @property
     def is_complete(self) -> bool:
-        return self.pushed_final and self.pieces_in_place == self.pushed_pieces
+        return self.pushed_final and self.parts_in_place == self.pushed_parts
 
 
 class Sender:
@@ -131,9 +131,9 @@ class Sender:
         until it is polled, further pushes under the lease are ignored. Raises ValueError for blocks out of
         range.
         """
-        all_runs = cut(
-            blocks, first_position, self._pool.num_blocks, blocks_per_piece(self._pool.block_bytes)
-        )
+        parts = cut(blocks, first_position, self._pool.num_blocks, blocks_per_part(self._pool.block_bytes))
+        if final and not parts:
+            parts = [NO_RUNS]
         if num_tokens is None:
             num_tokens = (first_position + len(blocks)) * self._pool.block_size
         with self._lock:
@@ -144,7 +144,8 @@ class Sender:
                 raise ValueError(f"lease {lease_id} is complete, or belongs to another peer")
             try:
                 lease.link = lease.link or self._link(peer)
-                lease.link.enqueue(self._pieces(lease_id, lease, all_runs, num_tokens, final))
+                if parts:
+                    lease.link.enqueue(self._piece(lease_id, lease, parts, num_tokens, final))
             except TransferError as error:
                 self._fail(lease_id, str(error))
         if lease.failed:
@@ -192,18 +193,14 @@ class Sender:
         for link in links:
             link.join(_JOIN_S)
 
-    def _pieces(
-        self, lease_id: str, lease: _Lease, all_runs: list[Runs], num_tokens: int, final: bool
-    ) -> list[QueuedPiece]:
+    def _piece(
+        self, lease_id: str, lease: _Lease, parts: list[Runs], num_tokens: int, final: bool
+    ) -> QueuedPiece:
         if final:
-            all_runs = all_runs or [NO_RUNS]
             lease.pushed_final, lease.time.final_push = True, time.monotonic()
-        first, pushed_s = lease.pushed_pieces, time.monotonic() - lease.time.started
-        lease.pushed_pieces = end = first + len(all_runs)
-        return [
-            QueuedPiece(lease_id, index, runs, num_tokens, final and index == end - 1, pushed_s)
-            for index, runs in enumerate(all_runs, first)
-        ]
+        index, pushed_s = lease.pushed_parts, time.monotonic() - lease.time.started
+        lease.pushed_parts += len(parts)
+        return QueuedPiece(lease_id, index, parts, num_tokens, final, pushed_s)
 
     def _link(self, peer: PeerAddress) -> Link:
         if self._closed:
@@ -244,7 +241,7 @@ class Sender:
             if lease is None or lease.failed:
                 return
             lease.time.add(piece, now)
-            lease.pieces_in_place += 1
+            lease.parts_in_place += len(piece.parts)
             lease.blocks_in_place += piece.num_blocks
             lease.nbytes += nbytes
             lease.num_extents += len(piece.runs)

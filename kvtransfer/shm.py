@@ -16,7 +16,7 @@ import select
 import socket
 
 from kvtransfer.channel import Channel
-from kvtransfer.extents import Runs, num_blocks
+from kvtransfer.extents import PARTS_AT_ONCE, Runs, num_blocks
 from kvtransfer.gather import Gather, compiled
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import WriteGate
@@ -67,6 +67,7 @@ class ShmTransport:
     same_host = True
     reaches_devices = False
     streams = 1
+    parts_at_once = PARTS_AT_ONCE
     wire_dtype = "auto"
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ class StreamOwner(Protocol):
 
     state: threading.Condition
 
-    def take(self) -> QueuedPiece | None:
+    def take(self, max_parts: int) -> QueuedPiece | None:
         """The piece that comes next; called with `state` held."""
 
     def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None: ...
@@ -214,7 +214,7 @@ class Stream(threading.Thread):
             return None
         with self._reading:  # an abort that finds the piece in flight waits until its blocks are read
             with self._owner.state:
-                queued = self._owner.take()
+                queued = self._owner.take(self._transport.parts_at_once)
                 if queued is None:
                     return None
                 self._sequence += 1
@@ -234,6 +234,7 @@ class Stream(threading.Thread):
             sequence=self._sequence,
             lease_id=queued.lease_id,
             index=queued.index,
+            num_parts=len(queued.parts),
             runs=to_wire(queued.runs),
             final=queued.final,
             checksum=checksum,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtransfer.channel import Channel
 from kvtransfer.device import BlockGatherer
-from kvtransfer.extents import Buffers, Runs, ScatterList, blocks_per_piece, expand, num_blocks, views
+from kvtransfer.extents import Buffers, Runs, ScatterList, blocks_per_part, expand, num_blocks, views
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.layout import tokens_in_blocks
 from kvtransfer.leases import WriteGate
@@ -175,6 +175,7 @@ class TcpTransport:
     name = "tcp"
     same_host = False
     reaches_devices = False
+    parts_at_once = 1
 
     def __init__(self, streams: int = 1, wire_dtype: str = "auto") -> None:
         self.streams = streams
@@ -206,7 +207,7 @@ class TcpTransport:
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> PieceWriter:
         _bound_buffers(channel.socket)
-        max_blocks = blocks_per_piece(pool.block_bytes)
+        max_blocks = blocks_per_part(pool.block_bytes)
         if self.wire_dtype != "auto":
             return QuantizingWriter(pool, self.wire_dtype, max_blocks)
         if pool.device is not None:

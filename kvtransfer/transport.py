@@ -64,6 +64,8 @@ class Transport(Protocol):
     same_host: bool
     streams: int
     """Connections per pair of workers."""
+    parts_at_once: int
+    """How many parts of a prompt make a piece."""
     reaches_devices: bool
     """Its readers write a GPU's memory by themselves."""
     wire_dtype: str

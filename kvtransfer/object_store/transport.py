@@ -128,6 +128,7 @@ class ObjectStoreTransport:
     same_host = False
     reaches_devices = False
     streams = 1
+    parts_at_once = 1
     wire_dtype = "auto"
 
     def __init__(self, carrier: Carrier) -> None:

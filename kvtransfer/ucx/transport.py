@@ -21,7 +21,7 @@ import numpy as np
 
 from kvtransfer.channel import Channel
 from kvtransfer.device import settle
-from kvtransfer.extents import Runs
+from kvtransfer.extents import PARTS_AT_ONCE, Runs
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.messages import Hello
 from kvtransfer.tcp import TcpTransport, _tune
@@ -76,6 +76,7 @@ class UcxTransport:
     name = "ucx"
     same_host = False
     streams = 1
+    parts_at_once = PARTS_AT_ONCE
     wire_dtype = "auto"
     reaches_devices = True
 

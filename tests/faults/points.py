@@ -66,9 +66,7 @@ SENDER_POINTS = {
     "piece sent": Point("kvtransfer.stream:Stream", "_write", "after", _is_whole),
     "ack arrives": Point("kvtransfer.stream:Stream", "_read_acks", "before"),
     "ack read": Point("kvtransfer.sender:Sender", "_acknowledged", "after"),
-    "final push": Point(
-        "kvtransfer.link:Link", "enqueue", "after", lambda link, pieces, result: pieces[-1].final
-    ),
+    "final push": Point("kvtransfer.link:Link", "enqueue", "after", lambda link, piece, result: piece.final),
     "completed": Point("kvtransfer.sender:Sender", "_completed", "after"),
 }
 

@@ -53,6 +53,7 @@ def test_the_next_transport_takes_over_in_the_middle_of_a_lease(closing: Closing
     assert sender.sender.transports() == {"decode-0": "tcp"}
     counters = sender.sender.counters()
     assert counters["fallbacks"] == 1 and counters["pieces_sent_again"] >= 1
+    assert counters["tcp_pieces_sent"] > counters["pieces_sent_again"], "a part at a time"
     assert "leases_failed" not in counters
 
 
@@ -105,7 +106,7 @@ def test_a_piece_whose_ack_was_lost_is_acknowledged_again(closing: Closing, is_c
     receiver.receiver.open("lease", [4, 5])
     for attempt in range(2):
         raw = closing(RawPeer.connect(receiver, "tcp", source))
-        raw.send(Piece(1, "lease", 0, runs((0, 0, 2)), True))
+        raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 2)), True))
         raw.send_bytes(bytes([attempt]) * 2 * BLOCK + GOOD)
         assert raw.ack().error == ""
         raw.close()
@@ -126,7 +127,7 @@ def test_a_sender_that_comes_back_in_time_is_not_given_up(closing: Closing) -> N
     raw = closing(RawPeer.connect(receiver, "tcp", source))
     other = closing(RawPeer.connect(receiver, "tcp", source, incarnation="raw-2"))
     for peer, lease in ((raw, "back"), (other, "gone")):
-        peer.send(Piece(1, lease, 0, runs((0, 0, 1)), False))
+        peer.send(Piece(1, lease, 0, 1, runs((0, 0, 1)), False))
         peer.send_bytes(bytes(BLOCK) + GOOD)
         assert peer.ack().error == ""
         peer.close()
@@ -134,7 +135,7 @@ def test_a_sender_that_comes_back_in_time_is_not_given_up(closing: Closing) -> N
     assert receiver.wait_for(lambda event: isinstance(event, Failed))[-1] == Failed(
         "gone", "the sender is gone"
     )
-    again.send(Piece(1, "back", 1, runs((1, 1, 1)), True))
+    again.send(Piece(1, "back", 1, 1, runs((1, 1, 1)), True))
     again.send_bytes(bytes(BLOCK) + GOOD)
     assert receiver.wait_for() == [Progress("back", 2, complete=True)]
 

@@ -78,13 +78,13 @@ def test_a_malicious_sender_writes_nothing_outside_of_its_lease(
     receiver.receiver.open("mine", [9, 4, 5], first_block=1)
     receiver.receiver.open("other", [6, 7])
     before = content(receiver)
-    raw.send(Piece(1, "mine", 0, runs(*outside), False))
+    raw.send(Piece(1, "mine", 0, 1, runs(*outside), False))
     if transport == "tcp":
         raw.send_bytes(b"\xee" * BLOCK * sum(length for _, _, length in outside) + GOOD)
     assert raw.ack().error == "blocks outside of the lease"
     assert content(receiver) == before
 
-    raw.send(Piece(2, "mine", 0, runs((8, 1, 2)), True))
+    raw.send(Piece(2, "mine", 0, 1, runs((8, 1, 2)), True))
     if transport == "tcp":
         raw.send_bytes(bytes(source.buffer[8 * BLOCK : 10 * BLOCK]) + GOOD)
     assert raw.ack().error == ""
@@ -96,7 +96,7 @@ def test_closing_a_lease_in_the_middle_of_a_piece_stops_the_writing(closing: Clo
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
     receiver.receiver.open("lease", range(8))
-    raw.send(Piece(1, "lease", 0, runs((0, 0, 8)), True))
+    raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 8)), True))
     raw.send_bytes(b"\xaa" * 3 * BLOCK)
     wait_until(lambda: block(receiver.pool, 2) == b"\xaa" * BLOCK)
 
@@ -108,7 +108,7 @@ def test_closing_a_lease_in_the_middle_of_a_piece_stops_the_writing(closing: Clo
     assert content(receiver) == at_close
 
     receiver.receiver.open("next", [0])
-    raw.send(Piece(2, "next", 0, runs((0, 0, 1)), True))
+    raw.send(Piece(2, "next", 0, 1, runs((0, 0, 1)), True))
     raw.send_bytes(b"\xcc" * BLOCK + GOOD)
     assert raw.ack().error == ""
     assert block(receiver.pool, 0) == b"\xcc" * BLOCK
@@ -137,30 +137,35 @@ def test_a_spoiled_piece_does_not_count(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
     receiver.receiver.open("lease", [1])
-    raw.send(Piece(1, "lease", 0, runs((0, 0, 1)), True))
+    raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True))
     raw.send_bytes(bytes(BLOCK) + SPOILED)
     assert raw.ack().error == "given up by the sender"
     assert receiver.receiver.poll() == []
 
 
 def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
-    """It reads for a wire that was given up, so maybe what the sender has reused since."""
+    """It reads for a wire that was given up, so maybe what the sender has reused since.
+
+    The next one may be for a part of the piece alone.
+    """
     emptied: list[str] = []
     table = LeaseTable(8, 1, emptied.append)
-    table.open("lease", [5])
-    piece = Piece(1, "lease", 0, runs((0, 0, 1)), True)
+    table.open("lease", [5, 6])
+    piece = Piece(1, "lease", 0, 2, runs((0, 0, 1), (3, 1, 1)), True)
+    part = Piece(2, "lease", 1, 1, runs((3, 1, 1)), True)
     lease, refusal = table.admit(piece, from_wire(piece.runs, 8, 8), "sender", 1)
     assert lease is not None and not refusal
-    first = lease.attempt(0, time.monotonic())
+    first = lease.attempt(piece, time.monotonic())
     assert first is not None and first.enter()
-    assert lease.attempt(0, time.monotonic()) is None
+    assert lease.attempt(part, time.monotonic()) is None
     assert not first.is_open and lease.gate.is_open
     ending = threading.Timer(0.1, first.leave)
     ending.start()
-    second = lease.attempt(0, time.monotonic() + 10)
+    second = lease.attempt(part, time.monotonic() + 10)
     ending.join()
     assert second is not None and second.enter() and not first.enter()
-    assert lease.attempt(1, time.monotonic()) is not None, "another piece waits for nothing"
+    other = Piece(3, "lease", 2, 1, runs((4, 2, 1)), True)
+    assert lease.attempt(other, time.monotonic()) is not None, "another part waits for nothing"
 
     assert not table.close("lease") and not second.is_open
     assert emptied == []

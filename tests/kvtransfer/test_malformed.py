@@ -33,11 +33,11 @@ BAD_MESSAGES = {
     "nested deep": frame(b"\x91" * 60_000),
     "bad utf-8": frame(b"\x95\x01\xa2\xff\xfe\x00\xc4\x00\xc3"),
     "empty": frame(b""),
-    "negative block": frame(encode(Piece(1, "lease", 0, runs((0, -1, 1)), False))),
-    "source out of range": frame(encode(Piece(1, "lease", 0, runs((64, 0, 1)), False))),
-    "too many blocks": frame(encode(Piece(1, "lease", 0, runs(*[(0, 0, 60)] * 1000), False))),
-    "torn runs": frame(encode(Piece(1, "lease", 0, b"12345", False))),
-    "empty lease id": frame(encode(Piece(1, "", 0, runs((0, 0, 1)), False))),
+    "negative block": frame(encode(Piece(1, "lease", 0, 1, runs((0, -1, 1)), False))),
+    "source out of range": frame(encode(Piece(1, "lease", 0, 1, runs((64, 0, 1)), False))),
+    "too many blocks": frame(encode(Piece(1, "lease", 0, 1, runs(*[(0, 0, 60)] * 1000), False))),
+    "torn runs": frame(encode(Piece(1, "lease", 0, 1, b"12345", False))),
+    "empty lease id": frame(encode(Piece(1, "", 0, 1, runs((0, 0, 1)), False))),
 }
 
 
@@ -66,7 +66,7 @@ def test_mutated_pieces_never_write_outside_of_the_lease(closing: Closing, trans
     source = make_pool()
     for _ in range(10):
         raw = closing(RawPeer.connect(receiver, transport, source))
-        message = bytearray(frame(encode(Piece(1, "lease", 0, runs((5, 0, 2), (9, 2, 1)), False))))
+        message = bytearray(frame(encode(Piece(1, "lease", 0, 1, runs((5, 0, 2), (9, 2, 1)), False))))
         for _ in range(rng.randrange(1, 4)):
             message[rng.randrange(len(message))] = rng.randrange(256)
         try:

@@ -17,7 +17,7 @@ import pytest
 from bench.transfer.object_store import running_ray
 from deploy.ray_cluster import _STORE_BYTES_PER_PAIR, object_store_bytes
 from kvtransfer import Closed, Completed, Failed, Progress, TransferError
-from kvtransfer.extents import PIECE_BYTES
+from kvtransfer.extents import PART_BYTES
 from kvtransfer.leases import WriteGate
 from kvtransfer.object_store.transport import aligned, copy
 from kvtransfer.stream import MAX_IN_FLIGHT
@@ -127,7 +127,7 @@ def test_outside_of_an_actor_it_is_left_out() -> None:
 
 
 def test_the_store_has_room_for_what_is_in_flight() -> None:
-    assert _STORE_BYTES_PER_PAIR == (MAX_IN_FLIGHT + 1) * PIECE_BYTES
+    assert _STORE_BYTES_PER_PAIR == (MAX_IN_FLIGHT + 1) * PART_BYTES
     least = object_store_bytes(ServeConfig(decode_replicas=8))
     three = ServeConfig(kv_transports="object_store", prefill_replicas=1, decode_replicas=2)
     assert object_store_bytes(three) == least + 6 * _STORE_BYTES_PER_PAIR

@@ -125,7 +125,7 @@ def test_a_sender_that_stops_within_a_piece_is_given_up(closing: Closing) -> Non
     receiver = closing(ReceiverEnd(["tcp"], progress_timeout_s=0.3, reconnect_grace_s=0.1))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
     receiver.receiver.open("lease", [1])
-    raw.send(Piece(1, "lease", 0, runs((0, 0, 1)), True))
+    raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True))
     raw.send_bytes(b"x" * 100)
     event = receiver.wait_lease("lease")
     assert event == Failed("lease", "the sender is gone")

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
-from kvtransfer.extents import NO_RUNS
+from kvtransfer.extents import NO_RUNS, coalesce
 from kvtransfer.messages import Piece
 from kvtransfer.pieces import ArrivalRecord, PieceArrival, PieceQueue, QueuedPiece, TransferTime
 
 
 def piece(lease: str, index: int, queued_at: float = 0.0, sent_at: float = 0.0) -> QueuedPiece:
-    return QueuedPiece(lease, index, NO_RUNS, 0, False, queued_at=queued_at, sent_at=sent_at)
+    return QueuedPiece(lease, index, [NO_RUNS], 0, False, queued_at=queued_at, sent_at=sent_at)
 
 
 def drain(queue: PieceQueue) -> list[tuple[str, int]]:
     order = []
     while queue:
-        taken = queue.take()
+        taken = queue.take(1)
         assert taken is not None
         order.append((taken.lease_id, taken.index))
     return order
@@ -26,23 +27,44 @@ def drain(queue: PieceQueue) -> list[tuple[str, int]]:
 
 def test_leases_take_turns() -> None:
     queue = PieceQueue()
-    queue.put([piece("a", index) for index in range(3)])
-    queue.put([piece("b", 0)])
+    for lease, index in [("a", 0), ("a", 1), ("a", 2), ("b", 0)]:
+        queue.put(piece(lease, index))
     assert drain(queue) == [("a", 0), ("b", 0), ("a", 1), ("a", 2)]
-    assert queue.take() is None
+    assert queue.take(1) is None
+
+
+def test_as_many_parts_as_a_wire_takes_at_once() -> None:
+    """And each of them by itself after a larger piece came back from a wire that takes several."""
+    parts = [coalesce(np.array([[number, number]])) for number in range(5)]
+    queue = PieceQueue()
+    queue.put(QueuedPiece("a", 3, parts, 0, True))
+    queue.put(piece("b", 0))
+    first = queue.take(3)
+    assert first is not None
+    assert (first.index, first.final, first.runs.tolist()) == (3, False, [[n, n, 1] for n in range(3)])
+    assert drain(queue) == [("b", 0), ("a", 6), ("a", 7)]
+    queue.put_back([first])
+    assert drain(queue) == [("a", 3), ("a", 4), ("a", 5)]
+
+
+def test_only_the_last_parts_are_final() -> None:
+    first, last = QueuedPiece("a", 0, [NO_RUNS] * 3, 0, True).split(2)
+    assert (first.final, len(first.parts), last.final, last.index) == (False, 2, True, 2)
 
 
 def test_what_is_put_back_comes_first_in_its_order() -> None:
     queue = PieceQueue()
-    queue.put([piece("a", index) for index in range(4)])
-    taken = [queue.take(), queue.take()]
+    for index in range(4):
+        queue.put(piece("a", index))
+    taken = [queue.take(1), queue.take(1)]
     queue.put_back([each for each in taken if each is not None])
     assert drain(queue) == [("a", 0), ("a", 1), ("a", 2), ("a", 3)]
 
 
 def test_a_dropped_lease_is_gone() -> None:
     queue = PieceQueue()
-    queue.put([piece("a", 0), piece("b", 0)])
+    queue.put(piece("a", 0))
+    queue.put(piece("b", 0))
     queue.drop("a")
     queue.drop("nobody")
     assert drain(queue) == [("b", 0)]
@@ -61,8 +83,8 @@ def test_overlapping_pieces_count_once_and_only_what_came_before_the_end_is_hidd
 def test_an_arrivals_times_need_no_common_clock() -> None:
     """The last piece was pushed two seconds after the first, and each waited before it was sent."""
     arrivals, now = ArrivalRecord(), time.monotonic()
-    last = Piece(9, "lease", 1, b"", final=True, pushed_s=2.0, waited_s=0.1)
-    first = Piece(8, "lease", 0, b"", final=False, pushed_s=0.0, waited_s=0.5)
+    last = Piece(9, "lease", 1, 1, b"", final=True, pushed_s=2.0, waited_s=0.1)
+    first = Piece(8, "lease", 0, 1, b"", final=False, pushed_s=0.0, waited_s=0.5)
     arrivals.add(last, PieceArrival("tcp", "", 100, announced=now - 0.1))
     arrivals.add(first, PieceArrival("tcp", "int8", 300, announced=now - 2.0))
     arrival = arrivals.arrival()
