@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from kvtransfer.extents import BlockIndices, Runs, expand, views
+from kvtransfer.extents import BlockIndices, views
 
 Mode = Literal["off", "sampled", "full"]
 SHARES = 16
@@ -32,17 +32,13 @@ def checksum(buffers: Iterable[memoryview]) -> bytes:
 
 
 def piece_checksum(
-    mode: Mode, buffer: memoryview, block_bytes: int, first: Runs, lengths: Runs, lease_id: str, index: int
+    mode: Mode, buffer: memoryview, block_bytes: int, blocks: BlockIndices, lease_id: str, index: int
 ) -> bytes | None:
-    """Of a piece whose blocks lie in `buffer` as runs of `lengths` blocks from block `first`; None if `off`.
-
-    The sender passes the columns of its source blocks, the receiver those of its target blocks.
-    """
+    """Of a piece, which sender and receiver each find in `blocks` of their `buffer`; None if `off`."""
     if mode == "off":
         return None
     if mode == "full":
-        return checksum(views(buffer, block_bytes, first, lengths))
-    blocks = expand(first, lengths)
+        return checksum(views(buffer, block_bytes, blocks))
     shares = chosen_shares(lease_id, index, len(blocks))
     starts = blocks * block_bytes + shares * block_bytes // SHARES
     ends = blocks * block_bytes + (shares + 1) * block_bytes // SHARES

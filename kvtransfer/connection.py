@@ -14,7 +14,7 @@ from kvtransfer.channel import Channel, StoppedError, Wake, decode
 from kvtransfer.checksum import piece_checksum
 from kvtransfer.convert import RangeError
 from kvtransfer.counters import Counters
-from kvtransfer.extents import Runs, blocks_per_part, from_wire, num_blocks, packed
+from kvtransfer.extents import Blocks, blocks_per_part, from_wire
 from kvtransfer.handshake import HandshakeRefusedError, Identity, examine
 from kvtransfer.incoming import Incoming, incoming
 from kvtransfer.interface import Progress, ReceiveEvent
@@ -123,12 +123,12 @@ class Connection(threading.Thread):
         if channel.at_end():
             return False
         piece = decode(channel.recv_frame(started + core.progress_timeout_s), Piece)
-        runs = from_wire(piece.runs, hello.num_blocks, inlet.max_blocks)
-        lease, refusal = core.leases.admit(piece, runs, sender, _block_size(hello))
+        blocks = sources, positions = from_wire(piece.runs, hello.num_blocks, inlet.max_blocks)
+        lease, refusal = core.leases.admit(piece, positions, sender, _block_size(hello))
         if lease is None:
-            reader.read(packed(runs), None)
+            reader.read(sources, positions, None)
         else:
-            refusal = self._take(reader, inlet, hello, piece, runs, lease)
+            refusal = self._take(reader, inlet, hello, piece, blocks, lease)
         # Before anything is believed: a sender that has given us up has closed the connection first.
         ack = Ack(piece.sequence, refusal, again=refusal in TRANSIENT)
         channel.send(ack, time.monotonic() + core.progress_timeout_s)
@@ -136,37 +136,37 @@ class Connection(threading.Thread):
             self._failed(failure_kind(refusal))
             logger.warning("piece %d of lease %s from %s: %s", piece.index, piece.lease_id, sender, refusal)
         elif lease is not None:
-            nbytes = num_blocks(runs) * inlet.target.block_bytes
+            nbytes = len(sources) * inlet.target.block_bytes
             self._account(nbytes, time.monotonic() - started)
             way = PieceArrival(self._transport.name, inlet.foreign_format, nbytes, started)
-            received, arrival = core.leases.record(lease, piece, runs, way)
+            received, arrival = core.leases.record(lease, piece, positions, way)
             core.emit(Progress(lease.lease_id, received, arrival is not None, arrival))
         return True
 
     def _take(
-        self, reader: PieceReader, inlet: Incoming, hello: Hello, piece: Piece, runs: Runs, lease: Lease
+        self, reader: PieceReader, inlet: Incoming, hello: Hello, piece: Piece, blocks: Blocks, lease: Lease
     ) -> str:
         """Bring a piece into its lease's blocks; returns why it is not there, or an empty string."""
+        sources, positions = blocks
         gate = lease.attempt(piece, time.monotonic() + self._core.progress_timeout_s / 2)
         if gate is None:
-            reader.read(packed(runs), None)
+            reader.read(sources, positions, None)
             return STILL_WRITTEN
-        targets = inlet.targets(runs, lease)
-        if reader.read(targets, gate):
+        targets = inlet.targets(positions, lease)
+        if reader.read(sources, targets, gate):
             target = inlet.target
             found = piece_checksum(
                 hello.checksum,
                 target.buffer,
                 target.block_bytes,
-                targets[:, 1],
-                targets[:, 2],
+                targets,
                 piece.lease_id,
                 piece.index,
             )
             try:
                 if found != piece.checksum and gate.is_open:
                     return CHECKSUM_MISMATCH
-                if inlet.place(runs, lease, gate):
+                if inlet.place(positions, lease, gate):
                     return ""
             except RangeError as error:
                 logger.warning("lease %s: %s", lease.lease_id, error)

@@ -1,7 +1,8 @@
-"""Lists of pairs of blocks: cut into parts, coalesced into runs, laid out as buffers.
+"""Blocks and where they go: cut into parts, written as runs for the wire, laid out as buffers.
 
-Runs are an int32 array [num_runs, 3] of (first source block, first target, number of blocks). On the wire,
-as those bytes, a target is the block's position within the prompt; the receiver maps it to its own blocks.
+`Blocks` are int64 [2, num_blocks]: the sender's blocks, and of each its position within the prompt, which the
+receiver maps to its own blocks. On the wire they are runs of (first block, first position, number of blocks),
+three little-endian int32 each.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy.typing as npt
 
 from protocol.errors import ProtocolError
 
-Runs: TypeAlias = npt.NDArray[np.int32]
 BlockIndices: TypeAlias = npt.NDArray[np.int64]
+Blocks: TypeAlias = npt.NDArray[np.int64]
 
 PART_BYTES = 16 * 1024 * 1024
 """What a slow wire carries at once, so that no request holds up the others for long."""
@@ -28,7 +29,7 @@ what every piece costs, up to half of one, is little."""
 MAX_PIECE_BLOCKS = 4096
 RUN_BYTES = 12
 _WIRE_TYPE = np.dtype("<i4")
-NO_RUNS: Runs = np.zeros((0, 3), dtype=np.int32)
+NO_BLOCKS: Blocks = np.zeros((2, 0), dtype=np.int64)
 
 BATCH_BYTES = 1024 * 1024
 """What a system call is offered: about what a socket's buffer takes or gives at once. The whole list of
@@ -41,54 +42,46 @@ def blocks_per_part(block_bytes: int) -> int:
     return min(MAX_PIECE_BLOCKS // PARTS_AT_ONCE, max(1, PART_BYTES // block_bytes))
 
 
-def cut(source: Sequence[int], first_position: int, source_blocks: int, max_blocks: int) -> list[Runs]:
-    """The runs of each part of at most `max_blocks` blocks, in order. Nothing to move gives no part.
+def cut(source: Sequence[int], first_position: int, source_blocks: int, max_blocks: int) -> list[Blocks]:
+    """Parts of at most `max_blocks` blocks, in order. Nothing to move gives no part.
 
     Raises ValueError for a block that the source does not have, or positions that no prompt can have.
     """
-    blocks = np.asarray(source, dtype=np.int64).reshape(-1)
-    if len(blocks) and (blocks.min() < 0 or blocks.max() >= source_blocks):
+    indices = np.asarray(source, dtype=np.int64).reshape(-1)
+    if len(indices) and (indices.min() < 0 or indices.max() >= source_blocks):
         raise ValueError(f"source blocks must be in [0, {source_blocks})")
-    if first_position < 0 or first_position + len(blocks) > 2**31:
+    if first_position < 0 or first_position + len(indices) > 2**31:
         raise ValueError("positions must be in [0, 2**31)")
-    pairs = np.column_stack((blocks, np.arange(first_position, first_position + len(blocks))))
-    return [coalesce(pairs[start : start + max_blocks]) for start in range(0, len(pairs), max_blocks)]
+    blocks = np.stack((indices, np.arange(first_position, first_position + len(indices))))
+    return [blocks[:, start : start + max_blocks] for start in range(0, len(indices), max_blocks)]
 
 
-def targets_of(runs: Runs, blocks: BlockIndices) -> Runs:
-    """The same runs with each position replaced by the block that `blocks` has there."""
-    source = expand(runs[:, 0], runs[:, 2])
-    return coalesce(np.column_stack((source, blocks[expand(runs[:, 1], runs[:, 2])])))
+def to_wire(blocks: Blocks) -> bytes:
+    """In as few runs as the order allows."""
+    breaks = np.flatnonzero((np.diff(blocks) != 1).any(axis=0)) + 1
+    starts = np.concatenate((np.zeros(min(1, blocks.shape[1]), dtype=np.int64), breaks))
+    lengths = np.diff(starts, append=blocks.shape[1])
+    return np.column_stack((*blocks[:, starts], lengths)).astype(_WIRE_TYPE).tobytes()
 
 
-def packed(runs: Runs) -> Runs:
-    """The same source blocks, the targets one after the other from 0."""
-    starts = np.cumsum(runs[:, 2]) - runs[:, 2]
-    return np.column_stack((runs[:, 0], starts, runs[:, 2])).astype(np.int32)
-
-
-def coalesce(pairs: BlockIndices) -> Runs:
-    """Merge the pairs that follow each other on both sides; the order stays."""
-    breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1
-    starts = np.concatenate((np.zeros(min(1, len(pairs)), dtype=np.int64), breaks))
-    lengths = np.diff(starts, append=len(pairs))
-    return np.column_stack((pairs[starts], lengths)).astype(np.int32)
-
-
-def num_blocks(runs: Runs) -> int:
-    return int(runs[:, 2].sum(dtype=np.int64))
-
-
-def expand(first: Runs, lengths: Runs) -> BlockIndices:
-    """Every block of some ranges, in order."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return np.repeat(first - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
-
-
-def merge_adjacent(first: Runs, lengths: Runs) -> tuple[Runs, Runs]:
-    """The ranges of one side, those that follow each other merged."""
-    starts = np.flatnonzero(np.concatenate(([True], first[1:] != first[:-1] + lengths[:-1]))[: len(first)])
-    return first[starts], np.add.reduceat(lengths, starts) if len(starts) else lengths
+def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:
+    """Raises ProtocolError for runs that leave a source of so many blocks, or are too many at once."""
+    if len(raw) % RUN_BYTES:
+        raise ProtocolError(f"runs of {len(raw)} bytes are not a multiple of {RUN_BYTES}")
+    if not raw:
+        return NO_BLOCKS
+    runs = np.frombuffer(raw, dtype=_WIRE_TYPE).reshape(-1, 3).astype(np.int64)
+    lengths = runs[:, 2]
+    if runs.min() < 0 or lengths.min() < 1:
+        raise ProtocolError("a run has a negative block or no length")
+    ends = np.cumsum(lengths)
+    num_blocks = int(ends[-1])
+    if (runs[:, 0] + lengths).max() > source_blocks:
+        raise ProtocolError(f"a run leaves the sender's {source_blocks} blocks")
+    if num_blocks > max_blocks:
+        raise ProtocolError(f"a piece of {num_blocks} blocks is over the limit of {max_blocks}")
+    starts = np.ascontiguousarray(runs[:, :2].T) - (ends - lengths)
+    return np.repeat(starts, lengths, axis=1) + np.arange(num_blocks)
 
 
 class Views(Sequence[memoryview]):
@@ -123,31 +116,12 @@ class Views(Sequence[memoryview]):
 Buffers: TypeAlias = Sequence[memoryview | Views]
 
 
-def views(buffer: memoryview, block_bytes: int, first: Runs, lengths: Runs) -> Views:
-    """The memory of some ranges of blocks, in as few buffers as possible."""
-    first, lengths = merge_adjacent(first, lengths)
-    starts = first.astype(np.int64) * block_bytes
-    ends = starts + lengths.astype(np.int64) * block_bytes
+def views(buffer: memoryview, block_bytes: int, blocks: BlockIndices) -> Views:
+    """The memory of some blocks in order, in as few buffers as possible."""
+    firsts = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
+    starts = blocks[firsts] * block_bytes
+    ends = starts + np.diff(firsts, append=len(blocks)) * block_bytes
     return Views(buffer, starts.tolist(), ends.tolist())
-
-
-def to_wire(runs: Runs) -> bytes:
-    return runs.astype(_WIRE_TYPE, copy=False).tobytes()
-
-
-def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Runs:
-    """Raises ProtocolError for runs that leave a source of so many blocks, or are too many at once."""
-    if len(raw) % RUN_BYTES:
-        raise ProtocolError(f"runs of {len(raw)} bytes are not a multiple of {RUN_BYTES}")
-    runs = np.frombuffer(raw, dtype=_WIRE_TYPE).reshape(-1, 3)
-    source, _, lengths = runs.astype(np.int64).T
-    if (runs[:, :2] < 0).any() or (lengths < 1).any():
-        raise ProtocolError("a run has a negative block or no length")
-    if (source + lengths > source_blocks).any():
-        raise ProtocolError(f"a run leaves the sender's {source_blocks} blocks")
-    if lengths.sum() > max_blocks:
-        raise ProtocolError(f"a piece of {lengths.sum()} blocks is over the limit of {max_blocks}")
-    return runs.astype(np.int32, copy=False)
 
 
 class ScatterList:

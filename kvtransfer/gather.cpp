@@ -1,4 +1,4 @@
-// Copies scattered runs of blocks from one pool to another.
+// Copies scattered blocks from one pool to another.
 //
 // A large copy goes past the caches, as memcpy's do where a single buffer is larger than they are. A plain
 // store reads its line from memory first, which costs a third of the bandwidth, and pushes out of the caches
@@ -57,22 +57,24 @@ void finish() {}
 
 }  // namespace
 
-// Copies the bytes [first, last) of `count` runs taken one after the other. A run is (source block, target
-// block, number of blocks).
-extern "C" void tandem_gather(char* target, const char* source, const int32_t* runs, int64_t count,
-                              int64_t block_bytes, int64_t first, int64_t last, int32_t past_caches) {
-    int64_t start = 0;
-    for (const int32_t* run = runs; run < runs + 3 * count && start < last; run += 3) {
-        const int64_t nbytes = run[2] * block_bytes;
-        const int64_t from = std::max<int64_t>(first - start, 0), to = std::min(last - start, nbytes);
-        start += nbytes;
-        if (from >= to) continue;
-        char* there = target + run[1] * block_bytes + from;
-        const char* here = source + run[0] * block_bytes + from;
+// Copies the bytes [first, last) of `count` blocks taken one after the other. Blocks that follow each other on
+// both sides are one copy.
+extern "C" void tandem_gather(char* target, const char* source, const int64_t* sources, const int64_t* targets,
+                              int64_t count, int64_t block_bytes, int64_t first, int64_t last,
+                              int32_t past_caches) {
+    while (first < last) {
+        const int64_t index = first / block_bytes, start = first % block_bytes;
+        int64_t next = index + 1;
+        while (next < count && sources[next] == sources[next - 1] + 1 && targets[next] == targets[next - 1] + 1)
+            ++next;
+        const int64_t nbytes = std::min(next * block_bytes, last) - first;
+        char* there = target + targets[index] * block_bytes + start;
+        const char* here = source + sources[index] * block_bytes + start;
         if (past_caches)
-            stream(there, here, to - from);
+            stream(there, here, nbytes);
         else
-            std::memcpy(there, here, to - from);
+            std::memcpy(there, here, nbytes);
+        first += nbytes;
     }
     finish();
 }

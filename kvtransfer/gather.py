@@ -1,4 +1,4 @@
-"""Copies scattered blocks from one pool to another: in a compiled call, or run by run without a compiler."""
+"""Copies scattered blocks from one pool to another: in a compiled call, or one by one without a compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtransfer.extents import Runs, num_blocks
+from kvtransfer.extents import BlockIndices
 from native.build import BuildError, load_library
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -29,7 +29,7 @@ def compiled() -> Callable[..., None] | None:
     except BuildError as error:
         logger.warning("blocks are copied one by one: %s", error)
         return None
-    function.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4, ctypes.c_int32]
+    function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int32]
     function.restype = None
     return function
 
@@ -45,19 +45,20 @@ class Gather:
         self._block_bytes = block_bytes
         self._compiled = compiled()
 
-    def copy(self, runs: Runs, first: int, last: int) -> None:
-        """Bytes [first, last) of a piece: of its runs (source block, target block, count) in order."""
-        nbytes = num_blocks(runs) * self._block_bytes
+    def copy(self, sources: BlockIndices, targets: BlockIndices, first: int, last: int) -> None:
+        """Bytes [first, last) of a piece: of its blocks in order."""
+        nbytes = len(sources) * self._block_bytes
         if self._compiled is None or nbytes < GIL_FREE_BYTES:
-            for source, target, length in _ranges(runs, self._block_bytes, first, last):
+            for source, target, length in _ranges(sources, targets, self._block_bytes, first, last):
                 self._copy_range(source, target, length)
             return
-        runs = np.ascontiguousarray(runs)
+        sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
         self._compiled(
             self._target_address,
             self._source_address,
-            runs.ctypes.data,
-            len(runs),
+            sources.ctypes.data,
+            targets.ctypes.data,
+            len(sources),
             self._block_bytes,
             first,
             last,
@@ -71,14 +72,15 @@ class Gather:
             ctypes.memmove(self._target_address + target, self._source_address + source, nbytes)
 
 
-def _ranges(runs: Runs, block_bytes: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Source, target and length in bytes of each run's part in [first, last)."""
-    start = 0
-    for source, target, count in runs.tolist():
-        begin, end = max(first - start, 0), min(last - start, count * block_bytes)
-        if begin < end:
-            yield source * block_bytes + begin, target * block_bytes + begin, end - begin
-        start += count * block_bytes
+def _ranges(
+    sources: BlockIndices, targets: BlockIndices, block_bytes: int, first: int, last: int
+) -> Iterator[tuple[int, int, int]]:
+    """Source, target and length in bytes of each block's part in [first, last)."""
+    while first < last:
+        index, start = divmod(first, block_bytes)
+        length = min(block_bytes - start, last - first)
+        yield int(sources[index]) * block_bytes + start, int(targets[index]) * block_bytes + start, length
+        first += length
 
 
 def _address(buffer: memoryview) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvtransfer.convert import Converter
 from kvtransfer.device import in_order, pinned
-from kvtransfer.extents import Runs, expand, num_blocks, packed, targets_of
+from kvtransfer.extents import BlockIndices
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.layout import block_bytes, foreign_format, needs_conversion
 from kvtransfer.leases import Lease, WriteGate
@@ -23,10 +24,10 @@ class Incoming(Protocol):
     max_blocks: int
     """The most of the sender's blocks in one piece."""
 
-    def targets(self, runs: Runs, lease: Lease) -> Runs:
-        """Where in `target` the reader is to bring a piece."""
+    def targets(self, positions: BlockIndices, lease: Lease) -> BlockIndices:
+        """The blocks of `target` that the reader is to bring a piece into."""
 
-    def place(self, runs: Runs, lease: Lease, gate: WriteGate) -> bool:
+    def place(self, positions: BlockIndices, lease: Lease, gate: WriteGate) -> bool:
         """Bring it from there into the lease's blocks, if the gate is open still."""
 
 
@@ -38,10 +39,10 @@ class Direct:
         self.foreign_format = ""
         self.max_blocks = max_blocks
 
-    def targets(self, runs: Runs, lease: Lease) -> Runs:
-        return targets_of(runs, lease.blocks)
+    def targets(self, positions: BlockIndices, lease: Lease) -> BlockIndices:
+        return lease.blocks[positions]
 
-    def place(self, runs: Runs, lease: Lease, gate: WriteGate) -> bool:
+    def place(self, positions: BlockIndices, lease: Lease, gate: WriteGate) -> bool:
         return True
 
 
@@ -58,14 +59,13 @@ class Converting:
         self._converter = Converter(hello.wire, pool.segments, blocks)
         self.foreign_format = foreign_format(hello.wire, pool.segments)
 
-    def targets(self, runs: Runs, lease: Lease) -> Runs:
-        return packed(runs)
+    def targets(self, positions: BlockIndices, lease: Lease) -> BlockIndices:
+        return np.arange(len(positions))
 
-    def place(self, runs: Runs, lease: Lease, gate: WriteGate) -> bool:
-        staged = self.target.buffer[: num_blocks(runs) * self.target.block_bytes]
+    def place(self, positions: BlockIndices, lease: Lease, gate: WriteGate) -> bool:
+        staged = self.target.buffer[: len(positions) * self.target.block_bytes]
         with gate.writing() as is_open:
             if is_open:
-                positions = expand(runs[:, 1], runs[:, 2])
                 with in_order(self._device):
                     self._converter.place(
                         staged, positions, lease.blocks, lease.first_token, lease.num_tokens

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvtransfer.extents import BlockIndices, Runs, expand
+from kvtransfer.extents import BlockIndices
 from kvtransfer.interface import Arrival
 from kvtransfer.messages import OTHER_SENDER, OUTSIDE, UNKNOWN_LEASE, Piece
 from kvtransfer.pieces import ArrivalRecord, PieceArrival
@@ -217,10 +217,9 @@ class LeaseTable:
             self.close(lease_id)
 
     def admit(
-        self, piece: Piece, runs: Runs, sender: str, source_block_size: int
+        self, piece: Piece, positions: BlockIndices, sender: str, source_block_size: int
     ) -> tuple[Lease | None, str]:
         """The lease that the piece may be written under; None with why not, or with "" if it came before."""
-        positions = expand(runs[:, 1], runs[:, 2])
         with self._lock:
             if piece.lease_id in self._completed:
                 return None, ""
@@ -231,13 +230,12 @@ class LeaseTable:
             return (None, refusal) if refusal else (lease, "")
 
     def record(
-        self, lease: Lease, piece: Piece, runs: Runs, arrival: PieceArrival
+        self, lease: Lease, piece: Piece, positions: BlockIndices, arrival: PieceArrival
     ) -> tuple[int, Arrival | None]:
         """Note that the piece is in place.
 
         Returns how many of the sender's blocks are, and after the last piece how they came.
         """
-        positions = expand(runs[:, 1], runs[:, 2])
         with self._lock:
             lease.arrivals.add(piece, arrival)
             received = lease.record(piece, positions)

@@ -153,7 +153,7 @@ class Link(threading.Thread):
                 {
                     "kv_transfer_bytes_total": nbytes,
                     "kv_transfer_pieces_total": 1,
-                    "kv_transfer_extents_total": len(piece.runs),
+                    "kv_transfer_extents_total": piece.num_runs,
                     "kv_transfer_wait_seconds_total": piece.sent_at - piece.queued_at,
                 },
             )

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvtransfer.extents import Runs, num_blocks
+from kvtransfer.extents import RUN_BYTES, Blocks, to_wire
 from kvtransfer.interface import Arrival
 from kvtransfer.messages import Piece
 
@@ -25,7 +25,7 @@ class QueuedPiece:
 
     lease_id: str
     index: int
-    parts: list[Runs]
+    parts: list[Blocks]
     num_tokens: int
     final: bool
     pushed_s: float = 0.0
@@ -35,12 +35,21 @@ class QueuedPiece:
     sent_at: float = 0.0
 
     @cached_property
-    def runs(self) -> Runs:
-        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
+    def blocks(self) -> Blocks:
+        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts, axis=1)
+
+    @cached_property
+    def runs(self) -> bytes:
+        """As they go over the wire."""
+        return to_wire(self.blocks)
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.runs) // RUN_BYTES
 
     @property
     def num_blocks(self) -> int:
-        return num_blocks(self.runs)
+        return self.blocks.shape[1]
 
     def split(self, num_parts: int) -> tuple[QueuedPiece, QueuedPiece]:
         """The first parts, fewer than all, and the others."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer.checksum import Mode
 from kvtransfer.counters import Counters
-from kvtransfer.extents import NO_RUNS, Runs, blocks_per_part, cut
+from kvtransfer.extents import NO_BLOCKS, Blocks, blocks_per_part, cut
 from kvtransfer.handshake import Identity
 from kvtransfer.host import host_id
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
@@ -133,7 +133,7 @@ class Sender:
         """
         parts = cut(blocks, first_position, self._pool.num_blocks, blocks_per_part(self._pool.block_bytes))
         if final and not parts:
-            parts = [NO_RUNS]
+            parts = [NO_BLOCKS]
         if num_tokens is None:
             num_tokens = (first_position + len(blocks)) * self._pool.block_size
         with self._lock:
@@ -194,7 +194,7 @@ class Sender:
             link.join(_JOIN_S)
 
     def _piece(
-        self, lease_id: str, lease: _Lease, parts: list[Runs], num_tokens: int, final: bool
+        self, lease_id: str, lease: _Lease, parts: list[Blocks], num_tokens: int, final: bool
     ) -> QueuedPiece:
         if final:
             lease.pushed_final, lease.time.final_push = True, time.monotonic()
@@ -244,7 +244,7 @@ class Sender:
             lease.parts_in_place += len(piece.parts)
             lease.blocks_in_place += piece.num_blocks
             lease.nbytes += nbytes
-            lease.num_extents += len(piece.runs)
+            lease.num_extents += piece.num_runs
             self._events.append(Sent(piece.lease_id, lease.blocks_in_place))
             if lease.is_complete:
                 del self._leases[piece.lease_id]

@@ -16,7 +16,7 @@ import select
 import socket
 
 from kvtransfer.channel import Channel
-from kvtransfer.extents import PARTS_AT_ONCE, Runs, num_blocks
+from kvtransfer.extents import PARTS_AT_ONCE, BlockIndices, Blocks
 from kvtransfer.gather import Gather, compiled
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import WriteGate
@@ -32,7 +32,7 @@ class ShmWriter:
     remote_reads = True
     packed = None
 
-    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
+    def payload(self, blocks: Blocks, num_tokens: int) -> list[memoryview]:
         return []
 
     def close(self) -> None:
@@ -46,15 +46,15 @@ class ShmReader:
         self._source = memoryview(mapping)
         self._gather = Gather(self._source, pool.buffer, pool.block_bytes)
 
-    def read(self, runs: Runs, gate: WriteGate | None) -> bool:
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
         if gate is None:
             return False
-        nbytes = num_blocks(runs) * self._pool.block_bytes
+        nbytes = len(sources) * self._pool.block_bytes
         for start in range(0, nbytes, _SLICE_BYTES):
             with gate.writing() as is_open:
                 if not is_open:
                     return False
-                self._gather.copy(runs, start, min(start + _SLICE_BYTES, nbytes))
+                self._gather.copy(sources, targets, start, min(start + _SLICE_BYTES, nbytes))
         return True
 
     def close(self) -> None:

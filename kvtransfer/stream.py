@@ -9,6 +9,8 @@ import time
 from collections import deque
 from typing import Protocol
 
+import numpy as np
+
 from kvtransfer.channel import (
     LENGTH_BYTES,
     PREFIX_BYTES,
@@ -22,7 +24,7 @@ from kvtransfer.channel import (
     unframe,
 )
 from kvtransfer.checksum import piece_checksum
-from kvtransfer.extents import Buffers, ScatterList, packed, to_wire
+from kvtransfer.extents import Buffers, ScatterList
 from kvtransfer.handshake import Identity, introduce
 from kvtransfer.layout import wire_block_bytes
 from kvtransfer.messages import NOT_QUANTIZABLE, Ack, Piece
@@ -223,7 +225,7 @@ class Stream(threading.Thread):
             payload: Buffers = []
             checksum, refusal = None, ""
             try:
-                payload = writer.payload(queued.runs, queued.num_tokens)
+                payload = writer.payload(queued.blocks, queued.num_tokens)
                 checksum = self._checksum(writer, queued)
             except NonFiniteError as error:
                 refusal = str(error)
@@ -235,7 +237,7 @@ class Stream(threading.Thread):
             lease_id=queued.lease_id,
             index=queued.index,
             num_parts=len(queued.parts),
-            runs=to_wire(queued.runs),
+            runs=queued.runs,
             final=queued.final,
             checksum=checksum,
             pushed_s=queued.pushed_s,
@@ -253,13 +255,10 @@ class Stream(threading.Thread):
 
     def _checksum(self, writer: PieceWriter, queued: QueuedPiece) -> bytes | None:
         """Of the piece's blocks as they travel."""
-        mode, pool, runs = self._identity.checksum, self._identity.pool, queued.runs
-        buffer, first = pool.buffer, runs[:, 0]
+        mode, buffer, blocks = self._identity.checksum, self._identity.pool.buffer, queued.blocks[0]
         if writer.packed is not None:
-            buffer, first = writer.packed, packed(runs)[:, 1]
-        return piece_checksum(
-            mode, buffer, self.wire_block_bytes, first, runs[:, 2], queued.lease_id, queued.index
-        )
+            buffer, blocks = writer.packed, np.arange(len(blocks))
+        return piece_checksum(mode, buffer, self.wire_block_bytes, blocks, queued.lease_id, queued.index)
 
     def _write(self, channel: Channel, writer: PieceWriter, transmission: _Transmission) -> bool:
         """Write some of the piece; False if the connection takes nothing now."""

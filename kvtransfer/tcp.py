@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtransfer.channel import Channel
 from kvtransfer.device import BlockGatherer
-from kvtransfer.extents import Buffers, Runs, ScatterList, blocks_per_part, expand, num_blocks, views
+from kvtransfer.extents import BlockIndices, Blocks, Buffers, ScatterList, blocks_per_part, views
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.layout import tokens_in_blocks
 from kvtransfer.leases import WriteGate
@@ -68,9 +68,8 @@ class TcpWriter:
     def __init__(self, pool: RegisteredPool) -> None:
         self._pool = pool
 
-    def payload(self, runs: Runs, num_tokens: int) -> Buffers:
-        blocks = views(self._pool.buffer, self._pool.block_bytes, runs[:, 0], runs[:, 2])
-        return [blocks, memoryview(GOOD)]
+    def payload(self, blocks: Blocks, num_tokens: int) -> Buffers:
+        return [views(self._pool.buffer, self._pool.block_bytes, blocks[0]), memoryview(GOOD)]
 
     def close(self) -> None:
         return
@@ -85,8 +84,8 @@ class StagingWriter:
         self._gatherer = BlockGatherer(blocks, max_blocks)
         self.packed: memoryview | None = None
 
-    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
-        self.packed = self._gatherer.gather(expand(runs[:, 0], runs[:, 2]))
+    def payload(self, blocks: Blocks, num_tokens: int) -> list[memoryview]:
+        self.packed = self._gatherer.gather(blocks[0])
         return [self.packed, memoryview(GOOD)]
 
     def close(self) -> None:
@@ -104,14 +103,14 @@ class QuantizingWriter:
         self._gatherer = BlockGatherer(pool.device, max_blocks) if pool.device is not None else None
         self.packed = memoryview(bytearray(max_blocks * self._quantizer.wire_block_bytes))
 
-    def payload(self, runs: Runs, num_tokens: int) -> Buffers:
-        blocks, positions = expand(runs[:, 0], runs[:, 2]), expand(runs[:, 1], runs[:, 2])
+    def payload(self, blocks: Blocks, num_tokens: int) -> Buffers:
+        sources, positions = blocks
         valid = tokens_in_blocks(positions, self._pool.block_size, num_tokens)
         source = self._pool.buffer
         if self._gatherer is not None:
-            source, blocks = self._gatherer.gather(blocks), np.arange(len(blocks))
-        self._quantizer.pack(source, blocks, valid, self.packed)
-        return [self.packed[: len(blocks) * self._quantizer.wire_block_bytes], memoryview(GOOD)]
+            source, sources = self._gatherer.gather(sources), np.arange(len(sources))
+        self._quantizer.pack(source, sources, valid, self.packed)
+        return [self.packed[: len(sources) * self._quantizer.wire_block_bytes], memoryview(GOOD)]
 
     def close(self) -> None:
         return
@@ -124,12 +123,12 @@ class TcpReader:
         self._progress_timeout_s = progress_timeout_s
         self._scratch: memoryview | None = None
 
-    def read(self, runs: Runs, gate: WriteGate | None) -> bool:
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
         trailer = bytearray(len(GOOD))
         if gate is None:
-            self._discard(num_blocks(runs) * self._pool.block_bytes + len(trailer))
+            self._discard(len(targets) * self._pool.block_bytes + len(trailer))
             return False
-        blocks = views(self._pool.buffer, self._pool.block_bytes, runs[:, 1], runs[:, 2])
+        blocks = views(self._pool.buffer, self._pool.block_bytes, targets)
         rest = ScatterList([blocks, memoryview(trailer)])
         while rest.remaining:
             with gate.writing() as still_open:

@@ -9,7 +9,7 @@ import socket
 from typing import Any, Protocol
 
 from kvtransfer.channel import Channel
-from kvtransfer.extents import Buffers, Runs
+from kvtransfer.extents import BlockIndices, Blocks, Buffers
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import WriteGate
 from kvtransfer.messages import Hello
@@ -37,7 +37,7 @@ class PieceWriter(Protocol):
     def packed(self) -> memoryview | None:
         """The last payload's blocks as they travel, where that is not as they lie in the pool."""
 
-    def payload(self, runs: Runs, num_tokens: int) -> Buffers:
+    def payload(self, blocks: Blocks, num_tokens: int) -> Buffers:
         """What follows the piece's message on the connection: views of the source blocks, then a trailer.
 
         `num_tokens` of the prompt are valid; what a block at its end holds beyond them means nothing.
@@ -49,8 +49,8 @@ class PieceWriter(Protocol):
 class PieceReader(Protocol):
     """The receiver's end of one connection."""
 
-    def read(self, runs: Runs, gate: WriteGate | None) -> bool:
-        """Bring blocks (source block, target block, count) into place while the gate is open.
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
+        """Bring the sender's blocks into our blocks while the gate is open.
 
         Without a gate they are discarded. Returns whether all of them are in place; either way the connection
         stands before the next message. Raises OSError for a broken wire, TimeoutError for one that stands.

@@ -64,10 +64,7 @@ def measures(shape: tuple[int, ...]) -> dict[str, Callable[[], object]]:
         return lambda: quantizer.pack(side.pool, side.next_blocks(), full, staged)
 
     def summing(mode: Mode) -> Callable[[], object]:
-        ones = np.ones(side.piece, dtype=np.int32)
-        return lambda: piece_checksum(
-            mode, side.pool, side.block_bytes, side.next_blocks().astype(np.int32), ones, "lease", 0
-        )
+        return lambda: piece_checksum(mode, side.pool, side.block_bytes, side.next_blocks(), "lease", 0)
 
     def placing(wire_dtype: str, ours: tuple[SegmentInfo, ...]) -> Callable[[], None]:
         wire = wire_segments(side.segments, wire_dtype)

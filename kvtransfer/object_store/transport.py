@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvtransfer.channel import Channel
-from kvtransfer.extents import Runs, num_blocks, views
+from kvtransfer.extents import BlockIndices, Blocks, views
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import WriteGate
 from kvtransfer.messages import Hello
@@ -40,10 +40,10 @@ class ObjectWriter:
         self._carrier = carrier
         self._pool = pool
 
-    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
-        if len(runs):
-            blocks = views(self._pool.buffer, self._pool.block_bytes, runs[:, 0], runs[:, 2])
-            self._lines.send_object(self._line, self._carrier.put(blocks))
+    def payload(self, blocks: Blocks, num_tokens: int) -> list[memoryview]:
+        if blocks.size:
+            memory = views(self._pool.buffer, self._pool.block_bytes, blocks[0])
+            self._lines.send_object(self._line, self._carrier.put(memory))
         return [memoryview(GOOD)]
 
     def close(self) -> None:
@@ -67,20 +67,20 @@ class ObjectReader:
         self._pool = pool
         self._progress_timeout_s = progress_timeout_s
 
-    def read(self, runs: Runs, gate: WriteGate | None) -> bool:
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
         deadline = time.monotonic() + self._progress_timeout_s
         is_good = self._channel.recv_exact(len(GOOD), deadline) == GOOD
-        if not len(runs):
+        if not len(targets):
             return is_good and gate is not None
         reference = self._lines.take_object(self._line)
         if gate is None or not is_good:
             return False
         self._await(reference, deadline)
         blocks = self._carrier.get(reference)
-        if sum(map(len, blocks)) != num_blocks(runs) * self._pool.block_bytes:
+        if sum(map(len, blocks)) != len(targets) * self._pool.block_bytes:
             raise ProtocolError("a piece's object has another size than its blocks")
-        targets = views(self._pool.buffer, self._pool.block_bytes, runs[:, 1], runs[:, 2])
-        return all(copy(source, target, gate) for source, target in aligned(blocks, targets))
+        memory = views(self._pool.buffer, self._pool.block_bytes, targets)
+        return all(copy(source, target, gate) for source, target in aligned(blocks, memory))
 
     def close(self) -> None:
         self._lines.forget_objects(self._line)

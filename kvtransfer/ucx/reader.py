@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtransfer.channel import Channel
 from kvtransfer.device import settle
-from kvtransfer.extents import Runs, expand
+from kvtransfer.extents import BlockIndices
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases import WriteGate
 from kvtransfer.ucx.agent import Agent, Memory, Transfer
@@ -71,16 +71,16 @@ class UcxReader:
             held.callback(self._agent.release, theirs)
             self._finish(self._agent.read(self._remote, theirs, first, ours, first), held, deadline)
 
-    def read(self, runs: Runs, gate: WriteGate | None) -> bool:
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
         if gate is None:
             return False
         with ExitStack() as held:
             if not held.enter_context(gate.writing()):
                 return False
-            if len(runs):
+            if len(sources):
                 settle(self._pool.device)
-                sources, targets = (expand(runs[:, side], runs[:, 2]).astype(np.int32) for side in (0, 1))
-                transfer = self._agent.read(self._remote, self._theirs, sources, self._ours, targets)
+                theirs, ours = (np.ascontiguousarray(side, dtype=np.int32) for side in (sources, targets))
+                transfer = self._agent.read(self._remote, self._theirs, theirs, self._ours, ours)
                 self._finish(transfer, held, time.monotonic() + self._progress_timeout_s)
         return True
 

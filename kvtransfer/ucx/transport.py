@@ -21,7 +21,7 @@ import numpy as np
 
 from kvtransfer.channel import Channel
 from kvtransfer.device import settle
-from kvtransfer.extents import PARTS_AT_ONCE, Runs
+from kvtransfer.extents import PARTS_AT_ONCE, Blocks
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.messages import Hello
 from kvtransfer.tcp import TcpTransport, _tune
@@ -59,7 +59,7 @@ class UcxWriter:
     def __init__(self, pool: RegisteredPool) -> None:
         self._pool = pool
 
-    def payload(self, runs: Runs, num_tokens: int) -> list[memoryview]:
+    def payload(self, blocks: Blocks, num_tokens: int) -> list[memoryview]:
         settle(self._pool.device)
         return []
 

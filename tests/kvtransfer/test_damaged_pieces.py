@@ -13,7 +13,7 @@ import torch
 
 from kvtransfer import Completed, Failed, Progress, RegisteredPool
 from kvtransfer.checksum import Mode
-from kvtransfer.extents import Runs
+from kvtransfer.extents import BlockIndices
 from kvtransfer.leases import WriteGate
 from kvtransfer.link import MAX_ATTEMPTS
 from kvtransfer.messages import CHECKSUM_MISMATCH, Ack, Piece
@@ -45,13 +45,13 @@ def damage(monkeypatch: pytest.MonkeyPatch, transport: str) -> Callable[[int], N
     read = reader.read
     left = 0
 
-    def damaging(self: Any, piece: Runs, gate: WriteGate | None) -> bool:
+    def damaging(self: Any, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
         nonlocal left
-        in_place = bool(read(self, piece, gate))
+        in_place = bool(read(self, sources, targets, gate))
         if in_place and left:
             left -= 1
             target: RegisteredPool = self._pool
-            start = int(piece[0, 1]) * target.block_bytes
+            start = int(targets[0]) * target.block_bytes
             target.buffer[start : start + target.block_bytes] = bytes(target.block_bytes)
         return in_place
 
@@ -188,8 +188,8 @@ def test_what_is_converted_is_checked_before(
     source.copy_(torch.randn(source.shape, generator=torch.Generator().manual_seed(1)))
     read, left = TcpReader.read, [1]
 
-    def damaging(self: Any, piece: Runs, gate: WriteGate | None) -> bool:
-        in_place = read(self, piece, gate)
+    def damaging(self: Any, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
+        in_place = read(self, sources, targets, gate)
         if left:
             left.pop()
             self._pool.buffer[7] ^= 0x40

@@ -1,27 +1,15 @@
-"""Cutting and coalescing extents, and the buffers made of them, against the plain list of pairs."""
+"""Cutting blocks into parts, and the runs and buffers made of them, against the plain list of pairs."""
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.extents import (
-    Runs,
-    ScatterList,
-    coalesce,
-    cut,
-    expand,
-    from_wire,
-    num_blocks,
-    packed,
-    targets_of,
-    to_wire,
-    views,
-)
+from kvtransfer.extents import RUN_BYTES, Blocks, ScatterList, cut, from_wire, to_wire, views
 from protocol.errors import ProtocolError
 
 NUM_BLOCKS = 40
@@ -37,48 +25,34 @@ def extents(draw: st.DrawFn) -> list[tuple[int, int]]:
     return pairs
 
 
-def unrolled(runs: Runs) -> list[tuple[int, int]]:
-    first, second = expand(runs[:, 0], runs[:, 2]).tolist(), expand(runs[:, 1], runs[:, 2]).tolist()
-    return list(zip(first, second, strict=True))
+def blocks_of(pairs: list[tuple[int, int]]) -> Blocks:
+    return np.asarray(pairs, dtype=np.int64).reshape(-1, 2).T
 
 
 @given(extents(), st.integers(0, 9), st.integers(1, 30))
-def test_pieces_hold_the_same_blocks_in_order(
-    pairs: list[tuple[int, int]], first: int, max_blocks: int
-) -> None:
-    sources, ours = [source for source, _ in pairs], np.asarray([target for _, target in pairs])
-    pieces = cut(sources, first, NUM_BLOCKS, max_blocks)
-    assert all(1 <= num_blocks(runs) <= max_blocks for runs in pieces)
-    assert [pair for runs in pieces for pair in unrolled(runs)] == list(
-        zip(sources, count(first), strict=False)
-    )
-    targets = [
-        pair for runs in cut(sources, 0, NUM_BLOCKS, max_blocks) for pair in unrolled(targets_of(runs, ours))
-    ]
-    assert targets == pairs
-    for runs in pieces:
-        assert unrolled(packed(runs)) == list(zip(expand(runs[:, 0], runs[:, 2]), count(), strict=False))
+def test_parts_hold_the_blocks_in_order(pairs: list[tuple[int, int]], first: int, max_blocks: int) -> None:
+    sources = [source for source, _ in pairs]
+    parts = cut(sources, first, NUM_BLOCKS, max_blocks)
+    assert all(1 <= part.shape[1] <= max_blocks for part in parts)
+    held = [pair for part in parts for pair in part.T.tolist()]
+    assert held == [[source, position] for position, source in enumerate(sources, first)]
 
 
 @given(extents())
-def test_no_two_neighbouring_runs_could_be_one(pairs: list[tuple[int, int]]) -> None:
-    runs = coalesce(np.asarray(pairs, dtype=np.int64).reshape(-1, 2))
-    ends = runs[:, :2] + runs[:, 2:]
-    assert not (ends[:-1] == runs[1:, :2]).all(axis=1).any()
-
-
-@given(extents(), st.integers(1, 5))
-def test_wire_form_round_trips(pairs: list[tuple[int, int]], max_blocks: int) -> None:
-    for runs in cut([source for source, _ in pairs], 0, NUM_BLOCKS, max_blocks):
-        assert (from_wire(to_wire(runs), NUM_BLOCKS, max_blocks) == runs).all()
+def test_what_goes_over_the_wire_comes_back_in_as_few_runs_as_can_be(pairs: list[tuple[int, int]]) -> None:
+    raw = to_wire(blocks_of(pairs))
+    assert from_wire(raw, NUM_BLOCKS, len(pairs)).T.tolist() == [list(pair) for pair in pairs]
+    follow = [(source + 1, target + 1) == after for (source, target), after in pairwise(pairs)]
+    assert len(raw) == RUN_BYTES * (len(pairs) - sum(follow))
 
 
 @given(extents(), st.integers(1, 7), st.randoms())
 def test_a_scatter_list_moves_every_byte_once(pairs: list[tuple[int, int]], block_bytes: int, rng) -> None:
     source = memoryview(bytes(rng.randbytes(NUM_BLOCKS * block_bytes)))
     expected = b"".join(source[s * block_bytes : (s + 1) * block_bytes] for s, _ in pairs)
-    runs = coalesce(np.asarray(pairs, dtype=np.int64).reshape(-1, 2))
-    rest = ScatterList([views(source, block_bytes, runs[:, 0], runs[:, 2])])
+    blocks = views(source, block_bytes, blocks_of(pairs)[0])
+    assert len(blocks) == len(pairs) - sum(second - first == 1 for (first, _), (second, _) in pairwise(pairs))
+    rest = ScatterList([blocks])
     moved = b""
     assert rest.remaining == len(expected)
     while rest.remaining:

@@ -1,4 +1,4 @@
-"""Copying runs of blocks: compiled and not, past the caches and not, against numpy."""
+"""Copying blocks: compiled and not, past the caches and not, against numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer import gather
-from kvtransfer.extents import NO_RUNS, Runs, coalesce, expand, num_blocks
+from kvtransfer.extents import NO_BLOCKS, Blocks
 from kvtransfer.gather import Gather
 
 BLOCK_SIZES = (1, 60, 4096, 16 * 1024 + 4, 100_000)
@@ -16,19 +16,18 @@ NUM_BLOCKS = 24
 
 
 @st.composite
-def permuted_runs(draw: st.DrawFn) -> Runs:
+def permuted_blocks(draw: st.DrawFn) -> Blocks:
     source = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=NUM_BLOCKS))
     target = draw(st.permutations(range(NUM_BLOCKS)))
     if draw(st.booleans()):
         source, target = sorted(source), sorted(target)
-    pairs = np.array(list(zip(source, target, strict=False)), dtype=np.int64).reshape(-1, 2)
-    return coalesce(pairs)
+    return np.array(list(zip(source, target, strict=False)), dtype=np.int64).reshape(-1, 2).T
 
 
-@pytest.fixture(params=["compiled", "compiled, past the caches", "run by run"])
+@pytest.fixture(params=["compiled", "compiled, past the caches", "block by block"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How blocks are copied, whatever their size."""
-    if request.param == "run by run":
+    if request.param == "block by block":
         monkeypatch.setattr(gather, "compiled", lambda: None)
     else:
         assert gather.compiled() is not None
@@ -44,17 +43,18 @@ def test_every_byte_of_a_range_is_copied_and_no_other(way: str, block_bytes: int
     source = rng.integers(0, 256, NUM_BLOCKS * block_bytes + 1, dtype=np.uint8)[1:]
 
     @settings(deadline=None, max_examples=20)
-    @given(permuted_runs(), st.floats(0, 1), st.floats(0, 1))
-    def check(runs: Runs, first: float, last: float) -> None:
-        total = num_blocks(runs) * block_bytes
+    @given(permuted_blocks(), st.floats(0, 1), st.floats(0, 1))
+    def check(blocks: Blocks, first: float, last: float) -> None:
+        sources, targets = blocks
+        total = len(sources) * block_bytes
         begin, end = sorted((int(first * total), int(last * total)))
         target = np.zeros(NUM_BLOCKS * block_bytes, dtype=np.uint8)
         expected = target.copy().reshape(NUM_BLOCKS, block_bytes)
-        copied = source.reshape(NUM_BLOCKS, block_bytes)[expand(runs[:, 0], runs[:, 2])].ravel()
+        copied = source.reshape(NUM_BLOCKS, block_bytes)[sources].ravel()
         copied[:begin] = 0
         copied[end:] = 0
-        expected[expand(runs[:, 1], runs[:, 2])] = copied.reshape(-1, block_bytes)
-        Gather(memoryview(source), memoryview(target), block_bytes).copy(runs, begin, end)
+        expected[targets] = copied.reshape(-1, block_bytes)
+        Gather(memoryview(source), memoryview(target), block_bytes).copy(sources, targets, begin, end)
         assert (target == expected.ravel()).all()
 
     check()
@@ -62,5 +62,5 @@ def test_every_byte_of_a_range_is_copied_and_no_other(way: str, block_bytes: int
 
 def test_nothing_to_copy(way: str) -> None:
     target = np.zeros(8, dtype=np.uint8)
-    Gather(memoryview(np.ones(8, dtype=np.uint8)), memoryview(target), 4).copy(NO_RUNS, 0, 0)
+    Gather(memoryview(np.ones(8, dtype=np.uint8)), memoryview(target), 4).copy(*NO_BLOCKS, 0, 0)
     assert not target.any()

@@ -7,13 +7,13 @@ import time
 import numpy as np
 import pytest
 
-from kvtransfer.extents import NO_RUNS, coalesce
+from kvtransfer.extents import NO_BLOCKS
 from kvtransfer.messages import Piece
 from kvtransfer.pieces import ArrivalRecord, PieceArrival, PieceQueue, QueuedPiece, TransferTime
 
 
 def piece(lease: str, index: int, queued_at: float = 0.0, sent_at: float = 0.0) -> QueuedPiece:
-    return QueuedPiece(lease, index, [NO_RUNS], 0, False, queued_at=queued_at, sent_at=sent_at)
+    return QueuedPiece(lease, index, [NO_BLOCKS], 0, False, queued_at=queued_at, sent_at=sent_at)
 
 
 def drain(queue: PieceQueue) -> list[tuple[str, int]]:
@@ -35,20 +35,20 @@ def test_leases_take_turns() -> None:
 
 def test_as_many_parts_as_a_wire_takes_at_once() -> None:
     """And each of them by itself after a larger piece came back from a wire that takes several."""
-    parts = [coalesce(np.array([[number, number]])) for number in range(5)]
+    parts = list(np.arange(10).reshape(2, 5, 1).swapaxes(0, 1))
     queue = PieceQueue()
     queue.put(QueuedPiece("a", 3, parts, 0, True))
     queue.put(piece("b", 0))
     first = queue.take(3)
     assert first is not None
-    assert (first.index, first.final, first.runs.tolist()) == (3, False, [[n, n, 1] for n in range(3)])
+    assert (first.index, first.final, first.blocks.tolist()) == (3, False, [[0, 1, 2], [5, 6, 7]])
     assert drain(queue) == [("b", 0), ("a", 6), ("a", 7)]
     queue.put_back([first])
     assert drain(queue) == [("a", 3), ("a", 4), ("a", 5)]
 
 
 def test_only_the_last_parts_are_final() -> None:
-    first, last = QueuedPiece("a", 0, [NO_RUNS] * 3, 0, True).split(2)
+    first, last = QueuedPiece("a", 0, [NO_BLOCKS] * 3, 0, True).split(2)
     assert (first.final, len(first.parts), last.final, last.index) == (False, 2, True, 2)
 
 

@@ -170,17 +170,18 @@ class Receiver(Sender):
         return time.monotonic() - started
 
     def begin(self, runs: list[tuple[int, int, int]], repeat: bool = False, gated: bool = True) -> None:
-        import numpy as np
+        from kvtransfer.extents import from_wire
+        from tests.kvtransfer.test_leases import runs as on_the_wire
 
-        table = np.array(runs, dtype=np.int32).reshape(-1, 3)
+        blocks = from_wire(on_the_wire(*runs), 2**31, 2**31)
         gate = self.gate if gated else None
 
         def read() -> None:
             started = time.monotonic()
             try:
-                outcome: Any = self.reader.read(table, gate)
+                outcome: Any = self.reader.read(*blocks, gate)
                 while repeat and outcome is True:
-                    outcome = self.reader.read(table, gate)
+                    outcome = self.reader.read(*blocks, gate)
             except Exception as error:
                 outcome = error
             self.outcome = outcome, time.monotonic() - started
