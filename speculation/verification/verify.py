@@ -24,6 +24,11 @@ _BY_CHANCE: dict[Verification, Judge] = {
 }
 
 
+def prepare(verification: Verification, sampler: Sampler) -> None:
+    """Build what is compiled, so that no request waits for it."""
+    _judges_natively(verification, sampler)
+
+
 def verify(
     verification: Verification, sequences: Many[Sequence], logits: Tensor, sampler: Sampler
 ) -> list[Verdict]:
@@ -32,7 +37,7 @@ def verify(
     """
     if verification == "coupled" or not any(map(_is_left_to_chance, sequences)):
         return coupled.verify(sequences, logits, sampler)
-    is_native = verification == "standard" and sampler.is_native and chains.compiled() is not None
+    is_native = _judges_natively(verification, sampler)
     parts: dict[Judge, _Part] = {}
     row = 0
     for sequence in sequences:
@@ -56,6 +61,10 @@ class _Part:
 
     sequences: list[Sequence] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+
+
+def _judges_natively(verification: Verification, sampler: Sampler) -> bool:
+    return verification == "standard" and sampler.is_native and chains.compiled() is not None
 
 
 def _judge_of(sequence: Sequence, verification: Verification, is_native: bool) -> Judge:
