@@ -119,8 +119,8 @@ struct Draft {
     const float* temperatures;  // 0: the likeliest token
     const bf16* before;         // for a head, [rows, mixing.in or hidden]: what was before those to be read
     int64_t* drafted;           // [counts[0], num_sequences]
-    // [num_sequences, counts[0], width]: what tokens are drawn from, with noise of their own, where chance has a part
-    // in them; null: they are chosen with the target's noise
+    // [num_sequences, counts[0], width]: what tokens are drawn from, with noise of their own; null: they are chosen
+    // with the target's noise
     float* distributions;
     int64_t width;
 };
@@ -412,19 +412,19 @@ class Decoder {
     // The sequence's token of this number, by the draft's logits.
     int64_t next_token(const Draft& d, int64_t s, int64_t number, const bf16* logits) {
         const int64_t start = d.batch.ends[s], position = start + number;
-        if (!d.distributions || d.temperatures[s] == 0)
+        if (!d.distributions)
             return token_id(choose(logits, d.vocab, d.seeds[s], position, d.temperatures[s]));
         float* distribution = d.distributions + (s * d.counts[0] + number) * d.width;
         spread(logits, d.vocab, d.temperatures[s], distribution, d.width);
         return draw(distribution, d.width, round_key(d.seeds[s], start, position, DRAFT));
     }
 
-    // The softmax of logits / temperature, in the target's vocabulary; the first token where none of them is finite.
+    // The softmax of logits / temperature, in the target's vocabulary; one token alone where there is none.
     void spread(const bf16* logits, int64_t vocab, float temperature, float* distribution, int64_t width) {
         std::fill_n(distribution, width, 0.0f);
         const int64_t likeliest = argmax(logits, vocab);
-        if (likeliest < 0) {
-            distribution[0] = 1;
+        if (likeliest < 0 || temperature == 0) {
+            distribution[token_id(std::max<int64_t>(likeliest, 0))] = 1;
             return;
         }
         values.resize(vocab);

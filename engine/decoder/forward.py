@@ -172,9 +172,9 @@ class NativeDecoder(ABC):
         head also takes the hidden states `before` the rows to be read. Raises ValueError where the batch is
         out of range.
 
-        With `distributions`, float32 [sequences, most tokens, width], those who are not greedy draw with
-        noise of `Purpose.DRAFT` from what is written there, over the `width` token ids of the target.
-        Without, tokens are chosen with the noise of the target's own.
+        With `distributions`, float32 [sequences, most tokens, width], tokens are drawn with noise of
+        `Purpose.DRAFT` from what is written there, over the `width` token ids of the target. Without, they
+        are chosen with the noise of the target's own.
         """
         before = None if before is None else before.contiguous()
         drafted = np.empty((int(wishes[1, 0]), wishes.shape[1]), np.int64)

@@ -111,7 +111,7 @@ def test_nearly_the_same_where_filters_are_left_out(
     assert accepted > 0.85 * accepted_with_filters
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+@pytest.mark.parametrize("temperature", [0.0, 1e-50, 0.7, 1.3])
 def test_the_same_drafts_by_chance(
     by_chance: Engine,
     engine: Engine,
@@ -124,7 +124,7 @@ def test_the_same_drafts_by_chance(
     monkeypatch.setattr(drafter_of(by_chance), "_native", None)
     assert serve(by_chance, prompts, temperature, 1.0) == natively
     own, _, _ = serve(engine, prompts, temperature, 1.0)
-    assert (natively[0] == own) == (temperature == 0)
+    assert (natively[0] == own) == (temperature < 0.1)
 
 
 def test_a_model_that_drafts_for_itself_is_always_accepted(prompts: list[list[int]]) -> None:
