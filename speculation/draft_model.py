@@ -27,7 +27,7 @@ from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.drawing import Chain, Drawing
-from speculation.native_chain import NativeChain, draws_natively
+from speculation.native_chain import NativeChain
 from speculation.ranking import rank_drafted
 from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 
@@ -79,7 +79,7 @@ class DraftModel:
         self._drawing = Drawing(self._sampler, self._options.verification)
         self._native: NativeChain | None = None
         if isinstance(forward, DecoderForward):
-            self._native = NativeChain(forward, self._vocab_size)
+            self._native = NativeChain(forward, self._vocab_size, self._options.verification)
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -111,9 +111,9 @@ class DraftModel:
         return ready
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
-        if self._native is not None and draws_natively(sequences, self._options.verification):
+        if self._native is not None and self._native.can_draft(sequences):
             rows = [self._next_rows(sequence, []) for sequence in sequences]
-            drafts = [Draft(tokens) for tokens in self._native.draft(sequences, rows, counts)]
+            drafts = self._native.draft(sequences, rows, counts)
         else:
             drafts = self._draw_chains(sequences, counts)
         for sequence, draft in zip(sequences, drafts, strict=True):

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.sampler import Purpose, Sampler, SamplingRow, draw
+from engine.sampler import Sampler, SamplingRow
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.speculation import Verification
-from speculation.rounds import noise_keys
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +62,8 @@ class Drawing:
         if self._shares_noise or all(row.params.is_greedy for row in rows):
             tokens, _ = self._sampler.choose(logits, rows)
         else:
-            probabilities = self._sampler.probabilities(logits, rows)
-            sequences, positions = [chain.sequence for chain in chains], [row.position for row in rows]
-            tokens = draw(probabilities, noise_keys(sequences, positions, Purpose.DRAFT, logits.device))
+            starts = [chain.sequence.position for chain in chains]
+            tokens, probabilities = self._sampler.draw_drafts(logits, rows, starts)
             for chain, distribution in zip(chains, probabilities, strict=True):
                 if not chain.sequence.params.is_greedy:
                     chain.distributions.append(distribution)

@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.decoder.forward import NativeDecoder
 from engine.rows import RowArrays, SequenceRows
 from engine.sampler.rows import edits_logits
 from engine.sequence import Sequence
+from engine.speculator import Draft
 from protocol.speculation import Verification
-
-
-def draws_natively(sequences: Many[Sequence], verification: Verification) -> bool:
-    """Whether `NativeChain` draws as the verification needs it."""
-    if any(edits_logits(sequence.params) for sequence in sequences):
-        return False
-    return verification == "coupled" or all(sequence.params.is_greedy for sequence in sequences)
 
 
 class NativeChain:
     """Drafts with a decoder whose KV lies under the sequences' blocks.
 
-    A token is the argmax of logit / temperature plus the noise of its position. Filters (top-k and the like)
-    are left to the verification: they seldom change the choice. `vocab_size` is the target's.
+    Under coupled verification a token is the argmax of logit / temperature plus the noise of its position;
+    under the others it is drawn from their softmax. Filters (top-k and the like) are left to the
+    verification: they seldom change the choice. `vocab_size` is the target's.
     """
 
-    def __init__(self, forward: NativeDecoder, vocab_size: int) -> None:
+    def __init__(self, forward: NativeDecoder, vocab_size: int, verification: Verification) -> None:
         self._forward = forward
-        self._vocab_size = min(forward.vocab_size, vocab_size)
+        self._vocab_size = vocab_size
+        self._shares_noise = verification == "coupled"
+
+    def can_draft(self, sequences: Many[Sequence]) -> bool:
+        return not any(edits_logits(sequence.params) for sequence in sequences)
 
     def draft(
         self,
@@ -38,15 +38,24 @@ class NativeChain:
         rows: Many[SequenceRows],
         counts: Many[int],
         before: Tensor | None = None,
-    ) -> list[list[int]]:
+    ) -> list[Draft]:
         """`rows` are those of each sequence, up to its last token, that have yet to be run; `counts` fall. A
         head also takes the hidden states `before` the rows, [rows, hidden_size].
         """
+        by_chance = [not (self._shares_noise or sequence.params.is_greedy) for sequence in sequences]
+        distributions = None
+        if any(by_chance):
+            distributions = torch.empty((len(sequences), counts[0], self._vocab_size))
         drafted = self._forward.draft(
             RowArrays.of(rows),
             np.array([[sequence.params.seed for sequence in sequences], counts], np.int64),
             np.array([sequence.params.temperature for sequence in sequences], np.float32),
-            self._vocab_size,
+            min(self._forward.vocab_size, self._vocab_size),
             before,
+            distributions,
         )
-        return [column[:count] for column, count in zip(drafted.T.tolist(), counts, strict=True)]
+        drafts = [Draft(column[:count]) for column, count in zip(drafted.T.tolist(), counts, strict=True)]
+        if distributions is not None:
+            for draft, drawn, is_drawn in zip(drafts, distributions, by_chance, strict=True):
+                draft.distributions = drawn[: draft.num_nodes] if is_drawn else None
+        return drafts

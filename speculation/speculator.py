@@ -25,7 +25,7 @@ from speculation.control.plan import Request
 from speculation.drafter import Computed, Drafter
 from speculation.methods import build_drafter, draft_shape
 from speculation.unread import MOST_STEPS, UnreadSteps
-from speculation.verification.verify import verify
+from speculation.verification.verify import prepare, verify
 
 _MODELS_GAIN, _HEADS_GAIN = 0.1, 0.15
 
@@ -68,6 +68,7 @@ class BatchSpeculator:
 
     def attach(self, loaded: LoadedModel, pool: KVPool, blocks: BlockManager, sampler: Sampler) -> None:
         self._pool, self._blocks, self._sampler = pool, blocks, sampler
+        prepare(self._options.verification, sampler)
         for drafter in self._drafters.values():
             drafter.attach(loaded, pool)
 

@@ -119,6 +119,10 @@ struct Draft {
     const float* temperatures;  // 0: the likeliest token
     const bf16* before;         // for a head, [rows, mixing.in or hidden]: what was before those to be read
     int64_t* drafted;           // [counts[0], num_sequences]
+    // [num_sequences, counts[0], width]: what tokens are drawn from, with noise of their own; null: they are chosen
+    // with the target's noise
+    float* distributions;
+    int64_t width;
 };
 
 inline bf16 narrow(float value) {
@@ -258,8 +262,7 @@ class Decoder {
             if (const char* fault = begin(b, drafting)) return fault;
             forward(rows);
             for (int64_t s = 0; s < drafting; s++) {
-                const bf16* logits = &scores[s * m.vocab];
-                last_tokens[s] = token_id(choose(logits, d.vocab, d.seeds[s], b.ends[s] + token, d.temperatures[s]));
+                last_tokens[s] = next_token(d, s, token, &scores[s * m.vocab]);
                 d.drafted[token * n + s] = last_tokens[s];
             }
             while (drafting && d.counts[drafting - 1] <= token + 1) drafting--;
@@ -406,6 +409,32 @@ class Decoder {
         multiply(active.data(), layer.down, product.data(), n);
     }
 
+    // The sequence's token of this number, by the draft's logits.
+    int64_t next_token(const Draft& d, int64_t s, int64_t number, const bf16* logits) {
+        const int64_t start = d.batch.ends[s], position = start + number;
+        if (!d.distributions)
+            return token_id(choose(logits, d.vocab, d.seeds[s], position, d.temperatures[s]));
+        float* distribution = d.distributions + (s * d.counts[0] + number) * d.width;
+        spread(logits, d.vocab, d.temperatures[s], distribution, d.width);
+        return draw(distribution, d.width, round_key(d.seeds[s], start, position, DRAFT));
+    }
+
+    // The softmax of logits / temperature, in the target's vocabulary; one token alone where there is none.
+    void spread(const bf16* logits, int64_t vocab, float temperature, float* distribution, int64_t width) {
+        std::fill_n(distribution, width, 0.0f);
+        const int64_t likeliest = argmax(logits, vocab);
+        if (likeliest < 0 || temperature == 0) {
+            distribution[token_id(std::max<int64_t>(likeliest, 0))] = 1;
+            return;
+        }
+        values.resize(vocab);
+        scale_row(logits, vocab, likeliest, temperature, values.data());
+        const bool is_whole = !m.entry || !m.entry->token_ids;
+        probabilities.resize(is_whole ? 0 : vocab);
+        softmax(values.data(), vocab, -NOISE_SPAN, is_whole ? distribution : probabilities.data());
+        for (int64_t i = 0; i < int64_t(probabilities.size()); i++) distribution[token_id(i)] = probabilities[i];
+    }
+
     // The argmax of logits / temperature + Gumbel noise, as the sampler has it without filters.
     int64_t choose(const bf16* logits, int64_t vocab, int64_t seed, int64_t position, float temperature) {
         const int64_t likeliest = argmax(logits, vocab);
@@ -423,7 +452,7 @@ class Decoder {
     const Model m;
     const std::vector<Layer> layers;
     std::vector<bf16> x, normed, product, attended, gated, active, mixed, kept;
-    std::vector<float> values;
+    std::vector<float> values, probabilities;
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.
     std::vector<int64_t> last_tokens, positions, slots, last_rows;

@@ -162,6 +162,7 @@ class NativeDecoder(ABC):
         temperatures: np.ndarray,
         vocab_size: int,
         before: Tensor | None = None,
+        distributions: Tensor | None = None,
     ) -> np.ndarray:
         """Read rows of each sequence, then draft from its own choices; int64 [most tokens, sequences].
 
@@ -170,18 +171,24 @@ class NativeDecoder(ABC):
         but the last token. Of the logits only the leading `vocab_size` count; `temperatures` are float32. A
         head also takes the hidden states `before` the rows to be read. Raises ValueError where the batch is
         out of range.
+
+        With `distributions`, float32 [sequences, most tokens, width], tokens are drawn with noise of
+        `Purpose.DRAFT` from what is written there, over the `width` token ids of the target. Without, they
+        are chosen with the noise of the target's own.
         """
         before = None if before is None else before.contiguous()
         drafted = np.empty((int(wishes[1, 0]), wishes.shape[1]), np.int64)
         seeds, counts = (row.ctypes.data for row in wishes)
         fields = self._batch(batch) + struct.pack(
-            "=q5Q",
+            "=q6Qq",
             vocab_size,
             counts,
             seeds,
             temperatures.ctypes.data,
             0 if before is None else before.data_ptr(),
             drafted.ctypes.data,
+            0 if distributions is None else distributions.data_ptr(),
+            0 if distributions is None else distributions.shape[2],
         )
         _check(self._library.tandem_decoder_draft(self._decoder, fields))
         return drafted

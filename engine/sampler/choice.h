@@ -1,4 +1,4 @@
-// What it takes to choose a token from a row of logits: the noise of noise.py, and the race of race.py. Loops over a
+// What it takes to choose a token from a row of logits: the noise of noise.py, and the races of race.py. Loops over a
 // row are vector code, since sizes come by value and nothing overlaps what is written.
 #pragma once
 
@@ -13,6 +13,7 @@ namespace {
 typedef uint16_t bf16;
 
 constexpr int64_t BLOCK = 128;  // tokens that are passed over together
+constexpr int64_t LANES = 16;   // sums that grow side by side
 
 inline float widen(float value) { return value; }
 
@@ -38,7 +39,11 @@ inline float exp_of(float x) {
 // The noise.
 
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u;
-constexpr float MAX_NOISE = 22.88f;  // there is none greater
+constexpr float MAX_NOISE = 22.88f;   // there is none greater
+constexpr float NOISE_SPAN = 26.03f;  // no noise lifts a token over one whose logarithm is greater by this
+
+// What a speculative round draws beside the target's own tokens.
+enum Purpose : int64_t { DRAFT = 1, ACCEPTANCE = 2, RECOVERY = 3 };
 
 inline uint64_t mix_upper(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -54,12 +59,25 @@ inline uint64_t stream_key(int64_t seed, int64_t position) {
     return mix(mix(uint64_t(seed)) + uint64_t(position + 1) * GAMMA);
 }
 
+// For noise that nothing else shares, in the round that began at `start`.
+inline uint64_t round_key(int64_t seed, int64_t start, int64_t position, Purpose purpose) {
+    const uint64_t of_purpose = stream_key(seed, -1 - purpose);  // at a position that no token has
+    return stream_key(int64_t(stream_key(int64_t(of_purpose), start)), position);
+}
+
 inline int32_t noise_bits(uint64_t key, int64_t token) {
     return int32_t(mix_upper(key + uint64_t(token + 1) * GAMMA) >> 32);
 }
 
+inline double uniform_noise(uint64_t key, int64_t token) {
+    return (double(noise_bits(key, token)) + 0x1p31 + 0.5) * 0x1p-32;
+}
+
+// 1 - uniform_noise, within 2^-24.
+inline float tail_probability(uint64_t key, int64_t token) { return 0.5f - float(noise_bits(key, token)) * 0x1p-32f; }
+
 inline float gumbel_noise(uint64_t key, int64_t token) {
-    return float(-std::log(-std::log((double(noise_bits(key, token)) + 0x1p31 + 0.5) * 0x1p-32)));
+    return float(-std::log(-std::log(uniform_noise(key, token))));
 }
 
 // Integers in the order of the floats that they stand for; -0 comes just before 0.
@@ -102,6 +120,21 @@ void scale_row(const T* __restrict row, int64_t size, int64_t likeliest, float t
     for (int64_t i = 0; i < size; i++) values[i] = (widen(row[i]) - top) / temperature;
 }
 
+// The distribution that is drawn from: of values as scale_row leaves them, those that are at least `floor`.
+inline void softmax(const float* __restrict values, int64_t size, float floor, float* __restrict probabilities) {
+    floor = std::max(floor, -NOISE_SPAN);
+    for (int64_t i = 0; i < size; i++) probabilities[i] = values[i] >= floor ? exp_of(values[i]) : 0;
+    double sums[LANES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int64_t lane = 0; lane < LANES; lane++) sums[lane] += double(probabilities[i + lane]);
+    double total = 0;
+    for (; i < size; i++) total += double(probabilities[i]);
+    for (const double sum : sums) total += sum;
+    const float factor = float(1 / total);
+    for (int64_t j = 0; j < size; j++) probabilities[j] *= factor;
+}
+
 inline int64_t count_at_least(const float* __restrict values, int64_t size, float floor) {
     int32_t count = 0;
     for (int64_t i = 0; i < size; i++) count += values[i] >= floor;
@@ -133,12 +166,33 @@ int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, 
         if (!count_at_least(value, count, floor)) continue;
         float lifts[BLOCK];  // how far the noise is from lifting a token above the bar: at least 0 if it may
         for (int64_t i = 0; i < count; i++) {
-            const float tail = 0.5f - float(noise_bits(key, token_id(first + i))) * 0x1p-32f;
+            const float tail = tail_probability(key, token_id(first + i));
             lifts[i] = value[i] >= floor ? exp_of(value[i] - bar) - tail : -1;
         }
         each_at_least(lifts, count, -1e-6f, [&](int64_t i) {
             const float score = value[i] + gumbel_noise(key, token_id(first + i));
             if (score > best_score || (score == best_score && first + i < best)) best = first + i, best_score = score;
+        });
+    }
+    return best;
+}
+
+// A token with a chance in proportion to its weight: the one with the least -log u / weight, which is the greatest
+// log(weight) + Gumbel noise. -1 where there is no weight.
+inline int64_t draw(const float* weights, int64_t size, uint64_t key) {
+    int64_t best = argmax(weights, size);
+    if (best < 0 || weights[best] <= 0) return -1;
+    const auto wait = [=](int64_t i) { return -std::log(uniform_noise(key, i)) / double(weights[i]); };
+    double shortest = wait(best);
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        const int64_t count = std::min(BLOCK, size - first);
+        const float* __restrict weight = weights + first;
+        const float bar = float(shortest);
+        float lifts[BLOCK];  // at least 0 if the noise may make the wait shorter: -log u is at least 1 - u
+        for (int64_t i = 0; i < count; i++) lifts[i] = weight[i] * bar - tail_probability(key, first + i);
+        each_at_least(lifts, count, -1e-6f, [&](int64_t i) {
+            const double found = wait(first + i);
+            if (found < shortest || (found == shortest && first + i < best)) best = first + i, shortest = found;
         });
     }
     return best;

@@ -39,9 +39,8 @@ class Choice:
 
     def __init__(self) -> None:
         source = Path(__file__).parent / "choose.cpp"
-        short, long = load_library(source, keep_gil=True), load_library(source)
-        self._short = {dtype: _function(short, suffix) for dtype, suffix in _SUFFIXES.items()}
-        self._long = {dtype: _function(long, suffix) for dtype, suffix in _SUFFIXES.items()}
+        self._choose = RowsFunction(source, "tandem_choose")
+        self._draw = RowsFunction(source, "tandem_draw")
 
     def __call__(
         self, logits: Tensor, requests: RequestParams, index: Sequence[int], positions: Sequence[int]
@@ -50,36 +49,74 @@ class Choice:
 
         `index` names each row's request, `positions` are those of the tokens.
         """
-        count = len(index)
-        if logits.shape[0] != count:
-            raise ValueError(f"{count} rows of logits, got {tuple(logits.shape)}")
-        if logits.dtype not in _SUFFIXES:
-            logits = logits.float()
-        if logits.stride(1) != 1:
-            logits = logits.contiguous()
+        logits = readable(logits, len(index))
         rows = np.array((index, positions), np.int64)
-        chosen = torch.empty(count, dtype=torch.int64)
-        numbers = rows.ctypes.data
-        fields = struct.pack(
-            "=Q3q4Q",
-            logits.data_ptr(),
-            logits.stride(0),
-            logits.shape[1],
-            count,
-            requests.table_address,
-            numbers,
-            numbers + rows.strides[0],
-            chosen.data_ptr(),
-        )
-        functions = self._short if logits.numel() < _GIL_FREE_LOGITS else self._long
-        if functions[logits.dtype](fields, torch.get_num_threads(), gomp_parallel()) == 0:
+        chosen = torch.empty(len(index), dtype=torch.int64)
+        if self._choose(_rows(logits, requests, rows, chosen), logits) == 0:
             return chosen, []
         failed_rows = (chosen < 0).nonzero()[:, 0].tolist()
         return chosen.clamp_min_(0), failed_rows
 
+    def draw_drafts(
+        self,
+        logits: Tensor,
+        requests: RequestParams,
+        index: Sequence[int],
+        positions: Sequence[int],
+        starts: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """As `Sampler.draw_drafts`, for rows as when called."""
+        logits = readable(logits, len(index))
+        rows = np.array((index, positions, starts), np.int64)
+        chosen = torch.empty(len(index), dtype=torch.int64)
+        distributions = torch.empty(logits.shape)
+        more = struct.pack("=2Q", rows.ctypes.data + 2 * rows.strides[0], distributions.data_ptr())
+        self._draw(_rows(logits, requests, rows, chosen) + more, logits)
+        return chosen, distributions
 
-def _function(library: ctypes.CDLL, suffix: str) -> ctypes._NamedFuncPointer:
-    function = getattr(library, f"tandem_choose_{suffix}")
+
+class RowsFunction:
+    """A compiled function over rows of logits: `name`_bf16 and `name`_float, which take the address of
+    fields, a number of threads and OpenMP's function to run them. Raises BuildError.
+    """
+
+    def __init__(self, source: Path, name: str) -> None:
+        short, long = load_library(source, keep_gil=True), load_library(source)
+        self._short = {dtype: _function(short, f"{name}_{suffix}") for dtype, suffix in _SUFFIXES.items()}
+        self._long = {dtype: _function(long, f"{name}_{suffix}") for dtype, suffix in _SUFFIXES.items()}
+
+    def __call__(self, fields: bytes, logits: Tensor) -> int:
+        functions = self._short if logits.numel() < _GIL_FREE_LOGITS else self._long
+        result: int = functions[logits.dtype](fields, torch.get_num_threads(), gomp_parallel())
+        return result
+
+
+def readable(logits: Tensor, num_rows: int) -> Tensor:
+    """The same [n, vocab] as a `RowsFunction` can read them. Raises ValueError where n is not `num_rows`."""
+    if logits.shape[0] != num_rows:
+        raise ValueError(f"{num_rows} rows of logits, got {tuple(logits.shape)}")
+    if logits.dtype not in _SUFFIXES:
+        logits = logits.float()
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def _rows(logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Tensor) -> bytes:
+    """`Rows` in choose.cpp; `rows` int64 [2 or more, n] begin with index and positions."""
+    numbers = rows.ctypes.data
+    return struct.pack(
+        "=Q3q4Q",
+        logits.data_ptr(),
+        logits.stride(0),
+        *logits.shape[::-1],
+        requests.table_address,
+        numbers,
+        numbers + rows.strides[0],
+        chosen.data_ptr(),
+    )
+
+
+def _function(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
+    function = getattr(library, name)
     function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int64
     return function

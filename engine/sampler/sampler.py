@@ -22,10 +22,10 @@ from engine.sampler.edits import apply_edits
 from engine.sampler.filters import floors, survivors
 from engine.sampler.logprobs import token_logprobs
 from engine.sampler.native import compiled
-from engine.sampler.noise import NOISE_SPAN, gumbel_noise, stream_keys
+from engine.sampler.noise import NOISE_SPAN, Purpose, gumbel_noise, round_keys, stream_keys
 from engine.sampler.ops import argmax_rows, likeliest, unusable_rows
 from engine.sampler.penalties import Penalties
-from engine.sampler.race import best_candidates, challengers
+from engine.sampler.race import best_candidates, challengers, draw
 from engine.sampler.rows import SamplingRow
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -52,6 +52,11 @@ class Sampler:
         self._requests: RequestParams | None = None
         self._batch: BatchParams | None = None
         self._native = compiled() if self._device.type == "cpu" else None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether choices are compiled calls."""
+        return self._native is not None
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
         """Choose a token for each row of `logits` [n, vocab], any float dtype, which stay as they are."""
@@ -102,6 +107,24 @@ class Sampler:
         values[failed_rows] = 0.0
         return values
 
+    def draw_drafts(
+        self, logits: Tensor, rows: Sequence[SamplingRow], starts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [n] with noise of `Purpose.DRAFT`, in rounds that began at `starts`, and float32
+        [n, vocab] what they are drawn from.
+        """
+        requests, index = self._requests_of(rows)
+        positions = [row.position for row in rows]
+        if self._native is not None:
+            if requests.edits_logits:
+                logits = self._edited(logits, rows, self._batch_for(requests, index, only_edits=True))
+            return self._native.draw_drafts(logits, requests, index, positions, starts)
+        probabilities = self.probabilities(logits, rows)
+        seeds = [row.params.seed for row in rows]
+        columns = torch.tensor([seeds, [*starts], positions], dtype=torch.int64, device=logits.device)
+        keys = round_keys(columns[0], columns[1], columns[2], Purpose.DRAFT)
+        return draw(probabilities, keys), probabilities
+
     def logprobs(
         self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Mapping[int, int]
     ) -> dict[int, TokenLogprobs]:
@@ -130,9 +153,13 @@ class Sampler:
             if not params or row.params is not params[-1]:
                 params.append(row.params)
             index.append(len(params) - 1)
+        return self.params_of(params), index
+
+    def params_of(self, params: Sequence[SamplingParams]) -> RequestParams:
+        """Kept until others are asked for."""
         if self._requests is None or not self._requests.describes(params):
             self._requests = RequestParams(params, self._vocab_size, self._device)
-        return self._requests, index
+        return self._requests
 
     def _batch_for(
         self, requests: RequestParams, index: list[int], *, only_edits: bool = False

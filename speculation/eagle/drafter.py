@@ -33,7 +33,7 @@ from speculation.eagle.native import NativeHead
 from speculation.eagle.paged import KVWriter, Steps
 from speculation.eagle.select import build_forward
 from speculation.eagle.weights import load_head
-from speculation.native_chain import NativeChain, draws_natively
+from speculation.native_chain import NativeChain
 from speculation.ranking import rank_drafted
 from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 
@@ -86,7 +86,7 @@ class EagleDrafter:
         self._runner = Runner(self._forward, self._backend, pool.block_size, device)
         self._native: NativeChain | None = None
         if isinstance(self._forward, NativeHead):
-            self._native = NativeChain(self._forward, loaded.vocab_size)
+            self._native = NativeChain(self._forward, loaded.vocab_size, self._options.verification)
             self._mixes_natively = self._forward.mixes
         self._writer = KVWriter(self._head, segment)
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
@@ -110,9 +110,9 @@ class EagleDrafter:
 
     def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
         rows, features = self._committed_rows(sequences)
-        if self._native is not None and draws_natively(sequences, self._options.verification):
+        if self._native is not None and self._native.can_draft(sequences):
             before = features if self._mixes_natively else self._head.head.combine(features)
-            return [Draft(tokens) for tokens in self._native.draft(sequences, rows, counts, before)]
+            return [*self._native.draft(sequences, rows, counts, before)]
         logits, hidden = self._run(rows, self._head.head.combine(features))
         chains = [Chain(sequence) for sequence in sequences]
         wanted = dict(zip(sequences, counts, strict=True))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -11,10 +13,20 @@ from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.speculator import Verdict
 from protocol.speculation import Verification
-from speculation.verification import block, coupled, rejection, standard
+from speculation.verification import block, chains, coupled, rejection, standard
 from speculation.verification.rows import num_rows
 
-_RULES = {"standard": standard.decide, "block": block.decide}
+Judge = Callable[[Many[Sequence], Tensor, Sampler], list[Verdict]]
+
+_BY_CHANCE: dict[Verification, Judge] = {
+    "standard": partial(rejection.verify, rule=standard.decide),
+    "block": partial(rejection.verify, rule=block.decide),
+}
+
+
+def prepare(verification: Verification, sampler: Sampler) -> None:
+    """Build what is compiled, so that no request waits for it."""
+    _judges_natively(verification, sampler)
 
 
 def verify(
@@ -25,20 +37,21 @@ def verify(
     """
     if verification == "coupled" or not any(map(_is_left_to_chance, sequences)):
         return coupled.verify(sequences, logits, sampler)
-    rule = _RULES[verification]
-    if all(map(_is_left_to_chance, sequences)):
-        return rejection.verify(sequences, logits, sampler, rule)
-    by_chance, others = _Part(), _Part()
+    is_native = _judges_natively(verification, sampler)
+    parts: dict[Judge, _Part] = {}
     row = 0
     for sequence in sequences:
         first, row = row, row + num_rows(sequence)
-        part = by_chance if _is_left_to_chance(sequence) else others
+        part = parts.setdefault(_judge_of(sequence, verification, is_native), _Part())
         part.sequences.append(sequence)
         part.rows.extend(range(first, row))
-    found = rejection.verify(by_chance.sequences, logits[by_chance.rows], sampler, rule)
-    verdicts = dict(zip(by_chance.sequences, found, strict=True))
-    found = coupled.verify(others.sequences, logits[others.rows], sampler)
-    verdicts |= zip(others.sequences, found, strict=True)
+    if len(parts) == 1:
+        (judge,) = parts
+        return judge(sequences, logits, sampler)
+    verdicts: dict[Sequence, Verdict] = {}
+    for judge, part in parts.items():
+        found = judge(part.sequences, logits[part.rows], sampler)
+        verdicts |= zip(part.sequences, found, strict=True)
     return [verdicts[sequence] for sequence in sequences]
 
 
@@ -48,6 +61,17 @@ class _Part:
 
     sequences: list[Sequence] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+
+
+def _judges_natively(verification: Verification, sampler: Sampler) -> bool:
+    return verification == "standard" and sampler.is_native and chains.compiled() is not None
+
+
+def _judge_of(sequence: Sequence, verification: Verification, is_native: bool) -> Judge:
+    """It depends on the sequence alone, so that this gets the same tokens in any batch."""
+    if is_native and chains.can_verify(sequence):
+        return chains.verify
+    return _BY_CHANCE[verification] if _is_left_to_chance(sequence) else coupled.verify
 
 
 def _is_left_to_chance(sequence: Sequence) -> bool:

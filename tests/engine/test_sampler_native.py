@@ -97,6 +97,34 @@ def test_rows_of_one_filter(name: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [1, 2, 17, 128, 130, 1000, 4096])
+def test_drafts_are_drawn_alike(vocab_size: int, dtype: torch.dtype) -> None:
+    """Of all filters, by the noise of drafts in their rounds."""
+    generator = random.Random(vocab_size)
+    torch.manual_seed(vocab_size)
+    rows = make_rows(6 * len(FILTERS), generator)
+    logits = (3 * torch.randn(len(rows), vocab_size)).to(dtype)
+    starts = [row.position - generator.randrange(5) for row in rows]
+    compiled, plain = (Sampler(vocab_size, "cpu", [0]) for _ in range(2))
+    plain._native = None
+    tokens, drawn_from = compiled.draw_drafts(logits, rows, starts)
+    expected, expected_from = plain.draw_drafts(logits, rows, starts)
+    torch.testing.assert_close(drawn_from, expected_from, atol=1e-7, rtol=1e-5)
+    assert tokens.tolist() == expected.tolist()
+    assert (drawn_from.gather(1, tokens.unsqueeze(1)) > 0).all()
+
+
+@needs_compiler
+def test_drafts_without_a_finite_score_are_what_they_are_said_to_be_drawn_from() -> None:
+    logits = torch.randn(2, 50)
+    logits[1] = torch.nan
+    tokens, drawn_from = Sampler(50, "cpu", [0]).draw_drafts(logits, make_rows(2, random.Random(0)), [0, 0])
+    assert drawn_from.sum(dim=1).tolist() == pytest.approx([1.0, 1.0])
+    assert drawn_from[1, tokens[1]] == 1.0
+
+
+@needs_compiler
 def test_a_large_vocabulary() -> None:
     torch.manual_seed(2)
     rows = make_rows(len(FILTERS), random.Random(2))

@@ -11,6 +11,7 @@ import torch
 from engine.linear.packed import kernel_fault
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
+from protocol.speculation import Verification
 from speculation.eagle.native import NativeHead
 from speculation.eagle.paged import HeadForward
 from tests.speculation import eagle_files as files
@@ -67,16 +68,17 @@ def test_native_rows_are_those_of_torch(name: str, target: Path, tmp_path: Path)
             assert (mine - other).abs().max() <= 0.03 * other.abs().max()
 
 
+@pytest.mark.parametrize("verification", ["coupled", "standard"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", HEADS)
 def test_chains_in_one_call_are_those_step_by_step(
-    name: str, temperature: float, target: Path, tmp_path: Path
+    name: str, temperature: float, verification: Verification, target: Path, tmp_path: Path
 ) -> None:
     head = HEADS[name](target).write(tmp_path / "head")
-    watched = native(target, head, num_tokens=5, enable_prefix_caching=False)
-    drafts = []
+    watched = native(target, head, num_tokens=5, verification=verification, enable_prefix_caching=False)
+    drafts, distributions = [], []
     for in_one_call in (True, False):
-        chain, watched.drafts = watched.drafter._native, []
+        chain, watched.drafts, watched.trees = watched.drafter._native, [], []
         assert chain is not None
         if not in_one_call:
             watched.drafter._native = None
@@ -90,8 +92,12 @@ def test_chains_in_one_call_are_those_step_by_step(
             watched.engine.add(request)
         watched.run()
         drafts.append(watched.drafts)
+        distributions.append([d.distributions for d in watched.trees if d.distributions is not None])
     assert drafts[0] == drafts[1]
     assert sum(len(drafted) for _, _, drafted in drafts[0]) > 60
+    assert bool(distributions[0]) == (verification == "standard" and temperature > 0)
+    for ours, theirs in zip(*distributions, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-5)
 
 
 def test_penalties_are_left_to_the_sampler(target: Path, tmp_path: Path) -> None:

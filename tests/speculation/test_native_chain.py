@@ -1,4 +1,6 @@
-"""Chains drafted in one native call against those drafted token by token. The bundled pair, bf16."""
+"""Chains drafted in one native call against those drafted token by token, and what they are drawn from. The
+bundled pair, bf16.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy import stats
 from transformers import AutoTokenizer
 
+from engine.block_manager import BlockTable
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
+from engine.sampler import Purpose, draw, uniform_noise
+from engine.sequence import Sequence
+from engine.speculator import Draft
 from protocol.config import BUNDLED_MODEL, ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import SpeculativeConfig
+from protocol.speculation import SpeculativeConfig, Verification
 from speculation.draft_model import DraftModel
+from speculation.rounds import noise_keys
 from speculation.speculator import speculate
 
 MODELS = Path(BUNDLED_MODEL).parent
@@ -25,17 +33,26 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
+def engine_with(verification: Verification, draft: Path = MODELS / "tandem-code-1m") -> Engine:
     config = ServeConfig(
         dtype="bfloat16",
         device="cpu",
         kv_cache_memory_bytes=64 * 1024 * 1024,
         speculative_config=SpeculativeConfig(
-            method="draft_model", model=str(MODELS / "tandem-code-1m"), num_speculative_tokens=5
+            method="draft_model", model=str(draft), num_speculative_tokens=5, verification=verification
         ),
     )
     return Engine(config, speculate=speculate)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return engine_with("coupled")
+
+
+@pytest.fixture(scope="module")
+def by_chance() -> Engine:
+    return engine_with("standard")
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +109,84 @@ def test_nearly_the_same_where_filters_are_left_out(
     same_tokens, _, accepted_with_filters = serve(engine, prompts, 0.9, 0.9)
     assert tokens == same_tokens
     assert accepted > 0.85 * accepted_with_filters
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-50, 0.7, 1.3])
+def test_the_same_drafts_by_chance(
+    by_chance: Engine,
+    engine: Engine,
+    prompts: list[list[int]],
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which are the target's own tokens where chance has no part in it."""
+    natively = serve(by_chance, prompts, temperature, 1.0)
+    monkeypatch.setattr(drafter_of(by_chance), "_native", None)
+    assert serve(by_chance, prompts, temperature, 1.0) == natively
+    own, _, _ = serve(engine, prompts, temperature, 1.0)
+    assert (natively[0] == own) == (temperature < 0.1)
+
+
+def test_a_model_that_drafts_for_itself_is_always_accepted(prompts: list[list[int]]) -> None:
+    """Rows, places and noise are all in their order: a draft judged by another row would be rejected."""
+    engine = engine_with("standard", Path(BUNDLED_MODEL))
+    _, drafted, accepted = serve(engine, prompts, 0.8, 1.0)
+    assert accepted == drafted > 100
+
+
+# --- what is drawn ----------------------------------------------------------------------------------
+
+NUM_DRAWS = 4_000
+
+
+@pytest.fixture(scope="module")
+def drawn(by_chance: Engine) -> list[tuple[Sequence, Draft]]:
+    """Drafts of three tokens after the same prompt, of unlike seeds."""
+    drafter = drafter_of(by_chance)
+    assert drafter._native is not None
+    found = []
+    for seed in range(NUM_DRAWS):
+        params = SamplingParams(max_tokens=9, temperature=0.7, seed=seed)
+        request = EngineRequest(request_id=f"drawn{seed}", prompt_token_ids=[7, 8, 9], sampling=params)
+        sequence = Sequence(request, seed)
+        sequence.table = BlockTable(b"", block_ids=[by_chance.blocks.num_blocks - 1])
+        (draft,) = drafter._native.draft([sequence], [drafter._next_rows(sequence, [])], [3])
+        found.append((sequence, draft))
+    return found
+
+
+def test_drafts_come_with_the_softmax_they_were_drawn_from(
+    by_chance: Engine, drawn: list[tuple[Sequence, Draft]]
+) -> None:
+    drafter = drafter_of(by_chance)
+    for sequence, draft in drawn[:50]:
+        assert draft.distributions is not None and draft.distributions.dtype is torch.float32
+        logits = [drafter._run([drafter._next_rows(sequence, [])])]
+        logits += [drafter._run([drafter._next_rows(sequence, draft.token_ids[:n])]) for n in (1, 2)]
+        expected = (torch.cat(logits).float() / 0.7).softmax(dim=1)
+        torch.testing.assert_close(draft.distributions, expected, atol=1e-7, rtol=2e-6)
+
+
+def test_drafts_are_drawn_with_noise_of_their_own_place_and_purpose(
+    drawn: list[tuple[Sequence, Draft]],
+) -> None:
+    sequences = [sequence for sequence, _ in drawn]
+    for place in range(3):
+        distributions = torch.stack([d.distributions[place] for _, d in drawn if d.distributions is not None])
+        positions = [sequence.position + place for sequence in sequences]
+        keys = noise_keys(sequences, positions, Purpose.DRAFT, torch.device("cpu"))
+        assert draw(distributions, keys).tolist() == [draft.token_ids[place] for _, draft in drawn]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_drafts_are_as_frequent_as_their_probabilities(
+    place: int, drawn: list[tuple[Sequence, Draft]]
+) -> None:
+    """Each token's share of [0, 1), with a uniform number in it, is uniform if it was drawn from these."""
+    places = []
+    for number, (_, draft) in enumerate(drawn):
+        assert draft.distributions is not None
+        token, probabilities = draft.token_ids[place], draft.distributions[place].double()
+        inside = uniform_noise(torch.tensor([-number]), torch.tensor([place])).item()
+        places.append(float(probabilities[:token].sum() + inside * probabilities[token]))
+    assert stats.kstest(places, "uniform").pvalue > 1e-3

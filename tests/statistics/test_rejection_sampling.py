@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampler import Purpose, round_keys
+from engine.sampler import Purpose, draw, native, round_keys, sampler
 from engine.sequence import Sequence
+from engine.speculator import Draft
 from protocol.speculation import Verification
-from speculation import drawing, rounds
-from speculation.verification import rejection
+from speculation.rounds import noise_keys
+from speculation.verification import chains, rejection
 from tests.statistics.toy_speculation import (
     ALPHA,
     VOCAB_SIZE,
@@ -36,6 +37,21 @@ ALL: list[Verification] = ["coupled", "standard", "block"]
 FEWER_TRIALS = 20_000
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How drafts are drawn, and chains verified by the standard rule: in compiled calls, or by torch."""
+    name: str = request.param
+    if name == "torch":
+        monkeypatch.setattr(sampler, "compiled", lambda: None)
+    elif native.compiled() is None or chains.compiled() is None:
+        pytest.skip("needs a C++ compiler")
+    return name
+
+
+both_paths = pytest.mark.usefixtures("path")
+
+
+@both_paths
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verification", BY_CHANCE)
@@ -45,6 +61,7 @@ def test_chain_of_sampled_tokens(verification: Verification) -> None:
     assert 0.2 < found.acceptance < 0.8
 
 
+@both_paths
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verification", BY_CHANCE)
@@ -59,12 +76,14 @@ def test_tree_and_siblings(propose: Propose) -> None:
     assert_fits(generate(MODEL, propose, "standard").tokens, MODEL)
 
 
+@both_paths
 @pytest.mark.parametrize("verification", ALL)
 def test_longer_drafts_and_several_rounds(verification: Verification) -> None:
     propose = sampled_chain(DRAFT, 4, verification)
     assert_fits(generate(MODEL, propose, verification, FEWER_TRIALS).tokens, MODEL)
 
 
+@both_paths
 @pytest.mark.parametrize("verification", ALL)
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_draft_of_what_never_comes(verification: Verification, sampled: bool) -> None:
@@ -80,6 +99,7 @@ def test_a_draft_of_what_never_comes(verification: Verification, sampled: bool) 
     assert_fits(found.tokens, model)
 
 
+@both_paths
 @pytest.mark.parametrize("verification", ALL)
 def test_a_draft_that_is_the_model_is_always_accepted(verification: Verification) -> None:
     found = generate(MODEL, sampled_chain(MODEL, 3, verification), verification, count=5_000)
@@ -103,37 +123,60 @@ def narrow() -> tuple[Tensor, Tensor]:
     return model, model.flip(1)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
+def drawn_with(purpose: Purpose, draft: Tensor) -> Propose:
+    """A token each, drawn with this noise."""
+
+    def propose(sequences: list[Sequence]) -> None:
+        weights = draft[[sequence.token_ids[-1] for sequence in sequences]]
+        positions = [sequence.position for sequence in sequences]
+        tokens = draw(weights, noise_keys(sequences, positions, purpose, weights.device)).tolist()
+        for sequence, token, row in zip(sequences, tokens, weights, strict=True):
+            sequence.draft = Draft([token], distributions=row.unsqueeze(0))
+
+    return propose
+
+
+@both_paths
 @pytest.mark.parametrize("verification", BY_CHANCE)
-def test_bug_02_noise_that_draft_and_recovery_share_is_caught(verification: Verification) -> None:
-    def shared(sequences, positions, purpose, device) -> Tensor:
-        purpose = Purpose.DRAFT if purpose is Purpose.RECOVERY else purpose
-        return rounds.noise_keys(sequences, positions, purpose, device)
-
+@pytest.mark.parametrize("shared", [Purpose.ACCEPTANCE, Purpose.RECOVERY])
+def test_bug_02_noise_that_drafts_share_with_their_verification_is_caught(
+    shared: Purpose, verification: Verification
+) -> None:
     model, draft = narrow()
-    propose = sampled_chain(draft, 1, verification)
-    sound, _ = chi_squared(generate(model, propose, verification, num_tokens=1).tokens, model)
-    with mock.patch.object(rejection, "noise_keys", shared):
-        faulty, _ = chi_squared(generate(model, propose, verification, num_tokens=1).tokens, model)
-    assert sound < 30 < 500 < faulty
+    sound, faulty = (
+        chi_squared(generate(model, drawn_with(purpose, draft), verification, FEWER_TRIALS, 1).tokens, model)[
+            0
+        ]
+        for purpose in (Purpose.DRAFT, shared)
+    )
+    assert sound < 25 < 100 < faulty
 
 
-def test_noise_that_two_rounds_share_is_caught_in_block_verification() -> None:
+def test_noise_that_two_rounds_share_is_caught_in_block_verification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A block tells of the noise behind the tokens that it gives up, which the next round must not use."""
+    monkeypatch.setattr(sampler, "compiled", lambda: None)
+
+    def stale_round(seeds: Tensor, starts: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
+        return round_keys(seeds, torch.zeros_like(starts), positions, purpose)
 
     def stale(sequences, positions, purpose, device) -> Tensor:
         seeds = torch.tensor([sequence.params.seed for sequence in sequences])
-        return round_keys(seeds, torch.zeros_like(seeds), torch.tensor(positions), purpose)
+        return stale_round(seeds, seeds, torch.tensor(positions), purpose)
 
     model, draft = narrow()
     propose = sampled_chain(draft, 3, "block")
     assert_fits(generate(model, propose, "block", FEWER_TRIALS).tokens, model)
-    with mock.patch.object(rejection, "noise_keys", stale), mock.patch.object(drawing, "noise_keys", stale):
+    with (
+        mock.patch.object(rejection, "noise_keys", stale),
+        mock.patch.object(sampler, "round_keys", stale_round),
+    ):
         found = generate(model, propose, "block", FEWER_TRIALS)
     assert chi_squared(found.tokens, model)[1] < ALPHA
 
 
+@both_paths
 def test_bug_04_a_likeliest_token_that_passes_for_a_drawn_one_is_caught() -> None:
     likeliest = likeliest_chain(DRAFT, 2)
 
@@ -148,6 +191,7 @@ def test_bug_04_a_likeliest_token_that_passes_for_a_drawn_one_is_caught() -> Non
     assert chi_squared(found.tokens, MODEL)[1] < ALPHA
 
 
+@both_paths
 def test_bug_01_a_draft_that_was_drawn_from_something_else_is_caught() -> None:
     """Ratios of the raw distribution, where the draft was drawn from its three likeliest tokens."""
     kept = DRAFT.topk(3).values[:, -1:] <= DRAFT

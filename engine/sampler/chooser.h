@@ -1,0 +1,198 @@
+// A row's token or distribution by a request's parameters, with the filters of filters.py; and sharing rows out to
+// threads.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <vector>
+
+#include "choice.h"
+
+namespace {
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+constexpr int64_t SERIAL_LOGITS = 1 << 17;  // below so many, threads don't pay
+
+// The parameters of a request that its tokens are drawn by.
+struct Request {
+    int64_t seed, top_k;  // 0: no filter
+    double top_p;         // 1: no filter
+    float temperature;    // 0: the likeliest token
+    float min_p_floor;
+};
+
+// exp of what is at most 0, in vector code; relative error below 1e-14.
+inline double exp_of(double x) {
+    const double shifted = std::max(x, -700.0) * 1.4426950408889634 + 0x1.8p52;  // its last bits are the integer
+    const double n = shifted - 0x1.8p52;
+    const double r = (std::max(x, -700.0) - n * 0x1.62e42fee00000p-1) - n * 0x1.a39ef35793c76p-33;
+    constexpr double F[] = {1. / 2, 1. / 6, 1. / 24, 1. / 120, 1. / 720, 1. / 5040, 1. / 40320, 1. / 362880,
+                            1. / 3628800, 1. / 39916800};
+    const double high = F[4] + r * (F[5] + r * (F[6] + r * (F[7] + r * (F[8] + r * F[9]))));
+    const double p = 1 + r * (1 + r * (F[0] + r * (F[1] + r * (F[2] + r * (F[3] + r * high)))));
+    uint64_t bits;
+    memcpy(&bits, &shifted, 8);
+    bits = (bits + 1023) << 52;
+    double scale;
+    memcpy(&scale, &bits, 8);
+    return p * scale;
+}
+
+// The sum of exp(value) over the values that are at least `floor`.
+inline double mass_of(const float* __restrict values, int64_t size, float floor) {
+    double sums[LANES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int64_t lane = 0; lane < LANES; lane++)
+            sums[lane] += values[i + lane] >= floor ? exp_of(double(values[i + lane])) : 0;
+    double mass = 0;
+    for (; i < size; i++) mass += values[i] >= floor ? exp_of(double(values[i])) : 0;
+    for (const double sum : sums) mass += sum;
+    return mass;
+}
+
+// Copies the values with keep(value) to `kept`, which may be where they are, and returns how many.
+template <class Keep> int64_t copy_some(const float* values, int64_t size, float* kept, const Keep& keep) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < size; i++) {
+        const float value = values[i];
+        kept[count] = value;
+        count += keep(value);
+    }
+    return count;
+}
+
+inline int64_t copy_at_least(const float* values, int64_t size, float floor, float* kept) {
+    int64_t count = 0;
+    for (int64_t first = 0; first < size; first += BLOCK) {
+        const int64_t of_block = std::min(BLOCK, size - first);
+        if (!count_at_least(values + first, of_block, floor)) continue;
+        count += copy_some(values + first, of_block, kept + count, [=](float value) { return value >= floor; });
+    }
+    return count;
+}
+
+inline void keep_greater(float* __restrict kept, const float* __restrict others, int64_t size) {
+    for (int64_t i = 0; i < size; i++) kept[i] = std::max(kept[i], others[i]);
+}
+
+inline float kth_of(float* some, int64_t size, int64_t k) {
+    std::nth_element(some, some + (k - 1), some + size, std::greater<float>());
+    return some[k - 1];
+}
+
+// The last value in descending order before which there is less mass than `wanted`, of `size` values from `low` to 0.
+// That range is halved until there is little to sort.
+inline float smallest_inside(float* some, int64_t size, float low, double wanted) {
+    for (float high = 0; size > LANES;) {
+        const float middle = (low + high) / 2;
+        if (!(low < middle && middle < high)) break;
+        const double mass = mass_of(some, size, middle);
+        if (mass >= wanted || count_at_least(some, size, middle) == size) {  // the latter where sums were rounded
+            low = middle;
+            size = copy_some(some, size, some, [=](float value) { return value >= middle; });
+        } else {
+            high = middle, wanted -= mass;
+            size = copy_some(some, size, some, [=](float value) { return value < middle; });
+        }
+    }
+    std::sort(some, some + size, std::greater<float>());
+    int64_t i = 0;
+    while (i + 1 < size && (wanted -= exp_of(double(some[i]))) > 0) i++;
+    return some[i];
+}
+
+// A thread's rows are looked at one by one, in the same memory.
+class Chooser {
+  public:
+    // -1 where no token has a finite score.
+    template <class T> int64_t choose(const T* logits, int64_t size, const Request& request, int64_t position) {
+        const int64_t likeliest = argmax(logits, size);
+        if (likeliest < 0 || request.temperature == 0) return likeliest;
+        scale(logits, size, likeliest, request.temperature);
+        const uint64_t key = stream_key(request.seed, position);
+        return race(values.data(), size, floor_of(request, size), likeliest, key, [](int64_t i) { return i; });
+    }
+
+    // What `choose` draws from; false where no token has a finite score.
+    template <class T>
+    bool distribution(const T* logits, int64_t size, const Request& request, float* probabilities) {
+        const int64_t likeliest = argmax(logits, size);
+        if (likeliest < 0) return false;
+        if (request.temperature == 0) {
+            std::fill_n(probabilities, size, 0.0f);
+            probabilities[likeliest] = 1;
+            return true;
+        }
+        scale(logits, size, likeliest, request.temperature);
+        softmax(values.data(), size, floor_of(request, size), probabilities);
+        return true;
+    }
+
+  private:
+    template <class T> void scale(const T* logits, int64_t size, int64_t likeliest, float temperature) {
+        values.resize(size), kept.resize(size), some.resize(size);
+        scale_row(logits, size, likeliest, temperature, values.data());
+    }
+
+    // The least value that the request's filters leave.
+    float floor_of(const Request& request, int64_t size) {
+        float floor = request.min_p_floor;
+        const bool has_top_k = request.top_k > 0 && request.top_k < size;
+        if (has_top_k) floor = std::max(floor, kth_greatest(size, request.top_k));
+        if (request.top_p >= 1) return floor;
+        if (!has_top_k) return nucleus_floor(values.data(), size, floor, request.top_p);
+        const int64_t count = copy_at_least(values.data(), size, floor, kept.data());
+        return nucleus_floor(kept.data(), count, floor, request.top_p);
+    }
+
+    // Of the greatest of k groups or more, the k-th greatest is no greater than that of all.
+    float kth_greatest(int64_t size, int64_t k) {
+        const int64_t groups = (4 * k + BLOCK - 1) / BLOCK * BLOCK;
+        float bound = -std::numeric_limits<float>::infinity();
+        if (2 * groups < size) {
+            std::copy_n(values.data(), groups, some.data());
+            for (int64_t first = groups; first < size; first += groups)
+                keep_greater(some.data(), values.data() + first, std::min(groups, size - first));
+            bound = kth_of(some.data(), groups, k);
+        }
+        return kth_of(some.data(), copy_at_least(values.data(), size, bound, some.data()), k);
+    }
+
+    // The least value in the nucleus of those that are at least `floor`: before it in descending order there is less
+    // than `top_p` of their mass.
+    float nucleus_floor(const float* from, int64_t size, float floor, double top_p) {
+        const double total = mass_of(from, size, floor), wanted = top_p * total;
+        // Tokens each lighter than this weigh less than 1 - top_p together, so that the nucleus lies above.
+        const double lightest = (total - wanted) / double(size);
+        float low = floor;
+        int64_t count = 0;
+        for (const double bound : {std::max(total * 0x1p-14, lightest), lightest}) {
+            low = std::max(floor, float(std::log(bound)) - 1e-3f);
+            count = copy_at_least(from, size, low, some.data());
+            if (mass_of(some.data(), count, low) >= wanted) break;
+        }
+        return smallest_inside(some.data(), count, low, wanted);
+    }
+
+    std::vector<float> values, kept, some;
+};
+
+// work(i, chooser) for all i below `count`, which look at `num_logits` together.
+template <class Work>
+void share_out(int64_t count, int64_t num_logits, int64_t threads, Parallel parallel, const Work& work) {
+    struct Job {
+        const Work& work;
+        int64_t count;
+        std::atomic<int64_t> next{0};
+        void run() {
+            static thread_local Chooser chooser;
+            for (int64_t i; (i = next++) < count;) work(i, chooser);
+        }
+    } job{work, count};
+    if (threads <= 1 || count == 1 || num_logits < SERIAL_LOGITS || !parallel) return job.run();
+    parallel([](void* self) { static_cast<Job*>(self)->run(); }, &job, unsigned(std::min(threads, count)), 0);
+}
+
+}  // namespace

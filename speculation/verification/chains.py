@@ -1,0 +1,93 @@
+"""Standard rejection sampling of chains in one compiled call, for logits on a CPU.
+
+The rule is `standard`'s, with the same noise, but a row's probabilities may differ in their last bits from
+those of torch's operators. Rows after the first rejection are not looked at. What else the sampler edits or
+tells of logits, trees and probes are left to torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import struct
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.sampler import Sampler
+from engine.sampler.native import RowsFunction, readable
+from engine.sampler.rows import edits_logits
+from engine.sequence import Sequence
+from engine.speculator import Draft, Verdict
+from native.build import BuildError
+
+logger = logging.getLogger("tandem.speculation")
+
+
+@functools.cache
+def compiled() -> RowsFunction | None:
+    """The compiled rule, built at the first call; None where it can't be."""
+    try:
+        return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify")
+    except BuildError as error:
+        logger.warning("drafts are verified by torch's operators: %s", error)
+        return None
+
+
+def can_verify(sequence: Sequence) -> bool:
+    draft, params = sequence.draft, sequence.params
+    is_chain = draft is None or (draft.parents is None and not draft.probes)
+    return is_chain and params.logprobs is None and not edits_logits(params)
+
+
+def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler) -> list[Verdict]:
+    """As `coupled.verify`, for sequences that `can_verify`, also without a draft: these and greedy ones get
+    the very tokens that they would get alone.
+    """
+    rule = compiled()
+    assert rule is not None
+    params = [sequence.params for sequence in sequences]
+    requests = sampler.params_of(params)
+    drafts = [sequence.draft for sequence in sequences]
+    token_ids = [draft.token_ids if draft is not None else [] for draft in drafts]
+    logits = readable(logits, len(drafts) + sum(map(len, token_ids)))
+    drawn = [_distributions(draft, logits.shape[1]) for draft in drafts]
+    addresses = [0 if each is None else each.data_ptr() for each in drawn]
+    positions = [sequence.position for sequence in sequences]
+    table = np.array([positions, list(map(len, token_ids)), addresses], np.int64)
+    tokens = np.array([token for tokens in token_ids for token in tokens], np.int64)
+    outcomes = np.empty((2, len(drafts)), np.int64)
+    fields = struct.pack(
+        "=Q3q7Q",
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.shape[1],
+        len(drafts),
+        requests.table_address,
+        *(row.ctypes.data for row in table),
+        tokens.ctypes.data,
+        *(row.ctypes.data for row in outcomes),
+    )
+    rule(fields, logits)
+    accepted, last_tokens = outcomes.tolist()
+    return [
+        Verdict(
+            token_ids=[*drafted[:count], max(last_token, 0)],
+            accepted=list(range(count)),
+            logprobs=[None] * (count + 1),
+            failed=last_token < 0,
+        )
+        for drafted, count, last_token in zip(token_ids, accepted, last_tokens, strict=True)
+    ]
+
+
+def _distributions(draft: Draft | None, vocab_size: int) -> Tensor | None:
+    """As they lie in memory, float32 [nodes, vocab_size]."""
+    if draft is None or draft.distributions is None:
+        return None
+    if draft.distributions.shape != (draft.num_nodes, vocab_size):
+        raise ValueError(f"a distribution for each of {draft.num_nodes} tokens: {draft.distributions.shape}")
+    return draft.distributions.to(torch.float32).contiguous()

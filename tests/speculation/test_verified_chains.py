@@ -1,0 +1,154 @@
+"""Chains verified in one compiled call against the same by torch's operators, verdict for verdict."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.sampler import Sampler
+from engine.sequence import Sequence
+from engine.speculator import Draft, Verdict
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+from speculation.verification import chains
+from speculation.verification.verify import verify
+
+pytestmark = pytest.mark.skipif(chains.compiled() is None, reason="needs a C++ compiler")
+
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 2.0},
+    {"temperature": 0.0},
+    {"top_k": 5},
+    {"top_p": 0.7},
+    {"min_p": 0.1, "temperature": 1.4},
+    {"top_k": 9, "top_p": 0.9, "temperature": 1.7},
+]
+
+
+def sequence_with(number: int, draft: Draft | None, **sampling: Any) -> Sequence:
+    params = SamplingParams(max_tokens=50, **({"seed": 7 * number - 300} | sampling))
+    prompt = list(range(1, 2 + number % 5))
+    sequence = Sequence(
+        EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=params), number
+    )
+    sequence.draft = draft
+    return sequence
+
+
+def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[Sequence], Tensor]:
+    """Sequences of all parameters with drafts much like the model, drawn or certain, or none; and logits."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    pick = random.Random(vocab_size)
+    sequences, parts = [], []
+    for number in range(count):
+        length = pick.randrange(6)
+        logits = (2 * torch.randn(length + 1, vocab_size, generator=generator)).to(dtype)
+        draft = None
+        if length:
+            blurred = logits[:-1].float() + 0.5 * torch.randn(length, vocab_size, generator=generator)
+            drawn_from = blurred.softmax(dim=1)
+            tokens = torch.multinomial(drawn_from, 1, generator=generator)[:, 0]
+            is_drawn = number % 3 > 0
+            tokens = tokens if is_drawn else blurred.argmax(dim=1)
+            draft = Draft(tokens.tolist(), distributions=drawn_from if is_drawn else None)
+        sequences.append(sequence_with(number, draft, **PARAMS[number % len(PARAMS)]))
+        parts.append(logits)
+    return sequences, torch.cat(parts)
+
+
+def judge(sequences: list[Sequence], logits: Tensor, *, natively: bool = True) -> list[Verdict]:
+    sampler = Sampler(logits.shape[1], "cpu", [])
+    if not natively:
+        sampler._native = None
+    return verify("standard", sequences, logits, sampler)
+
+
+def summary(verdicts: list[Verdict]) -> list[tuple[list[int], list[int], int, bool]]:
+    return [(v.token_ids, v.accepted, len(v.logprobs), v.failed) for v in verdicts]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [2, 15, 128, 1000, 4099])
+def test_verdicts_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> None:
+    """But for what one bit decides."""
+    sequences, logits = crowd(300, vocab_size, dtype)
+    found, expected = (summary(judge(sequences, logits, natively=natively)) for natively in (True, False))
+    unlike = [number for number, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
+    assert len(unlike) <= 1
+    rejected = [len(v[1]) < s.draft.num_nodes for v, s in zip(found, sequences, strict=True) if s.draft]
+    assert 20 < sum(rejected) < len(rejected) - 20
+
+
+def test_threads_change_nothing() -> None:
+    sequences, logits = crowd(100, 30_000, torch.bfloat16)
+    num_threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(summary(judge(sequences, logits)))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert found[0] == found[1]
+
+
+def test_memory_need_not_be_in_order() -> None:
+    sequences, logits = crowd(60, 200, torch.float32)
+    expected = summary(judge(sequences, logits))
+    wider = torch.cat([logits, torch.full_like(logits, 50.0)], dim=1)[:, :200]
+    for sequence in sequences:
+        if sequence.draft is not None and sequence.draft.distributions is not None:
+            sequence.draft.distributions = sequence.draft.distributions.T.contiguous().T
+    assert summary(judge(sequences, wider)) == expected
+    assert summary(judge(sequences, logits.T.contiguous().T)) == expected
+
+
+def test_rows_after_the_first_rejection_are_not_looked_at() -> None:
+    logits = torch.full((4, 20), -1e4)
+    logits[:, 5] = 1e4
+    logits[2:] = torch.nan
+    (verdict,) = judge([sequence_with(0, Draft([5, 6, 5]))], logits)
+    assert (verdict.token_ids, verdict.accepted, verdict.failed) == ([5, 5], [0], False)
+    (verdict,) = judge([sequence_with(0, Draft([5, 5, 5]))], logits)
+    assert (verdict.accepted, verdict.failed) == ([0, 1], True)
+
+
+def test_what_it_cannot_verify_gets_the_same_verdict_beside_others() -> None:
+    """Trees, probes, edited logits and log-probabilities are left to torch's operators."""
+    others = [
+        sequence_with(0, Draft([1, 2, 3], [-1, -1, 0])),
+        sequence_with(1, Draft([1, 2, 3], probes=[0b1011])),
+        sequence_with(2, Draft([1, 2]), logit_bias={3: 2.0}),
+        sequence_with(3, Draft([1, 2]), logprobs=1),
+        sequence_with(4, Draft([1, 2]), repetition_penalty=1.5),
+    ]
+    assert not any(map(chains.can_verify, others))
+    plain = [sequence_with(5, Draft([1, 2])), sequence_with(6, None)]
+    assert all(map(chains.can_verify, plain))
+    sequences = [*others[:3], *plain, *others[3:]]
+    logits = torch.randn(21, 30, generator=torch.Generator().manual_seed(0))
+    together = summary(judge(sequences, logits))
+    assert together == summary(judge(sequences, logits, natively=False))
+    row = 0
+    for sequence, verdict in zip(sequences, together, strict=True):
+        first, row = row, row + 1 + (len(sequence.draft.token_ids) if sequence.draft else 0)
+        assert summary(judge([sequence], logits[first:row])) == [verdict]
+    assert row == 21
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (1, 9), (3, 9)])
+def test_distributions_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
+    draft = Draft([1, 2], distributions=torch.full(shape, 0.1))
+    with pytest.raises(ValueError, match="distribution"):
+        judge([sequence_with(0, draft)], torch.randn(3, 9))
+
+
+def test_rows_that_are_not_there_are_not_read() -> None:
+    with pytest.raises(ValueError, match="rows of logits"):
+        judge([sequence_with(0, Draft([1, 2]))], torch.randn(2, 9))
