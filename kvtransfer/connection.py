@@ -23,7 +23,6 @@ from kvtransfer.messages import (
     CHECKSUM_MISMATCH,
     GIVEN_UP,
     OUT_OF_RANGE,
-    STILL_WRITTEN,
     TRANSIENT,
     UNKNOWN_LEASE,
     Ack,
@@ -148,10 +147,10 @@ class Connection(threading.Thread):
     ) -> str:
         """Bring a piece into its lease's blocks; returns why it is not there, or an empty string."""
         sources, positions = blocks
-        gate = lease.attempt(piece, time.monotonic() + self._core.progress_timeout_s / 2)
+        gate, refusal = lease.attempt(piece, time.monotonic() + self._core.progress_timeout_s / 2)
         if gate is None:
             reader.read(sources, positions, None)
-            return STILL_WRITTEN
+            return refusal
         targets = inlet.targets(positions, lease)
         if reader.read(sources, targets, gate):
             target = inlet.target

@@ -7,12 +7,13 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvtransfer.extents import BlockIndices
 from kvtransfer.interface import Arrival
-from kvtransfer.messages import OTHER_SENDER, OUTSIDE, UNKNOWN_LEASE, Piece
+from kvtransfer.messages import OTHER_SENDER, OUTSIDE, OVERTAKEN, STILL_WRITTEN, UNKNOWN_LEASE, Piece
 from kvtransfer.pieces import ArrivalRecord, PieceArrival
 
 REMEMBERED_LEASES = 4096
@@ -80,6 +81,14 @@ class WriteGate:
             return self._state.wait_for(lambda: not self._writers, max(0.0, deadline - time.monotonic()))
 
 
+@dataclass(slots=True)
+class _Attempts:
+    """At one part: the number of the latest, and the gates of those that may still be writing."""
+
+    number: int = -1
+    gates: list[WriteGate] = field(default_factory=list)
+
+
 class Lease:
     """Blocks of one prompt, in order, and what has come of them.
 
@@ -103,7 +112,7 @@ class Lease:
         self._first_position = 0
         self._parts: set[int] = set()
         self._attempts_lock = threading.Lock()
-        self._attempts: defaultdict[int, list[WriteGate]] = defaultdict(list)
+        self._attempts: defaultdict[int, _Attempts] = defaultdict(_Attempts)
         self._num_parts: int | None = None
 
     @property
@@ -122,20 +131,25 @@ class Lease:
             return OUTSIDE
         return ""
 
-    def attempt(self, piece: Piece, deadline: float) -> WriteGate | None:
-        """The gate for one more attempt at a piece, behind which no earlier attempt at its parts writes.
+    def attempt(self, piece: Piece, deadline: float) -> tuple[WriteGate | None, str]:
+        """The gate for one more attempt at a piece, behind which no earlier one at its parts writes any more.
 
         An earlier one, whose wire the sender gave up, may still be reading what the sender has since reused.
-        None if it does not come to its end by the deadline.
+        None with the reason if it does not come to its end by the deadline, or is itself what comes too late.
         """
         gate = WriteGate(within=self.gate)
         earlier = []
         with self._attempts_lock:
-            for index in piece.part_indices:
-                writing = [other for other in self._attempts[index] if not other.close()]
-                self._attempts[index] = [*writing, gate]
+            attempts = [self._attempts[index] for index in piece.part_indices]
+            if any(other.number >= piece.attempt for other in attempts):
+                return None, OVERTAKEN
+            for other in attempts:
+                other.number = piece.attempt
+                writing = [each for each in other.gates if not each.close()]
+                other.gates = [*writing, gate]
                 earlier += writing
-        return gate if all(other.wait_empty(deadline) for other in earlier) else None
+        is_alone = all(other.wait_empty(deadline) for other in earlier)
+        return (gate, "") if is_alone else (None, STILL_WRITTEN)
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
         """Note that a piece is in place; returns how many of the sender's blocks are."""

@@ -19,6 +19,7 @@ OTHER_SENDER = "the lease belongs to another sender"
 OUTSIDE = "blocks outside of the lease"
 GIVEN_UP = "given up by the sender"
 STILL_WRITTEN = "an earlier attempt at the piece is still writing"
+OVERTAKEN = "a later attempt at the piece has begun"
 CHECKSUM_MISMATCH = "checksum mismatch"
 OUT_OF_RANGE = "a value beyond the range of the pool's dtype"
 NOT_QUANTIZABLE = "a value that can't be quantized"
@@ -28,6 +29,7 @@ REFUSALS = {
     OUTSIDE: "outside_of_lease",
     GIVEN_UP: "given_up",
     STILL_WRITTEN: "still_written",
+    OVERTAKEN: "overtaken",
     CHECKSUM_MISMATCH: "checksum_mismatch",
     OUT_OF_RANGE: "out_of_range",
     NOT_QUANTIZABLE: "not_quantizable",
@@ -99,7 +101,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     `runs` as in `extents`, of `num_parts` parts of a prompt, which `index` counts from 0 and which keep their
     indices when they are sent again, maybe in other pieces. `final` is on the piece with the last part.
     `checksum` covers what travels, in the mode that the Hello names. The piece was pushed `pushed_s` after
-    the lease's first one, and waited `waited_s` before it was sent.
+    the lease's first one, and waited `waited_s` before it was sent. It was sent `attempt` times before.
     """
 
     sequence: Number
@@ -111,6 +113,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     checksum: Annotated[bytes, Meta(min_length=8, max_length=8)] | None = None
     pushed_s: Duration = 0.0
     waited_s: Duration = 0.0
+    attempt: Number = 0
 
     @property
     def part_indices(self) -> range:

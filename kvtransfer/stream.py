@@ -242,6 +242,7 @@ class Stream(threading.Thread):
             checksum=checksum,
             pushed_s=queued.pushed_s,
             waited_s=queued.sent_at - queued.queued_at,
+            attempt=queued.attempts,
         )
         return _Transmission(queued, frame(encode(piece)), payload)
 

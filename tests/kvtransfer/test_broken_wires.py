@@ -106,7 +106,7 @@ def test_a_piece_whose_ack_was_lost_is_acknowledged_again(closing: Closing, is_c
     receiver.receiver.open("lease", [4, 5])
     for attempt in range(2):
         raw = closing(RawPeer.connect(receiver, "tcp", source))
-        raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 2)), True))
+        raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 2)), True, attempt=attempt))
         raw.send_bytes(bytes([attempt]) * 2 * BLOCK + GOOD)
         assert raw.ack().error == ""
         raw.close()
@@ -117,6 +117,28 @@ def test_a_piece_whose_ack_was_lost_is_acknowledged_again(closing: Closing, is_c
             assert receiver.receiver.close_lease("lease")
     expected = 0 if is_closed else 1
     assert receiver.pool.buffer[4 * BLOCK] == receiver.pool.buffer[6 * BLOCK - 1] == expected
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_piece_that_was_sent_again_elsewhere_is_not_written_by_who_comes_late(
+    closing: Closing, transport: str
+) -> None:
+    """The thread of a broken wire may get to its last piece when the sender has long reused the blocks."""
+    receiver = closing(ReceiverEnd([transport]))
+    source = make_pool(seed=3)
+    late, raw = (closing(RawPeer.connect(receiver, transport, source)) for _ in range(2))
+    receiver.receiver.open("lease", [4])
+    sent = bytes(source.buffer[:BLOCK])
+    raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True, attempt=1))
+    if transport == "tcp":
+        raw.send_bytes(sent + GOOD)
+    assert raw.ack().error == ""
+    source.buffer[:BLOCK] = bytes(BLOCK)
+    late.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True, attempt=0))
+    if transport == "tcp":
+        late.send_bytes(bytes(BLOCK) + GOOD)
+    assert late.ack().error == "a later attempt at the piece has begun"
+    assert bytes(receiver.pool.buffer[4 * BLOCK : 5 * BLOCK]) == sent
 
 
 def test_a_sender_that_comes_back_in_time_is_not_given_up(closing: Closing) -> None:

@@ -213,7 +213,7 @@ def test_a_checksum_that_was_announced_must_come(closing: Closing) -> None:
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool(), checksum="full"))
     receiver.receiver.open("lease", [1])
     for sequence, checksum in enumerate((None, bytes(8)), 1):
-        raw.send(Piece(sequence, "lease", 0, 1, runs((0, 0, 1)), True, checksum))
+        raw.send(Piece(sequence, "lease", 0, 1, runs((0, 0, 1)), True, checksum, attempt=sequence))
         raw.send_bytes(bytes(BLOCK) + GOOD)
         assert raw.ack() == Ack(sequence, CHECKSUM_MISMATCH, again=True)
     assert receiver.receiver.poll() == []

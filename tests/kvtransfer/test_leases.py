@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -153,20 +154,24 @@ def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
     table = LeaseTable(8, 1, emptied.append)
     table.open("lease", [5, 6])
     piece = Piece(1, "lease", 0, 2, runs((0, 0, 1), (3, 1, 1)), True)
-    part = Piece(2, "lease", 1, 1, runs((3, 1, 1)), True)
+    part = Piece(2, "lease", 1, 1, runs((3, 1, 1)), True, attempt=1)
+    again = msgspec.structs.replace(part, attempt=2)
     lease, refusal = table.admit(piece, from_wire(piece.runs, 8, 8)[1], "sender", 1)
     assert lease is not None and not refusal
-    first = lease.attempt(piece, time.monotonic())
+    first, _ = lease.attempt(piece, time.monotonic())
     assert first is not None and first.enter()
-    assert lease.attempt(part, time.monotonic()) is None
+    assert lease.attempt(part, time.monotonic()) == (None, "an earlier attempt at the piece is still writing")
     assert not first.is_open and lease.gate.is_open
     ending = threading.Timer(0.1, first.leave)
     ending.start()
-    second = lease.attempt(part, time.monotonic() + 10)
+    second, _ = lease.attempt(again, time.monotonic() + 10)
     ending.join()
     assert second is not None and second.enter() and not first.enter()
     other = Piece(3, "lease", 2, 1, runs((4, 2, 1)), True)
-    assert lease.attempt(other, time.monotonic()) is not None, "another part waits for nothing"
+    assert lease.attempt(other, time.monotonic())[0] is not None, "another part waits for nothing"
+    for late in (piece, part, again):
+        assert lease.attempt(late, time.monotonic()) == (None, "a later attempt at the piece has begun")
+    assert second.is_open
 
     assert not table.close("lease") and not second.is_open
     assert emptied == []
