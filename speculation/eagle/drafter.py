@@ -220,12 +220,13 @@ class EagleDrafter:
             if known.end != each.start + 1:  # steps went by unseen
                 known.first = known.written = each.start + 1
                 known.features = []
+                waiting.pop(sequence, None)
             known.features.append(each.hidden)
             if known.written < end:
                 waiting[sequence] = known
                 # A prompt's draft KV goes along with its blocks. What is generated is read by the next draft.
                 is_due |= each.start < len(sequence.prompt_token_ids) or end - known.written >= _MOST_UNREAD
-        if is_due:  # all of them at once, so that it is seldom
+        if is_due and waiting:  # all of them at once, so that it is seldom
             self._write(waiting)
 
     def _write(self, waiting: Mapping[Sequence, Known]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from protocol.sampling import SamplingParams
 from speculation.control.control import Control
+from speculation.drafter import Computed, HiddenRows
+from speculation.eagle.drafter import Known
 from speculation.ranking import rank
 from speculation.tree import DraftTrees
 from tests.speculation import eagle_files as files
@@ -178,6 +181,25 @@ def test_steps_that_went_by_unseen_are_read_when_drafts_go_on(
         assert outputs[name] == greedy(model, prompt_of(length, seed=length), 48)
     assert not any(draft.is_blind for draft in watched.trees)
     assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
+
+
+def test_what_a_gap_in_the_steps_seen_makes_useless_is_not_written(
+    target: Path, official: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt and a later step, read together: nothing of them is left to write."""
+    watched = Watched(target, official)
+    watched.ask("a", prompt_of(20), 4)
+    drafter = watched.drafter
+    drafter._known["a"] = known = Known(first=1, written=1)
+    written: list[object] = []
+    monkeypatch.setattr(drafter, "_write", written.append)
+    sequence: Any = next(iter(watched.engine._sequences.values()))
+    hidden = torch.zeros(21, drafter._no_feature.of_step.shape[1])
+    prompt = Computed(sequence, 0, 20, HiddenRows(hidden, range(20)))
+    later = Computed(sequence, 25, 1, HiddenRows(hidden, range(20, 21)))
+    drafter.observe([prompt, later])
+    assert not written
+    assert (known.first, known.written, known.end) == (26, 26, 27)
 
 
 def test_prompts_that_went_by_unseen_leave_drafts_blind_and_right(
