@@ -9,7 +9,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from engine.outputs import Kept, keep_tokens, token_output
 from engine.packing import PackedStep, pack
 from engine.prefix import PrefixRoom, find_room, keep
 from engine.rehearsal import Rehearsal
+from engine.results import EngineStats, Reservation, StepResult
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
@@ -44,37 +44,6 @@ logger = logging.getLogger("tandem.engine")
 
 Speculate = Callable[[ServeConfig, LoadedModel], Speculator | None]
 """Makes what speculates for a model, or says that nobody does."""
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """Blocks for a prompt that another worker computes; the first `cached_blocks` are already filled."""
-
-    block_ids: list[int]
-    cached_blocks: int
-
-
-@dataclass
-class StepResult:
-    outputs: list[TokenOutput] = field(default_factory=list)
-    num_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    num_running: int
-    num_waiting: int
-    waiting_tokens: int
-    num_reserved: int
-    num_held: int
-    total_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    num_preemptions: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    """Tokens that were not computed because some tier held their KV."""
-    steps: int
 
 
 class Engine:

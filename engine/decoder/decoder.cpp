@@ -4,178 +4,19 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "../sampler/choice.h"
+#include "row_math.h"
+#include "structs.h"
 
 namespace {
-
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
-using BeginAttention = const char* (*)(void*, const void*);
-using Attend = void (*)(void*, const void*);
 
 constexpr int64_t SERIAL_PRODUCTS = 1 << 22;  // below so many multiplications in a forward, threads don't pay
 constexpr int64_t SERIAL_ROWS = 16;           // below so many rows, between two products neither
 constexpr int64_t ROWS_AT_ONCE = 8;
-
-// One product's packed weights, [out, in], and bias (null for none).
-struct Weights {
-    const bf16 *values, *bias;
-    int64_t in, out;
-};
-
-struct Layer {
-    const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // of heads: null for none
-    Weights qkv, output, gate_up, down;
-    int64_t window;
-};
-
-// How a draft head of one layer begins: with pairs of a token and the hidden state before it (EAGLE). Either both
-// are normed, joined for the layer's products, and the hidden state goes on beside it, or `joint` makes one of them.
-struct Entry {
-    const bf16 *token_norm, *hidden_norm;  // null: `joint` is there
-    Weights joint, mixing;             // the latter makes hidden states of the target's, for drafts; null: they are
-    int64_t normed_goes_on, feeds_normed;  // what goes on beside the layer, and into the next row: after its norm?
-    const int64_t* token_ids;              // those of the head's logits; null: all in order
-};
-
-struct Model {
-    const Layer* layers;
-    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocab, threads, products;
-    const bf16 *embeddings, *final_norm;
-    Weights head;
-    const bf16 *cosines, *sines;  // [positions, head_dim]
-    double norm_epsilon, attention_scale;
-    void* attention;
-    Linear linear;
-    BeginAttention begin;
-    Attend attend;
-    Parallel parallel;
-    const Entry* entry;  // null for a whole model
-};
-
-// As the attention kernel reads it.
-struct AttentionCall {
-    const void *query, *key, *value;
-    void* out;
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head, out_token, out_head;
-    int64_t layer, num_heads, window;
-    double scale, softcap;
-};
-
-struct Rows {
-    const int64_t *token_ids, *positions;
-    int64_t count;
-    const int64_t* logit_rows;  // null: all
-    int64_t num_logits;
-    bf16* logits;  // [num_logits, vocab]
-    const int64_t* hidden_layers;  // whose hidden states are wanted, ascending: 0 the embeddings, i after layer i
-    int64_t num_hidden;
-    bf16* hidden;  // [count, num_hidden, hidden]
-    const bf16* before;  // for a head, [count, hidden]: the hidden states before the tokens
-    bf16* after;         // and [num_logits, hidden]: those for the rows after them; may be `before`
-};
-
-// As the attention kernel reads it: a step of chains.
-struct AttentionStep {
-    const int32_t *query_start, *context_len, *block_table;
-    const int64_t* slots;
-    const uint64_t* visible;
-    const int32_t *tree_start, *first_key;
-    int64_t table_stride, num_sequences, total_tokens, threads;
-};
-
-// Rows of chains: for each sequence those from place `starts` up to `ends`, whose KV goes to its blocks.
-struct Batch {
-    int64_t num_sequences, table_stride, block_size;
-    const int64_t *token_ids, *starts, *ends;  // one sequence after the other
-    const int32_t *block_table, *first_key;    // no keys before the latter are looked at; may be null
-
-    // The name of the field that is out of range, or null.
-    const char* fault() const {
-        for (int64_t s = 0; s < num_sequences; s++) {
-            if (starts[s] < 0 || starts[s] >= ends[s]) return "starts";
-            if (ends[s] > table_stride * block_size) return "block_table";
-        }
-        return nullptr;
-    }
-
-    int64_t slot(int64_t s, int64_t place) const {
-        return block_table[s * table_stride + place / block_size] * block_size + place % block_size;
-    }
-};
-
-// Drafting one token after the other, for sequences of which each wants no more of them than the one before. First
-// the batch's rows are read, which no one has run yet.
-struct Draft {
-    Batch batch;
-    int64_t vocab;              // only so many of the logits count
-    const int64_t* counts;      // of tokens wanted
-    const int64_t* seeds;
-    const float* temperatures;  // 0: the likeliest token
-    const bf16* before;         // for a head, [rows, mixing.in or hidden]: what was before those to be read
-    int64_t* drafted;           // [counts[0], num_sequences]
-    // [num_sequences, counts[0], width]: what tokens are drawn from, with noise of their own; null: they are chosen
-    // with the target's noise
-    float* distributions;
-    int64_t width;
-};
-
-inline bf16 narrow(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-inline float rounded(float value) { return widen(narrow(value)); }
-
-// Loops over a row's values: vector code, since sizes come by value and nothing overlaps what is written.
-
-float sum_of_squares(const bf16* x, int64_t size) {
-    constexpr int LANES = 16;
-    float sums[LANES] = {};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) sums[lane] += widen(x[i + lane]) * widen(x[i + lane]);
-    float sum = 0;
-    for (; i < size; i++) sum += widen(x[i]) * widen(x[i]);
-    for (const float of_lane : sums) sum += of_lane;
-    return sum;
-}
-
-// `out` may be x.
-void norm_row(const bf16* x, const bf16* __restrict weight, int64_t size, double epsilon, bf16* out) {
-    const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
-#pragma GCC ivdep
-    for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(weight[i]) * rounded(widen(x[i]) * factor));
-}
-
-void add_row(bf16* __restrict sum, const bf16* __restrict summand, int64_t size) {
-    for (int64_t i = 0; i < size; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
-}
-
-// silu(gate) * up
-void gate_row(const bf16* __restrict gate, const bf16* __restrict up, int64_t size, bf16* __restrict out) {
-    for (int64_t i = 0; i < size; i++) {
-        const float g = widen(gate[i]);
-        out[i] = narrow(rounded(g / (1 + exp_of(-g))) * widen(up[i]));
-    }
-}
-
-void rotate_head(bf16* head, const bf16* cosine, const bf16* sine, int64_t head_dim) {
-    const int64_t half = head_dim / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const float low = widen(head[i]), high = widen(head[i + half]);
-        const float low_cosine = rounded(low * widen(cosine[i])), high_sine = rounded(-high * widen(sine[i]));
-        const float high_cosine = rounded(high * widen(cosine[i + half])), low_sine = rounded(low * widen(sine[i + half]));
-        head[i] = narrow(low_cosine + high_sine);
-        head[i + half] = narrow(high_cosine + low_sine);
-    }
-}
 
 class Decoder {
   public:

@@ -18,7 +18,7 @@ import worker.fetch
 import worker.heartbeat
 import worker.peer_links
 from decode_worker.loop import DecodeLoop
-from engine.engine import StepResult
+from engine.results import StepResult
 from prefill_worker.loop import PrefillLoop
 from protocol.config import ServeConfig
 from protocol.messages import Role

@@ -1,0 +1,65 @@
+// What lies between matrix products, a row at a time: bfloat16 in and out, rounded where Transformers' modules do.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../sampler/choice.h"
+
+namespace {
+
+inline bf16 narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float rounded(float value) { return widen(narrow(value)); }
+
+// Loops over a row's values: vector code, since sizes come by value and nothing overlaps what is written.
+
+float sum_of_squares(const bf16* x, int64_t size) {
+    constexpr int LANES = 16;
+    float sums[LANES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) sums[lane] += widen(x[i + lane]) * widen(x[i + lane]);
+    float sum = 0;
+    for (; i < size; i++) sum += widen(x[i]) * widen(x[i]);
+    for (const float of_lane : sums) sum += of_lane;
+    return sum;
+}
+
+// `out` may be x.
+void norm_row(const bf16* x, const bf16* __restrict weight, int64_t size, double epsilon, bf16* out) {
+    const float factor = 1 / std::sqrt(sum_of_squares(x, size) / float(size) + float(epsilon));
+#pragma GCC ivdep
+    for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(weight[i]) * rounded(widen(x[i]) * factor));
+}
+
+void add_row(bf16* __restrict sum, const bf16* __restrict summand, int64_t size) {
+    for (int64_t i = 0; i < size; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
+}
+
+// silu(gate) * up
+void gate_row(const bf16* __restrict gate, const bf16* __restrict up, int64_t size, bf16* __restrict out) {
+    for (int64_t i = 0; i < size; i++) {
+        const float g = widen(gate[i]);
+        out[i] = narrow(rounded(g / (1 + exp_of(-g))) * widen(up[i]));
+    }
+}
+
+void rotate_head(bf16* head, const bf16* cosine, const bf16* sine, int64_t head_dim) {
+    const int64_t half = head_dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float low = widen(head[i]), high = widen(head[i + half]);
+        const float low_cosine = rounded(low * widen(cosine[i])), high_sine = rounded(-high * widen(sine[i]));
+        const float high_cosine = rounded(high * widen(cosine[i + half])), low_sine = rounded(low * widen(sine[i + half]));
+        head[i] = narrow(low_cosine + high_sine);
+        head[i + half] = narrow(high_cosine + low_sine);
+    }
+}
+
+}  // namespace
