@@ -1,5 +1,5 @@
-// Standard rejection sampling of drafted chains in one call: standard.py's rule, and rejection.py's odds, left-over and
-// last draw, row after row up to the first rejection.
+// Verification of drafted chains in one call, row after row up to the first rejection: coupled.py's rule, and
+// standard.py's with rejection.py's odds, left-over and last draw.
 
 #include <vector>
 
@@ -16,6 +16,7 @@ struct Chains {
     const float* const* distributions;   // [length, size]: what each token was drawn from; null: chance had no part
     const int64_t* token_ids;            // one chain after the other
     int64_t *accepted, *last_tokens;     // how many tokens, and the one after them: -1 where none has a finite score
+    int64_t coupled;                     // whether that is the rule
 };
 
 template <class T> struct Chain {
@@ -76,8 +77,8 @@ template <class T> void verify(const Chains& chains, int64_t threads, Parallel p
         const Chain<T> chain{logits, chains.stride, chains.size, chains.positions[s], chains.lengths[s],
                              chains.token_ids + before, chains.distributions[s]};
         const Request& request = chains.requests[s];
-        const bool is_certain = chain.length == 0 || request.temperature == 0;
-        const Outcome outcome = is_certain ? follow(chain, request, chooser) : judge(chain, request, chooser);
+        const bool is_coupled = chains.coupled || chain.length == 0 || request.temperature == 0;
+        const Outcome outcome = is_coupled ? follow(chain, request, chooser) : judge(chain, request, chooser);
         chains.accepted[s] = outcome.accepted, chains.last_tokens[s] = outcome.last_token;
     });
 }

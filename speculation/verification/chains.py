@@ -1,8 +1,8 @@
-"""Standard rejection sampling of chains in one compiled call, for logits on a CPU.
+"""Verification of chains in one compiled call, for logits on a CPU: by `coupled`'s rule or `standard`'s.
 
-The rule is `standard`'s, with the same noise, but a row's probabilities may differ in their last bits from
-those of torch's operators. Rows after the first rejection are not looked at. What else the sampler edits or
-tells of logits, trees and probes are left to torch.
+The noise is theirs; under `standard` a row's probabilities may differ in their last bits from those of
+torch's operators. Rows after the first rejection are not looked at. What else the sampler edits or tells of
+logits, trees and probes are left to torch.
 """
 
 from __future__ import annotations
@@ -43,44 +43,50 @@ def can_verify(sequence: Sequence) -> bool:
     return is_chain and params.logprobs is None and not edits_logits(params)
 
 
-def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler) -> list[Verdict]:
+def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler, *, is_coupled: bool) -> list[Verdict]:
     """As `coupled.verify`, for sequences that `can_verify`, also without a draft: these and greedy ones get
     the very tokens that they would get alone.
     """
     rule = compiled()
     assert rule is not None
-    params = [sequence.params for sequence in sequences]
-    requests = sampler.params_of(params)
+    count = len(sequences)
+    requests = sampler.params_of([sequence.params for sequence in sequences])
     drafts = [sequence.draft for sequence in sequences]
     token_ids = [draft.token_ids if draft is not None else [] for draft in drafts]
-    logits = readable(logits, len(drafts) + sum(map(len, token_ids)))
-    drawn = [_distributions(draft, logits.shape[1]) for draft in drafts]
+    tokens = [token for tokens in token_ids for token in tokens]
+    logits = readable(logits, count + len(tokens))
+    vocab_size = logits.shape[1]
+    drawn = [None if is_coupled else _distributions(draft, vocab_size) for draft in drafts]
     addresses = [0 if each is None else each.data_ptr() for each in drawn]
     positions = [sequence.position for sequence in sequences]
-    table = np.array([positions, list(map(len, token_ids)), addresses], np.int64)
-    tokens = np.array([token for tokens in token_ids for token in tokens], np.int64)
-    outcomes = np.empty((2, len(drafts)), np.int64)
+    told = np.array([*positions, *map(len, token_ids), *addresses, *tokens], np.int64)
+    outcomes = np.empty((2, count), np.int64)
+    told_at, outcomes_at, column = told.ctypes.data, outcomes.ctypes.data, told.itemsize * count
     fields = struct.pack(
-        "=Q3q7Q",
+        "=Q3q7Qq",
         logits.data_ptr(),
         logits.stride(0),
-        logits.shape[1],
-        len(drafts),
+        vocab_size,
+        count,
         requests.table_address,
-        *(row.ctypes.data for row in table),
-        tokens.ctypes.data,
-        *(row.ctypes.data for row in outcomes),
+        told_at,
+        told_at + column,
+        told_at + 2 * column,
+        told_at + 3 * column,
+        outcomes_at,
+        outcomes_at + column,
+        is_coupled,
     )
     rule(fields, logits)
     accepted, last_tokens = outcomes.tolist()
     return [
         Verdict(
-            token_ids=[*drafted[:count], max(last_token, 0)],
-            accepted=list(range(count)),
-            logprobs=[None] * (count + 1),
+            token_ids=[*drafted[:num_accepted], max(last_token, 0)],
+            accepted=list(range(num_accepted)),
+            logprobs=[None] * (num_accepted + 1),
             failed=last_token < 0,
         )
-        for drafted, count, last_token in zip(token_ids, accepted, last_tokens, strict=True)
+        for drafted, num_accepted, last_token in zip(token_ids, accepted, last_tokens, strict=True)
     ]
 
 

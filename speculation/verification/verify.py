@@ -22,11 +22,12 @@ _BY_CHANCE: dict[Verification, Judge] = {
     "standard": partial(rejection.verify, rule=standard.decide),
     "block": partial(rejection.verify, rule=block.decide),
 }
+_STANDARD_CHAINS = partial(chains.verify, is_coupled=False)
 
 
 def prepare(verification: Verification, sampler: Sampler) -> None:
     """Build what is compiled, so that no request waits for it."""
-    _judges_natively(verification, sampler)
+    _is_native(verification, sampler)
 
 
 def verify(
@@ -35,9 +36,11 @@ def verify(
     """As `coupled.verify`. Whatever the rule, sequences that are greedy or have no draft get the very tokens
     that they would get alone.
     """
+    is_native = _is_native(verification, sampler)
     if verification == "coupled" or not any(map(_is_left_to_chance, sequences)):
+        if is_native and all(map(chains.can_verify, sequences)):
+            return chains.verify(sequences, logits, sampler, is_coupled=True)
         return coupled.verify(sequences, logits, sampler)
-    is_native = _judges_natively(verification, sampler)
     parts: dict[Judge, _Part] = {}
     row = 0
     for sequence in sequences:
@@ -63,14 +66,15 @@ class _Part:
     rows: list[int] = field(default_factory=list)
 
 
-def _judges_natively(verification: Verification, sampler: Sampler) -> bool:
-    return verification == "standard" and sampler.is_native and chains.compiled() is not None
+def _is_native(verification: Verification, sampler: Sampler) -> bool:
+    """Whether it verifies chains by a compiled call."""
+    return verification != "block" and sampler.is_native and chains.compiled() is not None
 
 
 def _judge_of(sequence: Sequence, verification: Verification, is_native: bool) -> Judge:
     """It depends on the sequence alone, so that this gets the same tokens in any batch."""
     if is_native and chains.can_verify(sequence):
-        return chains.verify
+        return _STANDARD_CHAINS
     return _BY_CHANCE[verification] if _is_left_to_chance(sequence) else coupled.verify
 
 

@@ -14,6 +14,7 @@ from engine.sequence import Sequence
 from engine.speculator import Draft, Verdict
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
+from protocol.speculation import Verification
 from speculation.verification import chains
 from speculation.verification.verify import verify
 
@@ -42,9 +43,13 @@ def sequence_with(number: int, draft: Draft | None, **sampling: Any) -> Sequence
 
 
 def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[Sequence], Tensor]:
-    """Sequences of all parameters with drafts much like the model, drawn or certain, or none; and logits."""
+    """Sequences of all parameters with drafts much like the model, drawn or certain, or none; and logits.
+
+    Certain ones may begin with the target's own tokens.
+    """
     generator = torch.Generator().manual_seed(vocab_size)
     pick = random.Random(vocab_size)
+    sampler = Sampler(vocab_size, "cpu", [])
     sequences, parts = [], []
     for number in range(count):
         length = pick.randrange(6)
@@ -57,28 +62,38 @@ def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[Sequenc
             is_drawn = number % 3 > 0
             tokens = tokens if is_drawn else blurred.argmax(dim=1)
             draft = Draft(tokens.tolist(), distributions=drawn_from if is_drawn else None)
-        sequences.append(sequence_with(number, draft, **PARAMS[number % len(PARAMS)]))
+        sequence = sequence_with(number, draft, **PARAMS[number % len(PARAMS)])
+        if draft is not None and draft.distributions is None:
+            foreseen = pick.randrange(length + 1)
+            rows = sequence.chain_rows(draft.token_ids)
+            draft.token_ids[:foreseen] = sampler.choose(logits, rows)[0].tolist()[:foreseen]
+        sequences.append(sequence)
         parts.append(logits)
     return sequences, torch.cat(parts)
 
 
-def judge(sequences: list[Sequence], logits: Tensor, *, natively: bool = True) -> list[Verdict]:
+def judge(
+    sequences: list[Sequence], logits: Tensor, rule: Verification = "standard", *, natively: bool = True
+) -> list[Verdict]:
     sampler = Sampler(logits.shape[1], "cpu", [])
     if not natively:
         sampler._native = None
-    return verify("standard", sequences, logits, sampler)
+    return verify(rule, sequences, logits, sampler)
 
 
 def summary(verdicts: list[Verdict]) -> list[tuple[list[int], list[int], int, bool]]:
     return [(v.token_ids, v.accepted, len(v.logprobs), v.failed) for v in verdicts]
 
 
+@pytest.mark.parametrize("rule", ["coupled", "standard"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [2, 15, 128, 1000, 4099])
-def test_verdicts_are_those_of_torch(vocab_size: int, dtype: torch.dtype) -> None:
+def test_verdicts_are_those_of_torch(vocab_size: int, dtype: torch.dtype, rule: Verification) -> None:
     """But for what one bit decides."""
     sequences, logits = crowd(300, vocab_size, dtype)
-    found, expected = (summary(judge(sequences, logits, natively=natively)) for natively in (True, False))
+    found, expected = (
+        summary(judge(sequences, logits, rule, natively=natively)) for natively in (True, False)
+    )
     unlike = [number for number, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
     assert len(unlike) <= 1
     rejected = [len(v[1]) < s.draft.num_nodes for v, s in zip(found, sequences, strict=True) if s.draft]
@@ -109,17 +124,19 @@ def test_memory_need_not_be_in_order() -> None:
     assert summary(judge(sequences, logits.T.contiguous().T)) == expected
 
 
-def test_rows_after_the_first_rejection_are_not_looked_at() -> None:
+@pytest.mark.parametrize("rule", ["coupled", "standard"])
+def test_rows_after_the_first_rejection_are_not_looked_at(rule: Verification) -> None:
     logits = torch.full((4, 20), -1e4)
     logits[:, 5] = 1e4
     logits[2:] = torch.nan
-    (verdict,) = judge([sequence_with(0, Draft([5, 6, 5]))], logits)
+    (verdict,) = judge([sequence_with(0, Draft([5, 6, 5]))], logits, rule)
     assert (verdict.token_ids, verdict.accepted, verdict.failed) == ([5, 5], [0], False)
-    (verdict,) = judge([sequence_with(0, Draft([5, 5, 5]))], logits)
+    (verdict,) = judge([sequence_with(0, Draft([5, 5, 5]))], logits, rule)
     assert (verdict.accepted, verdict.failed) == ([0, 1], True)
 
 
-def test_what_it_cannot_verify_gets_the_same_verdict_beside_others() -> None:
+@pytest.mark.parametrize("rule", ["coupled", "standard"])
+def test_what_it_cannot_verify_gets_the_same_verdict_beside_others(rule: Verification) -> None:
     """Trees, probes, edited logits and log-probabilities are left to torch's operators."""
     others = [
         sequence_with(0, Draft([1, 2, 3], [-1, -1, 0])),
@@ -133,12 +150,12 @@ def test_what_it_cannot_verify_gets_the_same_verdict_beside_others() -> None:
     assert all(map(chains.can_verify, plain))
     sequences = [*others[:3], *plain, *others[3:]]
     logits = torch.randn(21, 30, generator=torch.Generator().manual_seed(0))
-    together = summary(judge(sequences, logits))
-    assert together == summary(judge(sequences, logits, natively=False))
+    together = summary(judge(sequences, logits, rule))
+    assert together == summary(judge(sequences, logits, rule, natively=False))
     row = 0
     for sequence, verdict in zip(sequences, together, strict=True):
         first, row = row, row + 1 + (len(sequence.draft.token_ids) if sequence.draft else 0)
-        assert summary(judge([sequence], logits[first:row])) == [verdict]
+        assert summary(judge([sequence], logits[first:row], rule)) == [verdict]
     assert row == 21
 
 
