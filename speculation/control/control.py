@@ -20,6 +20,8 @@ from speculation.control.step_time import UNMEASURED, DraftTime, DraftTimes, Tar
 
 _MAX_ROWS = 8192
 """The step-time model knows no larger steps."""
+_MOST_LESSONS = 128
+"""That are put off, lest a step have to wait for very many."""
 
 
 class Control:
@@ -38,7 +40,8 @@ class Control:
         self._num_sequences = 0
         """Of the latest step that was learned from."""
         self._lessons: list[Callable[[], None]] = []
-        """Learned all at once before the next choice, when their code and data are in the caches."""
+        """Learned all at once, when their code and data are in the caches: before the next choice, or earlier
+        if they are many."""
 
     def set_target_times(self, times: TargetTimes) -> None:
         self._controller.target = TargetTime(times, self.max_rows)
@@ -126,13 +129,15 @@ class Control:
         if only_decodes and self._controller.is_steady:
             rows = sum([outcome.num_rows for outcome in outcomes])
             context = sum([outcome.start for outcome in outcomes]) / count
-            self._controller.observe_step(count, rows, context, seconds)
+            self._lessons.append(partial(self._controller.observe_step, count, rows, context, seconds))
         if self.drafts:
             for sequence, outcome in zip(step.sequences, outcomes, strict=True):
                 request = self._drafting.get(sequence)
                 if request is not None:
                     room, place = sequence.draft_room, len(sequence.token_ids)
                     self._lessons.append(partial(self._learn_acceptance, request, outcome, room, place))
+        if len(self._lessons) >= _MOST_LESSONS:
+            self.take_lessons()
 
     def take_lessons(self) -> None:
         """Learn what was put off. Each choice begins so; where none is to come, this is to be called."""

@@ -40,7 +40,7 @@ _ENOUGH = 64
 """Steps after which those of their size are known."""
 _CHOICE_STANDS, _PLAIN_STANDS, _IDLE_STANDS = 8, 16, 64
 """Steps for which a choice stands as long as nobody comes or goes, since choosing takes time too; the second
-if nothing is drafted, the third where hardly ever anything is."""
+if nothing is drafted, the third where hardly ever anything is, or nobody leaves a choice."""
 _SETTLED = 3
 """Steps after a choice from which on they take as long as others of their kind."""
 
@@ -178,7 +178,7 @@ class Controller:
         if request.method is None:
             return
         self._stands = 0
-        if self._hardly_pays:
+        if request.fixed_tokens is None and self._hardly_pays:
             self._num_passed_over += 1
             if self._num_passed_over == _AGAIN_EVERY:
                 self._num_passed_over = 0
@@ -198,6 +198,8 @@ class Controller:
                 groups.setdefault(request.method, []).append(request)
         if any(request.fixed_tokens is None for request in requests):
             self._decide(groups, len(requests) + self._load[1], context)
+        else:
+            self._stands = _IDLE_STANDS
         for method, control in self.methods.items():
             group = groups.get(method, [])
             control.num_requests = len(group)

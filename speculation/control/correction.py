@@ -10,8 +10,9 @@ import math
 
 import numpy as np
 
-_LONGEST_STRIDE = 0.25
-"""What is taken of a step's log-ratio at most."""
+_LONGEST_STRIDE, _LONGEST_OF_NEW = 0.25, 1.0
+"""What is taken of a step's log-ratio at most; the latter of the first steps of a size, lest it takes many to
+mend what was measured badly at start."""
 _COMMON_PACE = 0.08
 _LOCAL_PACE = 0.03
 """Of a size that is seen all the time."""
@@ -38,7 +39,7 @@ class Ratio:
     def observe(self, predicted: float, measured: float) -> None:
         """`predicted` includes the correction so far."""
         self._seen += 1
-        self.log += max(_COMMON_PACE, 1 / self._seen) * _stride(predicted, measured)
+        self.log += max(_COMMON_PACE, 1 / self._seen) * _stride(predicted, measured, _LONGEST_STRIDE)
 
 
 class Correction:
@@ -69,9 +70,9 @@ class Correction:
 
     def observe(self, size: int, predicted: float, measured: float) -> None:
         """`predicted` includes the correction so far."""
-        stride = _stride(predicted, measured)
         low, weight = self._place(size)
         is_new = self.num_seen(size) < _NEW
+        stride = _stride(predicted, measured, _LONGEST_OF_NEW if is_new else _LONGEST_STRIDE)
         paces = [self._pace(power, is_new) for power in (low, low + 1)]
         self._weights = [each * _FRESHNESS for each in self._weights]
         for power, part, pace in ((low, 1 - weight, paces[0]), (low + 1, weight, paces[1])):
@@ -106,6 +107,6 @@ class Correction:
         return low, power - low
 
 
-def _stride(predicted: float, measured: float) -> float:
+def _stride(predicted: float, measured: float, longest: float) -> float:
     ratio = math.log(max(measured, 1e-9) / max(predicted, 1e-9))
-    return min(max(ratio, -_LONGEST_STRIDE), _LONGEST_STRIDE)
+    return min(max(ratio, -longest), longest)

@@ -44,15 +44,15 @@ class TargetTime:
         self.times = times
         self._shape = _curve(times, max_rows)
         self._correction = Correction(max_rows)
-        self._observed = 0
-        self._rebuild()
+        self._num_observed = self._next_rebuild = 0
+        self._corrected: list[float] = []
 
     @property
     def max_rows(self) -> int:
         return self._correction.max_size
 
     def seconds(self, num_sequences: int, rows: int, context: float) -> float:
-        return self._base[min(rows, self.max_rows)] + self._linear(num_sequences, rows, context)
+        return self._base()[min(rows, self.max_rows)] + self._linear(num_sequences, rows, context)
 
     def num_seen(self, rows: int) -> float:
         """Observed steps of about so many rows."""
@@ -64,7 +64,7 @@ class TargetTime:
         """
         start = self._linear(num_sequences, num_sequences, context)
         slope = self._scale * self.times.per_attended * context
-        base = self._base[num_sequences : num_sequences + num_more + 1]
+        base = self._base()[num_sequences : num_sequences + num_more + 1]
         return [seconds + start + slope * more for more, seconds in enumerate(base)]
 
     def observe(self, num_sequences: int, rows: int, context: float, measured: float) -> None:
@@ -72,13 +72,11 @@ class TargetTime:
         predicted = float(self._shape[size]) * self._correction.factor(size)
         predicted += self._linear(num_sequences, rows, context)
         self._correction.observe(size, predicted, measured)
-        self._observed += 1
-        if self._observed % _REBUILD_EVERY == 0 or self._observed & (self._observed - 1) == 0:
-            self._rebuild()
+        self._num_observed += 1
 
     def knots(self) -> tuple[list[int], list[float]]:
         """Powers of two, and the seconds of so many rows, corrected. May be called from any thread."""
-        base = self._base
+        base = self._base()
         rows = [1 << power for power in range(self.max_rows.bit_length())]
         return rows, [base[size] for size in rows]
 
@@ -87,10 +85,16 @@ class TargetTime:
         per_context = times.per_context * num_sequences + times.per_attended * rows
         return self._scale * (times.per_sequence * num_sequences + per_context * context)
 
-    def _rebuild(self) -> None:
-        corrected = _rising(self._shape * self._correction.factors())
-        self._base: list[float] = corrected.tolist()
-        self._scale = math.exp(self._correction.common)
+    @property
+    def _scale(self) -> float:
+        return math.exp(self._correction.common)
+
+    def _base(self) -> list[float]:
+        """Seconds by number of rows, worked out anew after some steps."""
+        if self._num_observed >= self._next_rebuild:
+            self._corrected = _rising(self._shape * self._correction.factors()).tolist()
+            self._next_rebuild = self._num_observed + min(max(self._num_observed, 1), _REBUILD_EVERY)
+        return self._corrected
 
 
 def _curve(times: TargetTimes, max_rows: int) -> np.ndarray:

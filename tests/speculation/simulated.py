@@ -77,7 +77,9 @@ class SimulatedEngine:
 
     def _start(self) -> Running:
         self._started += 1
-        return Running(self._started, Request(METHOD, self.fixed, Acceptance(self.method.acceptance)))
+        request = Request(METHOD, self.fixed, Acceptance(self.method.acceptance))
+        self.controller.expect(request)
+        return Running(self._started, request)
 
     def run(self, steps: int) -> float:
         """Tokens a second over so many steps more."""

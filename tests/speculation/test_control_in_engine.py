@@ -97,6 +97,18 @@ def test_a_perfect_draft_that_costs_nothing_is_used(
     assert counters[f"spec_decode_num_accepted_tokens_total{label}"] > 0.9 * drafted > 0
 
 
+def test_what_steps_teach_is_not_put_off_for_long(folder: Path) -> None:
+    engine, speculator = make_engine(folder, folder, num_speculative_tokens=1)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(ask(f"r{index}", prompt, max_tokens=120))
+    put_off = []
+    while engine.has_work():
+        engine.step()
+        put_off.append(len(speculator._control._lessons))
+    assert 2 * len(PROMPTS) < max(put_off) < 128
+    assert put_off[-1] == 0
+
+
 def test_what_is_counted(folder: Path) -> None:
     engine, _ = make_engine(folder, folder, num_speculative_tokens=3)
     engine.add(ask("r0", PROMPTS[0], max_tokens=25))
