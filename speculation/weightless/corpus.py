@@ -53,6 +53,7 @@ class Corpus:
         self._symbols = np.zeros(capacity, np.int64)
         self._enter = enter
         self._chains = np.zeros((2, capacity if enter else 0, NUM_ORDERS), np.uint32)
+        self._addresses = [int(array.ctypes.data) for array in (self._symbols, *self._chains)]
         self._outputs: deque[tuple[str, int]] = deque()
         self._tenants: dict[str, _Tenant] = {}
         self._next_number = 0
@@ -84,14 +85,7 @@ class Corpus:
         self._outputs.append((salt, len(symbols)))
 
     def ring(self) -> Ring:
-        return Ring(
-            self._symbols.ctypes.data,
-            self._chains[0].ctypes.data,
-            self._chains[1].ctypes.data,
-            self._capacity - 1,
-            self._oldest % _MODULUS,
-            self._end % _MODULUS,
-        )
+        return Ring(*self._addresses, self._capacity - 1, self._oldest % _MODULUS, self._end % _MODULUS)
 
     def symbols(self) -> np.ndarray:
         """All of them, int64, the oldest first."""

@@ -94,9 +94,9 @@ class SuffixDrafter(TextDrafter):
         assert self._library is not None
         batch = Batch(texts, counts)
         ring = ctypes.byref(self._corpus.ring()) if self._corpus is not None else None
-        numbers = np.array([-1 if tenant is None else tenant for tenant in tenants], np.int64)
+        numbers = (ctypes.c_int64 * len(tenants))(*(-1 if tenant is None else tenant for tenant in tenants))
         self._library.tandem_suffix_search(
-            ctypes.byref(batch), ctypes.byref(self._settings), ring, numbers.ctypes.data
+            ctypes.byref(batch), ctypes.byref(self._settings), ring, ctypes.byref(numbers)
         )
         return batch.drafted()
 

@@ -50,18 +50,21 @@ class Batch(ctypes.Structure):
     )
 
     def __init__(self, texts: Many[Text], counts: Many[int]) -> None:
-        addresses = np.array([text.address for text in texts], np.uintp)
-        lengths = np.array([text.length for text in texts], np.int64)
-        self._drafts = np.empty((len(texts), max(counts, default=0)), np.int32)
-        self._found = np.zeros(len(texts), np.int64)
-        wanted = np.array(counts, np.int64)
-        self._arrays: list[np.ndarray] = [addresses, lengths, wanted, self._drafts, self._found]
-        super().__init__(*(array.ctypes.data for array in self._arrays), *self._drafts.shape)
+        size, stride = len(texts), max(counts, default=0)
+        addresses = [text.address for text in texts]
+        lengths = [text.length for text in texts]
+        self._told = (ctypes.c_int64 * (3 * size))(*addresses, *lengths, *counts)
+        self._drafts = (ctypes.c_int32 * (size * stride))()
+        self._found = (ctypes.c_int64 * size)()
+        told, column = ctypes.addressof(self._told), ctypes.sizeof(self._found)
+        columns = told, told + column, told + 2 * column
+        drafts, found = ctypes.addressof(self._drafts), ctypes.addressof(self._found)
+        super().__init__(*columns, drafts, found, size, stride)
 
     def drafted(self) -> list[list[int]]:
         """Each text's draft, once a search has run."""
-        pairs = zip(self._drafts.tolist(), self._found.tolist(), strict=True)
-        return [tokens[:count] for tokens, count in pairs]
+        starts = range(0, len(self._drafts), self.stride)
+        return [self._drafts[start : start + count] for start, count in zip(starts, self._found, strict=True)]
 
 
 class TextDrafter:
