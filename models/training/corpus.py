@@ -95,6 +95,6 @@ class Windows:
         return self.tokens[chosen[:, None] + np.arange(length + 1)].astype(np.int64)
 
 
-def encode_training(tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Encode every training file to uint16 token ids."""
-    return [np.array(e.ids, dtype=np.uint16) for e in tokenizer.encode_batch(training_texts())]
+def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """Each text's token ids, uint16."""
+    return [np.array(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch(texts)]

@@ -15,15 +15,17 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from models.training.corpus import Windows, encode_training
+from models.training.corpus import Windows, encode, training_texts
 from models.training.optimizer import MasterWeights
 from models.training.shapes import CONTEXT, END_OF_TEXT_ID
+from models.training.texts import read_texts
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run`."""
+    parser.add_argument("--texts", type=Path, help="JSONL of texts to learn from, if not the corpus's files")
     parser.add_argument("--state", type=Path, required=True, help="file for checkpoints (safetensors)")
     parser.add_argument("--resume", action="store_true", help="continue from --state")
     parser.add_argument("--steps", type=int, required=True)
@@ -55,7 +57,8 @@ def run(
     model: LlamaForCausalLM, loss_function: Loss, tokenizer: Tokenizer, arguments: argparse.Namespace
 ) -> None:
     """Train the bf16 `model` in place on `loss_function(tokens [windows, length + 1])`, a mean in nats."""
-    windows = Windows(encode_training(tokenizer), END_OF_TEXT_ID, arguments.seed)
+    documents = encode(tokenizer, read_texts(arguments.texts) if arguments.texts else training_texts())
+    windows = Windows(documents, END_OF_TEXT_ID, arguments.seed)
     masters = MasterWeights(model, arguments.learning_rate)
     first = masters.load(arguments.state, model) if arguments.resume else 0
     for step in range(first):

@@ -1,4 +1,7 @@
-"""Writes the corpus as JSONL, one text a line, for `tandem speculate train`."""
+"""Texts as JSONL, one a line in the field "text".
+
+As a script: writes the corpus so, for `tandem speculate train`.
+"""
 
 import argparse
 import json
@@ -9,6 +12,10 @@ from models.training.corpus import held_out_files, training_texts
 
 def write(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def read_texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
 
 
 def main() -> None:

@@ -80,9 +80,12 @@ def _rope(theirs: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _captured(num_layers: int) -> tuple[int, ...]:
-    """A low, a middle and a high one as EAGLE-3's authors choose them; the last three of a shallow model."""
+    """A low, a middle and a high one as EAGLE-3's authors choose them; of a shallow model those just before
+    the last, which then need not compute a prompt's every row.
+    """
     if num_layers < 8:
-        return tuple(range(max(0, num_layers - 2), num_layers + 1))
+        high = min(num_layers, max(2, num_layers - 1))
+        return tuple(range(max(0, high - 2), high + 1))
     return 2, num_layers // 2, num_layers - 3
 
 

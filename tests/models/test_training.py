@@ -14,6 +14,7 @@ from models.training.corpus import SourceFile, Windows, source_files
 from models.training.distill import distillation_loss
 from models.training.loop import learning_rate_scale, run, window_shape
 from models.training.shapes import export
+from models.training.texts import write
 from models.training.train import next_token_loss
 
 LIBRARY = {
@@ -91,7 +92,8 @@ def tiny() -> LlamaForCausalLM:
 
 
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "encode_training", lambda tokenizer: [d for d in documents() for _ in range(4)])
+    monkeypatch.setattr(loop, "training_texts", list)
+    monkeypatch.setattr(loop, "encode", lambda tokenizer, texts: [d for d in documents() for _ in range(4)])
     unbroken, broken, resumed = tiny(), tiny(), tiny()
     tokenizer = Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
     before = unbroken.lm_head.weight.clone()
@@ -108,6 +110,22 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, monkeypatch: pytes
     assert not torch.equal(before, unbroken.lm_head.weight)
     for name, parameter in unbroken.named_parameters():
         assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+
+def test_a_run_may_learn_from_texts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+        seen.append(texts)
+        return [d for d in documents() for _ in range(4)]
+
+    monkeypatch.setattr(loop, "encode", encoded)
+    path = tmp_path / "texts.jsonl"
+    write(path, ["one\n", "two\u2028 lines"])
+    model, tokenizer = tiny(), Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}')
+    arguments = options(tmp_path / "state", steps=1, decay_steps=0, texts=path)
+    run(model, lambda tokens: next_token_loss(model, tokens), tokenizer, arguments)
+    assert seen == [["one\n", "two\u2028 lines"]]
 
 
 def test_distillation_loss_is_the_divergence_from_the_target() -> None:

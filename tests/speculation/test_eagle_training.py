@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from protocol.errors import ConfigError
 from speculation.eagle.head import Mlp, Projections
-from speculation.eagle.training import LARGEST_SHARE, Eagle3Training, _shape, build_eagle3
+from speculation.eagle.training import LARGEST_SHARE, Eagle3Training, _captured, _shape, build_eagle3
 from speculation.training.head import HeadOptions, Target
 from speculation.training.trainer import hidden_states
 from tests.speculation import eagle_files as files
@@ -183,6 +183,17 @@ def test_a_head_is_a_small_part_of_its_target(config: LlamaConfig, expected: tup
         size = sum(parameter.numel() for parameter in Projections(shape).parameters())
         size += sum(parameter.numel() for parameter in Mlp(shape).parameters())
     assert size + shape.feature_size * shape.hidden_size <= 1.05 * room
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "captured"),
+    [(1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 2)), (4, (1, 2, 3)), (8, (2, 4, 5)), (32, (2, 16, 29))],
+)
+def test_the_last_layer_is_not_captured_where_others_are_there(
+    num_layers: int, captured: tuple[int, ...]
+) -> None:
+    """So no step computes more of that layer than what its logits need."""
+    assert _captured(num_layers) == captured
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""Writes beginnings of the training files with the model's own greedy continuations, as JSONL.
+
+Draft heads learn from these, since what they will draft is the model's text and not people's.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from engine.engine import Engine
+from models.training.corpus import encode, training_texts
+from protocol.config import load_config
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+
+SHORTEST, LONGEST, CONTINUATION = 32, 160, 160  # tokens
+AT_ONCE = 64
+
+
+def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[int]]:
+    """`count` pieces of the documents, each document as often as it is long."""
+    random = np.random.default_rng(seed)
+    documents = [document for document in documents if len(document) > LONGEST]
+    lengths = np.array([len(document) for document in documents])
+    picked = []
+    for index in random.choice(len(documents), size=count, p=lengths / lengths.sum()):
+        length = random.integers(SHORTEST, LONGEST + 1)
+        start = random.integers(lengths[index] - length + 1)
+        picked.append(documents[index][start : start + length].tolist())
+    return picked
+
+
+def continued(model: Path, prompts: list[list[int]]) -> Iterator[list[int]]:
+    """The prompts with what the model says after them, in the order in which they are ready."""
+    engine = Engine(load_config({"model": str(model), "max_num_seqs": AT_ONCE}, environ={}))
+    sampling = SamplingParams(max_tokens=CONTINUATION, temperature=0.0, ignore_eos=True)
+    texts: dict[str, list[int]] = {}
+    waiting = iter(enumerate(prompts))
+    while True:
+        while len(texts) < AT_ONCE and (entry := next(waiting, None)):
+            number, prompt = entry
+            engine.add(EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
+            texts[str(number)] = list(prompt)
+        if not texts:
+            return
+        for output in engine.step().outputs:
+            texts[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                yield texts.pop(output.request_id)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, help="model folder")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
+    prompts = beginnings(encode(tokenizer, training_texts()), arguments.count, arguments.seed)
+    with arguments.output.open("w", encoding="utf-8") as file:
+        for text in tqdm(continued(arguments.model, prompts), total=len(prompts)):
+            file.write(json.dumps({"text": tokenizer.decode(text)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
