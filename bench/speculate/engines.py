@@ -19,6 +19,7 @@ from protocol.speculation import RequestSpeculation
 from speculation.speculator import speculate
 
 _DRAFT_SECONDS = "spec_decode_draft_seconds_total"
+_WARMING_TOKENS = 16
 
 
 class Engines:
@@ -42,8 +43,10 @@ class Engines:
         return self._plain.max_model_len - self._output_len
 
     def run(self, case: Case, number: int, prompts: Sequence[list[int]]) -> Measurement:
+        """After a request that doesn't count: others have had the caches, and not all for equally long."""
         engine = self._plain if case.num_tokens is None else self._drafting[case.block.drafting]
-        requests = self._requests(case, prompts)
+        drive(engine, self._requests(case, prompts[:1], _WARMING_TOKENS), 1)
+        requests = self._requests(case, prompts, self._output_len)
         drafting_before = _draft_seconds(engine)
         answers, step_times = drive(engine, requests, case.block.concurrency)
         return summarize(
@@ -58,7 +61,7 @@ class Engines:
         for engine in (self._plain, *self._drafting.values()):
             engine.close()
 
-    def _requests(self, case: Case, prompts: Sequence[list[int]]) -> list[EngineRequest]:
+    def _requests(self, case: Case, prompts: Sequence[list[int]], output_len: int) -> list[EngineRequest]:
         """With a salt of their own, so that no run profits from what an earlier one left."""
         self._runs += 1
         fixed = case.num_tokens if isinstance(case.num_tokens, int) else None
@@ -67,7 +70,7 @@ class Engines:
                 request_id=f"{self._runs}-{index}",
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(
-                    max_tokens=self._output_len,
+                    max_tokens=output_len,
                     temperature=case.block.temperature,
                     seed=index,
                     ignore_eos=True,
