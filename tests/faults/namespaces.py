@@ -26,8 +26,14 @@ def enter(network: str) -> None:
         os.close(descriptor)
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20).stdout
+
+
+def _free_subnet() -> int:
+    """The third byte of a /22 that no other test, which may run beside this one, has joined."""
+    routes = _ip("-4", "route", "show")
+    return secrets.choice([byte for byte in range(0, 240, 4) if f"10.222.{byte}.0/22" not in routes])
 
 
 class Network:
@@ -37,7 +43,7 @@ class Network:
     """
 
     def __init__(self, joined: bool = False) -> None:
-        name, self._subnet = f"tnd{secrets.token_hex(3)}", secrets.randbelow(60) * 4
+        name, self._subnet = f"tnd{secrets.token_hex(3)}", _free_subnet()
         self._own_wire = f"{name}3"
         self._router, self.left, self.right = f"{name}m", f"{name}l", f"{name}r"
         self.hosts = {self.left: self._host(1), self.right: self._host(2), "": self._host(3)}

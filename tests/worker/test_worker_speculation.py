@@ -51,12 +51,13 @@ def asked(name: str, prompt: list[int], temperature: float) -> EngineRequest:
 def tokens_of(
     cluster: Cluster, round_: str, prompts: list[list[int]], worker: RunningWorker, decode: Any = None
 ) -> list[list[int]]:
+    """One request after the other, since what others leave room for decides what is drafted."""
     names = []
     for temperature in TEMPERATURES:
         for index, prompt in enumerate(prompts):
             names.append(f"{round_}/{temperature}/{index}")
             cluster.generate(worker, asked(names[-1], prompt, temperature), decode)
-    cluster.run(*names)
+            cluster.run(names[-1])
     return [cluster.tokens(name) for name in names]
 
 
@@ -106,10 +107,8 @@ def test_heads_read_the_hidden_state_that_came_with_the_hand_off(
 ) -> None:
     options = speculating(method=method, model=str(MODELS / HEADS[method]), num_speculative_tokens=3)
     with Cluster() as cluster:
-        # Beside all of the prompts there is room for every draft, so that they are the very same.
-        roomy = config(options, max_num_batched_tokens=8192)
-        pair = cluster.start_pair(roomy)
-        alone = cluster.start("decode", "decode-1", roomy)
+        pair = cluster.start_pair(config(options))
+        alone = cluster.start("decode", "decode-1", config(options))
         assert tokens_of(cluster, "alone", prompts, alone) == plain
         for round_ in ("first", "again"):
             assert tokens_of(cluster, round_, prompts, pair[0], pair[1].address) == plain
