@@ -219,15 +219,28 @@ def vocab_size_of(model: Path) -> int:
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 
+_EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Of a CPU, that products of matrices depend on."""
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
+        "cpu": _cpu(),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
     }
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    extensions = set(fields.get("flags", "").split()).intersection(_EXTENSIONS)
+    return " ".join([fields.get("model name", platform.processor()), *sorted(extensions)])
 
 
 def write_results(path: Path, plan: Plan, measurements: Sequence[Measurement]) -> None:

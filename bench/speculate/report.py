@@ -27,7 +27,8 @@ def as_markdown(
     lines = [
         "# Speculation",
         "",
-        f"Made by `{command}` on {host['cores']} cores, Linux {host['kernel']}, Python {host['python']}:",
+        f"Made by `{command}` on",
+        f"{host['cores']} cores of {host['cpu']}, Linux {host['kernel']}, Python {host['python']}:",
         f"{settings['model']}, {settings['target']}. Medians over {settings['rounds']} rounds; speedups in",
         'output tokens per second (prefill included) over "off" in the same round, which does not speculate.',
         "Predicted: S = tau / (v + K c), from the times of decode steps and the tokens per forward. Tokens",
