@@ -21,12 +21,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(params=["tandem_linear", "tandem_linear_in_floats"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to multiply, also where the CPU has the faster one."""
+    chosen = packed._kernel(request.param)
+    monkeypatch.setattr(packed, "_kernel", lambda: chosen)
+
+
 def layers(in_features: int, out_features: int, bias: bool = True) -> tuple[nn.Linear, PackedLinear]:
     torch.manual_seed(in_features + out_features)
     linear = nn.Linear(in_features, out_features, bias=bias).bfloat16()
     return linear, PackedLinear(linear)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features", [1, 15, 16, 63, 64, 65, 200])
 @pytest.mark.parametrize("in_features", [2, 34, 512])
@@ -43,6 +51,7 @@ def test_a_product_is_the_exact_one_rounded(
     assert ((ours(x).double() - exact).abs() <= exact.abs() * 2**-8 + scale * 2**-20).all()
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(threads: int) -> None:
     _, ours = layers(256, 300)
@@ -59,6 +68,7 @@ def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(threads: int
         torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_inputs_of_any_layout_and_batch_shape() -> None:
     _, ours = layers(64, 32)
     x = torch.randn(64, 3, 5).bfloat16()
@@ -68,6 +78,18 @@ def test_inputs_of_any_layout_and_batch_shape() -> None:
     for wrong in (torch.randn(2, 64), torch.randn(2, 66).bfloat16()):
         with pytest.raises(ValueError, match="64 features"):
             ours(wrong)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_what_is_no_number_stays_so() -> None:
+    _, ours = layers(64, 80)
+    x = torch.randn(3, 64).bfloat16()
+    sound = ours(x)
+    x[1, 5], x[2, 6] = float("nan"), float("inf")
+    out = ours(x)
+    assert torch.equal(out[0], sound[0])
+    assert out[1].isnan().all()
+    assert out[2].isinf().all()
 
 
 def test_only_plain_bfloat16_layers_are_replaced() -> None:
@@ -110,6 +132,7 @@ def logprobs(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[To
     return found
 
 
+@pytest.mark.usefixtures("kernel")
 def test_a_whole_model_gives_the_same_bits_alone_and_in_a_crowd() -> None:
     """In bfloat16, through prefill chunks of different cuts and batches that grow and shrink."""
     flags = {"model": str(BUNDLED_MODEL), "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}

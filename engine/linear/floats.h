@@ -1,0 +1,83 @@
+// A tile in float32, for CPUs that can't multiply bfloat16: inputs are widened once for all panels, weights in
+// registers, where one shift or mask makes 16 (or 8) of them floats for all of the tile's rows.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "../attention/cpu_kernel/simd.h"
+#include "product.h"
+
+namespace {
+
+class Floats {
+  public:
+    using Input = float;
+
+    // Of the rows [row, end); until the next call.
+    const Input* inputs(const Product& p, int64_t row, int64_t end) {
+        const uint16_t* x = p.x + row * p.in_features;
+        widened.resize((end - row) * p.in_features);
+        for (size_t i = 0; i < widened.size(); i++) widened[i] = bf16_to_float(x[i]);
+        return widened.data();
+    }
+
+    template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
+        for (int part = 0; part < PANEL; part += WIDTH) part_of_tile<ROWS>(p, x, row, panel, part);
+    }
+
+  private:
+    static constexpr int VECTORS = LANES == 16 ? 4 : 2;  // with the sums of 6 rows they fit into the registers
+    static constexpr int WIDTH = VECTORS * LANES;
+    static constexpr int64_t AHEAD = 6144, LINE = 32;  // weights; as far ahead they are asked for, a line at a time
+
+    template <int ROWS>
+    static void part_of_tile(const Product& p, const Input* x, int64_t row, int64_t panel, int part) {
+        const int64_t K = p.in_features, N = p.out_features;
+        const uint16_t* w = p.weights + panel * PANEL * K + 2 * part;
+        Vec sums[ROWS][VECTORS] = {};
+        for (int64_t k = 0; k < K; k += 2, w += 2 * PANEL) {
+            for (int i = 0; i < 2 * WIDTH; i += LINE) __builtin_prefetch(w + AHEAD + i);
+            for (int half = 0; half < 2; half++) {
+                Vec weights[VECTORS];
+                for (int v = 0; v < VECTORS; v++) weights[v] = half_of_pairs(w + 2 * v * LANES, half);
+                for (int r = 0; r < ROWS; r++)
+                    for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * K + k + half];
+            }
+        }
+        const int64_t first = panel * PANEL + part;
+        const size_t count = std::clamp<int64_t>(N - first, 0, WIDTH);
+        float biases[WIDTH] = {};
+        for (size_t n = 0; p.bias && n < count; n++) biases[n] = bf16_to_float(p.bias[first + n]);
+        for (int r = 0; r < ROWS; r++) {
+            uint16_t narrowed[WIDTH];
+            for (int v = 0; v < VECTORS; v++) {
+                const Vec sum = p.bias ? sums[r][v] + load(biases + v * LANES) : sums[r][v];
+                narrow(sum, narrowed + v * LANES);
+            }
+            memcpy(p.out + (row + r) * N + first, narrowed, count * sizeof *narrowed);
+        }
+    }
+
+    // To nearest, ties to even. Rounding keeps a NaN one: its low bits are zero, as those of what it came from.
+    static void narrow(Vec values, uint16_t* to) {
+        typedef uint16_t ShortVec __attribute__((vector_size(LANES * 2)));
+        const IntVec bits = (IntVec)values;
+        const IntVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        const auto shorts = __builtin_convertvector(rounded, ShortVec);
+        memcpy(to, &shorts, sizeof shorts);
+    }
+
+    static Vec half_of_pairs(const uint16_t* from, int half) {
+        IntVec pairs;
+        memcpy(&pairs, from, sizeof pairs);
+        return (Vec)(half ? pairs & ~0xffff : pairs << 16);
+    }
+
+    std::vector<float> widened;
+};
+
+}  // namespace
