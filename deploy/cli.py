@@ -48,6 +48,7 @@ def serve(
     Every option can also be set in the environment (--max-model-len as TANDEM_MAX_MODEL_LEN) or in a YAML
     file (--config). A flag wins over the environment, and that over the file.
     """
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # imports may lose a KeyboardInterrupt
     if model_tag is not None:
         if flags["model"] is not None:
             raise fail("--model: given twice, as an option and as an argument")
@@ -56,7 +57,6 @@ def serve(
         checked = load_config(flags, config_file=config)
     except TandemError as error:
         raise fail(error) from error
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # imports may lose a KeyboardInterrupt
     from deploy.serve import serve as run
 
     raise typer.Exit(run(checked))
@@ -174,11 +174,3 @@ def version() -> None:
     from deploy.version import version as installed
 
     typer.echo(installed())
-
-
-def main() -> None:
-    app(prog_name="tandem")
-
-
-if __name__ == "__main__":
-    main()

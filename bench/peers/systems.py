@@ -61,7 +61,7 @@ def _url(port: int) -> str:
 def _tandem(*fixed: str) -> Builder:
     def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
         port = free_port()
-        argv = [sys.executable, "-m", "deploy.cli", "serve", "--model", str(setting.model)]
+        argv = [sys.executable, "-m", "deploy", "serve", "--model", str(setting.model)]
         argv += ["--served-model-name", SERVED_NAME, "--host", HOST, "--port", str(port)]
         argv += ["--max-model-len", str(setting.max_model_len), "--max-num-seqs", str(setting.max_num_seqs)]
         argv += ["--kv-cache-memory-bytes", str(setting.kv_gib << 30), "--dtype", "bfloat16"]

@@ -22,7 +22,7 @@ END_S = 60.0
 
 
 def tandem_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "deploy.cli", *arguments]
+    return [sys.executable, "-m", "deploy", *arguments]
 
 
 class ServerProcess:
