@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -43,11 +44,16 @@ void add_row(bf16* __restrict sum, const bf16* __restrict summand, int64_t size)
     for (int64_t i = 0; i < size; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
 }
 
-// silu(gate) * up
+// silu(gate) * up. In two loops: in one, the compiler would divide every value by the greatest power too, in case it
+// is clamped to that, and such denormal quotients take Intel's CPUs a hundred cycles each.
 void gate_row(const bf16* __restrict gate, const bf16* __restrict up, int64_t size, bf16* __restrict out) {
-    for (int64_t i = 0; i < size; i++) {
-        const float g = widen(gate[i]);
-        out[i] = narrow(rounded(g / (1 + exp_of(-g))) * widen(up[i]));
+    constexpr int64_t PART = 128;
+    float powers[PART];
+    for (int64_t first = 0; first < size; first += PART) {
+        const int64_t count = std::min(PART, size - first);
+        for (int64_t i = 0; i < count; i++) powers[i] = exp_of(-widen(gate[first + i]));
+        for (int64_t i = 0; i < count; i++)
+            out[first + i] = narrow(rounded(widen(gate[first + i]) / (1 + powers[i])) * widen(up[first + i]));
     }
 }
 

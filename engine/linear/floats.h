@@ -20,9 +20,11 @@ class Floats {
     // Of the rows [row, end); until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const uint16_t* x = p.x + row * p.in_features;
-        widened.resize((end - row) * p.in_features);
-        for (size_t i = 0; i < widened.size(); i++) widened[i] = bf16_to_float(x[i]);
-        return widened.data();
+        const size_t count = (end - row) * p.in_features;
+        if (widened.size() < count) widened.resize(count);
+        float* to = widened.data();  // asked for once: this object is a thread's own, so that it takes a call
+        for (size_t i = 0; i < count; i++) to[i] = bf16_to_float(x[i]);
+        return to;
     }
 
     template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
