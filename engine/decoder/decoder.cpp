@@ -46,9 +46,9 @@ class Decoder {
             multiply(normed.data(), layer.qkv, product.data(), n);
             each_row(n, [&](int64_t r) { place_heads(layer, &product[r * qkv], rows.positions[r] - (m.entry ? 1 : 0)); });
             const bf16* q = product.data();
-            const AttentionCall call{q, q + queries, q + queries + keys, attended.data(), qkv, m.head_dim, qkv,
-                                     m.head_dim, qkv, m.head_dim, queries, m.head_dim, int64_t(l), m.num_heads,
-                                     layer.window, m.attention_scale, 0.0};
+            const Call call{q, q + queries, q + queries + keys, attended.data(), qkv, m.head_dim, qkv, m.head_dim,
+                            qkv, m.head_dim, queries, m.head_dim, int64_t(l), m.num_heads, layer.window,
+                            m.attention_scale, 0.0};
             m.attend(m.attention, &call);
             if (l + 1 == layers.size() && captured == rows.num_hidden && rows.logit_rows) {
                 if (!rows.num_logits) return;
@@ -144,8 +144,8 @@ class Decoder {
 
     // The attention's step, over the rows that were placed.
     const char* begin(const Batch& b, int64_t num_sequences) {
-        const AttentionStep step{query_start.data(), context_len.data(), b.block_table, slots.data(), nullptr, nullptr,
-                                 b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), m.threads};
+        const Step step{query_start.data(), context_len.data(), b.block_table, slots.data(), nullptr, nullptr,
+                        b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), m.threads};
         return m.begin(m.attention, &step);
     }
 

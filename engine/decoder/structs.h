@@ -1,17 +1,18 @@
-// What the decoder is made of and called with, as Python packs it, and what the kernels that it calls read.
+// What the decoder is made of and called with, as Python packs it.
 
 #pragma once
 
 #include <cstdint>
 
+#include "../attention/cpu_kernel/step.h"
 #include "../sampler/choice.h"
 
 namespace {
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
-using BeginAttention = const char* (*)(void*, const void*);
-using Attend = void (*)(void*, const void*);
+using BeginAttention = const char* (*)(void*, const Step*);
+using Attend = void (*)(void*, const Call*);
 
 // One product's packed weights, [out, in], and bias (null for none).
 struct Weights {
@@ -49,15 +50,6 @@ struct Model {
     const Entry* entry;  // null for a whole model
 };
 
-// As the attention kernel reads it.
-struct AttentionCall {
-    const void *query, *key, *value;
-    void* out;
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head, out_token, out_head;
-    int64_t layer, num_heads, window;
-    double scale, softcap;
-};
-
 struct Rows {
     const int64_t *token_ids, *positions;
     int64_t count;
@@ -69,15 +61,6 @@ struct Rows {
     bf16* hidden;  // [count, num_hidden, hidden]
     const bf16* before;  // for a head, [count, hidden]: the hidden states before the tokens
     bf16* after;         // and [num_logits, hidden]: those for the rows after them; may be `before`
-};
-
-// As the attention kernel reads it: a step of chains.
-struct AttentionStep {
-    const int32_t *query_start, *context_len, *block_table;
-    const int64_t* slots;
-    const uint64_t* visible;
-    const int32_t *tree_start, *first_key;
-    int64_t table_stride, num_sequences, total_tokens, threads;
 };
 
 // Rows of chains: for each sequence those from place `starts` up to `ends`, whose KV goes to its blocks.

@@ -10,6 +10,7 @@
 #include "pages.h"
 #include "plan.h"
 #include "softmax.h"
+#include "step.h"
 
 namespace {
 
@@ -18,15 +19,6 @@ constexpr int64_t SERIAL_TOKENS = 64;    // up to this many, one thread writes t
 
 static_assert(SPLIT % TILE == 0, "a tile lies in one split");
 static_assert(TILE == 64, "a tile's keys are the bits of a word");
-
-// A layer's tensors, with strides in elements.
-struct Call {
-    const void *query, *key, *value;
-    void* out;
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head, out_token, out_head;
-    int64_t layer, num_heads, window;
-    double scale, softcap;
-};
 
 // Memory that is kept from call to call and handed out from its start in each.
 class Scratch {

@@ -1,4 +1,4 @@
-// What a step consists of, and how it is cut into tasks for the threads.
+// How a step is cut into tasks for the threads.
 #pragma once
 
 #include <algorithm>
@@ -7,87 +7,12 @@
 #include <deque>
 #include <vector>
 
-#include "sight.h"
+#include "step.h"
 
 constexpr int SPLIT = 512;      // keys; a multiple of the tile
 constexpr int TASK_ROWS = 72;   // query rows (positions times heads of the group) of one task
 constexpr int PACK_COST = 10;   // packing a key costs about as much as this many query rows
 constexpr int TASKS_EACH = 4;   // tasks per thread to aim at, so that no thread waits long for another
-
-struct Pool {
-    void* data;
-    int64_t block_stride, layer_stride, side_stride;  // in elements; a side is the keys or the values
-    int64_t num_blocks, block_size, num_kv_heads, head_dim;
-    int64_t is_bf16;
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null
-
-    int64_t block_bytes() const { return block_stride * (is_bf16 ? 2 : 4); }
-};
-
-// The step's metadata, as AttentionMetadata describes them.
-struct Step {
-    const int32_t *query_start, *context_len, *block_table;
-    const int64_t* slots;
-    const uint64_t* visible;                // null if all sequences are chains
-    const int32_t *tree_start, *first_key;  // may be null
-    int64_t table_stride, num_sequences, total_tokens, threads;
-
-    int query_len(int64_t s) const { return query_start[s + 1] - query_start[s]; }
-    int64_t first_position(int64_t s) const { return context_len[s] - query_len(s); }
-    int32_t block(int64_t s, int64_t index) const { return block_table[s * table_stride + index]; }
-
-    bool is_tree(int64_t s) const { return visible && tree_start[s] >= 0; }
-
-    // The first key that a row at this position sees, with a sliding window or none (0).
-    int64_t first_seen(int64_t s, int64_t position, int64_t window) const {
-        const int64_t lowest = first_key ? first_key[s] : 0;
-        return window ? std::max(lowest, position + 1 - window) : lowest;
-    }
-
-    // No query row from row q on sees a key before this one.
-    int64_t first_seen_from(int64_t s, int q, int64_t window) const {
-        return first_seen(s, is_tree(s) ? tree_start[s] : first_position(s) + q, window);
-    }
-
-    Sight sight(int64_t s, int q, int64_t window) const {
-        if (!is_tree(s)) {
-            const int64_t position = first_position(s) + q;
-            return {first_seen(s, position, window), position + 1};
-        }
-        const uint64_t path = visible[query_start[s] + q];
-        const int64_t start = tree_start[s], position = start + __builtin_popcountll(path) - 1;
-        return {first_seen(s, position, window), start, start, window ? last_bits(path, window) : path};
-    }
-
-    // The name of the field that is out of range, or null.
-    const char* fault(const Pool& pool) const {
-        for (int64_t s = 0; s < num_sequences; s++) {
-            if (query_start[s] < 0 || query_len(s) < 0 || query_start[s + 1] > total_tokens)
-                return "query_start";
-            if (first_position(s) < 0 || context_len[s] > table_stride * pool.block_size)
-                return "context_len";
-            for (int64_t b = 0; b * pool.block_size < context_len[s]; b++)
-                if (block(s, b) < 0 || block(s, b) >= pool.num_blocks) return "block_table";
-            if (first_key && (first_key[s] < 0 || first_key[s] > first_position(s))) return "first_key";
-            if (!is_tree(s)) continue;
-            if (tree_start[s] > first_position(s) || tree_start[s] < first_seen(s, 0, 0)) return "tree_start";
-            if (!paths_fit(s)) return "visible";
-        }
-        for (int64_t t = 0; t < total_tokens; t++)
-            if (slots[t] >= pool.num_blocks * pool.block_size) return "slot_mapping";
-        return nullptr;
-    }
-
-  private:
-    // Every row sees itself and no later one.
-    bool paths_fit(int64_t s) const {
-        for (int q = 0; q < query_len(s); q++) {
-            const int64_t own = first_position(s) + q - tree_start[s];
-            if (own > 63 || visible[query_start[s] + q] >> own != 1) return false;
-        }
-        return true;
-    }
-};
 
 // Query rows [first_query, first_query + queries) of a sequence for some KV heads' groups and some splits.
 struct Task {
