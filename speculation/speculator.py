@@ -27,7 +27,7 @@ from speculation.methods import build_drafter, draft_shape
 from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import prepare, verify
 
-_MODELS_GAIN, _HEADS_GAIN = 0.1, 0.15
+_LEAST_GAIN = 0.1
 
 
 def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
@@ -248,11 +248,9 @@ class BatchSpeculator:
 
 def _least_gain(drafter: Drafter) -> float:
     """What drafts with weights of their own must bring in a step, since prompts have to be read for them, and
-    what they are expected to bring is not exact. For heads prompts also take the target longer.
+    what they are expected to bring is not exact.
     """
-    if drafter.hidden_layers:
-        return _HEADS_GAIN
-    return _MODELS_GAIN if drafter.segment is not None else 0.0
+    return _LEAST_GAIN if drafter.segment is not None or drafter.hidden_layers else 0.0
 
 
 def _draft_room(sequence: Sequence) -> int:

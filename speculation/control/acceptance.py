@@ -14,10 +14,10 @@ _POOL_DECAY = 0.998
 """For each draft of a method."""
 _PRIOR_WEIGHT = 3.0
 """Drafts of its own after which a request's rate counts as much as its method's."""
-_TOKEN_DECAY = 0.985
-"""For each token of the request's text: half of what was learned is forgotten after 46 tokens."""
-_LONGEST_GAP = 128
-"""Tokens beyond which a gap between drafts makes what was learned no older."""
+_TOKEN_DECAY = 0.97
+"""For each token of the request's text: half of what was learned is forgotten after 23 tokens."""
+_STALE = 8
+"""Tokens without a draft from which on what was learned gets older with each choice."""
 _SHARE_DECAY = 0.95
 """For each step in which a request was to draft."""
 _SHARE_WEIGHT = 8.0
@@ -102,6 +102,21 @@ class Acceptance:
             survivals.append(survival)
         return survivals
 
+    def grow(self, place: int) -> None:
+        """The request is `place` tokens long by now. One that does not draft comes back to its method's rates:
+        text that was hard is not taken to stay so.
+        """
+        if self._last_place is not None and place - self._last_place >= _STALE:
+            self._fade(place)
+            self._survival = []
+
+    def _fade(self, place: int) -> None:
+        if self._last_place is not None:
+            kept = _TOKEN_DECAY ** max(place - self._last_place, 0)
+            self._accepted = [accepted * kept for accepted in self._accepted]
+            self._tried = [tried * kept for tried in self._tried]
+        self._last_place = place
+
     def observe_share(self, num_granted: int, num_drafted: int) -> None:
         """Of `num_granted` tokens that it was to draft, it drafted so many."""
         self._method.observe_share(num_granted, num_drafted)
@@ -114,12 +129,7 @@ class Acceptance:
         `place` is the request's number of tokens.
         """
         self._method.observe(num_drafted, num_accepted)
-        if self._last_place is not None:
-            gap = min(max(place - self._last_place, 0), _LONGEST_GAP)
-            kept = _TOKEN_DECAY**gap
-            self._accepted = [accepted * kept for accepted in self._accepted]
-            self._tried = [tried * kept for tried in self._tried]
-        self._last_place = place
+        self._fade(place)
         for position in range(min(num_accepted + 1, num_drafted, len(self._tried))):
             self._tried[position] += 1.0
             if position < num_accepted:

@@ -70,7 +70,9 @@ class Control:
 
     def choose(self, decoding: Many[Sequence], requests: Many[Request]) -> None:
         self.take_lessons()
-        context = sum([len(sequence.token_ids) for sequence in decoding]) / len(decoding)
+        for sequence, request in zip(decoding, requests, strict=True):
+            request.place = len(sequence.token_ids)
+        context = sum([request.place for request in requests]) / len(requests)
         self._controller.choose(requests, context)
         for request in requests:
             if request.method is not None:

@@ -195,6 +195,7 @@ class Controller:
         for request in requests:
             request.chosen = request.fixed_tokens or 0
             if request.method is not None:
+                request.acceptance.grow(request.place)
                 groups.setdefault(request.method, []).append(request)
         if any(request.fixed_tokens is None for request in requests):
             self._decide(groups, len(requests) + self._load[1], context)

@@ -40,15 +40,16 @@ class Shape:
 class Request:
     """How one request speculates: with a method (None: not at all), for `fixed_tokens` or as many as pay.
 
-    `backlog` are tokens that the drafter must read before it can draft. `chosen` is the number of tokens for
-    the coming step, `last_drafted` the choice by which it last was not 0, `num_first` how many of its drafts
-    were made to learn about the method.
+    `place` is the number of its tokens, `backlog` that of those which the drafter must read before it can
+    draft. `chosen` is the number of tokens for the coming step, `last_drafted` the choice by which it last
+    was not 0, `num_first` how many of its drafts were made to learn about the method.
     """
 
     method: Method | None
     fixed_tokens: int | None
     acceptance: Acceptance
     origin: Origin = "computed"
+    place: int = 0
     backlog: int = 0
     chosen: int = 0
     last_drafted: int = 0

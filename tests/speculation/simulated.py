@@ -90,6 +90,8 @@ class SimulatedEngine:
 
     def step(self) -> None:
         requests = [running.request for running in self.running]
+        for running in self.running:
+            running.request.place = running.place
         if self.controller.is_due(len(requests)):
             self.controller.choose(requests, CONTEXT)
         rooms = [request.chosen for request in requests]

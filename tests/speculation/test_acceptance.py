@@ -69,7 +69,20 @@ def test_what_was_learned_long_ago_in_the_text_counts_less() -> None:
         return acceptance.survival()[0]
 
     assert after(500) > after(50) > after(1)
-    assert after(500) == after(5000)
+
+
+def test_text_that_was_hard_is_not_taken_to_stay_so() -> None:
+    """Although a request that does not draft learns nothing new."""
+    method = MethodAcceptance(DEPTH)
+    shown([(4, 4)] * 400, method)
+    acceptance = shown([(4, 0)] * 20, method)
+    hard = acceptance.survival()[0]
+    acceptance.grow(21)
+    assert acceptance.survival()[0] == hard
+    for place in range(40, 340, 20):
+        acceptance.grow(place)
+    assert hard < 0.3
+    assert acceptance.survival() == pytest.approx(Acceptance(method).survival(), rel=0.01)
 
 
 def test_the_share_of_what_is_found() -> None:

@@ -25,6 +25,7 @@ RATES: dict[str, Rate] = {
     "hopeless": lambda number, place: 0.1,
     "unlike": lambda number, place: 0.9 if number % 2 else 0.15,
     "changing": lambda number, place: 0.9 if place // 75 % 2 else 0.1,
+    "hard at first": lambda number, place: 0.95 if place > 40 else 0.1,
 }
 STEPS = {1: 2000, 4: 1000, 16: 400, 64: 150}
 FIXED = (0, 1, 2, 3, 4, 6, 8)
