@@ -103,7 +103,7 @@ class Acceptance:
         return survivals
 
     def grow(self, place: int) -> None:
-        """The request is `place` tokens long by now. One that does not draft comes back to its method's rates:
+        """The request is `place` tokens long by now. Not drafting, it comes back to its method's rates:
         text that was hard is not taken to stay so.
         """
         if self._last_place is not None and place - self._last_place >= _STALE:
