@@ -32,8 +32,9 @@ _FIRST_DRAFTERS, _FIRST_DEPTH = 4, 4
 _AGAIN_EVERY = 32
 """Requests that hardly ever draft, after which one makes as many such drafts again: the text of those before
 may have been hard, and little is learned of requests whose prompts were not read for drafting."""
-_NEWS_SHARE, _HARDLY_EVER = 0.2, 0.1
-"""What one choice counts for in whether drafts pay at a load, and below which mean they are taken not to."""
+_NEWS_SHARE, _FIRST_SAVED, _HARDLY_ANY = 0.2, 0.25, 0.025
+"""What one choice counts for in the share of the time that drafts save at a load, what that is taken to be at
+first, and below which share, or the gain that is asked of drafts, they are taken not to pay there."""
 _FREE_TRIALS = 8
 """Steps without drafts, for each number of sequences, that are tried whatever they seem to lose."""
 _ENOUGH = 64
@@ -116,8 +117,8 @@ class Controller:
         self._drafts = False
         """Whether any request does by the latest choice."""
         self._num_passed_over = 0
-        self._worth: dict[int, float] = {}
-        """How often drafts paid of late, by the number of bits of the load."""
+        self._saved: dict[int, float] = {}
+        """The share of the time that drafts saved of late, by the number of bits of the load."""
 
     def is_due(self, num_requests: int, num_to_come: int = 0) -> bool:
         """Whether to `choose` for the coming step; otherwise the latest choices stand. To be asked once for
@@ -171,7 +172,8 @@ class Controller:
         """At the present load, as far as is known."""
         if any(control.num_first < FIRST_DRAFTS for control in self.methods.values()):
             return False
-        return self._worth.get(sum(self._load).bit_length(), 1.0) < _HARDLY_EVER
+        least = max([control.least_gain for control in self.methods.values()], default=0.0)
+        return self._saved.get(sum(self._load).bit_length(), _FIRST_SAVED) < max(least, _HARDLY_ANY)
 
     def expect(self, request: Request) -> None:
         """A request has come, for which no choice was made yet."""
@@ -262,8 +264,8 @@ class Controller:
         plan, plain = planner.best(), planner.plain
         pays = plan.rate > plain.rate * (1 + control.least_gain)
         size = num_sequences.bit_length()
-        worth = self._worth.get(size, 1.0)
-        self._worth[size] = worth + _NEWS_SHARE * (pays - worth)
+        saved = self._saved.get(size, _FIRST_SAVED)
+        self._saved[size] = saved + _NEWS_SHARE * ((1 - plain.rate / plan.rate if pays else 0.0) - saved)
         is_new = pays and self.surroundings.num_seen(num_sequences, load.rows > 0) < _FREE_TRIALS
         if self._tries_the_other(control, planner, plan, pays=pays, is_new=is_new):
             pays = not pays
