@@ -231,6 +231,27 @@ def test_prompts_are_not_looked_at_where_drafts_hardly_ever_pay() -> None:
     assert not made.is_idle
 
 
+@pytest.mark.parametrize(("least_gain", "is_idle"), [(0.0, False), (0.2, True)])
+def test_prompts_are_looked_at_for_what_drafts_save_and_not_for_how_often(
+    least_gain: float, is_idle: bool
+) -> None:
+    """Every second choice drafts for a gain beyond the least, which is less in the mean of all."""
+    made = controller(row_seconds=2e-3)
+    made.methods["draft_model"].least_gain = least_gain
+    likely, unlikely = ([request(made) for _ in range(4)] for _ in range(2))
+    for one in likely:
+        show(one, 30, MAX_TOKENS, 2)
+    for one in unlikely:
+        show(one, 30, MAX_TOKENS, 0)
+    for number in range(12):
+        made.is_due(4)
+        made.choose(unlikely if number % 2 else likely, 100.0)
+    assert all(one.chosen for one in likely)
+    assert not any(one.chosen for one in unlikely)
+    assert not made.is_due(0, 4)
+    assert made.is_idle == is_idle
+
+
 def test_likely_requests_get_more_than_unlikely_ones() -> None:
     made = controller(row_seconds=2e-3)
     likely, unlikely = request(made), request(made)
