@@ -174,6 +174,20 @@ def test_ctrl_c_during_the_first_imports_leaves_no_traceback() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_ctrl_c_while_the_commands_are_made_leaves_no_traceback() -> None:
+    code = """if True:
+        import os, signal, typer.utils
+        from deploy.__main__ import main
+        def interrupted(function, plain=typer.utils.get_type_hints):
+            os.kill(os.getpid(), signal.SIGINT)
+            return plain(function)
+        typer.utils.get_type_hints = interrupted
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_signal_during_the_imports_is_not_lost() -> None:
     """Python ignores what is raised in a callback of a weak reference, which imports make use of."""
     code = """if True:
