@@ -334,4 +334,7 @@ def test_raw_stream_ends_with_done(router):
         events = [line for line in response.iter_lines() if line]
     assert events[-1] == "data: [DONE]"
     assert all(event.startswith("data: ") for event in events)
-    assert [json.loads(event[6:])["object"] for event in events[:-1]] == ["text_completion"] * 3
+    chunks = [json.loads(event[6:]) for event in events[:-1]]
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    whole = router.http.post("/v1/completions", json=body | {"stream": False}).json()
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"] != ""
