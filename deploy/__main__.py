@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 
 
 def main() -> None:
@@ -10,11 +9,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from deploy.cli import app
 
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        app(prog_name="tandem")
-    except KeyboardInterrupt:  # while the commands were being made: those that run see to it themselves
-        sys.exit(130)
+    app(prog_name="tandem")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -34,6 +33,13 @@ def fail(error: Exception | str) -> typer.Exit:
     return typer.Exit(1)
 
 
+@app.callback()
+def _interruptible(context: typer.Context) -> None:
+    """`serve` has handlers of its own. Until then Ctrl-C just ends it: imports may lose an exception."""
+    if context.invoked_subcommand != "serve":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @app.command(no_args_is_help=False)
 @with_config_options
 def serve(
@@ -48,7 +54,6 @@ def serve(
     Every option can also be set in the environment (--max-model-len as TANDEM_MAX_MODEL_LEN) or in a YAML
     file (--config). A flag wins over the environment, and that over the file.
     """
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # imports may lose a KeyboardInterrupt
     if model_tag is not None:
         if flags["model"] is not None:
             raise fail("--model: given twice, as an option and as an argument")

@@ -251,6 +251,6 @@ def test_a_decode_workers_death_changes_nothing(expected: dict[str, list[dict[st
         for name in ("logprobs", "seeded"):
             assert_same(ask(serving, REQUESTS[name], speculative=asked), expected[name])
         assert serving.metric("tandem_requests_placed_anew_total") == 1
+        serving.wait_empty()
         drafts, drafted = (total(serving, name, "draft_model") for name in ("drafts", "draft_tokens"))
         assert 2 < drafted / drafts <= 3
-        serving.wait_empty()
