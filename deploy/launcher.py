@@ -47,6 +47,7 @@ class Launcher(threading.Thread):
         super().__init__(name="launcher", daemon=True)
         self._config = config
         self._keys = keys
+        self._server = server
         self._router = RouterView(server)
         self._on_ready = on_ready
         self._on_failure = on_failure
@@ -61,6 +62,7 @@ class Launcher(threading.Thread):
     def run(self) -> None:
         try:
             self._cluster.start()
+            self._server.restore_signals()  # Ray's own handler prints a trace of the C stack at SIGTERM
             self._supervise()
         except TandemError as error:
             self.failure = str(error)

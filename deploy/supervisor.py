@@ -172,26 +172,36 @@ class Supervisor:
 
     def _kill(self, slot: _Slot) -> None:
         """End the process for certain, also one that is stopped and takes no message."""
-        if slot.actor is not None:
-            with contextlib.suppress(RayError):
-                ray.kill(slot.actor)
+        self._end(slot)
         if slot.process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 slot.process.kill()
+
+    def _end(self, slot: _Slot) -> None:
+        """Ray has its process exit."""
+        if slot.actor is not None:
+            with contextlib.suppress(RayError):
+                ray.kill(slot.actor)
         slot.actor = slot.ended = None
 
     # --- the end ----------------------------------------------------------------------------------
 
     def _end_all(self) -> None:
-        """Let every worker end by itself; kill those that take too long."""
+        """Let every worker end by itself; kill those that take too long, and no other.
+
+        Ray reports a process that is killed as a worker that died.
+        """
         running = [slot for slot in self._slots if slot.ended is not None]
         for slot in running:
             with contextlib.suppress(RayError):
                 slot.actor.stop.remote()
-        if running:
-            ray.wait([slot.ended for slot in running], num_returns=len(running), timeout=STOP_GRACE_S)
+        waited = [slot.ended for slot in running]
+        ended = ray.wait(waited, num_returns=len(waited), timeout=STOP_GRACE_S)[0] if waited else []
         for slot in running:
-            self._kill(slot)
+            if slot.ended in ended:
+                self._end(slot)
+            else:
+                self._kill(slot)
 
 
 def _reason(ref: Any) -> str:

@@ -71,6 +71,11 @@ class RouterServer:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin_stop)
 
+    def restore_signals(self) -> None:
+        """Thread-safe: undo what a library in C did to the signals, unseen by Python."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(_install_anew)
+
     def run(self, on_start: Callable[[], None] = _nothing, on_stop: Callable[[], None] = _nothing) -> None:
         """Serve. `on_start` is called once HTTP answers, `on_stop` when draining begins."""
         server_config = uvicorn.Config(
@@ -143,6 +148,11 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         logger.info("%s: stopping", signal.Signals(sig).name)
         self._on_signal()
+
+
+def _install_anew() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.getsignal(number))
 
 
 def _bind(host: str, port: int) -> socket.socket:

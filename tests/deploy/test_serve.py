@@ -202,6 +202,20 @@ def test_a_signal_during_the_imports_is_not_lost() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
 
 
+def test_a_signal_to_the_process_alone_ends_it_quietly(tiny_folder: Path, tmp_path: Path) -> None:
+    running = ServerProcess(tiny_folder, tmp_path / "log", "--no-disaggregation")
+    try:
+        running.wait_ready()
+        before = len(running.log.splitlines())
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait_end() == 0
+        of_ray = [line for line in running.log.splitlines()[before:] if " router.server: " not in line]
+        assert [line for line in of_ray if not line.startswith("(WorkerActor ")] == []
+        assert running.leftovers() == []
+    finally:
+        running.kill()
+
+
 def test_a_second_signal_ends_at_once(started: ServerProcess) -> None:
     started.wait_ready()
     started.process.send_signal(signal.SIGTERM)
@@ -234,7 +248,7 @@ def test_a_refused_model_is_one_clear_line(
     if content is not None:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(content))
-    running = ServerProcess(folder, tmp_path / "log", "--load-format", "dummy")
+    running = ServerProcess(folder, tmp_path / "log", "--load-format", "dummy", "--no-disaggregation")
     try:
         assert running.wait_end(100) == 1
         last = running.log.strip().splitlines()[-1]
@@ -258,7 +272,7 @@ def test_a_draft_that_does_not_fit_is_one_clear_line(
         content = json.loads((tiny_folder / "config.json").read_text()) | {"vocab_size": vocab_size}
         (draft / "config.json").write_text(json.dumps(content))
     config = json.dumps({"method": "draft_model", "model": str(draft)})
-    options = ("--load-format", "dummy", "--speculative-config", config)
+    options = ("--load-format", "dummy", "--no-disaggregation", "--speculative-config", config)
     running = ServerProcess(tiny_folder, tmp_path / "log", *options)
     try:
         assert running.wait_end(100) == 1
