@@ -49,23 +49,27 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 both_paths = pytest.mark.usefixtures("path")
+rules_on_their_paths = pytest.mark.parametrize(
+    ("path", "verification"),
+    [("compiled", "standard"), ("torch", "standard"), ("torch", "block")],
+    indirect=["path"],
+)
+"""The standard rule has two; block verification is torch's on both. Fewer trials try all of them below."""
 
 
-@both_paths
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("verification", BY_CHANCE)
-def test_chain_of_sampled_tokens(verification: Verification) -> None:
+@rules_on_their_paths
+def test_chain_of_sampled_tokens(path: str, verification: Verification) -> None:
     found = generate(MODEL, sampled_chain(DRAFT, 2, verification), verification)
     assert_fits(found.tokens, MODEL)
     assert 0.2 < found.acceptance < 0.8
 
 
-@both_paths
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("verification", BY_CHANCE)
-def test_chain_of_likeliest_tokens(verification: Verification) -> None:
+@rules_on_their_paths
+def test_chain_of_likeliest_tokens(path: str, verification: Verification) -> None:
     assert_fits(generate(MODEL, likeliest_chain(DRAFT, 2), verification).tokens, MODEL)
 
 
