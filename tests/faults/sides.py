@@ -56,10 +56,10 @@ class Options:
     their_layout: Layout = "bytes"
     host: str = "127.0.0.1"
     listen_at: dict[str, str] = field(default_factory=dict)
-    progress_timeout_s: float = 0.5
-    connect_timeout_s: float = 0.5
+    progress_timeout_s: float = 1.0
+    connect_timeout_s: float = 1.0
     reconnect_grace_s: float = 0.3
-    retry_interval_s: float = 1.0
+    retry_interval_s: float = 2.0
 
 
 class Blocks:

@@ -8,15 +8,19 @@ from tests.faults.arena import ORPHAN_S, Arena
 from tests.faults.namespaces import Network
 from tests.faults.processes import Child
 
-PROMPT_S = 5.0
+PROMPT_S = 6.0
+NEIGHBOURS_S = {"progress_timeout_s": 1.5, "connect_timeout_s": 1.5}
+"""The kernel looks for a neighbour that did not answer, and takes note of a link's state, once a second."""
+
 POINTS = ["hello sent", "piece begins", "mid payload", "ack arrives"]
 
 
 @pytest.fixture
 def ends(arena: Arena, network: Network) -> tuple[Child, Child]:
     """A sender on the left, a receiver on the right; both in processes that end with the test."""
-    sender = arena.sender(network=network.left, host=network.hosts[network.left])
-    return sender, arena.receiver(network=network.right, host=network.hosts[network.right])
+    left, right = network.left, network.right
+    sender = arena.sender(network=left, host=network.hosts[left], **NEIGHBOURS_S)
+    return sender, arena.receiver(network=right, host=network.hosts[right], **NEIGHBOURS_S)
 
 
 CUTS = [*((point, "both ways") for point in POINTS)]

@@ -225,12 +225,17 @@ def refused(sender: SenderEnd, receiver: ReceiverEnd) -> str:
     return event.reason
 
 
+def wait_until_said(caplog: pytest.LogCaptureFixture, reason: str) -> None:
+    """By the other end, in a thread of its own."""
+    wait_until(lambda: any(reason in message for message in caplog.messages))
+
+
 def test_a_sender_without_tls_is_refused(
     closing: Closing, tls: TransportOptions, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = refused(closing(SenderEnd(["tcp"])), closing(ReceiverEnd(["tcp"], None, tls)))
     assert "the peer speaks TLS, and this side does not" in reason
-    assert any("TLS: the peer does not speak it" in message for message in caplog.messages)
+    wait_until_said(caplog, "TLS: the peer does not speak it")
 
 
 def test_a_receiver_without_tls_is_refused(
@@ -238,7 +243,7 @@ def test_a_receiver_without_tls_is_refused(
 ) -> None:
     reason = refused(closing(SenderEnd(["tcp"], None, tls)), closing(ReceiverEnd(["tcp"])))
     assert "TLS: the peer ended the handshake; it may have no TLS" in reason
-    assert any("the peer speaks TLS, and this side does not" in message for message in caplog.messages)
+    wait_until_said(caplog, "the peer speaks TLS, and this side does not")
 
 
 def test_a_receiver_of_another_authority_is_refused(
@@ -258,7 +263,7 @@ def test_a_sender_of_another_authority_is_refused(
     assert "TLS: the peer refuses our certificate" in refused(
         closing(SenderEnd(["tcp"], None, trusting)), receiver
     )
-    assert any("TLS: the peer's certificate is refused" in message for message in caplog.messages)
+    wait_until_said(caplog, "TLS: the peer's certificate is refused")
 
 
 def test_a_sender_without_a_certificate_is_refused(closing: Closing, files: TlsFiles) -> None:
