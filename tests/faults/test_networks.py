@@ -9,8 +9,8 @@ from tests.faults.namespaces import Network
 from tests.faults.processes import Child
 
 PROMPT_S = 6.0
-NEIGHBOURS_S = {"progress_timeout_s": 1.5, "connect_timeout_s": 1.5}
-"""The kernel looks for a neighbour that did not answer, and takes note of a link's state, once a second."""
+PATIENCE = {"progress_timeout_s": 1.5, "connect_timeout_s": 1.5}
+"""The kernel looks anew for a neighbour that did not answer, and sends a lost SYN again, after a second."""
 
 POINTS = ["hello sent", "piece begins", "mid payload", "ack arrives"]
 
@@ -19,8 +19,8 @@ POINTS = ["hello sent", "piece begins", "mid payload", "ack arrives"]
 def ends(arena: Arena, network: Network) -> tuple[Child, Child]:
     """A sender on the left, a receiver on the right; both in processes that end with the test."""
     left, right = network.left, network.right
-    sender = arena.sender(network=left, host=network.hosts[left], **NEIGHBOURS_S)
-    return sender, arena.receiver(network=right, host=network.hosts[right], **NEIGHBOURS_S)
+    sender = arena.sender(network=left, host=network.hosts[left], **PATIENCE)
+    return sender, arena.receiver(network=right, host=network.hosts[right], **PATIENCE)
 
 
 CUTS = [*((point, "both ways") for point in POINTS)]

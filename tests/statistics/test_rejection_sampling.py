@@ -54,7 +54,7 @@ rules_on_their_paths = pytest.mark.parametrize(
     [("compiled", "standard"), ("torch", "standard"), ("torch", "block")],
     indirect=["path"],
 )
-"""The standard rule has two; block verification is torch's on both. Fewer trials try all of them below."""
+"""Both for the standard rule. Blocks are verified by torch on both; fewer trials try drafts of each below."""
 
 
 @pytest.mark.slow
