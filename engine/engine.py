@@ -353,7 +353,7 @@ class Engine:
         self._scheduler.remove(sequence)
         self._sampler.forget(sequence.request_id)
         if self._speculator is not None:
-            self._speculator.forget(sequence.request_id)
+            self._speculator.forget(sequence)
         del self._sequences[sequence.request_id]
 
     def _expire(self) -> list[TokenOutput]:

@@ -54,10 +54,10 @@ class Rehearsal:
                 return None
         return list(self._sequences)
 
-    def forward(self, sequences: list[Sequence]) -> ForwardOutput:
+    def forward(self, sequences: list[Sequence], *, wants_hidden: bool = True) -> ForwardOutput:
         """Run all uncomputed tokens and the drafts; logits for the last token and each drafted one."""
         packed = pack(ScheduledStep(sequences, [sequence.num_uncomputed for sequence in sequences]))
-        return self._runner.run(packed.batch, packed.logit_rows)
+        return self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
 
     def free(self) -> None:
         for sequence in reversed(self._sequences):

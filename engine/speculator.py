@@ -163,8 +163,8 @@ class Speculator(Protocol):
         """
         ...
 
-    def forget(self, request_id: str) -> None:
-        """The request is over. Unknown ids are ignored."""
+    def forget(self, sequence: Sequence) -> None:
+        """Its request is over. Unknown ones are ignored."""
         ...
 
     def counters(self) -> dict[str, float]:

@@ -27,8 +27,6 @@ from speculation.methods import build_drafter, draft_shape
 from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import prepare, verify
 
-_LEAST_GAIN = 0.1
-
 
 def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
     """For `Engine`. Raises `ConfigError` for a draft that does not fit the model."""
@@ -80,7 +78,7 @@ class BatchSpeculator:
                 calibration = Calibration(rehearsal, self.verify, self._config.max_num_seqs)
                 self._control.set_target_times(calibration.target(self._control.max_rows))
                 times = calibration.drafter(drafter, shape)
-            self._control.add_method(method, shape, times, _least_gain(drafter))
+            self._control.add_method(method, drafter, shape, times)
 
     def begin(self, sequence: Sequence, num_drafted: int, state: DraftState) -> None:
         method = self._request(sequence).method
@@ -164,9 +162,9 @@ class BatchSpeculator:
         """
         if not self.hidden_layers or not self._takes_part:
             return False
-        if self._control.drafts or not self._control.is_idle:
-            return True
-        return step.only_decodes and self._control.may_draft_next
+        if not step.only_decodes:
+            return self._control.reads_prompts
+        return self._control.drafts or not self._control.is_idle or self._control.may_draft_next
 
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         if not self._takes_part:
@@ -177,7 +175,7 @@ class BatchSpeculator:
         if not self._control.drafts:
             if step.only_decodes and hidden is None:
                 return  # no drafter could learn from it
-            if hidden is not None and self._control.is_idle:
+            if step.only_decodes and hidden is not None and self._control.is_idle:
                 self._unread.keep(step, hidden)
                 return  # no draft pays, nor then does what drafters make of hidden states
         self._unread.clear()
@@ -202,13 +200,14 @@ class BatchSpeculator:
                         each.sequence.table, drafter.num_drafted(each.sequence.request_id)
                     )
 
-    def forget(self, request_id: str) -> None:
-        request = self._requests.pop(request_id, None)
+    def forget(self, sequence: Sequence) -> None:
+        request = self._requests.pop(sequence.request_id, None)
         if request is not None and request.method is not None:
+            self._control.ended(sequence)
             self._num_speculating -= 1
             if self._num_speculating == 0:
                 self._control.take_lessons()
-            self._drafters[request.method].forget(request_id)
+            self._drafters[request.method].forget(sequence.request_id)
 
     def counters(self) -> dict[str, float]:
         return self._account.counters()
@@ -239,18 +238,10 @@ class BatchSpeculator:
             drafter = build_drafter(method, self._options, self._config, self._loaded)
             drafter.attach(self._loaded, self._pool)
             self._drafters[method] = drafter
-            shape = draft_shape(method, self._options)
-            self._control.add_method(method, shape, None, _least_gain(drafter))
+            self._control.add_method(method, drafter, draft_shape(method, self._options), None)
         if method == "lookahead" and fixed is not None:
             fixed = self._options.lookahead_rows  # it takes all of them or none
         return self._control.new_request(sequence, method, fixed)
-
-
-def _least_gain(drafter: Drafter) -> float:
-    """What drafts with weights of their own must bring in a step, since prompts have to be read for them, and
-    what they are expected to bring is not exact.
-    """
-    return _LEAST_GAIN if drafter.segment is not None or drafter.hidden_layers else 0.0
 
 
 def _draft_room(sequence: Sequence) -> int:

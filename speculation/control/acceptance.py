@@ -65,7 +65,7 @@ class MethodAcceptance:
 class Acceptance:
     """One request's rates, and the `share` that was drafted of what it was to draft.
 
-    What it is shown counts for its method too.
+    What it is shown mostly counts for its method too.
     """
 
     def __init__(self, method: MethodAcceptance) -> None:
@@ -123,12 +123,13 @@ class Acceptance:
         self._granted = _SHARE_DECAY * self._granted + num_granted
         self._drafted = _SHARE_DECAY * self._drafted + num_drafted
 
-    def observe(self, num_drafted: int, num_accepted: int, place: int) -> None:
+    def observe(self, num_drafted: int, num_accepted: int, place: int, *, is_blind: bool = False) -> None:
         """Of a draft, `num_drafted` tokens deep, the first `num_accepted` were accepted.
 
-        `place` is the request's number of tokens.
+        `place` is the request's number of tokens. A blind draft tells nothing of other requests.
         """
-        self._method.observe(num_drafted, num_accepted)
+        if not is_blind:
+            self._method.observe(num_drafted, num_accepted)
         self._fade(place)
         for position in range(min(num_accepted + 1, num_drafted, len(self._tried))):
             self._tried[position] += 1.0

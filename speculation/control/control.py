@@ -17,7 +17,10 @@ from speculation.control.collapse import CollapseWatch, Origin
 from speculation.control.controller import Controller, MethodControl
 from speculation.control.plan import Request, Shape
 from speculation.control.step_time import UNMEASURED, DraftTime, DraftTimes, TargetTime, TargetTimes
+from speculation.drafter import Drafter
 
+_LEAST_GAIN = 0.03
+"""What drafts with weights of their own must bring: what they are expected to is not exact."""
 _MAX_ROWS = 8192
 """The step-time model knows no larger steps."""
 _MOST_LESSONS = 128
@@ -46,10 +49,16 @@ class Control:
     def set_target_times(self, times: TargetTimes) -> None:
         self._controller.target = TargetTime(times, self.max_rows)
 
-    def add_method(self, method: Method, shape: Shape, times: DraftTimes | None, least_gain: float) -> None:
-        """`times`: what drafting was measured to take, if it was. `least_gain` as in `MethodControl`."""
-        acceptance = MethodAcceptance(self._max_tokens)
-        self._controller.methods[method] = MethodControl(shape, acceptance, DraftTime(times), least_gain)
+    def add_method(self, method: Method, drafter: Drafter, shape: Shape, times: DraftTimes | None) -> None:
+        """`times`: what drafting was measured to take, if it was."""
+        reads_prompts = bool(drafter.hidden_layers)
+        self._controller.methods[method] = MethodControl(
+            shape,
+            MethodAcceptance(self._max_tokens),
+            DraftTime(times),
+            least_gain=_LEAST_GAIN if drafter.segment is not None or reads_prompts else 0.0,
+            reads_prompts=reads_prompts,
+        )
 
     def new_request(self, sequence: Sequence, method: Method | None, fixed_tokens: int | None) -> Request:
         """`method` None: it does not speculate."""
@@ -57,6 +66,12 @@ class Control:
         request = Request(method, fixed_tokens, Acceptance(known), _origin(sequence))
         self._controller.expect(request)
         return request
+
+    def ended(self, sequence: Sequence) -> None:
+        """Its request is over."""
+        if sequence.output_token_ids and not sequence.prefill_only:
+            num_read = len(sequence.prompt_token_ids) - (sequence.num_cached or 0)
+            self._controller.lengths.observe(num_read, len(sequence.output_token_ids))
 
     def is_due(self, num_sequences: int, num_to_come: int) -> bool:
         """A step begins in which so many sequences will decode, with more to come. Whether to `choose` for
@@ -84,6 +99,11 @@ class Control:
         return self._controller.is_idle
 
     @property
+    def reads_prompts(self) -> bool:
+        """As `Controller.reads_prompts`."""
+        return self._controller.reads_prompts
+
+    @property
     def rests(self) -> bool:
         """As `Controller.rests`."""
         return self._controller.rests
@@ -109,9 +129,9 @@ class Control:
         self._drafting.update(zip(sequences, requests, strict=True))
         control = self._controller.methods[method]
         rooms = [sequence.draft_room for sequence in sequences]
-        reads = sum(rooms) + sum([request.backlog for request in requests])
+        num_read = sum([request.backlog for request in requests])
         levels = 1 if control.shape.whole else max(rooms)
-        self._lessons.append(partial(control.time.observe, levels, reads, seconds))
+        self._lessons.append(partial(control.time.observe, levels, sum(rooms), num_read, seconds))
         for request in requests:
             request.backlog = 0
 
@@ -155,14 +175,11 @@ class Control:
         request.acceptance.observe_share(room, num_drafted)
         if draft is None or verdict is None or verdict.failed:
             return
-        if draft.is_blind:
-            self._account.verified(method, draft.num_nodes, outcome.num_accepted)
-            return
         depth = max(draft.depth, 1)  # probes alone are a draft of which nothing was accepted
         num_agreed = len(verdict.accepted)
-        request.acceptance.observe(depth, num_agreed, place)
+        request.acceptance.observe(depth, num_agreed, place, is_blind=draft.is_blind)
         self._account.verified(method, draft.num_nodes, outcome.num_accepted)
-        if self._watch.observe(method, request.origin, num_agreed > 0):
+        if not draft.is_blind and self._watch.observe(method, request.origin, num_agreed > 0):
             self._account.collapsed(method, request.origin)
 
     def report(self, max_tokens: int) -> SpeculationState:

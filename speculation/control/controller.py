@@ -13,7 +13,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from protocol.speculation import Method, MethodState, SpeculationState, StepTimeState
-from speculation.control.acceptance import MethodAcceptance
+from speculation.control.acceptance import Acceptance, MethodAcceptance
+from speculation.control.lengths import Lengths
 from speculation.control.plan import Load, Plan, Planner, Request, Shape, probe
 from speculation.control.step_time import DraftTime, SurroundingTime, TargetTime
 
@@ -29,12 +30,14 @@ FIRST_DRAFTS, _FIRST_OF_REQUEST = 32, 8
 """Of a method, by requests that choose for themselves, and how many one of them makes. They are made whatever
 they seem to lose, by a few requests at a time and so deep: without them nothing is known but a guess."""
 _FIRST_DRAFTERS, _FIRST_DEPTH = 4, 4
-_AGAIN_EVERY = 32
+_FIRST_APART = 12
+"""Tokens from one of these drafts to the request's next: how a text begins tells little of how it goes on."""
+_AGAIN_EVERY = 24
 """Requests that hardly ever draft, after which one makes as many such drafts again: the text of those before
 may have been hard, and little is learned of requests whose prompts were not read for drafting."""
 _NEWS_SHARE, _FIRST_SAVED, _HARDLY_ANY = 0.2, 0.25, 0.025
 """What one choice counts for in the share of the time that drafts save at a load, what that is taken to be at
-first, and below which share, or the gain that is asked of drafts, they are taken not to pay there."""
+first, and below which share they are taken not to pay there."""
 _FREE_TRIALS = 8
 """Steps without drafts, for each number of sequences, that are tried whatever they seem to lose."""
 _ENOUGH = 64
@@ -55,6 +58,8 @@ class MethodControl:
     time: DraftTime
     least_gain: float = 0.0
     """By which share of the plain rate drafts must be ahead."""
+    reads_prompts: bool = False
+    """Whether every prompt must be read for drafts to be good, and not first when one is wanted."""
     num_first: int = 0
     """Of the first drafts, so far."""
     num_requests: int = 0
@@ -104,6 +109,7 @@ class Controller:
         self.target = target
         self.surroundings = SurroundingTime(max_sequences)
         self.methods: dict[Method, MethodControl] = {}
+        self.lengths = Lengths()
         self._request_trials = Savings(DRAFT_TRIAL_SHARE)
         self._draft_trials, self._plain_trials = Savings(DRAFT_TRIAL_SHARE), Savings(PLAIN_TRIAL_SHARE)
         self._num_choices = 0
@@ -118,7 +124,9 @@ class Controller:
         """Whether any request does by the latest choice."""
         self._num_passed_over = 0
         self._saved: dict[int, float] = {}
-        """The share of the time that drafts saved of late, by the number of bits of the load."""
+        """The share of the time that drafts saved of late, less what prompts take to be read for them, by the
+        number of bits of the load.
+        """
 
     def is_due(self, num_requests: int, num_to_come: int = 0) -> bool:
         """Whether to `choose` for the coming step; otherwise the latest choices stand. To be asked once for
@@ -161,6 +169,13 @@ class Controller:
         return not self._drafts
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether prompts are to be read for drafting, be it that no other request drafts just now: without
+        that, drafts are poor.
+        """
+        return not self._hardly_pays or (self._drafts and self._trial is None)
+
+    @property
     def may_draft_next(self) -> bool:
         """Whether the step after this one may draft although this one does not: always, but where drafts
         hardly ever pay only if it begins with a choice.
@@ -172,8 +187,7 @@ class Controller:
         """At the present load, as far as is known."""
         if any(control.num_first < FIRST_DRAFTS for control in self.methods.values()):
             return False
-        least = max([control.least_gain for control in self.methods.values()], default=0.0)
-        return self._saved.get(sum(self._load).bit_length(), _FIRST_SAVED) < max(least, _HARDLY_ANY)
+        return self._saved.get(sum(self._load).bit_length(), _FIRST_SAVED) < _HARDLY_ANY
 
     def expect(self, request: Request) -> None:
         """A request has come, for which no choice was made yet."""
@@ -225,7 +239,7 @@ class Controller:
         for method, group in groups.items():
             free = [request for request in group if request.fixed_tokens is None]
             control = self.methods[method]
-            beginners = [request for request in free if request.num_first < _FIRST_OF_REQUEST]
+            beginners = [request for request in free if _begins(request)]
             if beginners and control.num_first < FIRST_DRAFTS:
                 self._begin(control, beginners[-_FIRST_DRAFTERS:])
             elif free:
@@ -241,6 +255,7 @@ class Controller:
             request.chosen = min(request.chosen, control.shape.max_tokens)
             request.last_drafted = self._num_choices
             request.num_first += 1
+            request.next_first = request.place + _FIRST_APART
         control.num_first += len(group)
         self._stands = 1
 
@@ -265,7 +280,12 @@ class Controller:
         pays = plan.rate > plain.rate * (1 + control.least_gain)
         size = num_sequences.bit_length()
         saved = self._saved.get(size, _FIRST_SAVED)
-        self._saved[size] = saved + _NEWS_SHARE * ((1 - plain.rate / plan.rate if pays else 0.0) - saved)
+        if control.reads_prompts:
+            news = self._saved_by_reading(control, len(group) + self._load[1], load)
+            pays = pays and saved >= _HARDLY_ANY
+        else:
+            news = 1 - plain.rate / plan.rate if pays else 0.0
+        self._saved[size] = saved + _NEWS_SHARE * (news - saved)
         is_new = pays and self.surroundings.num_seen(num_sequences, load.rows > 0) < _FREE_TRIALS
         if self._tries_the_other(control, planner, plan, pays=pays, is_new=is_new):
             pays = not pays
@@ -276,6 +296,16 @@ class Controller:
                 request.last_drafted = self._num_choices
         if pays or self._trial is not self._plain_trials:
             self._try_one(control, group, plan.levels if pays else 0, load)
+
+    def _saved_by_reading(self, control: MethodControl, num_requests: int, load: Load) -> float:
+        """The share of the time that drafts would save if the prompts of so many requests were read, less
+        what that takes. What those that decode draft does not tell, as long as theirs were not.
+        """
+        typical = Request(None, None, Acceptance(control.acceptance))
+        planner = Planner(control.shape, control.time.times, [typical] * num_requests, load)
+        plan, plain = planner.best(), planner.plain
+        reading = control.time.times.per_read * self.lengths.read_per_written * plain.rate
+        return 1 - plain.rate / plan.rate - reading if plan.tokens else -reading
 
     def _tries_the_other(
         self, control: MethodControl, planner: Planner, plan: Plan, *, pays: bool, is_new: bool
@@ -327,6 +357,11 @@ class Controller:
         )
         methods = [control.report(method) for method, control in self.methods.copy().items()]
         return SpeculationState(max_tokens=max_tokens, methods=methods, step_time=step_time)
+
+
+def _begins(request: Request) -> bool:
+    """Whether it may make one of the first drafts now."""
+    return request.num_first < _FIRST_OF_REQUEST and request.place >= request.next_first
 
 
 def _last_drafted(request: Request) -> int:

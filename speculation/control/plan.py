@@ -42,7 +42,8 @@ class Request:
 
     `place` is the number of its tokens, `backlog` that of those which the drafter must read before it can
     draft. `chosen` is the number of tokens for the coming step, `last_drafted` the choice by which it last
-    was not 0, `num_first` how many of its drafts were made to learn about the method.
+    was not 0, `num_first` how many of its drafts were made to learn about the method, `next_first` the place
+    from which on it may make the next of them.
     """
 
     method: Method | None
@@ -54,6 +55,7 @@ class Request:
     chosen: int = 0
     last_drafted: int = 0
     num_first: int = 0
+    next_first: int = 0
 
 
 @dataclass(slots=True)
@@ -158,7 +160,7 @@ class Planner:
             rows += weight
             seconds += per_token * width
             if level == 1:
-                seconds += per_token * self._requests[index].backlog / _HORIZON
+                seconds += self._times.per_read * self._requests[index].backlog / _HORIZON
             if rows > self._load.most_rows:
                 break
             total = self._load.target_seconds(rows) + seconds
@@ -169,7 +171,7 @@ class Planner:
     def unread_seconds(self, plan: Plan) -> float:
         """For what the drafter must read before the plan's drafts: all of it, if they are the only ones."""
         drafting = [index for _, level, index in self._slots[: plan.end] if level == 1]
-        return self._times.per_token * sum([self._requests[index].backlog for index in drafting])
+        return self._times.per_read * sum([self._requests[index].backlog for index in drafting])
 
     def carry_out(self, plan: Plan) -> None:
         """Set `chosen` of the plan's requests, and add what they draft to the load."""
@@ -184,7 +186,9 @@ class Planner:
             weight = request.acceptance.share * width
             load.tokens -= CAUTION * rank * weight
             load.rows += weight
-            load.seconds += times.per_token * (width + (request.backlog if level == 1 else 0))
+            load.seconds += times.per_token * width
+            if level == 1:
+                load.seconds += times.per_read * request.backlog
 
 
 def chances(shape: Shape, acceptance: Acceptance) -> list[float]:
@@ -201,7 +205,7 @@ def probe(shape: Shape, times: DraftTimes, request: Request, levels: int, load: 
     rows, before = load.rows, load.total_seconds()
     width, share = shape.width, request.acceptance.share
     seconds_per_token = before / load.tokens
-    lost = load.seconds + load.drafting - before + times.per_token * request.backlog
+    lost = load.seconds + load.drafting - before + times.per_read * request.backlog
     lost += 0.0 if levels else times.start
     for level, likely in enumerate(chances(shape, request.acceptance), 1):
         rows += share * width

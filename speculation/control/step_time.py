@@ -115,17 +115,21 @@ def _rising(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DraftTimes:
-    """Seconds of drafting for a batch: once, for each level of the deepest chain, and for each token."""
+    """Seconds of drafting for a batch: once, for each level of the deepest chain, and for each token; and for
+    each token of a text that must be read before.
+    """
 
     start: float = 0.0
     per_level: float = 0.0
     per_token: float = 0.0
+    per_read: float = 0.0
 
 
 class DraftTime:
     """D(levels, tokens) of one method; `times` are corrected, and may be read from any thread.
 
-    What was never measured takes the first measurement as it is.
+    What was never measured takes the first measurement as it is. What it takes to read is not corrected: most
+    drafts read next to nothing.
     """
 
     def __init__(self, measured: DraftTimes | None = None) -> None:
@@ -133,14 +137,16 @@ class DraftTime:
         self._ratio = Ratio()
         self.times = measured or DraftTimes()
 
-    def observe(self, levels: int, tokens: int, measured: float) -> None:
+    def observe(self, levels: int, tokens: int, num_read: int, measured: float) -> None:
         if self._measured is None:
-            self._measured = DraftTimes(start=measured / 2, per_token=measured / 2 / tokens)
+            half, each = measured / 2, measured / 2 / (tokens + num_read)
+            self._measured = self.times = DraftTimes(start=half, per_token=each, per_read=each)
         times = self.times
         predicted = times.start + times.per_level * levels + times.per_token * tokens
-        self._ratio.observe(predicted, measured)
+        self._ratio.observe(predicted + times.per_read * num_read, measured)
         shape, factor = self._measured, self._ratio.factor
-        self.times = DraftTimes(shape.start * factor, shape.per_level * factor, shape.per_token * factor)
+        per_level, per_token = shape.per_level * factor, shape.per_token * factor
+        self.times = DraftTimes(shape.start * factor, per_level, per_token, shape.per_read)
 
 
 class SurroundingTime:

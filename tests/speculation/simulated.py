@@ -113,7 +113,7 @@ class SimulatedEngine:
             self.controller.observe_step(self.num_requests, rows, CONTEXT, self.target(rows) * slow)
             self.controller.surroundings.observe(self.num_requests, levels > 0, SURROUNDINGS * slow)
         if levels:
-            self.method.time.observe(levels, tokens, drafting * slow)
+            self.method.time.observe(levels, tokens, 0, drafting * slow)
 
     def _verify(self, index: int, room: int, num_drafted: int) -> None:
         running = self.running[index]

@@ -85,6 +85,15 @@ def test_text_that_was_hard_is_not_taken_to_stay_so() -> None:
     assert acceptance.survival() == pytest.approx(Acceptance(method).survival(), rel=0.01)
 
 
+def test_a_blind_draft_tells_only_of_its_own_request() -> None:
+    method = MethodAcceptance(4)
+    blind, other = Acceptance(method), Acceptance(method)
+    for place in range(20):
+        blind.observe(4, 0, place, is_blind=True)
+    assert blind.survival()[0] < 0.2
+    assert other.survival()[0] == pytest.approx(FIRST_GUESS)
+
+
 def test_the_share_of_what_is_found() -> None:
     method = MethodAcceptance(DEPTH)
     acceptance = Acceptance(method)

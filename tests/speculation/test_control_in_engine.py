@@ -178,13 +178,25 @@ def test_calibration_leaves_no_trace(folder: Path) -> None:
 
 
 def test_calibration_measures_the_machine(folder: Path) -> None:
-    engine, _ = make_engine(folder, folder)
+    engine, speculator = make_engine(folder, folder)
     state = engine.speculation()
     assert state is not None and state.max_tokens == 8
     assert state.step_time.seconds == sorted(state.step_time.seconds)
     assert 0 < state.step_time.seconds[0] < state.step_time.seconds[-1]
     (method,) = state.methods
     assert method.start_s + method.level_s + method.token_s > 0
+    control = speculator._control._controller.methods["draft_model"]
+    assert 0 < control.time.times.per_read < state.step_time.seconds[0]
+    assert not control.reads_prompts, "its prompts are read with their first draft"
+
+
+def test_how_long_requests_were_is_learned_as_they_end(folder: Path) -> None:
+    engine, speculator = make_engine(folder, folder)
+    lengths = speculator._control._controller.lengths
+    for index in range(40):
+        engine.add(ask(f"r{index}", PROMPTS[index % 4]))
+        finish(engine)
+    assert lengths.read_per_written < 0.5 * 20 / 24, "most of the prompts' tokens were found in the cache"
 
 
 def test_calibration_in_a_pool_that_is_too_small(folder: Path) -> None:

@@ -217,6 +217,7 @@ def test_prompts_that_went_by_unseen_leave_drafts_blind_and_right(
             sequence.draft_room *= steps > 6
 
     monkeypatch.setattr(Control, "is_idle", property(lambda self: steps < 7))
+    monkeypatch.setattr(Control, "reads_prompts", property(lambda self: steps >= 7))
     watched.engine._speculator.plan = late  # type: ignore[union-attr,method-assign]
     prompt = prompt_of(30)
     watched.ask("a", prompt, 40)

@@ -126,7 +126,7 @@ def test_the_published_knots_rise() -> None:
 def test_drafting_time_is_scaled_to_what_it_takes() -> None:
     time = DraftTime(DraftTimes(start=1e-3, per_level=2e-3, per_token=1e-4))
     for _ in range(200):
-        time.observe(3, 10, 2 * (1e-3 + 6e-3 + 1e-3))
+        time.observe(3, 10, 0, 2 * (1e-3 + 6e-3 + 1e-3))
     assert time.times.per_level == pytest.approx(4e-3, rel=0.05)
 
 
@@ -134,7 +134,7 @@ def test_drafting_that_was_never_measured_is_learned() -> None:
     time = DraftTime()
     assert time.times == DraftTimes()
     for _ in range(100):
-        time.observe(3, 10, 2e-3)
+        time.observe(3, 10, 0, 2e-3)
     times = time.times
     assert times.start + times.per_level * 3 + times.per_token * 10 == pytest.approx(2e-3, rel=0.05)
 
@@ -162,3 +162,11 @@ def test_the_running_median_forgives_a_bad_start() -> None:
     assert median.value == pytest.approx(statistics.median(values), rel=0.2)
     median.observe(1.0)
     assert median.value == pytest.approx(statistics.median(values), rel=0.2)
+
+
+def test_what_is_read_does_not_pass_for_slow_drafting() -> None:
+    time = DraftTime(DraftTimes(start=1e-3, per_level=2e-3, per_token=1e-4, per_read=1e-5))
+    for _ in range(200):
+        time.observe(3, 10, 500, 8e-3 + 500e-5)
+    assert time.times.per_level == pytest.approx(2e-3, rel=0.01)
+    assert time.times.per_read == 1e-5
