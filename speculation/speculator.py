@@ -162,9 +162,13 @@ class BatchSpeculator:
         """
         if not self.hidden_layers or not self._takes_part:
             return False
-        if not step.only_decodes:
-            return self._control.reads_prompts
-        return self._control.drafts or not self._control.is_idle or self._control.may_draft_next
+        if self._control.drafts:
+            return True
+        if step.only_decodes:
+            return not self._control.is_idle or self._control.may_draft_next
+        return self._control.reads_prompts or any(
+            self._request(sequence).fixed_tokens for sequence in step.sequences
+        )
 
     def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
         if not self._takes_part:

@@ -70,7 +70,8 @@ class Control:
     def ended(self, sequence: Sequence) -> None:
         """Its request is over."""
         if sequence.output_token_ids and not sequence.prefill_only:
-            num_read = len(sequence.prompt_token_ids) - (sequence.num_cached or 0)
+            num_found = len(sequence.prompt_token_ids) if sequence.handed_over else sequence.num_cached or 0
+            num_read = len(sequence.prompt_token_ids) - num_found
             self._controller.lengths.observe(num_read, len(sequence.output_token_ids))
 
     def is_due(self, num_sequences: int, num_to_come: int) -> bool:

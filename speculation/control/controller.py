@@ -170,10 +170,10 @@ class Controller:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether prompts are to be read for drafting, be it that no other request drafts just now: without
+        """Whether prompts are to be read for drafts, be it that no other request drafts just now: without
         that, drafts are poor.
         """
-        return not self._hardly_pays or (self._drafts and self._trial is None)
+        return not self._hardly_pays
 
     @property
     def may_draft_next(self) -> bool:

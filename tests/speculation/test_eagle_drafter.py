@@ -207,7 +207,8 @@ def test_prompts_that_went_by_unseen_leave_drafts_blind_and_right(
 ) -> None:
     watched = Watched(target, official)
     steps = 0
-    plan = watched.engine._speculator.plan  # type: ignore[union-attr]
+    speculator: Any = watched.engine._speculator
+    plan, wants_hidden = speculator.plan, speculator.wants_hidden
 
     def late(decoding: list, num_to_come: int) -> None:  # type: ignore[type-arg]
         nonlocal steps
@@ -217,13 +218,25 @@ def test_prompts_that_went_by_unseen_leave_drafts_blind_and_right(
             sequence.draft_room *= steps > 6
 
     monkeypatch.setattr(Control, "is_idle", property(lambda self: steps < 7))
-    monkeypatch.setattr(Control, "reads_prompts", property(lambda self: steps >= 7))
-    watched.engine._speculator.plan = late  # type: ignore[union-attr,method-assign]
+    speculator.plan = late
+    speculator.wants_hidden = lambda step: step.only_decodes and wants_hidden(step)
     prompt = prompt_of(30)
     watched.ask("a", prompt, 40)
     assert watched.run()["a"] == greedy(model, prompt, 40)
     assert watched.trees and all(draft.is_blind for draft in watched.trees)
     assert watched.drafter.num_drafted("a") == 0
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_prompt_is_read_for_a_fixed_number_of_tokens(
+    reads: bool, target: Path, official: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is known of the load, since nobody asks whether those drafts pay."""
+    monkeypatch.setattr(Control, "reads_prompts", property(lambda self: reads))
+    watched = Watched(target, official)
+    watched.ask("a", prompt_of(30), 10)
+    watched.run()
+    assert watched.trees and not any(draft.is_blind for draft in watched.trees)
 
 
 def test_prefix_hit_keeps_the_draft_kv(target: Path, model: PreTrainedModel, official: Path) -> None:
