@@ -31,7 +31,7 @@ class System(Protocol):
     @property
     def max_prompt_len(self) -> int: ...
 
-    def run(self, case: Case, number: int, prompts: Sequence[list[int]]) -> Measurement: ...
+    def run(self, cases: Sequence[Case], number: int, prompts: Sequence[list[int]]) -> list[Measurement]: ...
 
     def close(self) -> None: ...
 
@@ -150,23 +150,20 @@ def _measure(plan: Plan, system: System, model: str, console: Console) -> list[M
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from bench.speculate.plan import Case
     from bench.speculate.workload import load_prompts
 
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = {name: load_prompts(name, tokenizer, system.max_prompt_len) for name in plan.workloads}
-    for block in plan.warm_up_blocks():
-        for case in (Case(block, None), Case(block, plan.num_tokens[-1])):
-            system.run(case, 0, plan.chosen(prompts[block.workload], block.concurrency, -1))
     measurements = []
-    for number in range(plan.rounds):
-        for block in plan.blocks():
-            chosen = plan.chosen(prompts[block.workload], block.concurrency, number)
-            for case in plan.cases(block, number):
-                measurement = system.run(case, number, chosen)
-                console.print(f"round {number}: {measurement}", highlight=False, soft_wrap=True)
-                measurements.append(measurement)
+    for drafting in plan.draftings:
+        for number in range(-1, plan.rounds):  # first, what compiles and what adapts does so unmeasured
+            for block in plan.blocks(drafting):
+                chosen = plan.chosen(prompts[block.workload], block.concurrency, number)
+                for measurement in system.run(plan.cases(block, number), number, chosen):
+                    if number >= 0:
+                        console.print(f"round {number}: {measurement}", highlight=False, soft_wrap=True)
+                        measurements.append(measurement)
     return measurements
 
 

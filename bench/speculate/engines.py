@@ -1,4 +1,7 @@
-"""Engines in this process, side by side: one without speculation, and one for each way to speculate."""
+"""Engines in this process, side by side: one without speculation, and one for each number of drafted tokens.
+
+They take turns of a fraction of a second, so that the machine's good and bad moments are everybody's.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.speculate.measurement import Answer, Measurement, summarize
-from bench.speculate.plan import Case, Drafting
+from bench.speculate.plan import Case, Drafting, NumTokens
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
@@ -18,50 +21,57 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from speculation.speculator import speculate
 
+_TURN_SECONDS = 0.1
 _DRAFT_SECONDS = "spec_decode_draft_seconds_total"
-_WARMING_TOKENS = 16
 
 
 class Engines:
-    """`config` is that of the engine without speculation. Requests ignore the end of text."""
+    """`config` is that of the engine without speculation. Requests ignore the end of text.
+
+    Those of one way to speculate are kept at a time, each with the one number of drafted tokens.
+    """
 
     def __init__(self, config: ServeConfig, draftings: Sequence[Drafting], output_len: int) -> None:
+        self._config = config
+        self._draftings = {drafting.label: drafting.config for drafting in draftings}
         self._output_len = output_len
         self._plain = Engine(config, speculate=speculate)
-        self._drafting = {
-            drafting.label: Engine(
-                msgspec.structs.replace(config, speculative_config=drafting.config), speculate=speculate
-            )
-            for drafting in draftings
-        }
+        self._drafting: dict[tuple[str, NumTokens], Engine] = {}
         self._runs = 0
-        gc.collect()
-        gc.freeze()  # as a worker does once it is ready
 
     @property
     def max_prompt_len(self) -> int:
         return self._plain.max_model_len - self._output_len
 
-    def run(self, case: Case, number: int, prompts: Sequence[list[int]]) -> Measurement:
-        """After a request that doesn't count: others have had the caches, and not all for equally long."""
-        engine = self._plain if case.num_tokens is None else self._drafting[case.block.drafting]
-        drive(engine, self._requests(case, prompts[:1], _WARMING_TOKENS), 1)
-        requests = self._requests(case, prompts, self._output_len)
-        drafting_before = _draft_seconds(engine)
-        answers, step_times = drive(engine, requests, case.block.concurrency)
-        return summarize(
-            case,
-            number,
-            answers,
-            draft_s=_draft_seconds(engine) - drafting_before,
-            step_s=statistics.fmean(step_times) if step_times else None,
-        )
+    def run(self, cases: Sequence[Case], number: int, prompts: Sequence[list[int]]) -> list[Measurement]:
+        """Raises RuntimeError when a request fails."""
+        runs = [
+            Run(self._engine(case), self._requests(case, prompts), case.block.concurrency) for case in cases
+        ]
+        gc.collect()
+        gc.freeze()  # as a worker does once it is ready
+        running = runs
+        while running:
+            running = [run for run in running if run.take_turn(_TURN_SECONDS)][::-1]
+        return [run.measurement(case, number) for case, run in zip(cases, runs, strict=True)]
 
     def close(self) -> None:
         for engine in (self._plain, *self._drafting.values()):
             engine.close()
 
-    def _requests(self, case: Case, prompts: Sequence[list[int]], output_len: int) -> list[EngineRequest]:
+    def _engine(self, case: Case) -> Engine:
+        if case.num_tokens is None:
+            return self._plain
+        label = case.block.drafting
+        for other in [key for key in self._drafting if key[0] != label]:
+            self._drafting.pop(other).close()
+        key = label, case.num_tokens
+        if key not in self._drafting:
+            config = msgspec.structs.replace(self._config, speculative_config=self._draftings[label])
+            self._drafting[key] = Engine(config, speculate=speculate)
+        return self._drafting[key]
+
+    def _requests(self, case: Case, prompts: Sequence[list[int]]) -> list[EngineRequest]:
         """With a salt of their own, so that no run profits from what an earlier one left."""
         self._runs += 1
         fixed = case.num_tokens if isinstance(case.num_tokens, int) else None
@@ -70,7 +80,7 @@ class Engines:
                 request_id=f"{self._runs}-{index}",
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(
-                    max_tokens=output_len,
+                    max_tokens=self._output_len,
                     temperature=case.block.temperature,
                     seed=index,
                     ignore_eos=True,
@@ -82,44 +92,65 @@ class Engines:
         ]
 
 
-def drive(
-    engine: Engine, requests: Sequence[EngineRequest], concurrency: int
-) -> tuple[list[Answer], list[float]]:
-    """Keep `concurrency` requests running until all are done.
-
-    Returns the answers in order, and the seconds of each step in which so many decoded and nothing else ran.
-    Raises RuntimeError when a request fails.
+class Run:
+    """Keeps `concurrency` requests running until all are done, on a clock that stands still while others have
+    their turn.
     """
-    waiting = list(reversed(requests))
-    running: dict[str, Answer] = {}
-    answers: dict[str, Answer] = {}
-    step_times = []
-    while waiting or running:
-        while waiting and len(running) < concurrency:
-            request = waiting.pop()
-            answer = answers[request.request_id] = running[request.request_id] = Answer(time.perf_counter())
-            engine.add(request)
+
+    def __init__(self, engine: Engine, requests: Sequence[EngineRequest], concurrency: int) -> None:
+        self._engine = engine
+        self._waiting = list(reversed(requests))
+        self._concurrency = concurrency
+        self._running: dict[str, Answer] = {}
+        self._answers: list[Answer] = []
+        self._now = 0.0
+        self._full_steps: list[float] = []
+        """Seconds of each step in which so many decoded and nothing else ran."""
+        self._drafted_before = _draft_seconds(engine)
+
+    def take_turn(self, seconds: float) -> bool:
+        """Step for so long; whether there is more to do. Raises RuntimeError when a request fails."""
+        end = self._now + seconds
+        while self._now < end and (self._waiting or self._running):
+            self._step()
+        return bool(self._waiting or self._running)
+
+    def _step(self) -> None:
         started = time.perf_counter()
-        outputs = engine.step().outputs
-        now = time.perf_counter()
-        is_full = len(outputs) == concurrency
+        while self._waiting and len(self._running) < self._concurrency:
+            request = self._waiting.pop()
+            answer = self._running[request.request_id] = Answer(self._now)
+            self._answers.append(answer)
+            self._engine.add(request)
+        outputs = self._engine.step().outputs
+        seconds = time.perf_counter() - started
+        self._now += seconds
+        is_full = len(outputs) == self._concurrency
         for output in outputs:
             if output.finish_reason == "error":
                 raise RuntimeError(f"request {output.request_id} failed: {output.error}")
-            answer = running[output.request_id]
+            answer = self._running[output.request_id]
             if not answer.token_ids:
-                answer.first, is_full = now, False
-            answer.last = now
+                answer.first, is_full = self._now, False
+            answer.last = self._now
             answer.token_ids += output.token_ids
             answer.steps += 1
             answer.draft_rounds += output.drafted_tokens > 0
             answer.drafted += output.drafted_tokens
             answer.accepted += output.accepted_tokens
             if output.finish_reason is not None:
-                del running[output.request_id]
+                del self._running[output.request_id]
         if is_full:
-            step_times.append(now - started)
-    return [answers[request.request_id] for request in requests], step_times
+            self._full_steps.append(seconds)
+
+    def measurement(self, case: Case, number: int) -> Measurement:
+        return summarize(
+            case,
+            number,
+            self._answers,
+            draft_s=_draft_seconds(self._engine) - self._drafted_before,
+            step_s=statistics.fmean(self._full_steps) if self._full_steps else None,
+        )
 
 
 def _draft_seconds(engine: Engine) -> float:

@@ -68,19 +68,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """At least so many for a case, and as many as it runs at once."""
     output_len: int
 
-    def blocks(self) -> list[Block]:
+    def blocks(self, drafting: Drafting) -> list[Block]:
         return [
             Block(workload, temperature, concurrency, drafting.label)
             for workload in self.workloads
             for temperature in self.temperatures
             for concurrency in self.concurrencies
-            for drafting in self.draftings
         ]
-
-    def warm_up_blocks(self) -> list[Block]:
-        """Every way to speculate at every concurrency: what compiles, and what adapts, does so unmeasured."""
-        once = msgspec.structs.replace(self, workloads=self.workloads[:1], temperatures=self.temperatures[:1])
-        return once.blocks()
 
     def cases(self, block: Block, number: int) -> list[Case]:
         """The baseline and every K; backwards in every second round, so that a drift cancels out."""

@@ -34,8 +34,11 @@ class Server:
         self.max_prompt_len = card["max_model_len"] - output_len
         self._runs = 0
 
-    def run(self, case: Case, number: int, prompts: Sequence[list[int]]) -> Measurement:
-        """Raises RuntimeError when a request fails."""
+    def run(self, cases: Sequence[Case], number: int, prompts: Sequence[list[int]]) -> list[Measurement]:
+        """One after the other. Raises RuntimeError when a request fails."""
+        return [self._run(case, number, prompts) for case in cases]
+
+    def _run(self, case: Case, number: int, prompts: Sequence[list[int]]) -> Measurement:
         self._runs += 1
         target = Target(
             base_url=self._base_url,

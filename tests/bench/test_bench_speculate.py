@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from bench.cli import app
+from bench.speculate.engines import Run
 from bench.speculate.figures import crossover, figures_of, verdicts_of
 from bench.speculate.measurement import Answer, Measurement, summarize
 from bench.speculate.plan import Block, Case, NumTokens, Plan, parse_drafting
 from bench.speculate.workload import edit_prompt, load_prompts
 from protocol.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.errors import ConfigError
+from protocol.messages import EngineRequest, FinishReason, TokenOutput
+from protocol.sampling import SamplingParams
 from tests.e2e.serving import HttpServing
 
 BLOCK = Block(workload="completion", temperature=0.0, concurrency=1, drafting="ngram")
@@ -85,11 +90,10 @@ def plan(**changes: Any) -> Plan:
     return Plan(**fields | changes)
 
 
-def test_rounds_are_interleaved_and_every_second_one_runs_backwards() -> None:
+def test_every_second_round_runs_backwards() -> None:
     made = plan()
-    assert len(made.blocks()) == 4
-    assert len(plan(temperatures=[0.0, 0.7]).blocks()) == 8
-    assert plan(temperatures=[0.0, 0.7]).warm_up_blocks() == made.blocks()
+    assert len(made.blocks(made.draftings[0])) == 2
+    assert len(plan(temperatures=[0.0, 0.7]).blocks(made.draftings[0])) == 4
     order = [case.num_tokens for case in made.cases(BLOCK, 0)]
     assert order == [None, 0, 3, "auto"]
     assert [case.num_tokens for case in made.cases(BLOCK, 1)] == order[::-1]
@@ -101,6 +105,54 @@ def test_a_rounds_prompts_differ_and_change_with_the_round() -> None:
     assert plan().chosen(prompts, 1, 2) == [[8], [9], [0], [1]]
     assert len(plan().chosen(prompts, 8, 1)) == 8
     assert sorted(plan().chosen(prompts, 64, 3)) == prompts
+
+
+class Stepping:
+    """An engine that gives each of its requests a token a step, four in all."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+        self.requests: dict[str, int] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        self.requests[request.request_id] = 0
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def step(self) -> Any:
+        self.log.append(self.name)
+        outputs = []
+        for request_id, count in list(self.requests.items()):
+            reason: FinishReason | None = "length" if count == 3 else None
+            outputs.append(TokenOutput(request_id=request_id, token_ids=[1], finish_reason=reason))
+            self.requests[request_id] += 1
+            if reason:
+                del self.requests[request_id]
+        return SimpleNamespace(outputs=outputs)
+
+
+def test_a_run_keeps_its_concurrency_on_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("bench.speculate.engines.time.perf_counter", lambda: next(ticks) * 0.5)
+    log: list[str] = []
+    runs = {}
+    for name in "ab":
+        requests = [
+            EngineRequest(
+                request_id=f"{name}{index}", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=4)
+            )
+            for index in range(4)
+        ]
+        runs[name] = Run(Stepping(log, name), requests, 2)  # type: ignore[arg-type]
+    running = [*runs.values()]
+    while running:
+        running = [run for run in running if run.take_turn(1.0)]
+    assert "".join(log) == "aabb" * 4, "two steps of half a second a turn"
+    for run in runs.values():
+        measurement = run.measurement(Case(BLOCK, 3), 0)
+        assert (measurement.seconds, measurement.num_tokens, measurement.steps) == (4.0, 16, 12)
+        assert (measurement.ttft, measurement.tpot, measurement.step_s) == (0.5, 0.5, 0.5)
 
 
 # --- figures --------------------------------------------------------------------------------------
