@@ -263,7 +263,7 @@ def test_nothing_is_written_under_a_closed_lease(make: Make) -> None:
 
 
 def test_a_frozen_receiver_is_given_up_in_bounded_time(make: Make) -> None:
-    sender = make("sender", progress_timeout_s=0.5, connect_timeout_s=1.0)
+    sender = make("sender", progress_timeout_s=1.5, connect_timeout_s=1.5)
     receiver = make("receiver")
     everything = list(range(NUM_BLOCKS))
     receiver.apply(open_lease, "lease", everything)
