@@ -108,6 +108,12 @@ class Link(threading.Thread):
             self._queue.put(piece)
             self._wake_streams()
 
+    def on_the_way(self, lease_id: str) -> list[QueuedPiece]:
+        """The lease's pieces that were taken and are not acknowledged."""
+        with self.state:
+            in_flight = [piece for stream in self._streams for _, piece in stream.in_flight]
+            return [piece for piece in in_flight if piece.lease_id == lease_id]
+
     def abort(self, lease_id: str, timeout_s: float) -> None:
         """Drop a lease's pieces. After it returns none of its source blocks is read any more."""
         deadline = time.monotonic() + timeout_s

@@ -256,6 +256,7 @@ class PrefillLoop(WorkerLoop):
         else:
             self.counters.add("handoffs_total")
             self.counters.add("handoff_seconds_total", time.monotonic() - handover.reserving_since)
+            self.sender.settle(ack.lease_id)
             self._forget(handover.request_id)
             self.engine.release(handover.request_id)
 

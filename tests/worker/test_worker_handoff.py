@@ -206,12 +206,14 @@ def test_what_moved_between_a_pair_is_in_its_heartbeats(cluster: Cluster, model_
         cluster.generate(prefill, request(name, prompt(length)), decode.address)
     cluster.run("first", "second")
     cluster.wait(lambda: prefill.counter("handoffs_total") == 2)
+    moved = (13 + 7) * 4 * 1024 * 1024 // decode.state.total_blocks
+    cluster.wait(
+        lambda: [pair.counters.get("kv_transfer_bytes_total") for pair in prefill.state.pairs] == [moved]
+    )
     cluster.refresh(prefill, decode)
     (sent,), (received,) = prefill.state.pairs, decode.state.pairs
     assert (sent.peer, sent.transport, sent.in_use) == ("decode-0", "tcp", True)
     assert (received.peer, received.transport, received.in_use) == ("prefill-0", "tcp", False)
-    block_bytes = 4 * 1024 * 1024 // decode.state.total_blocks
-    moved = (13 + 7) * block_bytes
     assert sent.counters["kv_transfer_bytes_total"] == received.counters["kv_receive_bytes_total"] == moved
     assert sent.counters["kv_transfers_total"] == 2
     assert 0 < sent.counters["kv_transfer_wire_seconds_total"] < 10
