@@ -28,7 +28,7 @@ _DRAFT_SECONDS = "spec_decode_draft_seconds_total"
 class Engines:
     """`config` is that of the engine without speculation. Requests ignore the end of text.
 
-    Those of one way to speculate are kept at a time, each with the one number of drafted tokens.
+    Beside it only the engines of one way to speculate are kept, one for each number of drafted tokens.
     """
 
     def __init__(self, config: ServeConfig, draftings: Sequence[Drafting], output_len: int) -> None:

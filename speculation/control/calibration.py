@@ -129,26 +129,36 @@ class Calibration:
         length = min(_LONG, self._rehearsal.max_model_len - room)
         first: list[float] = []
         later: list[float] = []
-        seen: list[float] = []
-        unseen: list[float] = []
         for _ in range(_LEAST):
             sequences = self._rehearsal.sequences(1, length, room)
             if sequences is None:
                 return 0.0
             drafter.begin(sequences[0], 0, None)
-            if drafter.hidden_layers:
-                for times, wants_hidden in ((seen, True), (unseen, False)):
-                    started = time.perf_counter()
-                    self._rehearsal.forward(sequences, wants_hidden=wants_hidden)
-                    times.append(time.perf_counter() - started)
-            for times in (first, later):
-                seconds = self._step(drafter, sequences)
-                started = time.perf_counter()
-                drafter.propose(sequences, [num_tokens])
-                times.append(seconds + time.perf_counter() - started)
+            first.append(self._next_draft_seconds(drafter, sequences, num_tokens))
+            later.append(self._next_draft_seconds(drafter, sequences, num_tokens))
             drafter.forget(sequences[0].request_id)
-        captured = min(seen, default=0.0) - min(unseen, default=0.0)
-        return max(min(first) - min(later) + max(captured, 0.0), 0.0) / length
+        capture = self._capture_seconds(length) if drafter.hidden_layers else 0.0
+        return max(min(first) - min(later) + capture, 0.0) / length
+
+    def _capture_seconds(self, length: int) -> float:
+        """What it adds to a prompt's forward that its hidden states are kept."""
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        sequences = self._rehearsal.sequences(1, length, 1)
+        if sequences is None:
+            return 0.0
+        for _ in range(_LEAST):
+            for wants_hidden, measured in seconds.items():
+                started = time.perf_counter()
+                self._rehearsal.forward(sequences, wants_hidden=wants_hidden)
+                measured.append(time.perf_counter() - started)
+        return max(min(seconds[True]) - min(seconds[False]), 0.0)
+
+    def _next_draft_seconds(self, drafter: Drafter, sequences: list[Sequence], num_tokens: int) -> float:
+        """A step as the drafter sees it: it observes what was computed, and drafts."""
+        observing = self._step(drafter, sequences)
+        started = time.perf_counter()
+        drafter.propose(sequences, [num_tokens] * len(sequences))
+        return observing + time.perf_counter() - started
 
     def _draft_seconds(self, drafter: Drafter, num_sequences: int, num_tokens: int) -> float | None:
         room = (_ROUNDS + 1) * (num_tokens + 1)
