@@ -10,13 +10,12 @@
 
 #include "../attention/cpu_kernel/simd.h"
 #include "product.h"
+#include "vector_tiles.h"
 
 namespace {
 
-class Floats {
+class Floats : public VectorTiles<Floats, float> {
   public:
-    using Input = float;
-
     // Of the rows [row, end); until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const uint16_t* x = p.x + row * p.in_features;

@@ -1,9 +1,9 @@
 """Linear layers whose bfloat16 weights are packed for our kernel (`product.cpp`).
 
 With few rows, as in decoding, a product is as fast as memory gives the weights, where oneDNN's reaches half
-of that; with many it is as fast as oneDNN's. On a CPU that can't multiply bfloat16 it is in float32, mostly
-faster than torch's in float32 with few rows, and up to one and a half times as long with hundreds. A row's
-result has the same bits whatever shares its batch.
+of that; with many it is about as fast as oneDNN's. With AMX 16 rows take as long as one. On a CPU that can't
+multiply bfloat16 it is in float32, mostly faster than torch's in float32 with few rows, and up to one and a
+half times as long with hundreds. A row's result has the same bits whatever shares its batch.
 """
 
 from __future__ import annotations

@@ -13,30 +13,17 @@
 #include "product.h"
 #if defined(__AVX512BF16__)
 #include "pairs.h"
+#if defined(__AMX_BF16__)
+#include "matrix_tiles.h"
+#endif
 #endif
 
 namespace {
 
-constexpr int TILE_ROWS = 6;             // 6 x 4 sums and 4 weights fit into 32 registers
-constexpr int64_t BLOCK_ROWS = 192;      // rows whose inputs stay in the cache while the panels pass
+constexpr int64_t BLOCK_ROWS = 192;  // rows whose inputs stay in the cache while the panels pass
 constexpr int64_t SERIAL_WEIGHTS = 1 << 15;
 
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-// The rows [first, end) of one panel; `x` are the inputs of the first.
-template <class Tiles>
-void rows_of_panel(const Product& p, const typename Tiles::Input* x, int64_t first, int64_t end, int64_t panel) {
-    int64_t row = first;
-    const auto inputs = [&] { return x + (row - first) * p.in_features; };
-    for (; row + TILE_ROWS <= end; row += TILE_ROWS) Tiles::template tile<TILE_ROWS>(p, inputs(), row, panel);
-    switch (end - row) {
-        case 1: return Tiles::template tile<1>(p, inputs(), row, panel);
-        case 2: return Tiles::template tile<2>(p, inputs(), row, panel);
-        case 3: return Tiles::template tile<3>(p, inputs(), row, panel);
-        case 4: return Tiles::template tile<4>(p, inputs(), row, panel);
-        case 5: return Tiles::template tile<5>(p, inputs(), row, panel);
-    }
-}
 
 template <class Tiles> struct Job {
     const Product& product;
@@ -45,12 +32,13 @@ template <class Tiles> struct Job {
 
     void run() {
         thread_local Tiles tiles;
+        [[maybe_unused]] const typename Tiles::Registers registers;
         const int64_t thread = next_thread++;
         const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
         for (int64_t row = 0; row < product.rows; row += BLOCK_ROWS) {
             const int64_t last = std::min(row + BLOCK_ROWS, product.rows);
             const auto* x = tiles.inputs(product, row, last);
-            for (int64_t panel = begin; panel < end; panel++) rows_of_panel<Tiles>(product, x, row, last, panel);
+            for (int64_t panel = begin; panel < end; panel++) tiles.rows_of_panel(product, x, row, last, panel);
         }
     }
 };
@@ -74,14 +62,27 @@ void tandem_linear_in_floats(
     multiply<Floats>({x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
 }
 
+#if defined(__AVX512BF16__)
+// By products of pairs of bfloat16.
+void tandem_linear_in_pairs(
+    const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
+    int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
+    multiply<Pairs>({x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
+}
+#endif
+
 // By what this CPU is fastest with.
 void tandem_linear(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
+    const Product product{x, weights, bias, out, rows, in_features, out_features};
 #if defined(__AVX512BF16__)
-    multiply<Pairs>({x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
+#if defined(__AMX_BF16__)
+    if (MatrixTiles::can_multiply(product)) return multiply<MatrixTiles>(product, threads, parallel);
+#endif
+    multiply<Pairs>(product, threads, parallel);
 #else
-    tandem_linear_in_floats(x, weights, bias, out, rows, in_features, out_features, threads, parallel);
+    multiply<Floats>(product, threads, parallel);
 #endif
 }
 }
