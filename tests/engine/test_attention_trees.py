@@ -79,6 +79,19 @@ def rows_of(pack: Pack, first: int, last: int) -> Pack:
     )
 
 
+def chain_of(pack: Pack, places: list[int], query_len: int) -> Pack:
+    """A chain of these keys of a pack of one sequence, the last of them with their queries."""
+    (full_query_len, context_len), key, value = pack.lengths[0], pack.keys[0][places], pack.values[0][places]
+    base = context_len - full_query_len
+    chain = make_pack([(query_len, len(places))], dtype=pack.pool.dtype)
+    rows = [place - base for place in places[-query_len:]]
+    slots = torch.arange(len(places) - query_len)
+    blocks = chain.metadata.block_table[0, slots // chain.block_size].long()
+    chain.pool[blocks, :, 0, slots % chain.block_size] = key[:-query_len, None]
+    chain.pool[blocks, :, 1, slots % chain.block_size] = value[:-query_len, None]
+    return replace(chain, query=pack.query[rows], key=key[-query_len:], value=value[-query_len:])
+
+
 def mixed_masks(lengths: list[tuple[int, int]]) -> list[Masks | None]:
     return [None if pair in CHAINS else tree_masks(pair[0], seed) for seed, pair in enumerate(lengths)]
 
@@ -230,6 +243,23 @@ def test_what_a_row_does_not_see_adds_nothing(
     chain = rows_of(tree, 0, 8)
     alone = run("cpu", chain, window=window, softcap=softcap)
     assert torch.equal(among[:8], alone)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("window", "softcap"), SETTINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("base", [0, 1, 30, 63, 64, 100, 470, 511])
+def test_a_path_has_the_bits_of_a_chain(
+    base: int, dtype: torch.dtype, window: int | None, softcap: float | None
+) -> None:
+    """Wherever its keys lie, in the next tile and the next split too."""
+    masks = tree_masks(60, base)
+    tree = with_masks(make_pack([(60, base + 60)], dtype=dtype), [masks])
+    out = run("cpu", tree, window=window, softcap=softcap)
+    for row in range(0, 60, 7):
+        path = [base + place for place in range(60) if masks[row] >> place & 1]
+        chain = chain_of(tree, [*range(base), *path], len(path))
+        assert torch.equal(run("cpu", chain, window=window, softcap=softcap)[-1], out[row]), row
 
 
 @needs_kernel

@@ -2,12 +2,14 @@
 //
 // A context is cut at multiples of SPLIT keys, wherever its query rows are; each split is an online softmax
 // of its own, and a row's result folds its splits in order. So splits may run on different threads, and
-// neither their number nor the other rows of the step show in the bits of a row's result.
+// neither their number nor the other rows of the step show in the bits of a row's result. Nor does it show
+// whether a row is of a chain or of a tree.
 
 #include <utility>
 
 #include "pack.h"
 #include "pages.h"
+#include "path.h"
 #include "plan.h"
 #include "softmax.h"
 #include "step.h"
@@ -161,9 +163,9 @@ template <class Math, class Element> struct Attention::Worker {
           head_dim(int(a.pool.head_dim)), words(head_dim / Math::PER_WORD), width(a.width),
           origins(a.plan.max_rows()) {
         const size_t rows = a.plan.max_rows(), states = rows * RowState::stride(width);
-        const size_t sizes[] = {rows * words,         size_t(TILE) * words, size_t(TILE) * width,
-                                size_t(16) * head_dim, BLOCK_ROWS * TILE,    BLOCK_ROWS * TILE,
-                                states,               states};
+        const size_t sizes[] = {rows * words,          2 * size_t(TILE) * words, size_t(TILE) * width,
+                                size_t(16) * head_dim, 3 * BLOCK_ROWS * TILE,    BLOCK_ROWS * TILE,
+                                states,                states};
         size_t floats = 0;
         for (size_t size : sizes) floats += Scratch::rounded(size);
         scratch.reserve(floats);
@@ -226,9 +228,13 @@ template <class Math, class Element> struct Attention::Worker {
     // The keys of a task's splits that any of its rows may see: [first, last).
     std::pair<int64_t, int64_t> keys_of(const Task& task) const {
         const int64_t seen = step.first_seen_from(task.sequence, task.first_query, call.window);
-        const int64_t last = step.first_position(task.sequence) + task.first_query + task.queries;
         return {std::max(task.first_split * int64_t(SPLIT), seen & ~int64_t(TILE - 1)),
-                std::min(task.last_split * int64_t(SPLIT), last)};
+                std::min(task.last_split * int64_t(SPLIT), last_key(task))};
+    }
+
+    // Behind the last key that any of a task's rows sees.
+    int64_t last_key(const Task& task) const {
+        return step.first_position(task.sequence) + task.first_query + task.queries;
     }
 
     void locate(const Task& task, int64_t first_key, int64_t end, TileRows<Element>& to) const {
@@ -255,16 +261,43 @@ template <class Math, class Element> struct Attention::Worker {
     void attend_tile(const Task& task, int64_t first_key, const RowState& state) {
         constexpr int PLACES = 11;  // a head's fetches: four while packing keys, four for values, then three
         Sweep<Element> sweep{*next, head_dim * task.heads, 2 * TILE / task.heads / PLACES + 1};
+        const bool in_tree = step.is_tree(task.sequence) && first_key + TILE > step.tree_start[task.sequence];
+        if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
         for (int head = 0; head < task.heads; head++) {
             pack_keys<Math>(*tile, head * head_dim, head_dim, sweep, buffer, keys);
             pack_values(*tile, head * head_dim, head_dim, sweep, width, values);
+            if (in_tree) {
+                attend_paths(task, head, first_key, sweep, state);
+                continue;
+            }
             const int first = head * head_rows, last = first + head_rows;
             for (int row = first; row < last; row += BLOCK_ROWS)
                 attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, sweep, state);
         }
     }
 
-    void attend_rows(int row, int count, int64_t first_key, Sweep<Element>& sweep, const RowState& state) {
+    // The rows of a tree, where not all of a tile's keys are before it: each row's keys come into the places that
+    // they would have in a chain, so that its result has the bits that it has there.
+    void attend_paths(const Task& task, int head, int64_t first_key, Sweep<Element>& sweep, const RowState& state) {
+        const int64_t start = step.tree_start[task.sequence], offset = head * head_dim;
+        pack_keys<Math>(behind, offset, head_dim, sweep, buffer, keys + TILE * words);
+        const int in_place = int(std::clamp<int64_t>(start - first_key, 0, TILE)) / Math::PER_WORD * Math::PER_WORD;
+        for (int q = 0; q < task.queries; q++) {
+            const Path path(step.path(task.sequence, task.first_query + q), start - first_key);
+            if (path.end <= in_place) continue;
+            TileRows<Element> moved;
+            moved.to_value = a.pool.side_stride;
+            for (int k = in_place; k < path.end; k++)
+                moved.keys[moved.count++] = (path.from[k] < TILE ? *tile : behind).keys[path.from[k] % TILE];
+            pack_values(moved, offset, head_dim, sweep, width, values + in_place / Math::PER_WORD * width);
+            const int first = head * head_rows + q * a.plan.group, last = first + a.plan.group;
+            for (int row = first; row < last; row += BLOCK_ROWS)
+                attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, sweep, state, &path);
+        }
+    }
+
+    void attend_rows(int row, int count, int64_t first_key, Sweep<Element>& sweep, const RowState& state,
+                     const Path* path = nullptr) {
         uint64_t seen[BLOCK_ROWS], by_any = 0;
         for (int r = 0; r < count; r++) by_any |= seen[r] = origins[row + r].sight.in_tile(first_key);
         if (by_any == 0) return;
@@ -272,13 +305,29 @@ template <class Math, class Element> struct Attention::Worker {
         const int groups = (most + 15) / 16, depth = (most + Math::PER_WORD - 1) / Math::PER_WORD;
         float rescale[BLOCK_ROWS];
         sweep.fetch();
-        product_of<Math, false>(count, queries + row * words, words, keys, TILE, words, nullptr, scores, TILE,
-                                groups * 16 / LANES);
+        if (path) {
+            score_path(row, count, *path);
+        } else {
+            product_of<Math, false>(count, queries + row * words, words, keys, TILE, words, nullptr, scores, TILE,
+                                    groups * 16 / LANES);
+        }
         sweep.fetch();
         softmax_of<Math>(groups, count, scores, seen, how, state, row, weights, rescale);
         sweep.fetch();
         product_of<Math, true>(count, weights, TILE, values, width, depth, rescale, state.output(row),
                                state.stride(), width / LANES);
+    }
+
+    // The scores of a tile and the one behind it, from there to a chain's places.
+    void score_path(int row, int count, const Path& path) {
+        float* found[] = {scores + BLOCK_ROWS * TILE, scores + 2 * BLOCK_ROWS * TILE};
+        const int counts[] = {tile->count, behind.count};
+        for (int i = 0; i < 2; i++)
+            product_of<Math, false>(count, queries + row * words, words, keys + i * TILE * words, TILE, words, nullptr,
+                                    found[i], TILE, (counts[i] + 15) / 16 * 16 / LANES);
+        for (int r = 0; r < count; r++)
+            for (int k = 0; k < path.end; k++)
+                scores[r * TILE + k] = found[path.from[k] / TILE][r * TILE + path.from[k] % TILE];
     }
 
     void finish(const RowState& state) const {
@@ -300,7 +349,7 @@ template <class Math, class Element> struct Attention::Worker {
     Word *queries, *keys, *values, *buffer, *weights;
     float* scores;
     RowState total, partial;
-    TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1];
+    TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1], behind;
     int rows = 0, head_rows = 0;
     int64_t first_token = 0;
 };

@@ -41,14 +41,13 @@ struct Step {
         return first_seen(s, is_tree(s) ? tree_start[s] : first_position(s) + q, window);
     }
 
+    // The rows of a tree that row q sees, as bits: its own is the last.
+    uint64_t path(int64_t s, int q) const { return visible[query_start[s] + q]; }
+
     Sight sight(int64_t s, int q, int64_t window) const {
-        if (!is_tree(s)) {
-            const int64_t position = first_position(s) + q;
-            return {first_seen(s, position, window), position + 1};
-        }
-        const uint64_t path = visible[query_start[s] + q];
-        const int64_t start = tree_start[s], position = start + __builtin_popcountll(path) - 1;
-        return {first_seen(s, position, window), start, start, window ? last_bits(path, window) : path};
+        const int64_t depth = is_tree(s) ? __builtin_popcountll(path(s, q)) - 1 : 0;
+        const int64_t position = is_tree(s) ? tree_start[s] + depth : first_position(s) + q;
+        return {first_seen(s, position, window), position + 1};
     }
 
     // The name of the field that is out of range, or null.
@@ -75,7 +74,7 @@ struct Step {
     bool paths_fit(int64_t s) const {
         for (int q = 0; q < query_len(s); q++) {
             const int64_t own = first_position(s) + q - tree_start[s];
-            if (own > 63 || visible[query_start[s] + q] >> own != 1) return false;
+            if (own > 63 || path(s, q) >> own != 1) return false;
         }
         return true;
     }

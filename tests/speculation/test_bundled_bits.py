@@ -1,0 +1,80 @@
+"""The bundled model in bfloat16 with the native kernels: speculation changes no bit of what is answered."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from engine.attention.select import available_backends
+from engine.engine import Engine
+from engine.linear.packed import kernel_fault
+from protocol.config import load_config
+from protocol.messages import EngineRequest, TokenLogprobs
+from protocol.sampling import SamplingParams
+from speculation.speculator import speculate
+from tests.speculation.engines import MODELS, TARGET
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    kernel_fault(CPU, torch.bfloat16) is not None or "cpu" not in available_backends(CPU),
+    reason="this machine can't build the kernels",
+)
+
+METHODS: list[dict[str, Any]] = [
+    {"method": "draft_model", "num_speculative_tokens": 4},
+    {"method": "draft_model", "num_speculative_tokens": 3, "tree": True},
+    {"method": "medusa", "num_speculative_tokens": 4, "tree": True},
+    {"method": "eagle", "num_speculative_tokens": 4, "tree": True},
+    {"method": "lookahead", "num_speculative_tokens": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[EngineRequest]:
+    """Their trees begin at various places of a tile of keys, and cross tiles."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    lines = (MODELS / "heldout_prompts.jsonl").read_text("utf-8").splitlines()[:4]
+    prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
+    sampling = [{"temperature": 0.7 * (i % 2), "seed": i} for i in range(4)]
+    return [
+        EngineRequest(
+            request_id=f"r{i}",
+            prompt_token_ids=prompt[: 90 + 37 * i],
+            sampling=SamplingParams(max_tokens=72, ignore_eos=True, logprobs=2, **sampling[i]),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+Answers = dict[str, list[tuple[int, TokenLogprobs]]]
+
+
+def answers(speculative: dict[str, Any] | None, requests: list[EngineRequest]) -> Answers:
+    """Tokens with their log-probabilities, by request."""
+    flags = {"model": str(TARGET), "dtype": "bfloat16", "device": "cpu", "kv_cache_memory_bytes": 32 << 20}
+    drafts = {"speculative_config": json.dumps(speculative)} if speculative else {}
+    engine = Engine(load_config(flags | drafts, environ={}), speculate=speculate)
+    for request in requests:
+        engine.add(request)
+    found: Answers = {}
+    while engine.has_work():
+        for output in engine.step().outputs:
+            pairs = zip(output.token_ids, output.logprobs or [], strict=True)
+            found.setdefault(output.request_id, []).extend(pairs)
+    accepted = [n for name, n in engine.counters().items() if "accepted_tokens_total" in name]
+    assert not speculative or sum(accepted) > 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(requests: list[EngineRequest]) -> Answers:
+    return answers(None, requests)
+
+
+@pytest.mark.parametrize("speculative", METHODS, ids=lambda config: "-".join(map(str, config.values())))
+def test_no_bit_changes(speculative: dict[str, Any], requests: list[EngineRequest], plain: Answers) -> None:
+    assert answers(speculative, requests) == plain
