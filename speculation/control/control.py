@@ -176,8 +176,11 @@ class Control:
         request.acceptance.observe_share(room, num_drafted)
         if draft is None or verdict is None or verdict.failed:
             return
-        depth = max(draft.depth, 1)  # probes alone are a draft of which nothing was accepted
         num_agreed = len(verdict.accepted)
+        # What is behind a chain's end is not known, but behind those of a tree, which is all that its method
+        # has, there is nothing. Of probes alone nothing is accepted.
+        is_tree = self._controller.methods[method].shape.whole
+        depth = self._max_tokens if is_tree else draft.depth
         request.acceptance.observe(depth, num_agreed, place, is_blind=draft.is_blind)
         self._account.verified(method, draft.num_nodes, outcome.num_accepted)
         if not draft.is_blind and self._watch.observe(method, request.origin, num_agreed > 0):

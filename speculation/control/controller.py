@@ -268,7 +268,9 @@ class Controller:
         load.drafting = 0.0
         for request in group:
             acceptance = request.acceptance
-            load.tokens += acceptance.share * sum(acceptance.survival()[: request.chosen])
+            # A tree that has fewer rows is a draft all the same.
+            made = 1.0 if control.shape.whole else acceptance.share
+            load.tokens += made * sum(acceptance.survival()[: request.chosen])
             load.rows = min(load.rows + acceptance.share * request.chosen, load.most_rows)
             load.seconds += times.per_token * request.chosen
 

@@ -192,9 +192,11 @@ class Planner:
 
 
 def chances(shape: Shape, acceptance: Acceptance) -> list[float]:
-    """How likely the tokens of each slot are to be accepted."""
+    """How likely the tokens of each slot are to be accepted; those that a tree really has, on average."""
     survival = acceptance.survival()
-    return [sum(survival) / shape.max_tokens] if shape.whole else survival
+    if not shape.whole:
+        return survival
+    return [sum(survival) / max(acceptance.share * shape.max_tokens, 1.0)]
 
 
 def probe(shape: Shape, times: DraftTimes, request: Request, levels: int, load: Load) -> tuple[int, float]:

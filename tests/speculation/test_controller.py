@@ -317,6 +317,17 @@ def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
     assert all(0 < chain.chosen <= 4 for chain in chains)
 
 
+@pytest.mark.parametrize(("num_rows", "pays"), [(24, False), (8, True)])
+def test_a_tree_that_has_fewer_rows_brings_as_much(num_rows: int, pays: bool) -> None:
+    made = controller(row_seconds=1e-3, medusa=Shape(24, whole=True))
+    tree = request(made, method="medusa")
+    show(tree, 40, MAX_TOKENS, 2)
+    for _ in range(100):
+        tree.acceptance.observe_share(24, num_rows)
+    made.choose([tree], 100.0)
+    assert (tree.chosen > 0) == pays
+
+
 def test_a_gain_that_is_too_small_is_not_taken() -> None:
     for least_gain, drafts in ((0.0, True), (0.1, True), (3.0, False)):
         made = controller()

@@ -11,6 +11,7 @@ import pytest
 from engine.engine import Engine
 from protocol.messages import EngineRequest
 from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, SpeculativeConfig
+from speculation.control.acceptance import FIRST_GUESS
 from speculation.speculator import BatchSpeculator, speculate
 from speculation.weightless.text import TextDrafter
 from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
@@ -50,6 +51,15 @@ def engine_with(model: Path, method: Method, count: int, num_blocks: int = 128, 
     asked = SpeculativeConfig(method=method, num_speculative_tokens=count)
     config = small_config(model, num_blocks, max_num_batched_tokens=budget, speculative_config=asked)
     return Engine(config, speculate=speculate)
+
+
+def test_behind_the_ends_of_a_tree_nothing_is_expected(model: Path) -> None:
+    """lookahead's paths are three tokens long: however often all are accepted, a fourth never is."""
+    engine = engine_with(model, "lookahead", 8)
+    run(engine, requests(SAMPLING["of few tokens"], max_tokens=100))
+    state = engine.speculation()
+    assert state is not None
+    assert state.methods[0].acceptance[3] < FIRST_GUESS / 2
 
 
 def drafter_of(engine: Engine, method: Method) -> TextDrafter:
