@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.loader import LoadedModel
 from protocol.config import ServeConfig
-from protocol.speculation import Method, SpeculativeConfig
+from protocol.speculation import METHODS, Method, SpeculativeConfig
 from speculation.control.plan import Shape
 from speculation.drafter import Drafter
 
@@ -47,3 +47,8 @@ def draft_shape(method: Method, options: SpeculativeConfig) -> Shape:
     if options.tree and method == options.method:
         return Shape(options.tree_nodes, whole=True)
     return Shape(options.max_speculative_tokens)
+
+
+def most_drafted(options: SpeculativeConfig) -> int:
+    """Tokens that a request's draft has at most, by whatever method it asks for."""
+    return max(draft_shape(method, options).max_tokens for method in METHODS)

@@ -23,7 +23,7 @@ from speculation.control.calibration import Calibration
 from speculation.control.control import Control
 from speculation.control.plan import Request
 from speculation.drafter import Computed, Drafter
-from speculation.methods import build_drafter, draft_shape
+from speculation.methods import build_drafter, draft_shape, most_drafted
 from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import prepare, verify
 
@@ -54,7 +54,8 @@ class BatchSpeculator:
         self._rests = False
         """Whether it only goes on with what was chosen before, which is to draft nothing."""
         self._account = Account()
-        self._control = Control(self._account, config.max_num_seqs, self._options.max_speculative_tokens)
+        depth, most = self._options.max_speculative_tokens, most_drafted(self._options)
+        self._control = Control(self._account, config.max_num_seqs, depth, most)
         self.segment: KVShape | None = None
         self.hidden_layers: tuple[int, ...] = ()
         if self._deployed is not None:
@@ -76,7 +77,8 @@ class BatchSpeculator:
             shape, times = draft_shape(method, self._options), None
             if self._options.fixed_tokens is None:  # otherwise there is nothing to choose
                 calibration = Calibration(rehearsal, self.verify, self._config.max_num_seqs)
-                self._control.set_target_times(calibration.target(self._control.max_rows))
+                max_rows = self._config.max_num_seqs * (1 + shape.max_tokens)
+                self._control.set_target_times(calibration.target(max_rows))
                 times = calibration.drafter(drafter, shape)
             self._control.add_method(method, drafter, shape, times)
 

@@ -30,12 +30,12 @@ _MOST_LESSONS = 128
 class Control:
     """Called at the same points of each step as the speculator; `report` from any thread."""
 
-    def __init__(self, account: Account, max_sequences: int, max_tokens: int) -> None:
-        """`max_tokens` is how deep a chain may get."""
+    def __init__(self, account: Account, max_sequences: int, max_depth: int, max_tokens: int) -> None:
+        """`max_depth` is how deep a draft may get, `max_tokens` how many tokens it may have."""
         self._account = account
-        self._max_tokens = max_tokens
-        self.max_rows = min(max_sequences * (1 + max_tokens), _MAX_ROWS)
-        self._controller = Controller(TargetTime(UNMEASURED, self.max_rows), max_sequences)
+        self._max_depth = max_depth
+        self._max_rows = min(max_sequences * (1 + max_tokens), _MAX_ROWS)
+        self._controller = Controller(TargetTime(UNMEASURED, self._max_rows), max_sequences)
         self._clock = StepClock()
         self._watch = CollapseWatch()
         self._drafting: dict[Sequence, Request] = {}
@@ -47,14 +47,14 @@ class Control:
         if they are many."""
 
     def set_target_times(self, times: TargetTimes) -> None:
-        self._controller.target = TargetTime(times, self.max_rows)
+        self._controller.target = TargetTime(times, self._max_rows)
 
     def add_method(self, method: Method, drafter: Drafter, shape: Shape, times: DraftTimes | None) -> None:
         """`times`: what drafting was measured to take, if it was."""
         reads_prompts = bool(drafter.hidden_layers)
         self._controller.methods[method] = MethodControl(
             shape,
-            MethodAcceptance(self._max_tokens),
+            MethodAcceptance(self._max_depth),
             DraftTime(times),
             least_gain=_LEAST_GAIN if drafter.segment is not None or reads_prompts else 0.0,
             reads_prompts=reads_prompts,
@@ -180,7 +180,7 @@ class Control:
         # What is behind a chain's end is not known, but behind those of a tree, which is all that its method
         # has, there is nothing. Of probes alone nothing is accepted.
         is_tree = self._controller.methods[method].shape.whole
-        depth = self._max_tokens if is_tree else draft.depth
+        depth = self._max_depth if is_tree else draft.depth
         request.acceptance.observe(depth, num_agreed, place, is_blind=draft.is_blind)
         self._account.verified(method, draft.num_nodes, outcome.num_accepted)
         if not draft.is_blind and self._watch.observe(method, request.origin, num_agreed > 0):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
+from speculation.control import clock
 from speculation.speculator import BatchSpeculator, speculate
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -55,3 +59,9 @@ def finish(engine: Engine) -> dict[str, list[int]]:
         for output in engine.step().outputs:
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
     return tokens
+
+
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on steps take the same time on every machine."""
+    now = itertools.count()
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now) * 1e-3)

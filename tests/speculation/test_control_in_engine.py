@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Many
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.speculator import Draft
 from protocol.sockets import ClusterKeys
-from speculation.control import clock
 from speculation.speculator import BatchSpeculator
-from tests.speculation.engines import ask, finish, make_engine
+from tests.speculation.engines import ask, finish, make_engine, ticks
 from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
 from worker.parts import WorkerParts
 
@@ -120,12 +118,6 @@ def test_what_is_counted(folder: Path) -> None:
     assert counters['spec_decode_steps_total{drafts="no"}'] == 1
     assert counters["spec_decode_verify_seconds_total"] > 0
     assert counters['spec_decode_draft_seconds_total{method="draft_model"}'] > 0
-
-
-def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on steps take the same time on every machine."""
-    now = itertools.count()
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now) * 1e-3)
 
 
 class WrongDrafts:

@@ -14,6 +14,7 @@ from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, Specula
 from speculation.control.acceptance import FIRST_GUESS
 from speculation.speculator import BatchSpeculator, speculate
 from speculation.weightless.text import TextDrafter
+from tests.speculation.engines import ticks
 from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
 from tests.worker.tiny_model import write_tiny_llama
 
@@ -60,6 +61,17 @@ def test_behind_the_ends_of_a_tree_nothing_is_expected(model: Path) -> None:
     state = engine.speculation()
     assert state is not None
     assert state.methods[0].acceptance[3] < FIRST_GUESS / 2
+
+
+def test_a_tree_has_room_beside_a_single_sequence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks(monkeypatch)
+    asked = SpeculativeConfig(method="lookahead")
+    engine = Engine(small_config(model, max_num_seqs=1, speculative_config=asked), speculate=speculate)
+    run(engine, [ask("a", prompt_of(16), 120, **SAMPLING["of few tokens"])])
+    counters = engine.counters()
+    assert (
+        counters['spec_decode_steps_total{drafts="yes"}'] > counters['spec_decode_steps_total{drafts="no"}']
+    )
 
 
 def drafter_of(engine: Engine, method: Method) -> TextDrafter:
