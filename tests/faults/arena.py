@@ -76,6 +76,7 @@ class Arena:
         """The receivers' blocks have another size and dtype than the senders'."""
         self.requests: list[Request] = []
         self._proxies: list[Proxy] = []
+        self._gone: list[str] = []
         self._stock = stock
         self._children: list[Child] = []
         self._segments = shared_segments()
@@ -119,6 +120,7 @@ class Arena:
     def drop(self, proxy: Proxy) -> None:
         proxy.close()
         self._proxies.remove(proxy)
+        self._gone.append(proxy.address)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -231,6 +233,8 @@ class Arena:
         for child in survivors:
             assert child.alive, f"{child.worker_id} died"
             self._expect_nothing(child, "problems")
+            if child.role == "sender":  # or it may find a link to be there that no more leads anywhere
+                assert not (links := child.ask("leave", self._gone)), links
         self._serve_next(*survivors)
         for child in self._children:
             if child not in survivors:

@@ -243,6 +243,22 @@ class SenderEnd(End):
     def transports(self) -> dict[str, str]:
         return self.sender.transports()
 
+    def leave(self, addresses: list[str]) -> list[str]:
+        """Wait until no link leads through these, where nobody listens any more; those that still do."""
+        deadline = time.monotonic() + SETTLE_S
+        while (left := self._links_through(addresses)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return left
+
+    def _links_through(self, addresses: list[str]) -> list[str]:
+        """Those that are being opened may come to."""
+        found = []
+        for link in list(self.sender._links.values()):
+            ways = [link._active] if link._active is not None and link.connected else link._candidates
+            if any(way.offer.address in addresses for way in ways):
+                found.append(f"the link to {link.peer.worker_id} leads through a proxy that is gone")
+        return found
+
     def problems(self) -> list[str]:
         found = super().problems()
         if self.sender._leases:
