@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from protocol.speculation import Method, MethodState, SpeculationState, StepTimeState
 from speculation.control.acceptance import Acceptance, MethodAcceptance
 from speculation.control.lengths import Lengths
-from speculation.control.plan import Load, Plan, Planner, Request, Shape, probe
+from speculation.control.plan import Load, Plan, Planner, Request, Shape, chances, probe
 from speculation.control.step_time import DraftTime, SurroundingTime, TargetTime
 
 DRAFT_TRIAL_SHARE, PLAIN_TRIAL_SHARE = 0.0015, 0.0075
@@ -268,9 +268,8 @@ class Controller:
         load.drafting = 0.0
         for request in group:
             acceptance = request.acceptance
-            # A tree that has fewer rows is a draft all the same.
-            made = 1.0 if control.shape.whole else acceptance.share
-            load.tokens += made * sum(acceptance.survival()[: request.chosen])
+            width = acceptance.share * control.shape.width
+            load.tokens += width * sum(chances(control.shape, acceptance)[: request.chosen])
             load.rows = min(load.rows + acceptance.share * request.chosen, load.most_rows)
             load.seconds += times.per_token * request.chosen
 
