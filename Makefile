@@ -1,4 +1,4 @@
-PACKAGES := protocol native engine speculation kvtransfer worker prefill_worker decode_worker router deploy bench models
+PACKAGES := protocol messaging native engine speculation kvtransfer worker prefill_worker decode_worker router deploy bench training models
 BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=

@@ -8,7 +8,7 @@ Ratios are taken within a round and then their median, which cancels what change
 
 import json
 import os
-import platform
+import shlex
 import signal
 import statistics
 import sys
@@ -20,21 +20,20 @@ from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
-import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from bench.peers.process import RunningSystem
 from bench.peers.setup import DEFAULT_ENV_DIR
-from bench.peers.systems import REPO, SYSTEMS, Setting, System, parse_system
+from bench.peers.systems import SYSTEMS, Setting, System, parse_system
+from bench.record import RESULTS, write_results
 from bench.serve.client import Target
 from bench.serve.load import WARMUP_SEED, Load
 from bench.serve.runner import run_load
 from bench.serve.statistics import Summary
 from bench.serve.workload import LoadRequest, synthetic
 
-RESULTS = REPO / "bench" / "results"
 WARMUP_OUTPUT_LEN = 32
 
 
@@ -219,34 +218,9 @@ def vocab_size_of(model: Path) -> int:
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 
-_EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""Of a CPU, that products of matrices depend on."""
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+def contents(plan: Plan, measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """The plan, every measurement and the medians."""
     return {
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "kernel": platform.release(),
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-    }
-
-
-def _cpu() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    extensions = set(fields.get("flags", "").split()).intersection(_EXTENSIONS)
-    return " ".join([fields.get("model name", platform.processor()), *sorted(extensions)])
-
-
-def write_results(path: Path, plan: Plan, measurements: Sequence[Measurement]) -> None:
-    """Write the plan, every measurement and the medians as JSON; times in seconds."""
-    document = {
-        "machine": machine(),
         "model": plan.setting.model.name,
         "load": {
             "input_len": plan.input_len,
@@ -258,8 +232,6 @@ def write_results(path: Path, plan: Plan, measurements: Sequence[Measurement]) -
         "medians": msgspec.to_builtins(compare(measurements)),
         "measurements": msgspec.to_builtins(measurements),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -279,7 +251,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     start_timeout: Annotated[float, typer.Option(help="seconds for a system to start")] = 600.0,
     env_dir: Annotated[Path, typer.Option(help="the peers' environments")] = DEFAULT_ENV_DIR,
-    output: Annotated[Path | None, typer.Option(help="JSON file [default: in bench/results/]")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder [default: one in bench/results/]")] = None,
 ) -> None:
     """Measure several systems under the same load, interleaved, and compare them with the first."""
     signal.signal(signal.SIGTERM, _leave)
@@ -305,9 +277,9 @@ def main(
         raise typer.BadParameter(str(error)) from error
     measurements = run_plan(plan, console)
     console.print(as_table(compare(measurements)))
-    path = output or RESULTS / f"{stamp}-{slug(model.name)}.json"
-    write_results(path, plan, measurements)
-    console.print(f"written to {path}", highlight=False, soft_wrap=True)
+    folder = output or RESULTS / f"compare-{slug(model.name)}-{stamp}"
+    write_results(folder, shlex.join(["tandem", *sys.argv[1:]]), contents(plan, measurements))
+    console.print(f"written to {folder}", highlight=False, soft_wrap=True)
     if not measurements:
         raise typer.Exit(1)
 

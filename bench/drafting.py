@@ -17,8 +17,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from engine.sequence import Sequence
-from protocol.config import BUNDLED_MODEL
+from engine.sequence import SequenceState
+from models.bundled import BUNDLED_MODEL
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
@@ -42,12 +42,12 @@ def standard_library(num_tokens: int) -> list[int]:
     return token_ids
 
 
-def sequence(name: str, prompt: list[int], output: list[int]) -> Sequence:
+def sequence(name: str, prompt: list[int], output: list[int]) -> SequenceState:
     sampling = SamplingParams(max_tokens=1_000_000)
     request = EngineRequest(
         request_id=name, prompt_token_ids=prompt, output_token_ids=output, sampling=sampling
     )
-    return Sequence(request, order=0)
+    return SequenceState(request, order=0)
 
 
 class Requests:

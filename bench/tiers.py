@@ -21,7 +21,8 @@ from pathlib import Path
 from bench.shapes import SHAPES, write_shape
 from engine.engine import Engine
 from engine.loader import choose_device
-from protocol.config import BUNDLED_MODEL, ServeConfig
+from models.bundled import BUNDLED_MODEL
+from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 

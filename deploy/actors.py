@@ -1,95 +1,82 @@
-"""The Ray actor that is a worker's process."""
+"""The Ray actor that keeps a worker's place on a host."""
 
 from __future__ import annotations
 
-import importlib
-import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import ray
 
-from protocol.config import ServeConfig, transport_names
-from protocol.errors import TandemError
-from protocol.messages import Role
-from protocol.sockets import ClusterKeys
+from deploy.launch import Launch, forks_workers, run_launch
+from deploy.template.client import TemplateClient, TemplateError, WorkerExit, WorkerProcess
+from protocol.config import transport_names
 from worker.stop import StopHandle
 
 if TYPE_CHECKING:
     from deploy.ray_carrier import RayCarrier
 
-log = logging.getLogger(__name__)
-
-PARCELS, WATCH = "parcels", "watch"
-CONCURRENCY = {"max_concurrency": 3, "concurrency_groups": {PARCELS: 1, WATCH: 1}}
-"""The actor's threads: `run`, `stop` and `pid` at once, and one for each kind of call from a peer."""
-
-
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's process is told. It travels to the actor as msgpack, like every message of ours."""
-
-    role: Role
-    worker_id: str
-    incarnation: str
-    router_endpoint: str
-    config: ServeConfig
-    keys: ClusterKeys
+OBJECTS = "objects"
+CONCURRENCY = {"max_concurrency": 4, "concurrency_groups": {OBJECTS: 1}}
+"""The actor's threads: `run`, `stop`, `kill` and `pid` at once, and one for `deliver`."""
 
 
 class WorkerActor:
-    """One worker. `run` occupies one of the actor's threads for the worker's whole life; `stop` ends it.
+    """One worker at a time. `run` occupies one of the actor's threads for the worker's whole life.
 
-    Ray places and watches the process. With the `object_store` transport peers also call `deliver` and
-    `until_ended`; without it no token and no block passes through these methods.
+    Ray places and watches the actor, which needs no torch. The worker is a process of its own, and the actor
+    outlives it: `run` may be called again. With the `object_store` transport the worker runs in the actor's
+    process, and peers also call `deliver`; otherwise no token and no block passes through these methods.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, template: str, environment: dict[str, str], own_stderr: bool) -> None:
+        """As for `TemplateClient`."""
+        self._template = TemplateClient(template, environment, own_stderr=own_stderr)
+        self._worker: WorkerProcess | None = None
+        self._running = threading.Lock()
+        """Held until the end of one worker is known, before which the next one is not started."""
         self._stop = StopHandle()
         self._carrier: RayCarrier | None = None
-        self._ended = threading.Event()
 
     def pid(self) -> int:
+        """Of the actor's process."""
         return os.getpid()
 
-    def run(self, encoded: bytes) -> str:
-        """Serve as the `Launch` says. Returns "" when that ended as asked, else why it could not go on."""
+    def run(self, encoded: bytes) -> WorkerExit:
+        """Serve as the `Launch` says. Returns how that ended."""
         launch = msgspec.msgpack.decode(encoded, type=Launch)
-        try:
-            main = importlib.import_module(f"{launch.role}_worker.main")
-            main.run(
-                launch.config,
-                launch.worker_id,
-                launch.router_endpoint,
-                launch.keys,
-                self._stop,
-                launch.incarnation,
-                self._open_carrier(launch.config),
-            )
-        except TandemError as error:
-            return str(error)
-        except Exception as error:
-            log.exception("the worker failed")
-            return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        finally:
-            self._ended.set()
-        return "" if self._stop.requested else "the router was lost"
+        if not forks_workers(launch.config):
+            return self._run_here(launch)
+        with self._running:
+            try:
+                worker = self._worker = self._template.spawn(encoded)
+            except TemplateError as error:
+                return WorkerExit(str(error))
+            if self._stop.requested:
+                worker.stop()
+            return worker.wait()
 
     def stop(self) -> None:
+        """Let the worker end by itself, and the next one at once."""
         self._stop.stop()
+        if self._worker is not None:
+            self._worker.stop()
 
-    def deliver(self, kind: str, parcel: bytes, objects: list[Any]) -> bool:
-        """Take a parcel of a peer; whether anybody was here for it."""
-        return self._carrier is not None and self._carrier.receive(kind, parcel, objects)
+    def kill(self) -> None:
+        """End the worker for certain, also one that is stopped and takes no message."""
+        if self._worker is not None:
+            self._worker.kill()
 
-    def until_ended(self) -> None:
-        """Peers wait for this call's end, be it a return or the actor's death. They queue up for it."""
-        self._ended.wait()
+    @ray.method(concurrency_group=OBJECTS)
+    def deliver(self, inbox_id: str, number: int, references: list[Any]) -> None:
+        """Take the reference of a peer's object. It comes in a list, or Ray would resolve it first."""
+        if self._carrier is not None:
+            self._carrier.inboxes.put(inbox_id, number, references[0])
 
-    def _open_carrier(self, config: ServeConfig) -> RayCarrier | None:
-        if "object_store" not in transport_names(config):
-            return None
+    def _run_here(self, launch: Launch) -> WorkerExit:
         from deploy.ray_carrier import RayCarrier
 
-        self._carrier = RayCarrier()
-        return self._carrier
+        if "object_store" in transport_names(launch.config):
+            self._carrier = RayCarrier()
+        return WorkerExit(run_launch(launch, self._stop, self._carrier))

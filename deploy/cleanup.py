@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_ROUNDS = 3
 _DIRECTORY_PREFIX = "tandem-"
+_LOCK = ".tandem-lock"
 
 
 def adopt_orphans() -> None:
@@ -51,19 +53,33 @@ def kill_descendants() -> None:
             continue
 
 
-def make_directory() -> Path:
-    """A directory of this process, with a path short enough for the Unix sockets within.
+class PrivateDirectory:
+    """A directory for this process alone, with a path short enough for the Unix sockets within.
 
-    Directories of earlier processes that were killed are removed on the way.
+    A lock in it tells living owners from dead ones, in every pid namespace; the kernel frees it with the
+    process. Directories whose owner died are removed when the next one is made.
     """
-    base = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
-    for stale in Path(base).glob(f"{_DIRECTORY_PREFIX}*-*"):
-        pid = stale.name.split("-")[1]
-        with contextlib.suppress(OSError):
-            if pid.isdigit() and not psutil.pid_exists(int(pid)) and stale.stat().st_uid == os.getuid():
-                shutil.rmtree(stale)
-    return Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
+
+    def __init__(self) -> None:
+        base = Path("/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir())
+        for stale in base.glob(f"{_DIRECTORY_PREFIX}*/{_LOCK}"):
+            _remove_if_abandoned(stale)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY_PREFIX}{os.getpid()}-", dir=base))
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
-def remove_directory(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+def _remove_if_abandoned(lock: Path) -> None:
+    """Only what `PrivateDirectory` made has the lock: a user's own files are never touched."""
+    with contextlib.suppress(OSError):
+        if lock.lstat().st_uid != os.getuid():
+            return
+        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+        finally:
+            os.close(descriptor)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from deploy.config import load_config
 from deploy.options import with_config_options
-from protocol.config import load_config
 from protocol.errors import TandemError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -150,8 +150,8 @@ def speculate_train(
     """Train draft heads on text and measure them on text held out. Run it again to resume it."""
     from rich.console import Console
 
-    from speculation.training.command import TrainOptions, train
-    from speculation.training.head import HeadOptions
+    from training.heads.command import TrainOptions, train
+    from training.heads.contract import HeadOptions
 
     options = TrainOptions(
         method=method,
@@ -176,6 +176,6 @@ def speculate_train(
 @app.command()
 def version() -> None:
     """Print the version."""
-    from deploy.version import version as installed
+    from protocol.version import version as installed
 
     typer.echo(installed())

@@ -6,27 +6,16 @@ import logging
 import threading
 from collections.abc import Callable
 
+from deploy.launch import forks_workers
 from deploy.ray_cluster import RayCluster
+from deploy.resources import available_cores, choose_threads, thread_environment
+from deploy.template.client import TemplateClient
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
-from protocol.sockets import ClusterKeys
 from router.server import RouterServer
 
 log = logging.getLogger(__name__)
-
-
-class RouterView:
-    """The router as the supervisor sees it, from its own thread."""
-
-    def __init__(self, server: RouterServer) -> None:
-        self._server = server
-        self.endpoint = server.worker_endpoint
-        self.mark_dead = server.mark_dead
-
-    def is_live(self, worker_id: str, incarnation: str) -> bool | None:
-        """Whether the router hears from this incarnation; None while it is not registered."""
-        worker = self._server.state.registry.current(worker_id, incarnation)
-        return None if worker is None else worker.live
 
 
 class Launcher(threading.Thread):
@@ -48,10 +37,13 @@ class Launcher(threading.Thread):
         self._config = config
         self._keys = keys
         self._server = server
-        self._router = RouterView(server)
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._cluster = RayCluster(config)
+        threads, _ = choose_threads(config, available_cores())
+        self._template = TemplateClient(
+            self._cluster.namespace, thread_environment(threads), own_stderr=False
+        )
         self._stop_requested = threading.Event()
         self.failure: str | None = None
 
@@ -61,6 +53,8 @@ class Launcher(threading.Thread):
 
     def run(self) -> None:
         try:
+            if self._cluster.is_local and forks_workers(self._config):
+                self._template.connect()  # its imports take as long as Ray's start
             self._cluster.start()
             self._server.restore_signals()  # Ray's own handler prints a trace of the C stack at SIGTERM
             self._supervise()
@@ -73,6 +67,7 @@ class Launcher(threading.Thread):
             if self.failure is not None and not self._stop_requested.is_set():
                 self._on_failure()
             self._cluster.stop()
+            self._template.close()
 
     def remove_files(self) -> None:
         """What `run` does at its end; for a run that had to be cut short."""
@@ -86,9 +81,11 @@ class Launcher(threading.Thread):
         Supervisor(
             self._config,
             self._keys,
-            self._router,
+            self._server,
             num_gpus=self._cluster.num_gpus(),
+            template=self._cluster.namespace,
             is_local=self._cluster.is_local,
             stop=self._stop_requested,
             on_ready=self._on_ready,
+            check=self._cluster.check,
         ).run()

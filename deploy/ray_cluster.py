@@ -8,22 +8,29 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from deploy.cleanup import make_directory, remove_directory
-from deploy.resources import worker_count
+import psutil
+
+from deploy.cleanup import PrivateDirectory
 from protocol.config import ServeConfig, transport_names
 from protocol.errors import TandemError
 
 log = logging.getLogger(__name__)
 
+_RAY_PROCESSES = ("gcs_server", "raylet")
+
 _LEAST_STORE_BYTES = 80 * 1024 * 1024
 """Somewhat more than Ray's own least."""
 
 _STORE_BYTES_PER_PAIR = 4 * 16 * 1024 * 1024
-"""In flight from one worker to another: `kvtransfer.stream.MAX_IN_FLIGHT` pieces, and one that is leaving."""
+"""In flight from one worker to another: `MAX_IN_FLIGHT` pieces, and one that is leaving."""
 
 
 class RayStartError(TandemError):
     """Ray could not be started, or joined."""
+
+
+class RayDiedError(TandemError):
+    """A process of our own Ray cluster is gone."""
 
 
 class RayCluster:
@@ -36,7 +43,8 @@ class RayCluster:
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self._address = config.ray_address
-        self._directory: Path | None = None
+        self._directory: PrivateDirectory | None = None
+        self._processes: dict[str, psutil.Process] = {}
         self.namespace = f"tandem-{secrets.token_hex(4)}"
 
     @property
@@ -46,7 +54,7 @@ class RayCluster:
     def start(self) -> None:
         _set_environment()
         if self.is_local:
-            self._directory = make_directory()
+            self._directory = PrivateDirectory()
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         elif _has_token():
@@ -59,12 +67,13 @@ class RayCluster:
             "configure_logging": False,
             "log_to_driver": True,
         }
-        if self.is_local:
+        if self._directory is not None:
             options |= {
                 "num_cpus": 0,
                 "include_dashboard": False,
                 "object_store_memory": object_store_bytes(self._config),
-                "_temp_dir": str(self._directory),
+                # Ray lets everybody write to the folder it is given; ours above it stays closed.
+                "_temp_dir": str(self._directory.path / "ray"),
                 "_node_ip_address": "127.0.0.1",
             }
         else:
@@ -74,6 +83,15 @@ class RayCluster:
         except Exception as error:
             where = f"--ray-address {self._address}: cannot join Ray" if self._address else "cannot start Ray"
             raise RayStartError(f"{where}: {error}") from error
+        if self.is_local:
+            children = {child.name(): child for child in psutil.Process().children(recursive=True)}
+            self._processes = {name: children[name] for name in _RAY_PROCESSES if name in children}
+
+    def check(self) -> None:
+        """Raise `RayDiedError` once a process of our own cluster is gone: no worker could be started anew."""
+        for name, process in self._processes.items():
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                raise RayDiedError(f"Ray's {name} (process {process.pid}) has died; nothing can be restarted")
 
     def num_gpus(self) -> float:
         import ray
@@ -89,14 +107,14 @@ class RayCluster:
 
     def remove_files(self) -> None:
         if self._directory is not None:
-            remove_directory(self._directory)
+            self._directory.remove()
 
 
 def object_store_bytes(config: ServeConfig) -> int:
     """The size of a local cluster's object store: nothing of ours is in it without that transport."""
     if "object_store" not in transport_names(config):
         return _LEAST_STORE_BYTES
-    workers = worker_count(config)
+    workers = config.num_workers
     return _LEAST_STORE_BYTES + workers * (workers - 1) * _STORE_BYTES_PER_PAIR
 
 

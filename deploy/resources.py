@@ -13,10 +13,6 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-def worker_count(config: ServeConfig) -> int:
-    return config.decode_replicas + (config.prefill_replicas if config.disaggregation else 0)
-
-
 def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -30,19 +26,21 @@ def choose_threads(config: ServeConfig, cores: int) -> tuple[int, str]:
     """
     if config.worker_threads is not None:
         return config.worker_threads, "--worker-threads"
-    workers = worker_count(config)
+    workers = config.num_workers
     return max(1, cores // workers), f"{cores} cores for {workers} workers"
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Environment of a worker process on a CPU.
+    """Environment of a host's template, and so of its workers.
 
     Waking a sleeping thread costs more than the work between two barriers of a small model's step, so threads
     spin for a while before they sleep; much longer, they would keep the cores from the router and clients.
     Huge pages let a core read weights faster (about a tenth of a step for a model of 29 M parameters).
+    NumPy would start threads when it is imported; a template must have one thread.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",
         "GOMP_SPINCOUNT": "20000",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -57,7 +55,7 @@ def gpu_share(config: ServeConfig, num_gpus: float) -> float:
         if config.device == "cuda":
             raise ConfigError("--device: cuda was asked for, but Ray finds no GPU")
         return 0.0
-    return min(1.0, num_gpus / worker_count(config))
+    return min(1.0, num_gpus / config.num_workers)
 
 
 def plan_workers(config: ServeConfig, num_gpus: float, cores: int) -> tuple[ServeConfig, float]:

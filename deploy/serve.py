@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
@@ -19,10 +20,10 @@ import msgspec
 from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
 from deploy.launcher import Launcher
 from deploy.resources import available_cores, choose_threads
-from deploy.version import version
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError, TandemError
-from protocol.sockets import ClusterKeys
+from protocol.version import version
 from router.server import RouterServer
 
 LAUNCHER_GRACE_S = 20.0
@@ -86,6 +87,7 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
 
     def start() -> None:
         patience.started = True
+        print(f"Starting {config.num_workers} workers of {config.model_name} ...", flush=True)
         launcher.start()
 
     try:
@@ -133,15 +135,21 @@ def _link_host(config: ServeConfig) -> str:
 
 
 def announcement(config: ServeConfig, server: RouterServer) -> str:
-    """What runs, what was chosen for it and why, and a command to try."""
-    lines = [f"Tandem {version()} serves {config.model_name} on {server.url}"]
+    """What runs, a line for each worker, a command to try, and last the address. `/workers` tells more."""
     threads, why = choose_threads(config, available_cores())
-    lines.append(f"  threads per worker: {threads} ({why})")
-    for worker in server.state.registry:
-        lines.append(f"  {worker.key.worker_id}:")
-        lines += [f"    {name}: {choice}" for name, choice in worker.start_up.items()]
+    lines = [f"Tandem {version()} serves {config.model_name}, threads per worker: {threads} ({why})"]
+    lines += [f"  {worker.key.worker_id}: {_summary(worker.start_up)}" for worker in server.state.registry]
     lines.append(f"Try:  {curl_line(config, server.url)}")
+    lines.append(f"Listening on {server.url}  (API below /v1, its documentation at /docs)")
     return "\n".join(lines)
+
+
+def _summary(start_up: Mapping[str, str]) -> str:
+    chosen = [start_up[name] for name in ("device", "forward", "kv_pool") if name in start_up]
+    speculation = start_up.get("speculation", "none").partition(" (")[0]
+    if speculation != "none":
+        chosen.append(f"speculates by {speculation}")
+    return "; ".join(chosen)
 
 
 def curl_line(config: ServeConfig, url: str) -> str:

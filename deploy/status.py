@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from deploy.complete import ServerError, checked, client
-from router.counter_names import parse_counter_name
+from protocol.metrics import REPORTED, reported
 
 _COLUMNS = (
     "worker",
@@ -27,6 +27,11 @@ _COLUMNS = (
     "hits",
     "transports",
 )
+_COUNTERS = {
+    metric.name: metric
+    for metric in REPORTED
+    if metric.name.startswith("spec_decode_num_") and metric.labels == ("method",)
+}
 _SPECULATION_COLUMNS = ("worker", "method", "drafts", "accepted", "tau", "K now")
 
 
@@ -127,9 +132,10 @@ def _spec_decode_totals(counters: dict[str, float]) -> dict[str, dict[str, float
     """By method, the counters `spec_decode_num_NAME_total` by NAME."""
     totals: dict[str, dict[str, float]] = defaultdict(dict)
     for key, value in counters.items():
-        name, labels = parse_counter_name(key)
-        if name is not None and name.startswith("spec_decode_num_") and set(labels) == {"method"}:
-            totals[labels["method"]][name.removeprefix("spec_decode_num_").removesuffix("_total")] = value
+        found = reported(key, _COUNTERS)
+        if found is not None:
+            metric, (method,) = found
+            totals[method][metric.name.removeprefix("spec_decode_num_").removesuffix("_total")] = value
     return totals
 
 

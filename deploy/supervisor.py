@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from signal import SIGKILL
 from typing import Any
 
 import msgspec
@@ -15,23 +16,34 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from deploy.actors import CONCURRENCY, Launch, WorkerActor
-from deploy.launcher import RouterView
+from deploy.actors import CONCURRENCY, WorkerActor
+from deploy.launch import Launch, forks_workers
 from deploy.resources import available_cores, plan_workers, thread_environment
+from deploy.template.client import WorkerExit
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.ids import new_incarnation
-from protocol.messages import Role
-from protocol.sockets import ClusterKeys
+from protocol.roles import ROLES, RoleSpec
+from router.server import RouterServer
 
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.25
 STOP_GRACE_S = 5.0
+ACTOR_TIMEOUT_S = 2.0
+"""An actor that takes longer to answer is ended too."""
+
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 STABLE_S = 60.0
-"""A worker that ran this long starts its next restart without backoff."""
+"""Failures of a worker that ran this long since are forgotten."""
+
+FRAIL_S = 5.0
+"""A process that vanishes this soon after it became ready is taken to have died by itself."""
+
+MAX_FAILED_STARTS = 5
+"""After so many failures in a row requests no longer wait for a worker. It is still started anew."""
 
 
 class StartUpError(TandemError):
@@ -43,84 +55,121 @@ class _Slot:
     """A worker's place, through all its incarnations."""
 
     worker_id: str
-    role: Role
+    role: RoleSpec
     incarnation: str = ""
     actor: Any = None
     ended: Any = None
     pid_ref: Any = None
     process: psutil.Process | None = None
     started: float = 0.0
-    silent_since: float | None = None
-    ready: bool = False
+    ready_since: float | None = None
     was_ready: bool = False
     failures: int = 0
+    """How often in a row it died by itself."""
     start_at: float | None = None
+
+    def note_death(self, vanished: bool, now: float) -> float:
+        """Returns the seconds until the next start: 0 unless it dies by itself again and again.
+
+        A ready worker whose process `vanished` was killed by somebody else; one that fails says why.
+        """
+        lived = now - self.ready_since if self.ready_since is not None else 0.0
+        if lived > STABLE_S:
+            self.failures = 0
+        if not vanished or lived < FRAIL_S:
+            self.failures += 1
+        self.ready_since = None
+        again = self.failures - 1
+        return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (again - 1)) if again > 0 else 0.0
+
+
+def make_slots(config: ServeConfig) -> list[_Slot]:
+    """A place for each worker that is deployed."""
+    return [
+        _Slot(f"{role.name}-{index}", role)
+        for role in ROLES.values()
+        for index in range(config.num_replicas(role))
+    ]
 
 
 class Supervisor:
-    """Runs in the launcher's thread until `stop` is set. `on_ready`: every worker has registered."""
+    """Runs in the launcher's thread until `stop` is set.
+
+    `on_ready`: every worker has registered. `check` raises when Ray itself is gone.
+    """
 
     def __init__(
         self,
         config: ServeConfig,
         keys: ClusterKeys,
-        router: RouterView,
+        router: RouterServer,
         *,
         num_gpus: float,
+        template: str,
         is_local: bool,
         stop: threading.Event,
         on_ready: Callable[[], None],
+        check: Callable[[], None],
     ) -> None:
         self._keys = keys
         self._router = router
         self._cores = available_cores()
         self._config, self._gpus = plan_workers(config, num_gpus, self._cores)
+        self._template = template
         self._is_local = is_local
+        self._forks = forks_workers(self._config)
         self._stop = stop
         self._on_ready = on_ready
+        self._check = check
         self._announced = False
-        prefills = config.prefill_replicas if self._config.disaggregation else 0
-        self._slots = [_Slot(f"prefill-{index}", "prefill") for index in range(prefills)]
-        self._slots += [_Slot(f"decode-{index}", "decode") for index in range(config.decode_replicas)]
+        self._slots = make_slots(config)
 
     def run(self) -> None:
         """Keep the workers running until `stop`. Raises `StartUpError`."""
         try:
             for slot in self._slots:
                 self._start(slot)
+            self._set_expected()
             while not self._stop.is_set():
                 self._watch()
         finally:
+            self._router.expect(())
             self._end_all()
 
     # --- one worker -------------------------------------------------------------------------------
 
-    def _start(self, slot: _Slot) -> None:
+    def _place(self, slot: _Slot) -> None:
+        """Have Ray make the slot's actor."""
         actor_class = ray.remote(max_restarts=0, max_task_retries=0, **CONCURRENCY)(WorkerActor)
         threads = self._config.worker_threads or 1
         environment = thread_environment(threads)
-        slot.incarnation = new_incarnation()
         slot.actor = actor_class.options(
             name=f"{slot.worker_id}-{slot.incarnation}",
             num_cpus=0 if self._is_local else threads,
             num_gpus=self._gpus,
             scheduling_strategy="DEFAULT" if self._is_local else "SPREAD",
-            runtime_env={"env_vars": environment},
-        ).remote()
+            runtime_env={} if self._forks else {"env_vars": environment},
+        ).remote(self._template, environment, not self._is_local)
         slot.process, slot.pid_ref = None, slot.actor.pid.remote()
+
+    def _start(self, slot: _Slot) -> None:
+        slot.incarnation = new_incarnation()
+        if slot.actor is None:
+            self._place(slot)
         launch = Launch(
             role=slot.role,
             worker_id=slot.worker_id,
             incarnation=slot.incarnation,
-            router_endpoint=self._router.endpoint,
+            router_endpoint=self._router.worker_endpoint,
             config=self._config,
             keys=self._keys,
         )
         slot.ended = slot.actor.run.remote(msgspec.msgpack.encode(launch))
         slot.started = time.monotonic()
-        slot.ready, slot.silent_since, slot.start_at = False, None, None
+        slot.ready_since, slot.start_at = None, None
 
     def _watch(self) -> None:
+        self._check()
         by_ref = {slot.ended: slot for slot in self._slots if slot.ended is not None}
         if by_ref:
             ended, _ = ray.wait(list(by_ref), timeout=WATCH_INTERVAL_S)
@@ -128,7 +177,7 @@ class Supervisor:
             ended = []
             self._stop.wait(WATCH_INTERVAL_S)
         for ref in ended:
-            self._on_ended(by_ref[ref], _reason(ref))
+            self._on_exit(by_ref[ref], ref)
         now = time.monotonic()
         for slot in self._slots:
             if slot.ended is not None:
@@ -145,40 +194,61 @@ class Supervisor:
         if self._is_local and slot.process is None and ray.wait([slot.pid_ref], timeout=0)[0]:
             with contextlib.suppress(RayError, psutil.NoSuchProcess):
                 slot.process = psutil.Process(ray.get(slot.pid_ref))
-        live = self._router.is_live(slot.worker_id, slot.incarnation)
-        if live:
-            slot.ready = slot.was_ready = True
-            slot.silent_since = None
-        elif slot.ready:
-            slot.silent_since = slot.silent_since or now
-            if now - slot.silent_since > self._config.worker_timeout:
-                self._on_ended(slot, "it is silent")
+        silence_s = self._router.silence_of(slot.worker_id, slot.incarnation)
+        if silence_s is not None:
+            if slot.ready_since is None:
+                slot.ready_since, slot.was_ready = now, True
+                self._set_expected()
+            if silence_s > 2 * self._config.worker_timeout:
+                self._kill(slot)
+                self._on_ended(slot, f"nothing was heard of it for {silence_s:.1f} s")
         elif now - slot.started > self._config.start_timeout:
             reason = f"it was not ready within {self._config.start_timeout:g} s (--start-timeout)"
+            self._kill(slot)
             self._on_ended(slot, reason)
 
-    def _on_ended(self, slot: _Slot, reason: str) -> None:
+    def _on_exit(self, slot: _Slot, ref: Any) -> None:
+        """A worker's process has ended, or its actor's and the worker's with it."""
+        try:
+            end: WorkerExit = ray.get(ref)
+        except RayError as error:
+            end = WorkerExit(f"its process died, killed or out of memory ({type(error).__name__})", SIGKILL)
+            self._end_actor(slot)
+        if not self._forks:
+            self._end_actor(slot)
+        self._on_ended(slot, end.reason or "it ended", vanished=end.was_killed)
+
+    def _on_ended(self, slot: _Slot, reason: str, vanished: bool = False) -> None:
         self._router.mark_dead(slot.worker_id, slot.incarnation, reason)
-        self._kill(slot)
+        slot.ended = None
         if self._stop.is_set():
             return
         if not slot.was_ready:
             raise StartUpError(f"worker {slot.worker_id} cannot start: {reason}")
         now = time.monotonic()
-        slot.failures = 1 if slot.ready and now - slot.started > STABLE_S else slot.failures + 1
-        delay = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (slot.failures - 1))
+        delay = slot.note_death(vanished, now)
         slot.start_at = now + delay
+        self._set_expected()
         log.error("worker %s ended: %s; it is started anew in %.1f s", slot.worker_id, reason, delay)
 
+    def _set_expected(self) -> None:
+        """Tell the router whom requests may wait for."""
+        hopeful = (slot for slot in self._slots if slot.failures < MAX_FAILED_STARTS or slot.ready_since)
+        self._router.expect([slot.worker_id for slot in hopeful])
+
     def _kill(self, slot: _Slot) -> None:
-        """End the process for certain, also one that is stopped and takes no message."""
-        self._end(slot)
+        """End the worker for certain, also one that is stopped and takes no message."""
+        if self._forks and slot.actor is not None:
+            with contextlib.suppress(RayError):
+                ray.get(slot.actor.kill.remote(), timeout=ACTOR_TIMEOUT_S)
+                return
+        self._end_actor(slot)
         if slot.process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 slot.process.kill()
 
-    def _end(self, slot: _Slot) -> None:
-        """Ray has its process exit."""
+    def _end_actor(self, slot: _Slot) -> None:
+        """Ray has the actor's process exit, and the worker goes with it."""
         if slot.actor is not None:
             with contextlib.suppress(RayError):
                 ray.kill(slot.actor)
@@ -198,15 +268,7 @@ class Supervisor:
         waited = [slot.ended for slot in running]
         ended = ray.wait(waited, num_returns=len(waited), timeout=STOP_GRACE_S)[0] if waited else []
         for slot in running:
-            if slot.ended in ended:
-                self._end(slot)
-            else:
+            if slot.ended not in ended:
                 self._kill(slot)
-
-
-def _reason(ref: Any) -> str:
-    """Why a worker's `run` returned."""
-    try:
-        return ray.get(ref) or "it ended"
-    except RayError as error:
-        return f"its process died, killed or out of memory ({type(error).__name__})"
+        for slot in self._slots:
+            self._end_actor(slot)

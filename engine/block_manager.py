@@ -88,11 +88,6 @@ class BlockManager:
         """Blocks that could be handed out now: free or evictable."""
         return len(self._free) + len(self._evictable)
 
-    @property
-    def num_used(self) -> int:
-        """Blocks that some table references."""
-        return self.num_blocks - self.num_available
-
     def start(
         self, token_ids: Sequence[int], root: BlockIdentity, *, compute_last: bool = True
     ) -> tuple[BlockTable, int]:

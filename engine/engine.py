@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 from engine.attention.select import select_backend
-from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
+from engine.block_manager import BlockManager, OutOfBlocksError
 from engine.check import check_request
-from engine.kv_pool import DRAFT, TARGET, Allocate, KVPool, pool_blocks
+from engine.draft import Outcome, Verdict
+from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.loader import LoadedModel, load_model
 from engine.outputs import Kept, keep_tokens, token_output
 from engine.packing import PackedStep, pack
+from engine.pool_layout import DRAFT, TARGET, Group, PoolLayout
 from engine.prefix import PrefixRoom, find_room, keep
-from engine.rehearsal import Rehearsal
+from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.select_forward import build_forward
-from engine.sequence import Sequence, Stage
-from engine.speculator import Outcome, Speculator, Verdict
+from engine.sequence import SequenceState, Stage
+from engine.speculator import Speculator
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
@@ -43,7 +45,7 @@ from protocol.speculation import SpeculationState
 logger = logging.getLogger("tandem.engine")
 
 Speculate = Callable[[ServeConfig, LoadedModel], Speculator | None]
-"""Makes what speculates for a model, or says that nobody does."""
+"""Makes the speculator of a model; None disables speculation."""
 
 
 class Engine:
@@ -65,22 +67,26 @@ class Engine:
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
-        self.kv_format = loaded.kv_shape.describe(config.block_size)
+        self.kv_format = loaded.kv_group.describe(config.block_size)
         self._speculator = speculate(config, loaded) if speculate is not None else None
-        shapes = {TARGET: loaded.kv_shape}
+        groups = [loaded.kv_group]
         hidden_layers: tuple[int, ...] = ()
         if self._speculator is not None:
             hidden_layers = self._speculator.hidden_layers
             if self._speculator.segment is not None:
-                shapes[DRAFT] = self._speculator.segment
-        num_blocks = pool_blocks(config, shapes, loaded.device, loaded.max_model_len)
-        self.pool = KVPool(shapes, num_blocks, config.block_size, loaded.device, allocate)
+                groups.append(Group.uniform(DRAFT, self._speculator.segment))
+        hidden_size = loaded.model.config.get_text_config(decoder=True).hidden_size
+        self.feature_size = len(hidden_layers) * hidden_size
+        """Values in the hidden state that the drafter reads of one token."""
+        layout = PoolLayout(tuple(groups), config.block_size)
+        num_blocks = pool_blocks(config, layout, loaded.device, loaded.max_model_len)
+        self.pool = KVPool(layout, num_blocks, loaded.device, allocate)
         self.tiers = build_tiers(config, self.pool, loaded.model, self._fetched)
         self.blocks = BlockManager(
             num_blocks, config.block_size, config.enable_prefix_caching, lower=self.tiers
         )
         backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
-        backend = backend_class(self.pool.tensor)
+        backend = backend_class(self.pool.layers(TARGET))
         forward = build_forward(loaded, backend, config.compile, hidden_layers)
         self._runner = Runner(forward, backend, config.block_size, loaded.device)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
@@ -93,7 +99,7 @@ class Engine:
             copy_blocks=self.pool.copy_blocks,
             fetcher=self.tiers,
         )
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, SequenceState] = {}
         self._order = itertools.count()
         self._steps = 0
         self._eos = frozenset(loaded.eos_token_ids)
@@ -101,8 +107,8 @@ class Engine:
         warm_up_s = self._runner.warm_up()
         if self._speculator is not None:
             self._speculator.attach(loaded, self.pool, self.blocks, self._sampler)
-            with Rehearsal(self.blocks, self._runner, loaded.max_model_len) as rehearsal:
-                self._speculator.warm_up(rehearsal)
+            with ProfilingRun(self.blocks, self._runner, loaded.max_model_len) as profiling:
+                self._speculator.warm_up(profiling)
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
             "attention": f"{backend.name} ({why})",
@@ -120,22 +126,21 @@ class Engine:
     def add(
         self, request: EngineRequest, *, prefill_only: bool = False, drafts_elsewhere: bool = False
     ) -> None:
-        """Queue a request. With `prefill_only` it samples one token and holds its blocks until `release`;
+        """Queue a request. With `prefill_only` it samples one token and holds its blocks until `abort`;
         with `drafts_elsewhere` the draft's KV of its prompt is left to whoever takes the blocks over.
 
         Raises `InvalidRequestError` when the request cannot be served by this model.
         """
         self._check(request)
-        sequence = self._new_sequence(request, prefill_only)
-        sequence.drafts_elsewhere = drafts_elsewhere
+        sequence = SequenceState(request, next(self._order), prefill_only, drafts_elsewhere)
+        self._sequences[request.request_id] = sequence
         self._scheduler.add_waiting(sequence)
 
     def reserve(self, request: EngineRequest, foreign_format: str = "") -> Reservation | None:
-        """Blocks for the whole prompt, to be filled from elsewhere; None when there is no room now.
+        """Blocks for the whole prompt, which another worker fills; None when there is no room now.
 
-        `foreign_format` names what the blocks will hold if that is not what would be computed here: they are
-        then shared with reservations of the same format alone. The reservation ends with `activate` or
-        `abort`. Raises `InvalidRequestError`.
+        `foreign_format` names what the blocks will hold if that is not what this engine would compute: only
+        reservations of the same format share them. Raises `InvalidRequestError`.
         """
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
@@ -149,13 +154,10 @@ class Engine:
         covered = self.blocks.fill(table, covered, len(token_ids))
         if self.tiers is not None:
             self.tiers.finish()
-        sequence = self._new_sequence(request, prefill_only=False)
-        sequence.stage = Stage.RESERVED
-        sequence.table = table
-        sequence.num_cached = covered
         self._scheduler.prefix_query_tokens += len(token_ids)
         self._scheduler.prefix_hit_tokens += covered
-        return Reservation(list(table.block_ids), covered // self.config.block_size)
+        block_size = self.config.block_size
+        return Reservation(request, table, block_size, covered // block_size, time.monotonic())
 
     def room_for_prefix(self, request: EngineRequest) -> PrefixRoom | None:
         """Blocks to bring what the request's prefix cache lacks from elsewhere, before `add`; None if that
@@ -176,25 +178,29 @@ class Engine:
 
     def activate(
         self,
-        request_id: str,
+        reservation: Reservation,
         first_token: int,
         *,
         shareable: bool = True,
         draft: DraftState = REBUILD,
     ) -> None:
-        """The reserved blocks are filled; `first_token`, already streamed, is the token after them.
+        """Decode a request whose blocks are filled; `first_token`, already streamed, follows its prompt.
 
-        Blocks that hold something else than was said when they were reserved are not `shareable`. `draft`
-        says what came along of the drafter's state.
+        Blocks that hold something else than the reservation said are not `shareable`. `draft` is what came of
+        the drafter's state.
         """
-        sequence = self._sequences[request_id]
-        assert sequence.stage is Stage.RESERVED and sequence.table is not None
-        sequence.num_computed = len(sequence.token_ids)
-        sequence.handed_over = True
+        request = reservation.request
+        sequence = SequenceState(request, next(self._order), arrival=reservation.since)
+        self._sequences[request.request_id] = sequence
+        sequence.table = reservation.table
         sequence.table.shareable = shareable
+        sequence.num_computed = len(sequence.token_ids)
+        sequence.num_cached = reservation.cached_blocks * reservation.block_size
+        sequence.handed_over = True
         self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
         sequence.append(first_token)
-        self._begin_drafting(sequence, draft)
+        if self._speculator is not None:
+            self._speculator.begin(sequence, draft)
         sequence.first_scheduled = sequence.first_token_time = time.monotonic()
         self._scheduler.add_running(sequence)
 
@@ -209,12 +215,6 @@ class Engine:
         if sequence.stage is Stage.HELD:
             self._scheduler.add_running(sequence)
 
-    def release(self, request_id: str) -> None:
-        """Free the blocks of a finished prefill; they stay in the prefix cache. Unknown ids are ignored."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None and sequence.stage is Stage.HELD:
-            self._forget(sequence)
-
     def abort(self, request_id: str) -> bool:
         """Drop a request in whatever stage it is; False when it is not known."""
         sequence = self._sequences.get(request_id)
@@ -222,14 +222,6 @@ class Engine:
             return False
         self._forget(sequence)
         return True
-
-    def detach(self, request_id: str) -> BlockTable:
-        """Drop a reserved request, but not its blocks: they are to be freed when nobody writes to them."""
-        sequence = self._sequences[request_id]
-        assert sequence.table is not None
-        table, sequence.table = sequence.table, None
-        self._forget(sequence)
-        return table
 
     # --- tokens out ---------------------------------------------------------------------------------
 
@@ -249,8 +241,6 @@ class Engine:
         result = StepResult(outputs=self._expire())
         if self.tiers is not None:
             self.tiers.poll()
-        if self._speculator is not None:
-            self._plan(self._speculator)
         step = self._scheduler.schedule()
         if not step.sequences:
             return result
@@ -260,10 +250,8 @@ class Engine:
                 self.on_scheduled(sequence.request)
         wants_hidden = False
         if self._speculator is not None:
-            for sequence in step.admitted:
-                self._begin_drafting(sequence)
-            self._speculator.propose(step)
-            wants_hidden = self._speculator.wants_hidden(step)
+            scheduler = self._scheduler
+            wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
         packed = pack(step)
         result.num_tokens = packed.num_tokens
         logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
@@ -274,7 +262,7 @@ class Engine:
             if output is not None:
                 result.outputs.append(output)
         if self._speculator is not None:
-            self._speculator.observe(step, hidden)
+            self._speculator.finish(step, hidden)
         return result
 
     def computed_blocks(self, request_id: str) -> int:
@@ -291,13 +279,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of the load; may be called from any thread."""
         scheduler, blocks = self._scheduler, self.blocks
-        stages = [sequence.stage for sequence in list(self._sequences.values())]
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             waiting_tokens=sum(sequence.num_uncomputed for sequence in list(scheduler.waiting)),
-            num_reserved=stages.count(Stage.RESERVED),
-            num_held=stages.count(Stage.HELD),
             total_blocks=blocks.num_blocks,
             free_blocks=blocks.num_free,
             cached_blocks=blocks.num_cached,
@@ -334,22 +319,7 @@ class Engine:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
         check_request(request, self.vocab_size, self.max_model_len, self.config.max_logprobs)
 
-    def _begin_drafting(self, sequence: Sequence, state: DraftState = REBUILD) -> None:
-        """The sequence has blocks now, `sequence.num_cached` of whose tokens were here before."""
-        if self._speculator is None:
-            return
-        assert sequence.table is not None
-        drafted = self.blocks.num_drafted(sequence.table)
-        if state.kind == "carried" and drafted >= (sequence.num_cached or 0):
-            drafted = max(drafted, state.num_tokens)
-        self._speculator.begin(sequence, drafted, state)
-
-    def _new_sequence(self, request: EngineRequest, prefill_only: bool) -> Sequence:
-        sequence = Sequence(request, next(self._order), prefill_only)
-        self._sequences[request.request_id] = sequence
-        return sequence
-
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: SequenceState) -> None:
         self._scheduler.remove(sequence)
         self._sampler.forget(sequence.request_id)
         if self._speculator is not None:
@@ -365,18 +335,13 @@ class Engine:
             if now > sequence.deadline
         ]
 
-    def _fail(self, sequence: Sequence, kind: ErrorKind, reason: str) -> TokenOutput:
+    def _fail(self, sequence: SequenceState, kind: ErrorKind, reason: str) -> TokenOutput:
         self._forget(sequence)
         return TokenOutput(
             request_id=sequence.request_id, token_ids=[], finish_reason="error", error_kind=kind, error=reason
         )
 
-    def _plan(self, speculator: Speculator) -> None:
-        decoding = [sequence for sequence in self._scheduler.running if sequence.is_decoding]
-        to_come = min(self.num_running + self.num_waiting, self.config.max_num_seqs) - len(decoding)
-        speculator.plan(decoding, to_come)
-
-    def _collect_prompt_logprobs(self, prompts: list[tuple[Sequence, int]], logits: Tensor) -> None:
+    def _collect_prompt_logprobs(self, prompts: list[tuple[SequenceState, int]], logits: Tensor) -> None:
         """`logits` are those of the prompts' chunks, in order: (sequence, its number of rows)."""
         for sequence, count in prompts:
             if not sequence.prompt_logprobs:
@@ -402,7 +367,7 @@ class Engine:
         ]
 
     def _commit(
-        self, sequence: Sequence, count: int, verdict: Verdict | None, step: ScheduledStep
+        self, sequence: SequenceState, count: int, verdict: Verdict | None, step: ScheduledStep
     ) -> TokenOutput | None:
         """The KV of `count` tokens was computed, and that of the drafts that `verdict` accepts."""
         start, draft, sequence.draft = sequence.num_computed, sequence.draft, None

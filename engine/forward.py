@@ -10,6 +10,7 @@ import logging
 import shutil
 import time
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,12 +18,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.step_inputs import StepInputs
 from protocol.errors import ConfigError
 
 logger = logging.getLogger("tandem.engine")
 
 MIN_ROWS = 2
 """torch.compile specializes on a size of 1, so one dynamic graph serves every size only from two rows on."""
+
+WARM_UP_ROWS = 64
+"""Unlike the number of logit rows, or torch.compile would take the two sizes for one."""
 
 ONEDNN_MIN_ROWS = 4
 """oneDNN's matrix kernels take less time for four rows than for one or two."""
@@ -35,8 +40,8 @@ class ForwardOutput(NamedTuple):
     hidden: Tensor | None
 
 
-class RowsForward:
-    """What `Runner` runs: a function of packed rows, compiled where that pays.
+class RowsForward(ABC):
+    """A function of packed rows in torch, compiled where that pays.
 
     `choice` says whether it is compiled, and why, `products` how its linear layers multiply.
     """
@@ -50,12 +55,39 @@ class RowsForward:
         self.compiled, self.choice = _choose(mode, device)
         self._run = _compile(self._compute) if self.compiled else self._compute
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
-        """For token_ids [rows] and positions [rows]."""
-        raise NotImplementedError
+    def run(
+        self,
+        inputs: StepInputs,
+        logit_rows: list[int],
+        *,
+        wants_hidden: bool = True,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        """As `Runner.run`."""
+        return self._execute(inputs, self.padded_rows(inputs.num_rows), logit_rows, wants_hidden, before)
 
+    @torch.inference_mode()
+    def _execute(
+        self,
+        inputs: StepInputs,
+        num_rows: int,
+        logit_rows: list[int],
+        wants_hidden: bool = True,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        token_ids, positions = inputs.begin(num_rows)
+        logits, hidden = self._call(token_ids, positions, logit_rows, before)
+        return ForwardOutput(logits, hidden if wants_hidden else None)
+
+    @abstractmethod
+    def _call(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: list[int], before: Tensor | None
+    ) -> ForwardOutput:
+        """For token_ids [rows] and positions [rows], padded."""
+
+    @abstractmethod
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError
+        """What is compiled."""
 
     def padded_rows(self, total_tokens: int) -> int:
         """How many rows the packed input should have for `total_tokens` real ones."""
@@ -66,8 +98,8 @@ class RowsForward:
         missing = (MIN_ROWS if self.compiled else 1) - len(logit_rows)
         return torch.tensor(logit_rows + [0] * missing, device=self._device)
 
-    def warm_up(self, run: Callable[[], None]) -> float:
-        """`run` some rows, which compiles; returns the seconds it took.
+    def warm_up(self, padding: StepInputs) -> float:
+        """Compile by running padding rows; returns the seconds it took.
 
         A model that does not compile runs eagerly from now on; with `--compile on` that is a ConfigError.
         """
@@ -75,7 +107,7 @@ class RowsForward:
             return 0.0
         start = time.monotonic()
         try:
-            run()
+            self._execute(padding, WARM_UP_ROWS, [0, 1])
         except torch._dynamo.exc.TorchDynamoException as error:
             if self._mode == "on":
                 raise ConfigError(f"--compile: the model does not compile: {error}") from error
@@ -104,7 +136,9 @@ class Forward(RowsForward):
         self._hidden_layers = hidden_layers
         self._can_capture = not hidden_layers
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
+    def _call(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: list[int], before: Tensor | None
+    ) -> ForwardOutput:
         inputs = (token_ids.unsqueeze(0), positions.unsqueeze(0), self._index(logit_rows))
         if self.compiled and not self._can_capture:
             # Transformers sets its hooks in the first forward, which compiled code cannot.

@@ -4,90 +4,52 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import psutil
 import torch
 from torch import Tensor
 
+from engine.pool_layout import PoolLayout
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.handoff import SegmentInfo
 
 logger = logging.getLogger("tandem.engine")
 
 CPU_POOL_LIMIT = 4 * 1024**3
-"""Bytes of a CPU pool unless the user asks for more: larger ones only help the prefix cache."""
+"""Bytes of a CPU pool unless the user asks for more."""
 
 Allocate = Callable[[int], memoryview]
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """What the KV of one token looks like."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, 2, block_size, self.num_kv_heads, self.head_dim)
-
-    def block_bytes(self, block_size: int) -> int:
-        return math.prod(self.block_shape(block_size)) * self.dtype.itemsize
-
-    def describe(self, block_size: int) -> str:
-        """Names the format, so that unlike KV never shares an identity."""
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{name}/{self.num_layers}x{self.num_kv_heads}x{self.head_dim}/{block_size}"
-
-
-TARGET, DRAFT = "target", "draft"
 
 
 class KVPool:
     """A block is its segments one after the other, so all of it is one extent.
 
-    `blocks` are the bytes, uint8 [num_blocks, block_bytes]. `tensor` is the target's segment, and
-    `segment(name)` any: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], each block
-    contiguous.
+    `blocks` are the bytes, uint8 [num_blocks, block_bytes]. A segment is [num_blocks, num_layers, num_planes,
+    block_size, num_kv_heads, head_dim], contiguous in each block.
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, KVShape],
-        num_blocks: int,
-        block_size: int,
-        device: torch.device,
-        allocate: Allocate | None,
+        self, layout: PoolLayout, num_blocks: int, device: torch.device, allocate: Allocate | None
     ) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.block_bytes = block_bytes(shapes, block_size)
+        self.block_size = layout.block_size
+        self.block_bytes = layout.block_bytes
         nbytes = num_blocks * self.block_bytes
         if allocate is not None and device.type == "cpu":
             memory = torch.frombuffer(allocate(nbytes), dtype=torch.uint8)
         else:
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.blocks = memory.view(num_blocks, self.block_bytes)
+        self.segments = layout.describe()
+        self._groups = {group.name: group for group in layout.groups}
         self._segments: dict[str, Tensor] = {}
         start = 0
-        for name, shape in shapes.items():
-            end = start + shape.block_bytes(block_size)
-            values = self.blocks[:, start:end].view(shape.dtype)
-            self._segments[name] = values.unflatten(1, shape.block_shape(block_size))
+        for name, segment in layout.segments().items():
+            end = start + segment.block_bytes(layout.block_size)
+            values = self.blocks[:, start:end].view(segment.dtype)
+            self._segments[name] = values.unflatten(1, segment.block_shape(layout.block_size))
             start = end
-        self.tensor = self._segments[TARGET]
-        self.segments = [
-            SegmentInfo(
-                name=name,
-                dtype=str(shape.dtype).removeprefix("torch."),
-                shape=shape.block_shape(block_size),
-            )
-            for name, shape in shapes.items()
-        ]
 
     @property
     def num_bytes(self) -> int:
@@ -95,6 +57,13 @@ class KVPool:
 
     def segment(self, name: str) -> Tensor:
         return self._segments[name]
+
+    def layers(self, group: str) -> list[Tensor]:
+        """The view of each of the group's layers: [num_blocks, num_planes, block_size, num_kv_heads,
+        head_dim].
+        """
+        of = self._groups[group]
+        return [self.segment(of.segment_name(place.segment))[:, place.index] for place in of.layers]
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks, source to target, within the pool."""
@@ -118,44 +87,41 @@ class KVPool:
         return torch.tensor(blocks, device=device), torch.tensor(offsets, device=device)
 
 
-def block_bytes(shapes: Mapping[str, KVShape], block_size: int) -> int:
-    return sum(shape.block_bytes(block_size) for shape in shapes.values())
-
-
-def pool_blocks(
-    config: ServeConfig, shapes: Mapping[str, KVShape], device: torch.device, max_model_len: int
-) -> int:
+def pool_blocks(config: ServeConfig, layout: PoolLayout, device: torch.device, max_model_len: int) -> int:
     """How many blocks fit. Raises `ConfigError` when not even one sequence of `max_model_len` does."""
-    nbytes = block_bytes(shapes, config.block_size)
-    budget, reason = _pool_budget(config, device)
-    num_blocks = budget // nbytes
+    nbytes = layout.block_bytes
     # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
     per_sequence = math.ceil(max_model_len / config.block_size) + 1
+    budget, reason = _pool_budget(config, device, max_model_len, per_sequence * nbytes)
+    num_blocks = budget // nbytes
     if num_blocks < per_sequence:
         raise ConfigError(
             f"--kv-cache-memory-bytes: a KV pool of {budget} bytes ({reason}) holds "
             f"{num_blocks * config.block_size} tokens, fewer than --max-model-len ({max_model_len}), "
             f"which needs {per_sequence * nbytes} bytes"
         )
-    logger.info(
-        "KV pool: %d blocks of %d tokens, %.2f GiB (%s)",
-        num_blocks,
-        config.block_size,
-        num_blocks * nbytes / 2**30,
-        reason,
-    )
+    pool = f"{num_blocks} blocks of {config.block_size} tokens, {num_blocks * nbytes / 2**20:.0f} MiB"
+    logger.debug("KV pool: %s (%s)", pool, reason)
     return num_blocks
 
 
-def _pool_budget(config: ServeConfig, device: torch.device) -> tuple[int, str]:
+def _pool_budget(
+    config: ServeConfig, device: torch.device, max_model_len: int, sequence_bytes: int
+) -> tuple[int, str]:
+    """Bytes, and why so many; `sequence_bytes` are those of one sequence of `max_model_len`."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
     share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - total * (1 - config.gpu_memory_utilization))), share
-    workers = config.decode_replicas + (config.prefill_replicas if config.disaggregation else 0)
+        own_share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_reserved(device)
+        return max(0, min(own_share, free)), f"{share}, less what this worker uses already"
+    workers = config.num_workers
     fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / (2 * workers))
-    if fair <= CPU_POOL_LIMIT:
-        return fair, f"half of {share} of the free memory, over {workers} workers"
-    return CPU_POOL_LIMIT, "the default on a CPU"
+    # Twice what the running sequences can fill: the other half keeps prefixes of earlier ones.
+    sequences = 2 * config.max_num_seqs
+    return min(
+        (sequences * sequence_bytes, f"room for {sequences} sequences of {max_model_len} tokens"),
+        (CPU_POOL_LIMIT, "the most that a CPU worker takes by default"),
+        (fair, f"half of {share} of the free memory, over {workers} workers"),
+    )

@@ -1,4 +1,4 @@
-"""Loads a Transformers decoder and finds out, by running it once, whether the engine can serve it."""
+"""Loads a Transformers decoder. A probe refuses models that the engine would serve wrong."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import transformers_hook
+from engine.decoder.description import Description
 from engine.errors import UnsupportedModelError
-from engine.kv_pool import KVShape
+from engine.held import take
+from engine.pool_layout import Group
+from engine.probe import probe
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
@@ -24,19 +26,25 @@ DUMMY_SEED = 0
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`model` is in eval mode on `device`, its attention routed to the paged pool."""
+    """`model` is in eval mode on `device`, its attention routed to the paged pool. If the native decoder runs
+    it, `description` has the weights of its layers.
+    """
 
     model: PreTrainedModel
     device: torch.device
     dtype: torch.dtype
-    kv_shape: KVShape
+    kv_group: Group
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
+    description: Description | None = None
 
 
 def load_model(config: ServeConfig) -> LoadedModel:
     """Raises `UnsupportedModelError` or `ConfigError`, naming what is wrong."""
+    held = take(config)
+    if held is not None:
+        return held
     device = choose_device(config.device)
     transformers_hook.register()
     hf_config = _load_hf_config(config)
@@ -47,7 +55,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         model=model,
         device=device,
         dtype=dtype,
-        kv_shape=_probe(model, device, dtype, text_config.num_hidden_layers),
+        kv_group=probe(model, dtype, text_config.num_hidden_layers),
         vocab_size=text_config.vocab_size,
         max_model_len=choose_max_model_len(config.max_model_len, text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
@@ -121,46 +129,3 @@ def _eos_token_ids(model: PreTrainedModel, text_config: Any) -> list[int]:
     if eos is None:
         return []
     return [eos] if isinstance(eos, int) else list(eos)
-
-
-class _Recorder:
-    """Stands in for the attention backend and notes what each layer asks for."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int]] = {}
-
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        if layer in self.shapes:
-            raise UnsupportedModelError(f"layer {layer} runs attention more than once in a forward")
-        self.shapes[layer] = (key.shape[1], key.shape[2])
-        return torch.zeros_like(query)
-
-
-def _probe(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, num_layers: int) -> KVShape:
-    """Run two packed tokens; every layer must attend once, through our function, with KV of one shape."""
-    name = model.config.model_type
-    recorder = _Recorder()
-    transformers_hook.set_current_backend(recorder)  # type: ignore[arg-type]
-    positions = torch.arange(2, device=device).unsqueeze(0)
-    try:
-        with torch.inference_mode():
-            model(
-                input_ids=torch.zeros_like(positions),
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=1,
-            )
-    except (TypeError, AttributeError) as error:
-        raise UnsupportedModelError(f"{name}: cannot run packed tokens: {error}") from error
-    finally:
-        transformers_hook.set_current_backend(None)
-    missing = sorted(set(range(num_layers)) - set(recorder.shapes))
-    if missing:
-        raise UnsupportedModelError(
-            f"{name}: layers {missing} do not use the attention interface (recurrent state or attention of "
-            "their own), which is not supported"
-        )
-    if len(set(recorder.shapes.values())) != 1:
-        raise UnsupportedModelError(f"{name}: layers with KV of different shapes are not supported")
-    num_kv_heads, head_dim = recorder.shapes[0]
-    return KVShape(num_layers, num_kv_heads, head_dim, dtype)

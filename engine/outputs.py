@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from collections.abc import Sequence as Many
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from engine.sequence import Sequence
-from engine.speculator import Outcome
+from engine.draft import Outcome
+from engine.sequence import SequenceState
 from protocol.messages import FinishReason, RequestTiming, TokenOutput
 
 
@@ -21,7 +20,7 @@ class Kept:
     stop_token_id: int | None = None
 
 
-def keep_tokens(sequence: Sequence, token_ids: Many[int], eos: Collection[int]) -> Kept:
+def keep_tokens(sequence: SequenceState, token_ids: Sequence[int], eos: Collection[int]) -> Kept:
     """Append them to the sequence, none after the one that ends it."""
     kept = Kept()
     for token_id in token_ids:
@@ -34,7 +33,7 @@ def keep_tokens(sequence: Sequence, token_ids: Many[int], eos: Collection[int]) 
 
 
 def _finish_reason(
-    sequence: Sequence, token_id: int, eos: Collection[int]
+    sequence: SequenceState, token_id: int, eos: Collection[int]
 ) -> tuple[FinishReason | None, int | None]:
     params = sequence.params
     if token_id in params.stop_token_ids:
@@ -46,7 +45,7 @@ def _finish_reason(
     return None, None
 
 
-def token_output(sequence: Sequence, kept: Kept, outcome: Outcome) -> TokenOutput:
+def token_output(sequence: SequenceState, kept: Kept, outcome: Outcome) -> TokenOutput:
     """The message for a sequence that got tokens."""
     assert outcome.verdict is not None
     is_first = sequence.first_token_time is None
@@ -65,7 +64,7 @@ def token_output(sequence: Sequence, kept: Kept, outcome: Outcome) -> TokenOutpu
     )
 
 
-def _first_token_timing(sequence: Sequence) -> RequestTiming:
+def _first_token_timing(sequence: SequenceState) -> RequestTiming:
     sequence.first_token_time = time.monotonic()
     scheduled = sequence.first_scheduled or sequence.arrival
     return RequestTiming(

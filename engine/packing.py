@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.rows import SequenceRows
 from engine.scheduler import ScheduledStep
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 
 
 @dataclass(eq=False)
@@ -19,8 +19,8 @@ class PackedStep:
     """
 
     batch: list[SequenceRows] = field(default_factory=list)
-    sampled: list[Sequence] = field(default_factory=list)
-    prompts: list[tuple[Sequence, int]] = field(default_factory=list)
+    sampled: list[SequenceState] = field(default_factory=list)
+    prompts: list[tuple[SequenceState, int]] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
     num_sampled_rows: int = 0
     num_tokens: int = 0

@@ -1,18 +1,30 @@
-"""What the engine gives back beside tokens' messages themselves."""
+"""What the engine returns to the worker's loop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.messages import TokenOutput
+from engine.block_manager import BlockTable
+from protocol.messages import EngineRequest, TokenOutput
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reservation:
-    """Blocks for a prompt that another worker computes; the first `cached_blocks` are already filled."""
+    """Blocks for a prompt that another worker computes. The first `cached_blocks` are filled already.
 
-    block_ids: list[int]
+    Whoever reserved them owns them, until `Engine.activate` or until it frees the `table`. The request's time
+    limit counts from `since` (monotonic seconds).
+    """
+
+    request: EngineRequest
+    table: BlockTable
+    block_size: int
     cached_blocks: int
+    since: float
+
+    @property
+    def block_ids(self) -> list[int]:
+        return self.table.block_ids
 
 
 @dataclass
@@ -26,8 +38,6 @@ class EngineStats:
     num_running: int
     num_waiting: int
     waiting_tokens: int
-    num_reserved: int
-    num_held: int
     total_blocks: int
     free_blocks: int
     cached_blocks: int

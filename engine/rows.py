@@ -53,7 +53,7 @@ def block_table(tables: Sequence[list[int]]) -> np.ndarray:
     """int32 [tables, most blocks], padded with 0."""
     if len(tables) == 1:
         return np.array(tables, np.int32)
-    padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    padded = np.zeros((len(tables), max(map(len, tables), default=1)), np.int32)
     for row, block_ids in zip(padded, tables, strict=True):
         row[: len(block_ids)] = block_ids
     return padded

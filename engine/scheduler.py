@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockCopy, BlockManager, OutOfBlocksError
-from engine.sequence import Sequence, Stage
-from engine.speculator import Outcome
+from engine.draft import Outcome
+from engine.sequence import SequenceState, Stage
 from engine.tiers.interface import Fetcher
 from protocol.ids import BlockIdentity, root_identity
 
@@ -30,11 +30,13 @@ class ScheduledStep:
     Once the step is over there is an outcome for each sequence.
     """
 
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[SequenceState] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    first_time: list[Sequence] = field(default_factory=list)
+    admitted: list[SequenceState] = field(default_factory=list)
+    first_time: list[SequenceState] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    budget_left: int = 0
+    """Tokens that drafts may still add to the step."""
 
     @property
     def total_tokens(self) -> int:
@@ -59,8 +61,8 @@ class Scheduler:
         fetcher: Fetcher | None = None,
     ) -> None:
         self.blocks = blocks
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self.running: list[SequenceState] = []
+        self.waiting: list[SequenceState] = []
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -86,15 +88,15 @@ class Scheduler:
             self._roots[kv_format] = root_identity(self._model, kv_format)
         return self._roots[kv_format]
 
-    def add_waiting(self, sequence: Sequence) -> None:
+    def add_waiting(self, sequence: SequenceState) -> None:
         sequence.stage = Stage.WAITING
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.queue_key)
 
-    def add_running(self, sequence: Sequence) -> None:
+    def add_running(self, sequence: SequenceState) -> None:
         sequence.stage = Stage.RUNNING
         self.running.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Forget the sequence and free its blocks. Safe in every stage."""
         if sequence.stage is Stage.RUNNING:
             self.running.remove(sequence)
@@ -103,10 +105,15 @@ class Scheduler:
         sequence.stage = Stage.ENDED
         self.free(sequence)
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: SequenceState) -> None:
         if sequence.table is not None:
             self.blocks.free(sequence.table)
             sequence.table = None
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that run, or are about to."""
+        return min(len(self.running) + len(self.waiting), self._max_num_seqs)
 
     def schedule(self) -> ScheduledStep:
         step = ScheduledStep()
@@ -118,7 +125,6 @@ class Scheduler:
             if sequence.stage is not Stage.RUNNING:
                 continue  # preempted for an earlier one of this very step
             budget -= self._schedule_running(sequence, budget, step)
-        budget -= self._make_draft_room(step, budget)
         for sequence in list(self.waiting):
             if budget == 0 or len(self.running) >= self._max_num_seqs:
                 break
@@ -128,30 +134,24 @@ class Scheduler:
             if taken == 0:
                 break
             budget -= taken
+        step.budget_left = budget
         return step
 
-    def _make_draft_room(self, step: ScheduledStep, budget: int) -> int:
-        """Grant the sequences what they wish of room for drafts, as far as there is; returns the tokens'
-        sum.
-        """
-        granted = 0
-        for sequence in step.sequences:
-            if sequence.draft_room == 0:
-                continue
-            num_tokens = len(sequence.token_ids)
-            left = sequence.params.max_tokens - len(sequence.output_token_ids) - 1
-            wish = min(sequence.draft_room, left, budget - granted) if sequence.is_decoding else 0
-            room = wish if wish > 0 and self._grow(sequence, num_tokens + wish) else 0
-            sequence.draft_room = room
-            granted += room
-        return granted
+    def make_room(self, step: ScheduledStep, sequence: SequenceState, wish: int) -> int:
+        """Reserve room for up to `wish` drafted tokens of a decoding sequence; returns for how many."""
+        left = sequence.params.max_tokens - len(sequence.output_token_ids) - 1
+        room = min(wish, left, step.budget_left)
+        if room <= 0 or not self._grow(sequence, len(sequence.token_ids) + room):
+            return 0
+        step.budget_left -= room
+        return room
 
-    def _waits_for_a_leader(self, sequence: Sequence) -> bool:
+    def _waits_for_a_leader(self, sequence: SequenceState) -> bool:
         if not sequence.follows():
             sequence.leader = self._find_leader(sequence)
         return sequence.leader is not None
 
-    def _find_leader(self, sequence: Sequence) -> tuple[Sequence, int] | None:
+    def _find_leader(self, sequence: SequenceState) -> tuple[SequenceState, int] | None:
         if not self.blocks.enable_prefix_caching or sequence.wants_prompt_logprobs:
             return None
         for other in self.running:
@@ -161,7 +161,7 @@ class Scheduler:
                     return other, num_shared
         return None
 
-    def _waits_for_the_disk(self, sequence: Sequence) -> bool:
+    def _waits_for_the_disk(self, sequence: SequenceState) -> bool:
         if self._fetcher is None or sequence.wants_prompt_logprobs:
             return False
         if sequence.fetch is None:
@@ -180,7 +180,7 @@ class Scheduler:
             end += size
         return end
 
-    def _schedule_running(self, sequence: Sequence, budget: int, step: ScheduledStep) -> int:
+    def _schedule_running(self, sequence: SequenceState, budget: int, step: ScheduledStep) -> int:
         count = min(budget, sequence.num_uncomputed)
         while not self._grow(sequence, sequence.num_computed + count):
             # Blocks of a prompt that is being handed over may be on the wire: they are never taken away.
@@ -193,7 +193,7 @@ class Scheduler:
         self._append(sequence, count, step)
         return count
 
-    def _admit(self, sequence: Sequence, budget: int, step: ScheduledStep) -> int:
+    def _admit(self, sequence: SequenceState, budget: int, step: ScheduledStep) -> int:
         """Take a waiting sequence up if all of it fits; returns its tokens in this step."""
         if self._blocked == (sequence.order, self.blocks.num_available):
             return 0
@@ -222,14 +222,14 @@ class Scheduler:
         self._append(sequence, count, step)
         return count
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: SequenceState) -> None:
         # A cached prompt has no logits, so one that wants log-probabilities shares nothing.
         token_ids = sequence.token_ids[:1] if sequence.wants_prompt_logprobs else sequence.token_ids
         sequence.table, sequence.num_computed = self.blocks.start(
             token_ids, self.root(sequence.request.cache_salt)
         )
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _grow(self, sequence: SequenceState, num_tokens: int) -> bool:
         assert sequence.table is not None
         try:
             copies = self.blocks.grow(sequence.table, sequence.num_computed, num_tokens)
@@ -239,19 +239,19 @@ class Scheduler:
             self._copy_blocks(copies)
         return True
 
-    def _preempt(self, victim: Sequence, step: ScheduledStep) -> None:
+    def _preempt(self, victim: SequenceState, step: ScheduledStep) -> None:
         if victim in step.sequences:
             index = step.sequences.index(victim)
             del step.sequences[index], step.num_tokens[index]
         self.running.remove(victim)
         self.free(victim)
-        victim.num_computed = victim.draft_room = 0
+        victim.num_computed = 0
         victim.prompt_logprobs.clear()
         victim.fetch = None
         self.num_preemptions += 1
         self.add_waiting(victim)
 
     @staticmethod
-    def _append(sequence: Sequence, count: int, step: ScheduledStep) -> None:
+    def _append(sequence: SequenceState, count: int, step: ScheduledStep) -> None:
         step.sequences.append(sequence)
         step.num_tokens.append(count)

@@ -3,54 +3,72 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
-from engine.decoder.description import unfit
-from engine.decoder.forward import DecoderForward
+from engine.decoder.description import Description, unfit
+from engine.decoder.forward import DecoderForward, library
 from engine.forward import Forward, ForwardOutput
-from engine.linear.packed import kernel_fault, pack_linears
+from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.loader import LoadedModel
+from engine.step_inputs import StepInputs
 from native.build import BuildError
 
 logger = logging.getLogger("tandem.engine")
 
 
 class PackedForward(Protocol):
-    """Callable (token_ids [rows], positions [rows], logit_rows) -> ForwardOutput. `choice` says what it is,
-    `products` how it multiplies."""
+    """What `Runner` runs. `choice` says what it is, `products` how it multiplies."""
 
     choice: str
     products: str
 
-    def warm_up(self, run: Callable[[], None]) -> float: ...
+    def warm_up(self, padding: StepInputs) -> float: ...
 
-    def padded_rows(self, total_tokens: int) -> int: ...
-
-    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput: ...
+    def run(
+        self,
+        inputs: StepInputs,
+        logit_rows: list[int],
+        *,
+        wants_hidden: bool = True,
+        before: Tensor | None = None,
+    ) -> ForwardOutput: ...
 
 
 def build_forward(
     loaded: LoadedModel, backend: AttentionBackend, compile: str, hidden_layers: tuple[int, ...] = ()
 ) -> PackedForward:
-    """`compile` is the option's value: "auto" takes the native decoder for the models that it knows.
-
-    What the model's layers weigh is then freed: only its embeddings, final norm and head stay usable.
-    """
+    """`compile` is the option's value. A model that is not packed yet is packed: see `pack_model`."""
     fault = kernel_fault(loaded.device, loaded.dtype)
     if fault is not None:
         return Forward(loaded.model, loaded.device, compile, hidden_layers, products=fault)
-    if compile == "auto" and isinstance(backend, CpuBackend) and unfit(loaded.model) is None:
+    loaded = pack_model(loaded, compile, type(backend))
+    if loaded.description is not None:
+        assert isinstance(backend, CpuBackend)
+        return DecoderForward(loaded.description, backend, hidden_layers)
+    count = sum(isinstance(module, PackedLinear) for module in loaded.model.modules())
+    packed = f"{count} packed layers, summed alike in every batch"
+    return Forward(loaded.model, loaded.device, compile, hidden_layers, products=packed, packed=True)
+
+
+def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend]) -> LoadedModel:
+    """The model with its weights packed as the forward for this backend reads them, if our kernels multiply.
+
+    "auto" takes the native decoder for the models that it knows. The model's layers then lose their weights:
+    only embeddings, final norm and head stay usable.
+    """
+    if loaded.description is not None or kernel_fault(loaded.device, loaded.dtype) is not None:
+        return loaded
+    if compile == "auto" and issubclass(backend, CpuBackend) and unfit(loaded.model) is None:
         try:
-            decoder = DecoderForward(loaded.model, backend, loaded.max_model_len, hidden_layers)
+            library()
         except BuildError as error:
             logger.warning("the native decoder cannot be built: %s", error)
         else:
-            loaded.model.model.layers.to("meta")
-            return decoder
-    packed = f"{pack_linears(loaded.model)} packed layers, summed alike in every batch"
-    return Forward(loaded.model, loaded.device, compile, hidden_layers, products=packed, packed=True)
+            return replace(loaded, description=Description(loaded.model, loaded.max_model_len))
+    pack_linears(loaded.model)
+    return loaded

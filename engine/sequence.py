@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
+from engine.draft import Draft
 from engine.sampler.rows import SamplingRow, needs_history
-from engine.speculator import Draft
-from engine.tiers.interface import Fetch
+from engine.tiers.interface import DiskFetch
 from protocol.messages import EngineRequest, TokenLogprobs
 from protocol.sampling import SamplingParams
 
 
 class Stage(enum.Enum):
-    RESERVED = "reserved"
-    """Blocks are set aside; another worker fills them."""
     WAITING = "waiting"
     RUNNING = "running"
     HELD = "held"
@@ -26,7 +24,7 @@ class Stage(enum.Enum):
 
 
 @dataclass(eq=False)
-class Sequence:
+class SequenceState:
     """Prompt and output of one request.
 
     `num_computed` tokens have their KV in the pool. Whatever lies beyond must still be run: the prompt at
@@ -50,14 +48,12 @@ class Sequence:
     arrival: float = field(default_factory=time.monotonic)
     first_scheduled: float | None = None
     first_token_time: float | None = None
-    leader: tuple[Sequence, int] | None = None
+    leader: tuple[SequenceState, int] | None = None
     """Who computes a prefix that this waiting sequence can share, and that prefix's tokens."""
-    fetch: Fetch | None = None
+    fetch: DiskFetch | None = None
     """Its blocks that were on the disk when it was to be admitted."""
-    draft_room: int = 0
-    """For how many drafted tokens the coming step has room, or is to have."""
     draft: Draft | None = None
-    """What this step verifies."""
+    """What the current step verifies."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = self.request.prompt_token_ids
@@ -78,7 +74,7 @@ class Sequence:
         """Absolute position of the token that comes next; keys its noise."""
         return len(self.token_ids)
 
-    def sampling_row(self, drafted: Many[int] = ()) -> SamplingRow:
+    def sampling_row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """For the token that comes next, or for the one after `drafted` ones."""
         output = self.output_token_ids
         if drafted and needs_history(self.params):

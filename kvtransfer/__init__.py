@@ -1,5 +1,6 @@
 """Moves KV blocks between the pools of two workers, whatever the wire."""
 
+from kvtransfer.blocks.memory import PoolMemory, allocate
 from kvtransfer.interface import (
     Closed,
     Completed,
@@ -11,7 +12,6 @@ from kvtransfer.interface import (
     Sent,
     TransferError,
 )
-from kvtransfer.memory import PoolMemory, allocate
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 

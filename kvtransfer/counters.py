@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 
 
-class Counters:
+class TransferCounters:
     """Totals by name since construction."""
 
     def __init__(self) -> None:

@@ -21,9 +21,9 @@ class RegisteredPool:
 
     `buffer` holds them, or `device` where they lie in a GPU's memory: uint8 [num_blocks, block_bytes].
 
-    `segments` describe what a block holds; without them the bytes mean nothing here, and only a pool of equal
-    blocks fits. `memory_fd` is the file behind `buffer` (from offset 0) where there is one: without it the
-    `shm` transport is not used.
+    `segments` describe what a block holds. Without them a block is mere bytes, and only a pool of equally
+    large blocks fits. `memory_fd` is the file behind `buffer` (from offset 0) where there is one: without it
+    the `shm` transport is not used.
     """
 
     buffer: memoryview

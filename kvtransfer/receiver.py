@@ -9,15 +9,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvtransfer.channel import Wake
-from kvtransfer.connection import Connection, ReceiverCore
-from kvtransfer.counters import Counters
-from kvtransfer.handshake import Identity
-from kvtransfer.host import host_id
+from kvtransfer.counters import TransferCounters
+from kvtransfer.framing.channel import Wake
 from kvtransfer.interface import Closed, Failed, ReceiveEvent, RegisteredPool
-from kvtransfer.leases import LeaseTable
+from kvtransfer.leases.table import LeaseTable
 from kvtransfer.pairs import Pairs
-from kvtransfer.transport import Listener, Transport
+from kvtransfer.streams.connection import Connection, ReceiverCore
+from kvtransfer.streams.handshake import Identity
+from kvtransfer.transports.host import host_id
+from kvtransfer.transports.transport import Listener, Transport
 from protocol.messages import TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -56,7 +56,7 @@ class Receiver:
             pool.num_blocks, pool.block_size, lambda lease_id: self._emit(Closed(lease_id))
         )
         self._reconnect_grace_s = reconnect_grace_s
-        self._counters = Counters()
+        self._counters = TransferCounters()
         self._stop = Wake()
         self._disconnected = Wake()
         self._events: deque[ReceiveEvent] = deque()
@@ -144,16 +144,26 @@ class Receiver:
         for descriptor in (self._stop.fileno(), self._disconnected.fileno(), *self._listeners):
             poll.register(descriptor, select.POLLIN)
         look_again: float | None = None
-        while True:
-            timeout_ms = None if look_again is None else max(0.0, look_again - time.monotonic()) * 1000
-            ready = [descriptor for descriptor, _ in poll.poll(timeout_ms)]
-            if self._stop.stopped:
-                return
-            self._disconnected.clear()
-            look_again = self._fail_lost()
-            for descriptor in ready:
-                if descriptor in self._listeners:
-                    self._accept_one(*self._listeners[descriptor])
+        while not self._stop.stopped:
+            try:
+                look_again = self._accept_ready(poll, look_again)
+            except Exception:
+                logger.exception("accepting connections failed by a defect")
+                self._counters.add("failures_internal")
+                time.sleep(_ACCEPT_PAUSE_S)
+
+    def _accept_ready(self, poll: select.poll, look_again: float | None) -> float | None:
+        """Accept what has come and fail leases whose sender is gone; returns when to look for those again."""
+        timeout_ms = None if look_again is None else max(0.0, look_again - time.monotonic()) * 1000
+        ready = [descriptor for descriptor, _ in poll.poll(timeout_ms)]
+        if self._stop.stopped:
+            return None
+        self._disconnected.clear()
+        next_look = self._fail_lost()
+        for descriptor in ready:
+            if descriptor in self._listeners:
+                self._accept_one(*self._listeners[descriptor])
+        return next_look
 
     def _fail_lost(self) -> float | None:
         """Fail the leases whose sender is gone for good; returns when to look again."""

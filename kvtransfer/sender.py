@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtransfer.checksum import Mode
-from kvtransfer.counters import Counters
-from kvtransfer.extents import NO_BLOCKS, Blocks, blocks_per_part, cut
-from kvtransfer.handshake import Identity
-from kvtransfer.host import host_id
+from kvtransfer.blocks.checksum import Mode
+from kvtransfer.blocks.extents import NO_BLOCKS, Blocks, blocks_per_part, cut
+from kvtransfer.counters import TransferCounters
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
-from kvtransfer.link import Candidate, Link, LinkCore
 from kvtransfer.pairs import Pairs, Refusal
-from kvtransfer.pieces import QueuedPiece, TransferTime
-from kvtransfer.transport import Transport
+from kvtransfer.streams.handshake import Identity
+from kvtransfer.streams.link import Candidate, Link, LinkCore
+from kvtransfer.streams.pieces import QueuedPiece, TransferTime
+from kvtransfer.transports.host import host_id
+from kvtransfer.transports.transport import Transport
 from protocol.messages import PeerAddress
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -78,7 +78,7 @@ class Sender:
         self._transports = transports
         self._on_event = on_event
         self._abort_timeout_s = abort_timeout_s
-        self._counters = Counters()
+        self._counters = TransferCounters()
         self.pairs = pairs or Pairs()
         self._host_id = host_id()
         self._core = LinkCore(
@@ -172,20 +172,6 @@ class Sender:
             self._events = deque(event for event in self._events if event.lease_id != lease_id)
         if lease is not None and lease.link is not None:
             lease.link.abort(lease_id, self._abort_timeout_s)
-
-    def settle(self, lease_id: str) -> None:
-        """As `abort`, of a lease that the peer has said to be all there: it counts as completed.
-
-        What tells may be faster than the wire's own acknowledgement.
-        """
-        with self._lock:
-            lease = self._leases.get(lease_id)
-            if lease is not None and lease.link is not None and lease.pushed_final and not lease.failed:
-                now = time.monotonic()
-                for piece in lease.link.on_the_way(lease_id):
-                    lease.time.add(piece, now)
-                self._completed(lease_id, lease, lease.link.transport, now)
-        self.abort(lease_id)
 
     def transports(self) -> dict[str, str]:
         """The transport in use, by the worker id of each connected peer."""

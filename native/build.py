@@ -6,7 +6,10 @@ compiler and the CPU, so a changed source or another machine on the same home di
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -17,9 +20,14 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from native.ownership import check_own
+
+logger = logging.getLogger("tandem.native")
+
 
 _FLAGS = [
     "-std=c++17",
@@ -62,6 +70,12 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+@functools.cache
+def _version(compiler: tuple[str, ...]) -> str:
+    return _run([*compiler, "--version"])
+
+
+@functools.cache
 def _cpu() -> str:
     """What -march=native depends on."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -88,51 +102,96 @@ def build(source: Path) -> Path:
 
     Raises BuildError.
     """
-    compiler = _compiler()
-    identity = [
-        _run([*compiler, "--version"]),
-        *_FLAGS,
-        *_NATIVE,
-        _cpu(),
-        *(file.read_text() for file in _with_headers(source)),
-    ]
-    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:20]
-    library = _cache_dir() / f"{source.stem}-{key}.so"
-    if library.exists():
-        return library
-    started = time.monotonic()
+    return _build([source])[0]
+
+
+def build_all(folders: Iterable[Path]) -> None:
+    """Compile the kernels below the folders that the cache lacks, several at once.
+
+    A kernel that cannot be built raises when it is loaded, not here.
+    """
+    sources = sorted(source for folder in folders for source in folder.rglob("*.cpp"))
+    with contextlib.suppress(BuildError):
+        _build(sources)
+
+
+def _build(sources: Sequence[Path]) -> list[Path]:
+    compiler, folder = _compiler(), _cache_dir()
+    version = _version(tuple(compiler))
+    libraries = [folder / _library_name(source, version) for source in sources]
     try:
-        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
-        os.close(handle)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own(folder)
+        if not all(library.exists() for library in libraries):
+            with _locked(folder / "lock"):
+                pairs = zip(sources, libraries, strict=True)
+                _compile_all(compiler, [pair for pair in pairs if not pair[1].exists()])
+        for library in libraries:
+            check_own(library)
     except OSError as error:
-        raise BuildError(f"cache directory {library.parent}: {error}") from error
+        raise BuildError(f"cache directory {folder}: {error}") from error
+    return libraries
+
+
+def _library_name(source: Path, version: str) -> str:
+    contents = (file.read_text() for file in _with_headers(source))
+    identity = "\0".join([version, *_FLAGS, *_NATIVE, _cpu(), *contents])
+    return f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process compiles, the others wait. Without locks, as on some network disks, each compiles."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        _compile(compiler, source, unfinished)
-        os.replace(unfinished, library)  # whoever else builds it now makes the same file
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compile_all(compiler: list[str], missing: Sequence[tuple[Path, Path]]) -> None:
+    if not missing:
+        return
+    started = time.monotonic()
+    names = ", ".join(source.stem for source, _ in missing)
+    logger.info("compiling kernels for this CPU, which happens once: %s", names)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda pair: _compile(compiler, *pair), missing))
+    logger.debug("compiled in %.1f s", time.monotonic() - started)
+
+
+def _compile(compiler: list[str], source: Path, library: Path) -> None:
+    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(handle)
+    command = [*compiler, *_FLAGS, str(source), "-o", unfinished]
+    try:
+        try:
+            _run([*command, *_NATIVE])
+        except BuildError as error:
+            logger.info("compiling without %s: %s", shlex.join(_NATIVE), error)
+            _run(command)
+        os.replace(unfinished, library)
     except BuildError:
         os.unlink(unfinished)
         raise
-    logger.info("built %s in %.1f s", library, time.monotonic() - started)
-    return library
 
 
-def _compile(compiler: list[str], source: Path, output: str) -> None:
-    command = [*compiler, *_FLAGS, str(source), "-o", output]
-    try:
-        _run([*command, *_NATIVE])
-    except BuildError as error:
-        logger.info("compiling without %s: %s", shlex.join(_NATIVE), error)
-        _run(command)
-
-
-def load_library(source: Path, *, keep_gil: bool = False) -> ctypes.CDLL:
+def load_library(source: Path, *structs: type[ctypes.Structure], keep_gil: bool = False) -> ctypes.CDLL:
     """The library made of a source, loaded. Raises BuildError.
 
+    `structs` are those that Python fills for it, whose sizes must be those in its array `tandem_sizes`.
     `keep_gil` is for calls of microseconds: to take the lock back from a busy thread can cost milliseconds.
     """
     path = build(source)
     try:
-        return ctypes.PyDLL(str(path)) if keep_gil else ctypes.CDLL(str(path))
+        library = ctypes.PyDLL(str(path)) if keep_gil else ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path}: {error}") from error
+    if structs:
+        sizes = list((ctypes.c_int64 * len(structs)).in_dll(library, "tandem_sizes"))
+        if sizes != [ctypes.sizeof(struct) for struct in structs]:
+            names = ", ".join(struct.__name__ for struct in structs)
+            raise BuildError(f"{source.name}: Python's {names} are not the {sizes} bytes of the sources")
+    return library

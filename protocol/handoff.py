@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from protocol.speculation import METHODS
+
 MANIFEST_VERSION = 1
+
+MAX_HANDOFF_S = 86400.0
+"""Nobody waits longer than a day for another worker. Clocks of others can't be checked more closely."""
+
+_ITEM_SIZES = (2, 4)
+"""Bytes of a value in the dtypes that models run in."""
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +75,6 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
     first_token_position: Annotated[int, Meta(ge=1)]
     sampling: SamplingState
     draft: DraftState = REBUILD
-    checksum: bytes | None = None
     reserve_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
@@ -74,31 +82,46 @@ class ManifestMismatchError(Exception):
     """A manifest does not fit what the decode worker reserved; `field` says where."""
 
     def __init__(self, field: str, expected: object, got: object) -> None:
-        super().__init__(f"hand-off manifest: {field} is {got!r}, expected {expected!r}")
+        super().__init__(
+            f"hand-off manifest: {field} is {reprlib.repr(got)}, expected {reprlib.repr(expected)}"
+        )
         self.field = field
 
 
 def check_manifest(
-    manifest: HandoffManifest,
-    *,
-    incarnation: str,
-    token_ids_digest: bytes,
-    num_tokens: int,
-    segments: list[SegmentInfo],
-    block_ids: list[int],
-    seed: int,
+    manifest: HandoffManifest, expected: HandoffManifest, vocab_size: int, feature_size: int
 ) -> None:
-    """Raise `ManifestMismatchError` at the first field that differs from what the receiver expects."""
-    expected: list[tuple[str, object, object]] = [
-        ("version", MANIFEST_VERSION, manifest.version),
-        ("decode_incarnation", incarnation, manifest.decode_incarnation),
-        ("num_tokens", num_tokens, manifest.num_tokens),
-        ("token_ids_digest", token_ids_digest, manifest.token_ids_digest),
-        ("segments", segments, manifest.segments),
-        ("block_ids", block_ids, manifest.block_ids),
-        ("first_token_position", num_tokens, manifest.first_token_position),
-        ("sampling.seed", seed, manifest.sampling.seed),
-    ]
-    for field, want, got in expected:
-        if want != got:
-            raise ManifestMismatchError(field, want, got)
+    """Raise `ManifestMismatchError` at the first field that differs from what the decode worker expects.
+
+    It can't know `first_token`, `draft` and `reserve_s`, which `expected` has from the manifest: they are
+    checked for their bounds. `feature_size` counts the values in the hidden state that its drafter reads.
+    """
+    _check_equal(manifest, expected)
+    if manifest.first_token >= vocab_size:
+        raise ManifestMismatchError("first_token", f"< {vocab_size}", manifest.first_token)
+    if not 0 <= manifest.reserve_s <= MAX_HANDOFF_S:
+        raise ManifestMismatchError("reserve_s", f"at most {MAX_HANDOFF_S:g}", manifest.reserve_s)
+    _check_draft(manifest.draft, manifest.num_tokens, feature_size)
+
+
+def _check_equal(got: msgspec.Struct, expected: msgspec.Struct, prefix: str = "") -> None:
+    for name in expected.__struct_fields__:
+        field, theirs, ours = prefix + name, getattr(got, name), getattr(expected, name)
+        if isinstance(ours, msgspec.Struct):
+            _check_equal(theirs, ours, f"{field}.")
+        elif theirs != ours:
+            raise ManifestMismatchError(field, ours, theirs)
+
+
+def _check_draft(draft: DraftState, num_tokens: int, feature_size: int) -> None:
+    """Another method or dtype is no mismatch: the decode worker then rebuilds the draft."""
+    if draft.kind == "rebuild":
+        _check_equal(draft, REBUILD, "draft.")
+        return
+    if draft.method not in METHODS:
+        raise ManifestMismatchError("draft.method", f"one of {', '.join(METHODS)}", draft.method)
+    if draft.num_tokens > num_tokens:
+        raise ManifestMismatchError("draft.num_tokens", f"at most {num_tokens}", draft.num_tokens)
+    lengths = [0] + [feature_size * itemsize for itemsize in _ITEM_SIZES]
+    if len(draft.feature) not in lengths:
+        raise ManifestMismatchError("draft.feature", f"of {lengths} bytes", draft.feature)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.handoff import HandoffManifest, SegmentInfo
+from protocol.handoff import MAX_HANDOFF_S, HandoffManifest, SegmentInfo
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation, SpeculationState
 
@@ -23,10 +23,11 @@ Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Seconds = Annotated[float, Meta(ge=0)]
 Identity = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
-Role = Literal["prefill", "decode"]
+Role = Annotated[str, Meta(min_length=1, max_length=64)]
+"""A role's name in `protocol.roles.ROLES`."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorKind = Literal["invalid", "overloaded", "timeout", "worker_lost", "transfer", "internal"]
-Lifecycle = Literal["starting", "ready", "draining"]
+Lifecycle = Literal["starting", "ready"]
 
 
 class TransferOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,10 +93,6 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_ids: Annotated[list[Id], Meta(max_length=2**16)]
 
 
-class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """Finish what runs, take nothing new."""
-
-
 class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
     """Hand the request over to `decode` instead; None: nobody takes it, decode it where its prompt is."""
 
@@ -142,7 +139,6 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     prefix_query_tokens: Count = 0
     prefix_hit_tokens: Count = 0
     steps: Count = 0
-    num_reservations: Count = 0
     counters: dict[Id, float] = {}
     transports: dict[Id, Id] = {}
     pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
@@ -150,9 +146,11 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
-    """A worker is ready to serve."""
+    """A worker is ready to serve, as process `pid` on the machine named `host`."""
 
     address: PeerAddress
+    host: ShortText = ""
+    pid: Count = 0
     role: Role
     model: ShortText
     max_model_len: Count
@@ -260,7 +258,7 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     prefill_worker: Id
     prefill_incarnation: Id
     segments: Annotated[list[SegmentInfo], Meta(max_length=8)]
-    ttl_s: Seconds
+    ttl_s: Annotated[float, Meta(ge=0, le=MAX_HANDOFF_S)]
     wire_dtype: Annotated[str, Meta(max_length=32)] = "auto"
 
 
@@ -268,6 +266,10 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     """All blocks are on their way; here is what they are."""
 
     manifest: HandoffManifest
+
+
+ANY_LEASE = "*"
+"""In a `Release`: whatever lease this prefill worker has for the request, or its place in the queue."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
@@ -338,7 +340,7 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
     incarnation: Id
 
 
-RouterToWorker = Registered | Generate | Peers | Abort | Drain | Redirect
+RouterToWorker = Registered | Generate | Peers | Abort | Redirect
 WorkerToRouter = Register | WorkerState | StepOutput | HandoverFailed
 PeerRequest = Reserve | Handoff | Release | Fetch
 PeerReply = Reserved | ReserveRefused | HandoffAck | FetchRefused | Stale

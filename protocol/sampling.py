@@ -11,6 +11,9 @@ from protocol.errors import InvalidRequestError
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 4096
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
+MIN_REPETITION_PENALTY = 1e-3
+"""Below it a logit divided by the penalty may exceed what float32 can hold."""
 SEED_RANGE = f"an integer in [-{2**63}, {MAX_SEED}]"
 
 
@@ -60,6 +63,7 @@ def _check_ranges(params: SamplingParams) -> None:
     ranges: dict[str, tuple[float, float]] = {
         "temperature": (0.0, 100.0),
         "min_p": (0.0, 1.0),
+        "repetition_penalty": (MIN_REPETITION_PENALTY, 100.0),
         "presence_penalty": (-2.0, 2.0),
         "frequency_penalty": (-2.0, 2.0),
     }
@@ -69,13 +73,9 @@ def _check_ranges(params: SamplingParams) -> None:
             raise InvalidRequestError(field, f"must be a number in [{low:g}, {high:g}], got {value}")
     if not (math.isfinite(params.top_p) and 0.0 < params.top_p <= 1.0):
         raise InvalidRequestError("top_p", f"must be a number in (0, 1], got {params.top_p}")
-    if not (math.isfinite(params.repetition_penalty) and 0.0 < params.repetition_penalty <= 100.0):
+    if not -1 <= params.top_k <= MAX_TOP_K:
         raise InvalidRequestError(
-            "repetition_penalty", f"must be a number in (0, 100], got {params.repetition_penalty}"
-        )
-    if params.top_k < -1:
-        raise InvalidRequestError(
-            "top_k", f"must be -1 or 0 (no filter) or a positive integer, got {params.top_k}"
+            "top_k", f"must be -1 or 0 (no filter) or an integer in [1, {MAX_TOP_K}], got {params.top_k}"
         )
     if params.max_tokens < 1:
         raise InvalidRequestError("max_tokens", f"must be at least 1, got {params.max_tokens}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from protocol.bundled import BUNDLED_FOLDER, DRAFTS, is_bundled_model
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.fields import FieldError, to_struct
 
@@ -26,7 +23,7 @@ MAX_TREE_NODES = 63
 """With the sequence's last token as root, one bit each of a 64-bit mask."""
 
 _ALIASES = {"eagle3": "eagle"}
-_MODEL_METHODS = ("draft_model", "medusa", "eagle")
+MODEL_METHODS = ("draft_model", "medusa", "eagle")
 
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -105,17 +102,12 @@ class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class StepTimeState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a decode step takes on a worker: `seconds[i]` for `rows[i]` rows (ascending, linear in between),
-    more for each sequence, for each token of a sequence's context and for each token that a row attends to,
-    and `surroundings_s` beside all that.
+    """What one request's step takes on a worker beside its drafting: `seconds[i]` for `rows[i]` rows (rising,
+    linear in between).
     """
 
     rows: Annotated[list[Count], Meta(max_length=64)] = []
     seconds: Annotated[list[Seconds], Meta(max_length=64)] = []
-    sequence_s: Seconds = 0.0
-    context_s: Seconds = 0.0
-    attended_s: Seconds = 0.0
-    surroundings_s: Seconds = 0.0
 
 
 class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -130,14 +122,8 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     step_time: StepTimeState = StepTimeState()
 
 
-def parse_speculative_config(
-    value: object, flag: str = "--speculative-config", target: str | None = None
-) -> SpeculativeConfig:
-    """From JSON text or a mapping; `target` is the model to be served.
-
-    A `model` that is a folder, relative or bundled, becomes an absolute path. Raises `ConfigError` that names
-    `flag`, the field and its limit.
-    """
+def parse_speculative_config(value: object, flag: str = "--speculative-config") -> SpeculativeConfig:
+    """From JSON text or a mapping. Raises `ConfigError` that names `flag`, the field and its limit."""
     if isinstance(value, SpeculativeConfig):
         return value
     try:
@@ -149,8 +135,6 @@ def parse_speculative_config(
     try:
         config = to_struct(_plain(fields), SpeculativeConfig)
         _check(config)
-        if config.method in _MODEL_METHODS:
-            config = msgspec.structs.replace(config, model=_draft_model(config, target))
     except FieldError as error:
         raise ConfigError(f"{flag}: {error}") from error
     return config
@@ -178,9 +162,9 @@ def _check(config: SpeculativeConfig) -> None:
             "prompt_lookup_min",
             f"{config.prompt_lookup_min} exceeds prompt_lookup_max={config.prompt_lookup_max}",
         )
-    if config.tree and config.method not in _MODEL_METHODS:
+    if config.tree and config.method not in MODEL_METHODS:
         raise FieldError("tree", f"the method {config.method} drafts no tree")
-    if config.model is not None and config.method not in _MODEL_METHODS:
+    if config.model is not None and config.method not in MODEL_METHODS:
         raise FieldError("model", f"the method {config.method} has none")
     if config.lookahead_rows > MAX_TREE_NODES:
         raise FieldError(
@@ -188,23 +172,6 @@ def _check(config: SpeculativeConfig) -> None:
             f"(lookahead_window + lookahead_guesses) * (lookahead_ngram - 1) is {config.lookahead_rows}, "
             f"at most {MAX_TREE_NODES} rows fit into a step",
         )
-
-
-def _draft_model(config: SpeculativeConfig, target: str | None) -> str:
-    """Where the draft or the heads are: as an absolute path, or a hub id as it was given."""
-    model = config.model
-    if not model:
-        if target is None or not is_bundled_model(target):
-            raise FieldError("model", f"the method {config.method} needs one")
-        model = str(BUNDLED_FOLDER / DRAFTS[config.method])
-    folder = Path(os.path.expanduser(model))
-    if not folder.is_dir() and folder.name == model:
-        folder = BUNDLED_FOLDER / model
-    if folder.is_dir():
-        return str(folder.absolute())
-    if model.startswith(("/", ".", "~")):
-        raise FieldError("model", f"there is no folder {model}")
-    return model
 
 
 def check_request_speculation(asked: RequestSpeculation | None, deployed: SpeculativeConfig | None) -> None:

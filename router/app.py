@@ -1,46 +1,51 @@
-"""The HTTP application."""
+"""The HTTP application: every endpoint, with what its documentation says."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
-from starlette.routing import Route
+import msgspec
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 
-from router.api.admin import admin_routes
-from router.api.chat import Chat
-from router.api.completions import Completions
-from router.api.tokenize import Detokenize, Tokenize
-from router.errors import ApiError
-from router.exchange import Endpoint, Handler
+from router.api.admin import admin_operations
+from router.api.generate import Generate
+from router.api.openapi import Operation, openapi
+from router.api.pages import page_operations
+from router.api.tokenize import Convert
+from router.exchange import Bodies, Endpoint, Handler
+from router.formats import ChatFormat, CompletionFormat
 from router.middleware import Envelope
+from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.request_builder import RequestBuilder
 from router.state import RouterState
 
-
-def build_app(state: RouterState) -> FastAPI:
-    """All endpoints over the given state. The generating ones are plain ASGI, for their streams' sake."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.include_router(admin_routes(state))
-    handlers: dict[str, Handler] = {
-        "/v1/completions": Completions(state),
-        "/v1/chat/completions": Chat(state),
-        "/tokenize": Tokenize(state),
-        "/detokenize": Detokenize(state),
-    }
-    for path, handler in handlers.items():
-        app.router.routes.append(Route(path, Endpoint(handler), methods=["POST"]))
-    app.add_exception_handler(HTTPException, _routing_error)
-    app.add_middleware(Envelope, metrics=state.metrics, api_key=state.config.api_key)
-    return app
+STREAM = "JSON, or with `stream` server-sent events"
 
 
-async def _routing_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = str(error.detail)
-    if error.status_code == 404:
-        message = f"there is no {request.url.path}"
-    elif error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
-    answer = ApiError(error.status_code, message)
-    return Response(
-        answer.body(), error.status_code, headers=dict(error.headers or {}), media_type="application/json"
-    )
+def build_app(state: RouterState) -> Envelope:
+    """All endpoints over the given state."""
+    builder = RequestBuilder(state.config, state.tokenizer)
+    bodies = Bodies(state.config.max_body_bytes)
+
+    def post(path: str, body: type[msgspec.Struct], answer: str, handler: Handler) -> Operation:
+        return Operation("POST", path, Endpoint(handler, bodies), body.__doc__ or "", answer, body)
+
+    completions = Generate(state, builder.completion, CompletionFormat)
+    chat = Generate(state, builder.chat, ChatFormat)
+    tokenize, detokenize = Convert(state, builder.tokenize), Convert(state, builder.detokenize)
+    operations = [
+        post("/v1/completions", CompletionBody, STREAM, completions),
+        post("/v1/chat/completions", ChatBody, STREAM, chat),
+        post("/tokenize", TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`", tokenize),
+        post("/detokenize", DetokenizeBody, "`prompt`", detokenize),
+        *admin_operations(state),
+    ]
+    operations += page_operations(state.config.model_name, lambda: description)
+    description = openapi(operations, state.config.api_key is not None)
+    routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
+    router = Router(routes, redirect_slashes=False)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = router  # makes it raise for unknown paths and methods, instead of answering itself
+        await router(scope, receive, send)
+
+    return Envelope(app, state.metrics, state.config.api_key)

@@ -1,68 +1,61 @@
-"""Places requests, sends them to the workers, and hands the workers' tokens to them."""
+"""Starts and ends requests, hands the workers' tokens to them, and places them anew when a worker fails."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
 from typing import NoReturn
-
-import msgspec
 
 from protocol.config import ServeConfig
 from protocol.ids import new_request_id
 from protocol.messages import (
     Abort,
     ErrorKind,
-    Generate,
     HandoverFailed,
     Redirect,
-    RequestTiming,
-    Role,
     StepOutput,
     TokenOutput,
 )
 from router.errors import ApiError, failed_generation
 from router.journal import Generation, Journal, LiveRequest
 from router.metrics import Metrics
-from router.placement.interface import Decision, PlacementPolicy, Refusal, RequestFacts
-from router.prefixes import PrefixDirectory
+from router.placer import Placer, Send
 from router.registry import Registry, Worker
 from router.request_log import describe
 
 logger = logging.getLogger(__name__)
 
-MAX_PLACEMENTS = 3
+MAX_FAILURES = 3
+"""Placements of a request that may end without a token from the worker that was lost.
+
+The request itself may be what kills workers, so it must not be tried for ever. A worker that had brought a
+token does not count: requests outlive any number of deaths as long as they get on.
+"""
 MAX_REDIRECTS = 3
 """Decode workers that a request is offered to in vain before its prefill worker decodes it."""
 
 _REPLACEABLE = ("worker_lost", "transfer")
 
-Send = Callable[[Worker, msgspec.Struct], bool]
-
 
 class Dispatcher:
-    """Runs on the event loop alone. `send` queues a message and says whether the worker can be reached."""
+    """Runs on the event loop alone."""
 
     def __init__(
         self,
         config: ServeConfig,
         journal: Journal,
         registry: Registry,
-        policy: PlacementPolicy,
+        placer: Placer,
         metrics: Metrics,
         send: Send,
     ) -> None:
         self._config = config
         self._journal = journal
         self._registry = registry
-        self._policy = policy
+        self._placer = placer
         self._metrics = metrics
         self._send = send
-        self._missing_role: Role | None = None
-        self._prefixes = PrefixDirectory()
 
     def start(self, generation: Generation) -> None:
         """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker."""
@@ -71,18 +64,25 @@ class Dispatcher:
             reason = f"more than --max-queued-requests={limit} requests are unfinished"
             self._refuse(generation, ApiError(429, reason, retry_after_s=1.0))
         for request in generation.requests:
-            refusal = self._place(request)
+            refusal = self._placer.place(request)
             if refusal is not None:
                 error = ApiError(503, refusal.reason, retry_after_s=refusal.retry_after_s)
                 self._refuse(generation, error)
-        loop = asyncio.get_running_loop()
-        generation.timeout = loop.call_later(self._config.request_timeout, self._timed_out, generation)
+        left = max(0.0, generation.deadline - time.monotonic())
+        generation.timeout = asyncio.get_running_loop().call_later(left, self._timed_out, generation)
 
     def _refuse(self, generation: Generation, error: ApiError) -> NoReturn:
         self._metrics.failed("overloaded")
-        self._forget(generation.requests)
+        self._placer.withdraw(generation.requests)
         generation.error = error
         raise error
+
+    def resume_parked(self) -> None:
+        """Place the requests that waited for a worker. Those that no worker will come for fail."""
+        while (left := self._placer.resume()) is not None:
+            request, refusal = left
+            error = ApiError(503, refusal.reason, retry_after_s=refusal.retry_after_s)
+            self.fail(request.generation, error)
 
     def cancel(self, generation: Generation) -> None:
         """The client is gone."""
@@ -101,13 +101,14 @@ class Dispatcher:
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
         """Place its requests anew. Prompts that were to be handed over to it go to another decode worker."""
-        self._prefixes.forget(worker.key)
+        self._placer.prefixes.forget(worker.key)
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         for request in self._journal:
-            if worker is request.decode and request.prefill is not None:
+            if worker is request.assigned.get("decode") and "prefill" in request.assigned:
                 self._redirect(request, "worker_lost", message)
             elif worker in request.holders:
-                self._place_anew_or_fail(request, "worker_lost", message)
+                got_on = worker is request.answered_by
+                self._place_anew_or_fail(request, "worker_lost", message, counts=not got_on)
 
     def handover_failed(self, message: HandoverFailed) -> None:
         """A prefill worker has a prompt on its hands that its decode worker did not take."""
@@ -118,9 +119,9 @@ class Dispatcher:
         elif request is None:
             self._metrics.dropped("unknown_request")
             self._send(worker, Abort(request_ids=[message.request_id]))
-        elif request.decode is None or request.decode.key.incarnation != message.decode_incarnation:
+        elif not _is_decoded_by(request, message.decode_incarnation):
             self._metrics.dropped("redirected_before")
-        elif worker is request.prefill:
+        elif worker is request.assigned.get("prefill"):
             may_ask_again = message.error_kind == "transfer" and not message.manifest_sent
             self._redirect(request, message.error_kind, message.reason, may_ask_again)
         elif worker is request.prefilled_by:
@@ -136,13 +137,14 @@ class Dispatcher:
         if worker is None:
             self._metrics.dropped("stale_incarnation")
             return
-        now = worker.last_seen = time.monotonic()
+        now = time.monotonic()
+        worker.silence_s = 0.0
         num_tokens = 0
         for output in message.outputs:
             request = self._journal.get(output.request_id)
             if request is None:
                 self._metrics.dropped("unknown_request")
-            elif worker is not request.prefill and worker is not request.decode:
+            elif worker not in request.assigned.values():
                 self._metrics.dropped("not_the_holder")
             elif output.finish_reason in ("error", "abort"):
                 kind = output.error_kind or "internal"
@@ -152,6 +154,8 @@ class Dispatcher:
                 num_tokens += self._take_or_fail(request, worker, output, now)
         if num_tokens:
             self._metrics.generation_tokens.inc(num_tokens)
+        if self._placer.num_parked:  # a finished request has left room for another
+            self.resume_parked()
 
     def _take_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> int:
         """Returns how many tokens the answer gained."""
@@ -161,8 +165,8 @@ class Dispatcher:
         num_before = request.choice.num_tokens
         try:
             self._take(request, worker, output, now)
-            while request.early and request.decode is not None and self._journal.get(request.request_id):
-                self._take(request, request.decode, request.early.pop(0), now)
+            while request.early and self._journal.get(request.request_id):
+                self._take(request, request.assigned["decode"], request.early.pop(0), now)
         except Exception:  # one request's output must not take the others down
             logger.exception("request %s failed in the router", request.request_id)
             self.fail(request.generation, failed_generation("internal", "the router failed on this request"))
@@ -184,9 +188,9 @@ class Dispatcher:
             self._metrics.observe_timing(output.timing)
         if choice.finish_reason is not None:
             if output.finish_reason is None:
-                self._abort([request])
-            self._note_prefix(request)
-            self._release(request)
+                self._placer.abort([request])
+            self._placer.note_prefix(request)
+            self._placer.release(request)
             self._journal.remove(request)
             self._metrics.request_finished(request, now)
             if logger.isEnabledFor(logging.DEBUG):
@@ -198,141 +202,57 @@ class Dispatcher:
         request.generation.notify()
 
     def _account_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
+        prefill = request.assigned.get("prefill")
         if not request.has_answered:
-            (request.prefill or worker).outstanding_prefill_tokens -= request.num_prefill_tokens
+            (prefill or worker).outstanding_prefill_tokens -= request.num_prefill_tokens
         if not request.has_started:
             request.first_token_time = now
             self._metrics.first_token(request, now)
         else:
             self._metrics.inter_token_latency.observe(now - request.last_token_time)
-        if request.prefill is not None and worker is request.decode:
-            request.prefill.outstanding_requests -= 1
-            request.prefill = None
+        if prefill is not None and worker is request.assigned["decode"]:
+            prefill.outstanding_requests -= 1
+            del request.assigned["prefill"]
+        request.answered_by = worker
         request.last_token_time = now
         request.output_token_ids.extend(output.token_ids)
 
-    # --- placement --------------------------------------------------------------------------------
-
-    def _place(self, request: LiveRequest) -> Refusal | None:
-        """Send it to the workers that the policy names, and to others when those can't be reached."""
-        request.num_emitted_before = len(request.output_token_ids)
-        request.timing = RequestTiming()
-        while True:
-            decision = self._decide(request)
-            if isinstance(decision, Refusal):
-                return decision
-            first = self._assign(request, decision)
-            if self._dispatch(request, first, decision.prefix):
-                logger.debug("request %s: %s", request.request_id, decision)
-                self._metrics.placed(decision.prefill is not None)
-                self._note_fallback(decision)
-                return None
-            request.failed.add(first.key.incarnation)
-            self._journal.remove(request)
-            self._release(request)
-            if request.placements >= MAX_PLACEMENTS:
-                return Refusal(f"worker {first.key.worker_id} cannot be reached")
-
-    def _decide(self, request: LiveRequest) -> Decision | Refusal:
-        live = self._registry.live()
-        workers = [worker for worker in live if worker.key.incarnation not in request.failed] or live
-        return self._policy(self._facts(request), [worker.snapshot() for worker in workers])
-
-    def _facts(self, request: LiveRequest) -> RequestFacts:
-        holder = request.prefilled_by
-        return RequestFacts(
-            num_prompt_tokens=request.num_prefill_tokens,
-            max_tokens=request.sampling.max_tokens,
-            priority=request.generation.priority,
-            disaggregate=self._config.disaggregation,
-            prefix_at=holder.key.worker_id if holder is not None and holder.live else None,
-            cached_tokens=self._cached_tokens(request),
-        )
-
-    def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:
-        if not self._shares_prefix(request):
-            return {}
-        found = self._prefixes.find(request.token_ids, request.generation.cache_salt)
-        return {key.worker_id: tokens for key, tokens in found.items() if self._registry.current(*key)}
-
-    def _note_prefix(self, request: LiveRequest) -> None:
-        """What its workers hold from now on; nobody computes the KV of an answer's last token."""
-        if not self._shares_prefix(request):
-            return
-        salt = request.generation.cache_salt
-        if request.decode is not None:
-            self._prefixes.add(request.decode.key, request.token_ids[:-1], salt)
-        if request.prefilled_by is not None:
-            self._prefixes.add(request.prefilled_by.key, request.choice.prompt.token_ids, salt)
-
-    def _shares_prefix(self, request: LiveRequest) -> bool:
-        return self._config.enable_prefix_caching and request.sampling.prompt_logprobs is None
-
-    def _assign(self, request: LiveRequest, decision: Decision) -> Worker:
-        """Write the decision down; returns the worker that begins."""
-        prefill = self._registry.named(decision.prefill) if decision.prefill is not None else None
-        request.prefill, request.decode = prefill, self._registry.named(decision.decode)
-        request.placements += 1
-        request.early.clear()
-        first = request.holders[0]
-        if first.role == "prefill":
-            request.prefilled_by = first
-        for worker in request.holders:
-            worker.outstanding_requests += 1
-        first.outstanding_prefill_tokens += request.num_prefill_tokens
-        self._journal.add(request)
-        return first
-
-    def _dispatch(self, request: LiveRequest, worker: Worker, prefix: str | None) -> bool:
-        left = request.generation.arrival + self._config.request_timeout - time.monotonic()
-        message = Generate(
-            incarnation=worker.key.incarnation,
-            request=request.engine_request(max(left, 0.0)),
-            decode=request.decode.address if request.prefill and request.decode else None,
-            prefix=self._registry.named(prefix).address if prefix is not None else None,
-        )
-        return self._send(worker, message)
-
-    def _note_fallback(self, decision: Decision) -> None:
-        """Count, and tell at each change, what is colocated only because a role's workers are gone."""
-        missing = decision.missing_role if self._config.disaggregation else None
-        is_there = any(worker.role == missing for worker in self._registry.live())
-        if is_there or missing not in self._registry.known_roles:
-            missing = None
-        if missing is not None:
-            self._metrics.role_fallback(missing)
-        if missing != self._missing_role:
-            if missing is not None:
-                logger.warning("no %s worker is left: the others serve whole requests", missing)
-            else:
-                logger.warning("there is a %s worker again", self._missing_role)
-            self._missing_role = missing
-
     # --- failover ---------------------------------------------------------------------------------
 
-    def _place_anew_or_fail(self, request: LiveRequest, kind: ErrorKind, reason: str) -> None:
+    def _place_anew_or_fail(
+        self, request: LiveRequest, kind: ErrorKind, reason: str, *, counts: bool = True
+    ) -> None:
         """The journal has all that another worker needs: the prompt, and the tokens emitted so far."""
         if request.generation.is_over:
             return
-        if kind in _REPLACEABLE:
-            model = self._registry.model
-            end = request.end(model.eos_token_ids if model is not None else ())
-            if end is not None:
-                self._abort([request])
-                self._take(request, request.holders[0], end, time.monotonic())
-                return
-            if request.placements < MAX_PLACEMENTS:
-                self._forget([request])
-                request.request_id = new_request_id()
-                refusal = self._place(request)
-                if refusal is None:
-                    emitted = request.num_emitted_before
-                    name = request.request_id
-                    logger.warning("placed anew as %s after %d tokens: %s", name, emitted, reason)
-                    self._metrics.placed_anew(kind)
-                    return
-                reason = f"{reason}; {refusal.reason}"
-        self.fail(request.generation, failed_generation(kind, reason))
+        request.failures += counts
+        if kind not in _REPLACEABLE:
+            self.fail(request.generation, failed_generation(kind, reason))
+        elif (end := self._end_of(request)) is not None:
+            self._placer.abort([request])
+            self._take(request, request.holders[0], end, time.monotonic())
+        elif request.failures >= MAX_FAILURES:
+            self.fail(request.generation, failed_generation(kind, reason))
+        else:
+            self._place_anew(request, kind, reason)
+
+    def _end_of(self, request: LiveRequest) -> TokenOutput | None:
+        model = self._registry.model
+        return request.end(model.eos_token_ids if model is not None else ())
+
+    def _place_anew(self, request: LiveRequest, kind: ErrorKind, reason: str) -> None:
+        self._placer.withdraw([request])
+        request.request_id = new_request_id()
+        refusal = self._placer.place(request)
+        if refusal is not None:
+            reason = f"{reason}; {refusal.reason}"
+            self.fail(request.generation, failed_generation(kind, reason))
+            return
+        how = "placed anew" if request.assigned else "parked"
+        logger.warning(
+            "%s as %s after %d tokens: %s", how, request.request_id, request.num_emitted_before, reason
+        )
+        self._metrics.placed_anew(kind)
 
     def _redirect(
         self, request: LiveRequest, kind: ErrorKind, reason: str, may_ask_again: bool = False
@@ -341,8 +261,7 @@ class Dispatcher:
 
         Where there is none, the prefill worker decodes the request itself.
         """
-        prefill, failed = request.prefill, request.decode
-        assert prefill is not None and failed is not None
+        prefill, failed = request.assigned["prefill"], request.assigned["decode"]
         may_ask_again = may_ask_again and failed.key.incarnation not in request.failed
         request.failed.add(failed.key.incarnation)
         target = self._next_decode(request, prefill, failed if may_ask_again else None)
@@ -353,7 +272,7 @@ class Dispatcher:
         )
         if not self._send(prefill, message):
             reason = f"{reason}; worker {prefill.key.worker_id} cannot be reached"
-            self._place_anew_or_fail(request, "worker_lost", reason)
+            self._place_anew_or_fail(request, "worker_lost", reason, counts=False)
             return
         logger.warning("request %s: %s decodes it: %s", request.request_id, target.key.worker_id, reason)
         request.redirects += 1
@@ -362,10 +281,10 @@ class Dispatcher:
         if target is not failed:
             self._send(failed, Abort(request_ids=[request.request_id]))
         if target is prefill:
-            request.prefill, request.decode = None, prefill
+            request.assigned = {"decode": prefill}
             self._metrics.taken_over(kind)
         else:
-            request.decode = target
+            request.assigned["decode"] = target
             target.outstanding_requests += 1
             self._metrics.redirected(kind)
 
@@ -373,15 +292,11 @@ class Dispatcher:
         """Who is to decode it: another decode worker, the only one once more (`again`), or `prefill`."""
         if request.redirects >= MAX_REDIRECTS:
             return prefill
-        decodes = [worker for worker in self._registry.live() if worker.role == "decode"]
+        decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
         others = [worker for worker in decodes if worker.key.incarnation not in request.failed]
         if again is not None and decodes == [again]:
             others = decodes
-        workers = [prefill, *others]
-        decision = self._policy(self._facts(request), [worker.snapshot() for worker in workers])
-        if isinstance(decision, Refusal):
-            return prefill
-        return self._registry.named(decision.decode)
+        return self._placer.next_decode(request, prefill, others)
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -391,7 +306,7 @@ class Dispatcher:
 
     def _finish_failed(self, generation: Generation, kind: str) -> None:
         self._metrics.failed(kind)
-        self._forget(generation.requests)
+        self._placer.withdraw(generation.requests)
         self._close(generation)
         generation.notify()
 
@@ -399,28 +314,10 @@ class Dispatcher:
         if generation.timeout is not None:
             generation.timeout.cancel()
 
-    def _forget(self, requests: Iterable[LiveRequest]) -> None:
-        """Take the unfinished ones out of the journal, and out of their workers."""
-        unfinished = [request for request in requests if self._journal.remove(request)]
-        self._abort(unfinished)
-        for request in unfinished:
-            self._release(request)
 
-    def _abort(self, requests: Iterable[LiveRequest]) -> None:
-        by_worker: dict[Worker, list[str]] = defaultdict(list)
-        for request in requests:
-            for worker in request.holders:
-                by_worker[worker].append(request.request_id)
-        for worker, request_ids in by_worker.items():
-            self._send(worker, Abort(request_ids=request_ids))
-
-    def _release(self, request: LiveRequest) -> None:
-        """Give back its share of the load counts."""
-        for worker in request.holders:
-            worker.outstanding_requests -= 1
-        if not request.has_answered and request.holders:
-            request.holders[0].outstanding_prefill_tokens -= request.num_prefill_tokens
-        request.prefill = request.decode = None
+def _is_decoded_by(request: LiveRequest, incarnation: str) -> bool:
+    decode = request.assigned.get("decode")
+    return decode is not None and decode.key.incarnation == incarnation
 
 
 def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:

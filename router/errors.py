@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
+from starlette.responses import Response
 
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.messages import ErrorKind
 
 CLIENT_CLOSED_REQUEST = 499
+MAX_TEXT = 1024
 
 _TYPES = {
     400: "invalid_request_error",
@@ -20,6 +23,7 @@ _TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -35,6 +39,21 @@ _KIND_STATUS: dict[ErrorKind, int] = {
 }
 
 
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer other than 200."""
+
+    error: ErrorDetail
+
+
 class ApiError(TandemError):
     """An answer other than 200. `param` is the request's field that it is about."""
 
@@ -46,25 +65,33 @@ class ApiError(TandemError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
-        headers: tuple[tuple[bytes, bytes], ...] = (),
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code or _code(status)
-        self.headers = headers
+        self.headers = dict(headers or {})
         if retry_after_s is not None:
-            self.headers += ((b"retry-after", str(max(1, math.ceil(retry_after_s))).encode()),)
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
     def body(self) -> bytes:
-        error = {
-            "message": self.message,
-            "type": _TYPES.get(self.status, "server_error"),
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
+        detail = ErrorDetail(
+            message=_cut(self.message),
+            type=_TYPES.get(self.status, "server_error"),
+            param=self.param if self.param is None else _cut(self.param),
+            code=self.code,
+        )
+        return msgspec.json.encode(ErrorBody(detail))
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def _cut(text: str) -> str:
+    """Clients choose parts of messages: names, fields, what a template says."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
 def _code(status: int) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -36,19 +37,6 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_top is not None or self.return_token_ids
 
 
-class Format(Protocol):
-    """Writes one API's answers."""
-
-    def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        """Server-sent events for what is new of one choice."""
-
-    def last_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """What follows when all choices are complete."""
-
-    def response(self, choices: Sequence[Choice]) -> bytes:
-        """The whole answer."""
-
-
 def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
 
@@ -76,7 +64,9 @@ def usage(choices: Sequence[Choice], only_prompt: bool = False) -> dict[str, Any
     }
 
 
-class _BaseFormat:
+class Format(abc.ABC):
+    """Writes one API's answers."""
+
     stream_object: str
     whole_object: str
     id_prefix: str
@@ -94,7 +84,16 @@ class _BaseFormat:
         self._chunk_start = b"data: " + _json(self._head)[:-1] + b',"choices":['
         self._chunk_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
 
+    @abc.abstractmethod
+    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+        """Server-sent events for what is new of one choice."""
+
+    @abc.abstractmethod
+    def response(self, choices: Sequence[Choice]) -> bytes:
+        """The whole answer."""
+
     def last_chunk(self, choices: Sequence[Choice]) -> bytes:
+        """What follows when all choices are complete."""
         if not self._options.include_usage:
             return DONE
         total = _json(usage(choices, self._options.only_prompt))
@@ -132,7 +131,7 @@ class _BaseFormat:
         return fields
 
 
-class CompletionFormat(_BaseFormat):
+class CompletionFormat(Format):
     """`/v1/completions`."""
 
     stream_object = whole_object = "text_completion"
@@ -174,7 +173,7 @@ class CompletionFormat(_BaseFormat):
         return self._tokenizer.decode(choice.prompt.token_ids, self._options.skip_special_tokens)
 
 
-class ChatFormat(_BaseFormat):
+class ChatFormat(Format):
     """`/v1/chat/completions`."""
 
     stream_object = "chat.completion.chunk"

@@ -9,6 +9,7 @@ import msgspec
 
 from protocol.ids import new_request_id
 from protocol.messages import EngineRequest, FinishReason, RequestTiming, TokenOutput
+from protocol.roles import Task
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from router.choice import Choice
@@ -21,7 +22,7 @@ class LiveRequest:
 
     `request_id` is what the workers know it by; each placement gets a new one, so that a late token of an
     earlier placement is never taken for one of the current. `failed` names the incarnations that did not do
-    their part of this request.
+    their part of this request, `failures` counts the placements that ended without a token for that reason.
     """
 
     def __init__(self, generation: Generation, choice: Choice, sampling: SamplingParams) -> None:
@@ -29,11 +30,13 @@ class LiveRequest:
         self.choice = choice
         self.sampling = sampling
         self.request_id = new_request_id()
-        self.placements = 0
+        self.failures = 0
         self.redirects = 0
         self.failed: set[str] = set()
-        self.prefill: Worker | None = None
-        self.decode: Worker | None = None
+        self.assigned: dict[Task, Worker] = {}
+        """Who does which task, in the order of the tasks; nobody while the request is parked."""
+        self.answered_by: Worker | None = None
+        """Who sent the current placement's newest token."""
         self.prefilled_by: Worker | None = None
         """Whose prefix cache has the prompt, or will have it."""
         self.output_token_ids: list[int] = []
@@ -65,6 +68,13 @@ class LiveRequest:
         """What the current placement computes before its first token, if nothing of it is cached."""
         return len(self.choice.prompt.token_ids) + self.num_emitted_before
 
+    def start_placement(self) -> None:
+        """It begins anew at other workers, with the tokens that it has."""
+        self.num_emitted_before = len(self.output_token_ids)
+        self.timing = RequestTiming()
+        self.answered_by = None
+        self.early.clear()
+
     def note(self, timing: RequestTiming) -> None:
         """A prefill worker tells of its part, then a decode worker of the hand-off."""
         if timing.transfer is not None:
@@ -73,12 +83,14 @@ class LiveRequest:
 
     def is_early(self, worker: Worker) -> bool:
         """Whether what `worker` sends comes after a token that the prefill worker has yet to bring."""
-        return self.prefill is not None and worker is self.decode and not self.has_answered
+        if "prefill" not in self.assigned or self.has_answered:
+            return False
+        return worker is self.assigned["decode"]
 
     @property
     def holders(self) -> list[Worker]:
         """The workers that may hold blocks or a place in a queue for it."""
-        return [worker for worker in (self.prefill, self.decode) if worker is not None]
+        return list(self.assigned.values())
 
     def end(self, eos_token_ids: Sequence[int]) -> TokenOutput | None:
         """What its last worker would have said, if the tokens emitted so far already end it."""
@@ -121,11 +133,13 @@ class Generation:
         choices: Sequence[tuple[Choice, SamplingParams]],
         *,
         arrival: float,
+        timeout_s: float,
         priority: int = 0,
         cache_salt: str = "",
         speculation: RequestSpeculation | None = None,
     ) -> None:
         self.arrival = arrival
+        self.deadline = arrival + timeout_s
         self.priority = priority
         self.cache_salt = cache_salt
         self.speculation = speculation

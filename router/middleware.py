@@ -7,29 +7,31 @@ import logging
 import re
 import secrets
 
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from protocol.errors import InvalidRequestError
 from router.errors import CLIENT_CLOSED_REQUEST, ApiError, invalid_request
-from router.exchange import REQUEST_ID_KEY, ClientGoneError, Message, Receive, Scope, Send, header, send_error
+from router.exchange import REQUEST_ID_KEY, ClientGoneError
 from router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
-_PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
+PROTECTED = ("/v1/", "/tokenize", "/detokenize")
+"""Paths that need the API key. As in vLLM, health, metrics and the like need none."""
 
 
 class Envelope:
-    """Outermost layer of the application, plain ASGI."""
+    """Outermost layer of the application. The key is checked before the body is read."""
 
-    def __init__(self, app: object, metrics: Metrics, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
         self._app = app
         self._metrics = metrics
         self._api_key = api_key.encode() if api_key is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)  # type: ignore[operator]
-            return
         request_id = _request_id(scope)
         scope[REQUEST_ID_KEY] = request_id
         id_header = (b"x-request-id", request_id.encode())
@@ -44,40 +46,47 @@ class Envelope:
 
         try:
             self._check_key(scope)
-            await self._app(scope, receive, send_with_id)  # type: ignore[operator]
+            await self._app(scope, receive, send_with_id)
         except ClientGoneError:
             status = CLIENT_CLOSED_REQUEST
         except Exception as error:
             if status:
                 raise
-            await send_error(send_with_id, self._as_api_error(error, request_id))
+            await _as_api_error(error, scope).response()(scope, receive, send_with_id)
         finally:
             self._metrics.http_response(status or CLIENT_CLOSED_REQUEST)
 
-    def _as_api_error(self, error: Exception, request_id: str) -> ApiError:
-        if isinstance(error, ApiError):
-            return error
-        if isinstance(error, InvalidRequestError):
-            return invalid_request(error)
-        logger.error("request %s failed", request_id, exc_info=error)
-        return ApiError(500, "internal error; the server's log has the details")
-
     def _check_key(self, scope: Scope) -> None:
-        if self._api_key is None or not scope["path"].startswith(_PROTECTED):
+        if self._api_key is None or not scope["path"].startswith(PROTECTED):
             return
-        scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._api_key):
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._api_key):
             raise ApiError(
                 401,
                 "a valid API key is needed, as `Authorization: Bearer <key>`",
                 code="invalid_api_key",
-                headers=((b"www-authenticate", b"Bearer"),),
+                headers={"www-authenticate": "Bearer"},
             )
+
+
+def _as_api_error(error: Exception, scope: Scope) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            return invalid_request(error)
+        case HTTPException(status_code=404):
+            return ApiError(404, f"there is no {scope['path']}")
+        case HTTPException(status_code=405):
+            message = f"{scope['path']} does not take {scope['method']}"
+            return ApiError(405, message, headers=error.headers)
+    logger.error("request %s failed", scope[REQUEST_ID_KEY], exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details")
 
 
 def _request_id(scope: Scope) -> str:
     """The client's, if it is short and printable; else a new one."""
-    given = header(scope, b"x-request-id")
-    if given is not None and _REQUEST_ID.match(given):
-        return given.decode("ascii")
+    given = Headers(scope=scope).get("x-request-id", "")
+    if _REQUEST_ID.match(given):
+        return given
     return secrets.token_hex(16)

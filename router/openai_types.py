@@ -1,224 +1,210 @@
-"""Request bodies, as OpenAI and vLLM define them. Unknown fields are ignored."""
+"""Request bodies, as OpenAI and vLLM define them. Unknown fields are ignored.
+
+Descriptions and limits appear in `/openapi.json`. Fields of type `Raw` stay JSON text until their size is
+known to be harmless.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, Raw
 
-from protocol.errors import InvalidRequestError
-from router.errors import ApiError
+from protocol.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
-T = TypeVar("T", bound=msgspec.Struct)
+MAX_STOPS = 64
+MAX_BAD_WORDS = 1024
+MAX_WORD_CHARACTERS = 1024
+MAX_MESSAGES = 16_384
+MAX_ALLOWED_TOKEN_IDS = 2**19
+MAX_RAW_BYTES = 64 * 1024
+"""Of a field that is free-form JSON."""
+
+
+def _doc(text: str) -> Meta:
+    return Meta(description=text)
+
+
+def _json(text: str, **schema: Any) -> Meta:
+    return Meta(description=text, extra_json_schema=schema)
+
+
+def _absent() -> Any:
+    return msgspec.field(default_factory=Raw)
+
+
+Word = Annotated[str, Meta(min_length=1, max_length=MAX_WORD_CHARACTERS)]
+Object = Annotated[Raw, _json("A JSON object.", type="object")]
+Unsupported = Annotated[Raw, _json("Not supported: only a value that changes nothing is accepted.")]
+
+_TEXT = {"type": "string"}
+_TOKENS = {"type": "array", "items": {"type": "integer"}}
+_PROMPTS = [_TEXT, _TOKENS, {"type": "array", "items": _TEXT}, {"type": "array", "items": _TOKENS}]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    """What a stream says beside the text."""
+
+    include_usage: Annotated[bool | None, _doc("Send the usage before the end.")] = None
+    continuous_usage_stats: Annotated[bool | None, _doc("Send the usage with each chunk.")] = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
     """What completions and chat have in common."""
 
-    model: str | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    model: Annotated[str | None, _doc("The model's name; default: the one that is served.")] = None
+    frequency_penalty: Annotated[float | None, _doc("-2 to 2, for each time a token occurred.")] = None
+    presence_penalty: Annotated[float | None, _doc("-2 to 2, for each token that occurred.")] = None
+    logit_bias: Annotated[
+        Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)] | None,
+        _doc("Token id to a bias from -100 to 100."),
+    ] = None
+    max_tokens: Annotated[
+        int | None, _doc("Most tokens to generate; default: 16, in a chat all that fit.")
+    ] = None
+    n: Annotated[Annotated[int, Meta(ge=1)] | None, _doc("Choices for each prompt.")] = None
+    seed: Annotated[int | None, _doc("Equal requests with equal seeds get equal answers.")] = None
+    stop: Annotated[
+        Word | Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None, _doc("Strings that end the answer.")
+    ] = None
+    stream: Annotated[bool | None, _doc("Answer with server-sent events, token by token.")] = None
+    stream_options: Annotated[StreamOptions | None, _doc("Only with `stream`.")] = None
+    temperature: Annotated[float | None, _doc("0 (greedy) to 100; default: 1.")] = None
+    top_p: Annotated[float | None, _doc("Above 0, up to 1: sample from the likeliest with this sum.")] = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    speculative: dict[str, Any] | None = None
+    top_k: Annotated[int | None, _doc("Sample from so many of the likeliest; 0 and -1: from all.")] = None
+    min_p: Annotated[float | None, _doc("0 to 1: least probability, relative to the likeliest token's.")] = (
+        None
+    )
+    repetition_penalty: Annotated[float | None, _doc("0.001 to 100; above 1 discourages repetition.")] = None
+    min_tokens: Annotated[int | None, _doc("Ignore what ends the answer before so many tokens.")] = None
+    stop_token_ids: Annotated[
+        Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, _doc("Tokens that end the answer.")
+    ] = None
+    include_stop_str_in_output: Annotated[bool | None, _doc("Keep the stop string in the text.")] = None
+    ignore_eos: Annotated[bool | None, _doc("Go on after the end-of-sequence token.")] = None
+    bad_words: Annotated[
+        Annotated[list[Word], Meta(max_length=MAX_BAD_WORDS)] | None,
+        _doc("Strings that are never generated."),
+    ] = None
+    allowed_token_ids: Annotated[
+        Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None, _doc("Generate only these.")
+    ] = None
+    prompt_logprobs: Annotated[int | None, _doc("Likeliest alternatives to tell for each prompt token.")] = (
+        None
+    )
+    skip_special_tokens: Annotated[
+        bool | None, _doc("Leave special tokens out of the text; default: true.")
+    ] = None
+    spaces_between_special_tokens: Annotated[bool | None, _doc("Accepted and ignored.")] = None
+    add_special_tokens: Annotated[
+        bool | None, _doc("Let the tokenizer add special tokens; default: true, in a chat false.")
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, _doc("Tell the ids of the prompt's and the answer's tokens.")
+    ] = None
+    priority: Annotated[
+        Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
+        _doc("Lower values are scheduled first; default: 0."),
+    ] = None
+    cache_salt: Annotated[
+        Annotated[str, Meta(max_length=256)] | None,
+        _doc("Share cached prefixes only with requests of equal salt."),
+    ] = None
+    speculative: Annotated[
+        Object, _json("This request's speculation: `enabled`, `method`, `num_speculative_tokens`.")
+    ] = _absent()
 
-    best_of: Any = None
-    use_beam_search: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    logits_processors: Any = None
-    kv_transfer_params: Any = None
-    truncate_prompt_tokens: Any = None
+    best_of: Unsupported = _absent()
+    use_beam_search: Unsupported = _absent()
+    response_format: Unsupported = _absent()
+    structured_outputs: Unsupported = _absent()
+    guided_json: Unsupported = _absent()
+    guided_regex: Unsupported = _absent()
+    guided_choice: Unsupported = _absent()
+    guided_grammar: Unsupported = _absent()
+    logits_processors: Unsupported = _absent()
+    kv_transfer_params: Unsupported = _absent()
+    truncate_prompt_tokens: Unsupported = _absent()
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """`POST /v1/completions`."""
+    """Continue a text."""
 
-    prompt: str | list[str | int | list[int]] | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
+    prompt: Annotated[Raw, _json("A text, a list of token ids, or a list of either.", anyOf=_PROMPTS)] = (
+        _absent()
+    )
+    echo: Annotated[bool | None, _doc("Begin the answer with the prompt.")] = None
+    logprobs: Annotated[int | None, _doc("Likeliest alternatives to tell for each token.")] = None
 
-    suffix: Any = None
-    prompt_embeds: Any = None
+    suffix: Unsupported = _absent()
+    prompt_embeds: Unsupported = _absent()
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    type: str
-    text: str | None = None
+    """A part of a message."""
+
+    type: Annotated[str, _doc("`text`; others are not supported.")]
+    text: Annotated[str | None, _doc("The part's text.")] = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
-    audio: Any = None
+    """One message of a chat."""
+
+    role: Annotated[str, _doc("`system`, `developer`, `user` or `assistant`.")]
+    content: Annotated[str | list[ContentPart] | None, _doc("The message's text.")] = None
+    name: Annotated[str | None, _doc("Passed to the chat template.")] = None
+    tool_calls: Unsupported = _absent()
+    function_call: Unsupported = _absent()
+    audio: Unsupported = _absent()
+
+
+Messages = Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
+TemplateVariables = Annotated[Object, _json("Variables for the chat template.")]
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    """`POST /v1/chat/completions`."""
+    """Answer messages."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[Messages, _doc("The chat so far.")]
+    max_completion_tokens: Annotated[int | None, _doc("The same as `max_tokens`, and before it.")] = None
+    logprobs: Annotated[bool | None, _doc("Tell each token's log-probability.")] = None
+    top_logprobs: Annotated[int | None, _doc("Likeliest alternatives to tell for each token.")] = None
+    add_generation_prompt: Annotated[bool | None, _doc("Begin the assistant's turn; default: true.")] = None
+    continue_final_message: Annotated[bool | None, _doc("Continue the last message instead.")] = None
+    chat_template_kwargs: TemplateVariables = _absent()
 
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    documents: Any = None
-    chat_template: Any = None
-    echo: Any = None
+    tools: Unsupported = _absent()
+    tool_choice: Unsupported = _absent()
+    functions: Unsupported = _absent()
+    function_call: Unsupported = _absent()
+    modalities: Unsupported = _absent()
+    audio: Unsupported = _absent()
+    prediction: Unsupported = _absent()
+    web_search_options: Unsupported = _absent()
+    documents: Unsupported = _absent()
+    chat_template: Unsupported = _absent()
+    echo: Unsupported = _absent()
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """`POST /tokenize`: a prompt or a chat."""
+    """Turn a text or a chat into token ids."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    model: Annotated[str | None, _doc("The model's name; default: the one that is served.")] = None
+    prompt: Annotated[str | None, _doc("A text; either this or `messages` is required.")] = None
+    messages: Annotated[Messages | None, _doc("A chat.")] = None
+    add_special_tokens: Annotated[
+        bool | None, _doc("Let the tokenizer add special tokens; default: true for a prompt.")
+    ] = None
+    add_generation_prompt: Annotated[bool, _doc("Begin the assistant's turn.")] = True
+    continue_final_message: Annotated[bool, _doc("Leave the last message open.")] = False
+    return_token_strs: Annotated[bool | None, _doc("Tell each token as the vocabulary spells it.")] = None
+    chat_template_kwargs: TemplateVariables = _absent()
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """`POST /detokenize`."""
+    """Turn token ids into text."""
 
-    model: str | None = None
-    tokens: list[int]
-
-
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "documents": ([],),
-    "echo": (False,),
-    "logits_processors": ([],),
-}
-"""Values of unsupported fields that change nothing."""
-
-_UNSUPPORTED = {
-    body: tuple(field.name for field in msgspec.structs.fields(body) if field.type is Any)
-    for body in (CompletionBody, ChatBody)
-}
-
-
-def decode_body(raw: bytes, body_type: type[T]) -> T:
-    """Raises `ApiError` 400 that names the field, and 400 for what is no JSON."""
-    try:
-        body = msgspec.json.decode(raw, type=body_type)
-    except msgspec.ValidationError as error:
-        raise _type_error(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _syntax_error(raw, error) from error
-    if isinstance(body, CompletionBody | ChatBody):
-        _refuse_unsupported(body)
-    return body
-
-
-def _refuse_unsupported(body: CompletionBody | ChatBody) -> None:
-    for name in _UNSUPPORTED[type(body)]:
-        value = getattr(body, name)
-        if value is None or value in _HARMLESS.get(name, ()):
-            continue
-        if name == "best_of" and value == (body.n or 1):
-            continue
-        raise InvalidRequestError(name, "is not supported")
-
-
-_AT = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
-
-
-def _type_error(text: str) -> ApiError:
-    match = _AT.search(text)
-    reason = _AT.sub("", text).replace("`", "")
-    if match is None:
-        missing = re.search(r"missing required field (\w+)", reason)
-        param = missing.group(1) if missing else None
-    else:
-        param = match.group(2) or None
-    reason = reason[0].lower() + reason[1:]
-    return ApiError(400, f"{param or 'body'}: {reason}", param=param, code="invalid_type")
-
-
-def _syntax_error(raw: bytes, error: Exception) -> ApiError:
-    field = _non_finite_field(raw)
-    if field is not None:
-        return ApiError(400, f"{field}: must be a finite number", param=field, code="invalid_value")
-    return ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json")
-
-
-def _non_finite_field(raw: bytes) -> str | None:
-    """Python's own parser takes NaN and Infinity, so it can tell which field has one."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(body, dict):
-        for name, value in body.items():
-            if _has_non_finite(value):
-                return str(name)
-    return None
-
-
-def _has_non_finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, dict):
-        return any(_has_non_finite(item) for item in value.values())
-    return isinstance(value, list) and any(_has_non_finite(item) for item in value)
+    model: Annotated[str | None, _doc("The model's name; default: the one that is served.")] = None
+    tokens: Annotated[list[int], _doc("At most as many as the model's context has.")]

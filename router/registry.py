@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from protocol.messages import Register, Role, WorkerState
+from protocol.messages import Register, WorkerState
+from protocol.roles import ROLES, RoleSpec, Task
 from router.placement.interface import WorkerSnapshot
 
 logger = logging.getLogger(__name__)
 
+SWEEP_INTERVAL_S = 0.25
 MAX_RETIRED = 10_000
 
 
@@ -30,26 +32,35 @@ class ModelFacts(NamedTuple):
 
 
 class Worker:
-    """One incarnation of a worker. `live` is false after it died or fell silent."""
+    """One incarnation of a worker. `live` is false after it died or fell silent.
 
-    def __init__(self, register: Register, now: float) -> None:
+    `silence_s` counts the seconds since its last message in which the router was running. `is_reachable` is
+    false between a message that could not be sent and the worker's next one.
+    """
+
+    def __init__(self, register: Register, role: RoleSpec) -> None:
         self.key = WorkerKey(register.address.worker_id, register.address.incarnation)
         self.identity = register.address.worker_id.encode()
         self.address = register.address
-        self.role = register.role
+        self.role = role
+        self.host, self.pid = register.host, register.pid
         self.start_up = register.start_up
         self.state = register.state
-        self.registered = now
-        self.last_seen = now
+        self.silence_s = 0.0
+        self.is_reachable = True
         self.live = True
         self.outstanding_requests = 0
         self.outstanding_prefill_tokens = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state.lifecycle == "ready"
 
     def snapshot(self) -> WorkerSnapshot:
         state = self.state
         return WorkerSnapshot(
             worker_id=self.key.worker_id,
-            role=self.role,
+            tasks=self.role.tasks,
             lifecycle=state.lifecycle,
             outstanding_requests=self.outstanding_requests,
             outstanding_prefill_tokens=self.outstanding_prefill_tokens,
@@ -68,27 +79,31 @@ class Registry:
     never is.
     """
 
-    def __init__(
-        self,
-        worker_timeout: float,
-        on_registered: Callable[[Worker], None],
-        on_lost: Callable[[Worker, str], None],
-    ) -> None:
+    def __init__(self, worker_timeout: float) -> None:
         self._timeout = worker_timeout
-        self._on_registered = on_registered
-        self._on_lost = on_lost
+        self.on_registered: Callable[[Worker], None] = lambda worker: None
+        self.on_lost: Callable[[Worker, str], None] = lambda worker, reason: None
         self._workers: dict[str, Worker] = {}
         self._retired: set[WorkerKey] = set()
         self._retired_order: deque[WorkerKey] = deque()
         self.model: ModelFacts | None = None
-        self.known_roles: set[Role] = set()
+        self.known_purposes: set[Task] = set()
         """Of every worker that has ever registered."""
+        self.expected: Collection[str] = ()
+        """The ids of the workers that the launcher keeps running, and starts anew when they die."""
+        self._last_sweep = time.monotonic()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
 
     def live(self) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.live]
+        """The workers that requests can be sent to."""
+        return [worker for worker in self._workers.values() if worker.live and worker.is_reachable]
+
+    def awaited(self) -> list[str]:
+        """The ids of the workers that are not ready now but will be."""
+        ready = {worker.key.worker_id for worker in self.live() if worker.is_ready}
+        return [worker_id for worker_id in self.expected if worker_id not in ready]
 
     def named(self, worker_id: str) -> Worker:
         """The worker's current incarnation; KeyError where there is none."""
@@ -104,6 +119,10 @@ class Registry:
         key = WorkerKey(register.address.worker_id, register.address.incarnation)
         if key in self._retired:
             return None
+        role = ROLES.get(register.role)
+        if role is None:
+            logger.error("worker %s has the unknown role %r: refused", key.worker_id, register.role)
+            return None
         facts = ModelFacts(
             register.max_model_len,
             register.vocab_size,
@@ -116,12 +135,12 @@ class Registry:
         known = self._workers.get(key.worker_id)
         if known is not None and known.key == key:
             self.heard(known)
-            self._on_registered(known)
+            self.on_registered(known)
             return known
-        worker = self._workers[key.worker_id] = Worker(register, time.monotonic())
-        self.known_roles.add(worker.role)
-        logger.info("worker %s (%s, incarnation %s) registered", key.worker_id, worker.role, key.incarnation)
-        self._on_registered(worker)
+        worker = self._workers[key.worker_id] = Worker(register, role)
+        self.known_purposes.add(role.purpose)
+        logger.debug("worker %s (%s, incarnation %s) registered", key.worker_id, role.name, key.incarnation)
+        self.on_registered(worker)
         if known is not None:
             self._retire(known, "it was started anew")
         return worker
@@ -137,7 +156,8 @@ class Registry:
         return True
 
     def heard(self, worker: Worker) -> None:
-        worker.last_seen = time.monotonic()
+        worker.silence_s = 0.0
+        worker.is_reachable = True
         if not worker.live:
             logger.warning("worker %s speaks again", worker.key.worker_id)
             worker.live = True
@@ -151,12 +171,20 @@ class Registry:
         self._retire(worker, reason)
         del self._workers[worker_id]
 
-    def sweep(self) -> None:
-        """Declare the silent ones lost."""
-        deadline = time.monotonic() - self._timeout
-        for worker in list(self._workers.values()):
-            if worker.live and worker.last_seen < deadline:
-                self._lose(worker, f"nothing was heard of it for {self._timeout:g} s")
+    def sweep(self, now: float) -> None:
+        """Declare the silent ones lost. To be called every `SWEEP_INTERVAL_S`.
+
+        While the router itself stood still it read nothing, so such a pause counts for two intervals at most.
+        """
+        passed = min(now - self._last_sweep, 2 * SWEEP_INTERVAL_S)
+        self._last_sweep = now
+        for worker in self._workers.values():
+            worker.silence_s += passed
+        silent = [w for w in self._workers.values() if w.live and w.silence_s > self._timeout]
+        for worker in silent:  # all at once, or requests of the first would be given to the second
+            worker.live = False
+        for worker in silent:
+            self._lose(worker, f"nothing was heard of it for {worker.silence_s:.1f} s")
 
     def _retire(self, worker: Worker, reason: str) -> None:
         self._remember_retired(worker.key)
@@ -173,4 +201,4 @@ class Registry:
     def _lose(self, worker: Worker, reason: str) -> None:
         worker.live = False
         logger.error("worker %s (incarnation %s) is lost: %s", *worker.key, reason)
-        self._on_lost(worker, reason)
+        self.on_lost(worker, reason)

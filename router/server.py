@@ -7,15 +7,17 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.sockets import ClusterKeys
 from router.app import build_app
+from router.connection import Connection, Connections, raise_file_limit
 from router.errors import ApiError
 from router.state import RouterState
 
@@ -62,8 +64,18 @@ class RouterServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
-        """Thread-safe: tell the router that a worker's process is gone."""
-        self.state.mark_dead(worker_id, incarnation, reason)
+        """Thread-safe: this incarnation of a worker is gone for good."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.state.registry.mark_dead, worker_id, incarnation, reason)
+
+    def expect(self, worker_ids: Collection[str]) -> None:
+        """Thread-safe: these workers are kept running, so requests may wait for them."""
+        self.state.registry.expected = worker_ids
+
+    def silence_of(self, worker_id: str, incarnation: str) -> float | None:
+        """Thread-safe: how long nothing was heard of this incarnation; None while it is not registered."""
+        worker = self.state.registry.current(worker_id, incarnation)
+        return None if worker is None else worker.silence_s
 
     def stop(self) -> None:
         """Thread-safe: drain, then return from `run()`. A second call does not wait for running requests."""
@@ -81,7 +93,7 @@ class RouterServer:
         server_config = uvicorn.Config(
             build_app(self.state),
             loop="uvloop",
-            http="httptools",
+            http=partial(Connection, connections=Connections(raise_file_limit())),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.messages import (
     HandoverFailed,
@@ -16,19 +17,17 @@ from protocol.messages import (
     WorkerState,
     WorkerToRouter,
 )
-from protocol.sockets import ClusterKeys
 from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.journal import Journal
 from router.metrics import Metrics
 from router.placement import placement_policy
-from router.registry import ModelFacts, Registry, Worker
+from router.placer import Placer
+from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker
 from router.tokenizer import Tokenizer
 from router.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
-
-SWEEP_INTERVAL_S = 0.5
 
 
 class RouterState:
@@ -42,11 +41,14 @@ class RouterState:
         self.journal = Journal()
         policy = placement_policy(config.placement)
         self.tokenizer = Tokenizer.load(config)
-        self.registry = Registry(config.worker_timeout, self._greet, self._lost)
+        self.registry = Registry(config.worker_timeout)
         self.link = WorkerLink(keys, link_host, self.metrics)
+        self.placer = Placer(config, self.journal, self.registry, policy, self.metrics, self.link.send)
         self.dispatcher = Dispatcher(
-            config, self.journal, self.registry, policy, self.metrics, self.link.send
+            config, self.journal, self.registry, self.placer, self.metrics, self.link.send
         )
+        self.registry.on_registered = self._greet
+        self.registry.on_lost = self.dispatcher.worker_lost
         self.metrics.watch_workers(lambda: self.registry)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -64,11 +66,6 @@ class RouterState:
         self.link.close()
         self.tokenizer.close()
 
-    def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
-        """Thread-safe: this incarnation of a worker is gone for good."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.registry.mark_dead, worker_id, incarnation, reason)
-
     def start_draining(self) -> None:
         self.is_draining = True
 
@@ -78,16 +75,19 @@ class RouterState:
             return "the server is shutting down"
         if self.registry.model is None:
             return "the server is starting: no worker has registered yet"
-        if not any(worker.state.lifecycle == "ready" for worker in self.registry.live()):
-            return "no worker is ready"
+        if not any(worker.is_ready for worker in self.registry.live()):
+            awaited = ", ".join(self.registry.awaited())
+            waiting = f"; {self.placer.num_parked} requests wait for {awaited} to start" if awaited else ""
+            return f"no worker is ready{waiting}"
         return None
 
     def require_ready(self) -> ModelFacts:
-        """The model's facts. Raises `ApiError` 503 while starting or draining."""
+        """The model's facts. Raises `ApiError` 503 when a request could not even wait for a worker."""
         reason = self.not_ready()
-        if reason is not None or self.registry.model is None:
+        model = self.registry.model
+        if model is None or self.is_draining or (reason is not None and not self.registry.awaited()):
             raise ApiError(503, reason or "the server is starting", retry_after_s=1.0)
-        return self.registry.model
+        return model
 
     def _on_message(self, message: WorkerToRouter) -> None:
         match message:
@@ -103,23 +103,19 @@ class RouterState:
                     self.metrics.dropped("refused_registration")
 
     def _greet(self, worker: Worker) -> None:
+        """Confirm a registration, and have workers connect before the first request needs them to."""
         self.link.send(worker, Registered(incarnation=worker.key.incarnation))
-        if worker.role == "prefill":
-            decodes = [other.address for other in self.registry.live() if other.role == "decode"]
-            self.link.send(worker, Peers(peers=decodes))
-        else:
-            self._introduce(worker)
-
-    def _introduce(self, decode: Worker) -> None:
-        """Let the prefill workers connect to it before the first request does."""
-        for worker in self.registry.live():
-            if worker.role == "prefill":
-                self.link.send(worker, Peers(peers=[decode.address]))
-
-    def _lost(self, worker: Worker, reason: str) -> None:
-        self.dispatcher.worker_lost(worker, reason)
+        live = self.registry.live()
+        receivers = [other.address for other in live if other.role.name in worker.role.pushes_to]
+        if receivers:
+            self.link.send(worker, Peers(peers=receivers))
+        for other in live:
+            if worker.role.name in other.role.pushes_to:
+                self.link.send(other, Peers(peers=[worker.address]))
+        self.dispatcher.resume_parked()
 
     def _sweep(self) -> None:
         if self._loop is not None:
-            self.registry.sweep()
+            self.registry.sweep(time.monotonic())
+            self.dispatcher.resume_parked()
             self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)

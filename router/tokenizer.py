@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
@@ -25,8 +25,13 @@ from router.detokenizer import (
 )
 from router.tokenizer_files import load_files
 
-INLINE_CHARACTERS = 2048
-"""Longer texts are tokenized in a thread, so that they don't hold up other requests' tokens."""
+INLINE_BYTES = 2048
+"""Larger bodies are handled in a thread, so that they don't hold up other requests' tokens."""
+
+SAFE_CHARACTERS_PER_TOKEN = 8
+PIECE_CHARACTERS = 64 * 1024
+
+T = TypeVar("T")
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -79,19 +84,36 @@ class Tokenizer:
         # the batch call releases the GIL, the single one doesn't
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    async def encode_prompt(
-        self, text: str, add_special_tokens: bool, max_tokens: int, field: str
-    ) -> list[int]:
-        """Encode without holding up the loop; a text that cannot fit in `max_tokens` is refused unread."""
+    def encode_prompt(self, text: str, add_special_tokens: bool, max_tokens: int, field: str) -> list[int]:
+        """Raises `InvalidRequestError` for a text that cannot fit in `max_tokens`.
+
+        Tokenizing takes a few hundred bytes for each token, so a long text is tokenized piece by piece first.
+        """
         if len(text) > max_tokens * self._longest_token:
             raise InvalidRequestError(
                 field,
                 f"{len(text)} characters exceed the model's maximum context length of {max_tokens} tokens",
             )
-        if len(text) <= INLINE_CHARACTERS:
-            return self.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.encode, text, add_special_tokens)
+        if len(text) > max_tokens * SAFE_CHARACTERS_PER_TOKEN:
+            self._check_pieces(text, max_tokens, field)
+        return self.encode(text, add_special_tokens)
+
+    def _check_pieces(self, text: str, max_tokens: int, field: str) -> None:
+        num_tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
+            # a token that was cut apart counts as several
+            num_tokens += max(0, len(self.encode(piece, False)) - 2 * self._longest_token)
+            if num_tokens > max_tokens:
+                raise InvalidRequestError(
+                    field, f"it exceeds the model's maximum context length of {max_tokens} tokens"
+                )
+
+    async def off_loop(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Call `function`, in a thread when it works on more than a few bytes."""
+        if size <= INLINE_BYTES:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.errors import ProtocolError
 from protocol.messages import HandoverFailed, Register, StepOutput, WorkerState, WorkerToRouter
-from protocol.sockets import ClusterKeys, bind_router, start_authenticator
 from router.metrics import Metrics
 from router.registry import Worker
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 from protocol.speculation import Method
-from speculation.control.collapse import Origin
 
 logger = logging.getLogger("tandem.speculation")
+
+Origin = Literal["computed", "prefix_hit", "handed_over"]
+"""Where a prompt's KV comes from: all computed here, partly from the prefix cache, or from another worker."""
 
 
 @dataclass(slots=True, eq=False)

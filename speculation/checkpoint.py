@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Checkpoint:
     restricted unpickler, which makes tensors and nothing else.
     """
 
-    def __init__(self, model: str, files: Many[str] = ()) -> None:
+    def __init__(self, model: str, files: Sequence[str] = ()) -> None:
         """`files` are looked for before those of a whole model. Raises `ConfigError` that names the file."""
         self.folder = _folder(model, files)
         self.config = _read_json(self.folder / "config.json")
@@ -56,7 +56,7 @@ class Checkpoint:
         """An error about a tensor, or about a field of config.json."""
         return ConfigError(f"{_FLAG}: {self._files.get(name, self.folder / 'config.json')}: {name} {reason}")
 
-    def _find(self, candidates: Many[str]) -> dict[str, Path]:
+    def _find(self, candidates: Sequence[str]) -> dict[str, Path]:
         """The file of each tensor."""
         for path in (self.folder / candidate for candidate in candidates):
             if not path.exists():
@@ -79,7 +79,7 @@ class Checkpoint:
         return self._unpickled[path]
 
 
-def _folder(model: str, files: Many[str]) -> Path:
+def _folder(model: str, files: Sequence[str]) -> Path:
     if Path(model).is_dir():
         return Path(model)
     patterns = ["config.json", *files, *_WHOLE_MODEL, "model-*.safetensors", "pytorch_model-*.bin"]

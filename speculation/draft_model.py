@@ -6,22 +6,23 @@ Its KV lies in the pool's second segment, under the target's blocks. It drafts c
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import msgspec
 from torch import Tensor
 
 from engine.attention.select import select_backend
 from engine.decoder.forward import DecoderForward
+from engine.draft import Draft
 from engine.errors import UnsupportedModelError
-from engine.kv_pool import DRAFT, KVPool, KVShape
+from engine.kv_pool import KVPool
 from engine.loader import LoadedModel, load_model
+from engine.pool_layout import DRAFT, Segment
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.select_forward import build_forward
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
@@ -35,23 +36,26 @@ _READ_AT_ONCE = 2048
 """Tokens that are read at most in one step, lest the others wait long for their next token."""
 
 
+def draft_config(config: ServeConfig, model: str, target: LoadedModel) -> ServeConfig:
+    """The configuration that a target's draft model is loaded with."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    return msgspec.structs.replace(config, model=model, dtype=dtype, revision=None, max_model_len=None)
+
+
 class DraftModel:
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         assert options.model is not None
         self._options = options
-        dtype = str(target.dtype).removeprefix("torch.")
-        self._config = msgspec.structs.replace(
-            config, model=options.model, dtype=dtype, revision=None, max_model_len=None
-        )
+        self._config = draft_config(config, options.model, target)
         try:
             self._loaded = load_model(self._config)
         except (ConfigError, UnsupportedModelError) as error:
             reason = str(error).removeprefix("--model: ")
             raise ConfigError(f"--speculative-config: model: {reason}") from error
         self._check(target)
-        self.segment: KVShape | None = self._loaded.kv_shape
+        self.segment: Segment | None = self._loaded.kv_group.segments[0]
         self._computed: dict[str, int] = {}
         """By request: leading places that have the draft model's KV."""
 
@@ -72,7 +76,7 @@ class DraftModel:
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device = self._loaded.device
         backend_class, _ = select_backend(device, self._loaded.dtype, self._config.attention_backend)
-        backend = backend_class(pool.segment(DRAFT))
+        backend = backend_class(pool.layers(DRAFT))
         forward = build_forward(self._loaded, backend, self._config.compile)
         self._runner = Runner(forward, backend, pool.block_size, device)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
@@ -84,7 +88,7 @@ class DraftModel:
     def warm_up(self) -> None:
         self._runner.warm_up()
 
-    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(sequences)
         ready = self._read_up(sequences)
         if ready:
@@ -94,7 +98,7 @@ class DraftModel:
                 drafts[index] = draft
         return drafts
 
-    def _read_up(self, sequences: Many[Sequence]) -> list[int]:
+    def _read_up(self, sequences: Sequence[SequenceState]) -> list[int]:
         """Those of the sequences of which little is still unread: that is done with the first draft.
 
         A prompt is first read here, not when it is computed, so that its first token need not wait for it.
@@ -110,7 +114,7 @@ class DraftModel:
             budget -= min(unread, budget)
         return ready
 
-    def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def _chains(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         if self._native is not None and self._native.can_draft(sequences):
             rows = [self._next_rows(sequence, []) for sequence in sequences]
             drafts = self._native.draft(sequences, rows, counts)
@@ -120,7 +124,7 @@ class DraftModel:
             self._computed[sequence.request_id] = len(sequence.token_ids) + draft.num_nodes - 1
         return [*drafts]
 
-    def _draw_chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft]:
+    def _draw_chains(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft]:
         chains = [Chain(sequence) for sequence in sequences]
         wanted = dict(zip(sequences, counts, strict=True))
         growing = chains
@@ -130,7 +134,7 @@ class DraftModel:
             growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
         return [chain.draft() for chain in chains]
 
-    def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         trees = DraftTrees(counts, self._options.max_speculative_tokens, TREE_WIDTH)
         logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
         for sequence in sequences:
@@ -144,7 +148,7 @@ class DraftModel:
                 return trees.drafts()
             logits = self._run_trees(sequences, grown)
 
-    def _run_trees(self, sequences: Many[Sequence], grown: list[TreeRows]) -> Tensor:
+    def _run_trees(self, sequences: Sequence[SequenceState], grown: list[TreeRows]) -> Tensor:
         batch = []
         for sequence, rows in zip(sequences, grown, strict=True):
             if rows.token_ids:
@@ -156,7 +160,7 @@ class DraftModel:
         every = range(sum(len(rows.token_ids) for rows in batch))
         return self._runner.run(batch, list(every)).logits[:, : self._vocab_size]
 
-    def _next_rows(self, sequence: Sequence, drafted: list[int]) -> SequenceRows:
+    def _next_rows(self, sequence: SequenceState, drafted: list[int]) -> SequenceRows:
         assert sequence.table is not None
         if drafted:
             start = len(sequence.token_ids) + len(drafted) - 1
@@ -171,7 +175,7 @@ class DraftModel:
             ends.append(row - 1)
         return self._runner.run(batch, ends).logits[:, : self._vocab_size]
 
-    def _read(self, sequence: Sequence, end: int) -> None:
+    def _read(self, sequence: SequenceState, end: int) -> None:
         """Compute the KV of the committed places up to `end`."""
         assert sequence.table is not None
         start = self._computed.get(sequence.request_id, 0)
@@ -181,7 +185,7 @@ class DraftModel:
             start += len(tokens)
         self._computed[sequence.request_id] = start
 
-    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         self._computed[sequence.request_id] = num_drafted
 
     def num_drafted(self, request_id: str) -> int:
@@ -190,7 +194,7 @@ class DraftModel:
     def feature(self, request_id: str) -> Tensor | None:
         return None
 
-    def observe(self, computed: Many[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> None:
         """What was drafted and not accepted holds the KV of other tokens. Prompts that are computed for
         another worker are read along, unless it does that itself.
         """

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from engine.kv_pool import KVPool, KVShape
+from engine.draft import Draft, Outcome
+from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.sequence import Sequence
-from engine.speculator import Draft, Outcome
+from engine.pool_layout import Segment
+from engine.sequence import SequenceState
 
 _FEW_ROWS = 256
 
@@ -24,7 +25,7 @@ class HiddenRows:
     """
 
     of_step: Tensor
-    rows: Many[int]
+    rows: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -52,22 +53,24 @@ class Computed:
     of it that are among these tokens, and `probed` the model's likeliest token after each of its probes.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     num_tokens: int
     hidden: HiddenRows | None = None
     draft: Draft | None = None
-    accepted: Many[int] = ()
-    probed: Many[int] = ()
+    accepted: Sequence[int] = ()
+    probed: Sequence[int] = ()
 
     @classmethod
-    def of(cls, sequence: Sequence, outcome: Outcome, of_step: Tensor | None, first_row: int) -> Computed:
+    def of(
+        cls, sequence: SequenceState, outcome: Outcome, of_step: Tensor | None, first_row: int
+    ) -> Computed:
         """`of_step` are the step's hidden states, where the sequence's begin at `first_row`."""
         verdict, draft = outcome.verdict, outcome.draft
         accepted = verdict.accepted[: outcome.num_accepted] if verdict is not None else []
         hidden = None
         if of_step is not None:
-            rows: Many[int] = range(first_row, first_row + outcome.num_tokens)
+            rows: Sequence[int] = range(first_row, first_row + outcome.num_tokens)
             if draft is not None and draft.parents is not None:
                 own = first_row + outcome.num_tokens - outcome.num_accepted
                 rows = [*range(first_row, own), *(own + node for node in accepted)]
@@ -91,7 +94,7 @@ class Drafter(Protocol):
     worker, so that whatever it lacks it must be able to make anew from the sequence's tokens, or do without.
     """
 
-    segment: KVShape | None
+    segment: Segment | None
     hidden_layers: tuple[int, ...]
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
@@ -102,7 +105,7 @@ class Drafter(Protocol):
         """Compile what is to be compiled."""
         ...
 
-    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         """The sequence has got its blocks; what was known of its KV and features holds no more.
 
         The leading `num_drafted` places hold draft KV. `feature` [captured layers * hidden_size] is the
@@ -118,7 +121,7 @@ class Drafter(Protocol):
         """The hidden state of the request's last computed token, for methods that draft from it."""
         ...
 
-    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         """A draft for each sequence, of at most `counts[i]` tokens (probes included); None where there is
         none.
 
@@ -127,7 +130,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def observe(self, computed: Many[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> None:
         """A step is over: prompts' chunks, and what was verified."""
         ...
 

@@ -7,15 +7,15 @@ the distribution that each was really drawn from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from engine.draft import Draft
 from engine.sampler import Sampler, SamplingRow
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.sequence import SequenceState
 from protocol.speculation import Verification
 
 
@@ -26,7 +26,7 @@ class Chain:
     `distributions`: float32 [vocab_size] for each token, if it was drawn by chance alone.
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     token_ids: list[int] = field(default_factory=list)
     distributions: list[Tensor] = field(default_factory=list)
 
@@ -43,11 +43,11 @@ class Drawing:
         self._sampler = sampler
         self._shares_noise = verification == "coupled"
 
-    def extend(self, chains: Many[Chain], logits: Tensor) -> None:
+    def extend(self, chains: Sequence[Chain], logits: Tensor) -> None:
         """Add a token to each chain, by the draft's `logits` [chains, vocab_size] after what it has."""
         self._draw(chains, [chain.sequence.sampling_row(chain.token_ids) for chain in chains], logits)
 
-    def extend_at_once(self, chains: Many[Chain], logits: Tensor) -> None:
+    def extend_at_once(self, chains: Sequence[Chain], logits: Tensor) -> None:
         """Add several tokens to each chain, which are empty, by `logits` [chains, count, vocab_size] that do
         not depend on the tokens before.
         """
@@ -57,7 +57,7 @@ class Drawing:
             row.position += place
         self._draw([chain for chain, _ in places], rows, logits.flatten(0, 1))
 
-    def _draw(self, chains: Many[Chain], rows: list[SamplingRow], logits: Tensor) -> None:
+    def _draw(self, chains: Sequence[Chain], rows: list[SamplingRow], logits: Tensor) -> None:
         """A token for each of the rows' places."""
         if self._shares_noise or all(row.params.is_greedy for row in rows):
             tokens, _ = self._sampler.choose(logits, rows)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.decoder.forward import NativeDecoder
+from engine.draft import Draft
 from engine.rows import RowArrays, SequenceRows
 from engine.sampler.rows import edits_logits
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.sequence import SequenceState
 from protocol.speculation import Verification
 
 
@@ -29,14 +29,14 @@ class NativeChain:
         self._vocab_size = vocab_size
         self._shares_noise = verification == "coupled"
 
-    def can_draft(self, sequences: Many[Sequence]) -> bool:
+    def can_draft(self, sequences: Sequence[SequenceState]) -> bool:
         return not any(edits_logits(sequence.params) for sequence in sequences)
 
     def draft(
         self,
-        sequences: Many[Sequence],
-        rows: Many[SequenceRows],
-        counts: Many[int],
+        sequences: Sequence[SequenceState],
+        rows: Sequence[SequenceRows],
+        counts: Sequence[int],
         before: Tensor | None = None,
     ) -> list[Draft]:
         """`rows` are those of each sequence, up to its last token, that have yet to be run; `counts` fall. A

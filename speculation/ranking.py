@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.sampler.noise import gumbel_noise, stream_keys
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from protocol.sampling import SamplingParams
 
 _NUM_CANDIDATES = 64
@@ -22,7 +22,7 @@ _MIN_TEMPERATURE = 1e-6
 
 
 def rank_drafted(
-    logits: Tensor, sequences: Many[Sequence], depths: Many[Many[int]], *, with_noise: bool
+    logits: Tensor, sequences: Sequence[SequenceState], depths: Sequence[Sequence[int]], *, with_noise: bool
 ) -> tuple[Tensor, Tensor]:
     """`rank`, where `logits` has a row for each of a sequence's depths: after so many drafted tokens."""
     after = [(sequence, depth) for sequence, its in zip(sequences, depths, strict=True) for depth in its]
@@ -33,7 +33,7 @@ def rank_drafted(
 
 
 def rank(
-    logits: Tensor, params: Many[SamplingParams], positions: Many[int], *, with_noise: bool
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], *, with_noise: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities (float32 [rows, n]) that tokens (int64 [rows, n]) are the target's at `positions`.
 
@@ -57,7 +57,7 @@ def rank(
     return (scores * sharpness).log_softmax(1), token_ids
 
 
-def _admitted(values: Tensor, params: Many[SamplingParams]) -> Tensor:
+def _admitted(values: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Bool [rows, n]: what top-k, top-p and min-p leave of log-probabilities in descending order."""
     num_tokens = values.shape[1]
     filters = [

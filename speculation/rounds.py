@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.sampler import Purpose, round_keys
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 
 
 def noise_keys(
-    sequences: Many[Sequence], positions: Many[int], purpose: Purpose, device: torch.device
+    sequences: Sequence[SequenceState], positions: Sequence[int], purpose: Purpose, device: torch.device
 ) -> Tensor:
     """int64 [n]: for the noise at a position of each sequence's present round."""
     seeds = [sequence.params.seed for sequence in sequences]

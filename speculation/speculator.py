@@ -1,27 +1,31 @@
-"""Speculation of one engine: asks drafters, verifies, and keeps account of what it brings."""
+"""Speculation of one engine: asks drafters for drafts, verifies them and keeps statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.block_manager import BlockManager
-from engine.kv_pool import KVPool, KVShape
+from engine.draft import Outcome, Verdict
+from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.rehearsal import Rehearsal
+from engine.pool_layout import Segment
+from engine.profiling import ProfilingRun
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep
-from engine.sequence import Sequence
-from engine.speculator import Verdict
+from engine.sequence import SequenceState
+from engine.speculator import MakeRoom
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import Method, RequestSpeculation, SpeculationState, SpeculativeConfig
-from speculation.account import Account
-from speculation.control.calibration import Calibration
-from speculation.control.control import Control
-from speculation.control.plan import Request
+from speculation.account import Account, Origin
+from speculation.collapse import CollapseWatch
+from speculation.control.calibration import measure_reading, measure_target
+from speculation.control.controller import DraftController
+from speculation.control.planner import SpeculatingRequest
 from speculation.drafter import Computed, Drafter
 from speculation.methods import build_drafter, draft_shape, most_drafted
 from speculation.unread import MOST_STEPS, UnreadSteps
@@ -45,18 +49,19 @@ class BatchSpeculator:
         self._deployed = config.speculative_config
         self._options = self._deployed or SpeculativeConfig(method="ngram")
         self._drafters: dict[Method, Drafter] = {}
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, SpeculatingRequest] = {}
         self._num_speculating = 0
-        """Requests that have a method. Without any, steps are left alone."""
+        """Requests that have a method. Without any, the speculator skips steps."""
         self._unread = UnreadSteps()
-        self._takes_part = False
-        """Whether there were any when the step under way was scheduled."""
-        self._rests = False
-        """Whether it only goes on with what was chosen before, which is to draft nothing."""
+        self._has_speculating_requests = False
+        """Whether there were any when the current step was prepared."""
+        self._rooms: dict[SequenceState, int] = {}
+        """The sequences that draft in the current step, and for how many tokens they have room."""
+        self._drafted_at = 0.0
         self._account = Account()
-        depth, most = self._options.max_speculative_tokens, most_drafted(self._options)
-        self._control = Control(self._account, config.max_num_seqs, depth, most)
-        self.segment: KVShape | None = None
+        self._watch = CollapseWatch()
+        self._controller = DraftController(config.max_num_seqs, most_drafted(self._options))
+        self.segment: Segment | None = None
         self.hidden_layers: tuple[int, ...] = ()
         if self._deployed is not None:
             drafter = build_drafter(self._deployed.method, self._options, config, loaded)
@@ -71,25 +76,42 @@ class BatchSpeculator:
         for drafter in self._drafters.values():
             drafter.attach(loaded, pool)
 
-    def warm_up(self, rehearsal: Rehearsal) -> None:
+    def warm_up(self, profiling: ProfilingRun) -> None:
+        estimator = self._controller.estimator
         for method, drafter in self._drafters.items():
             drafter.warm_up()
-            shape, times = draft_shape(method, self._options), None
-            if self._options.fixed_tokens is None:  # otherwise there is nothing to choose
-                calibration = Calibration(rehearsal, self.verify, self._config.max_num_seqs)
-                max_rows = self._config.max_num_seqs * (1 + shape.max_tokens)
-                self._control.set_target_times(calibration.target(max_rows))
-                times = calibration.drafter(drafter, shape)
-            self._control.add_method(method, drafter, shape, times)
+            measures = self._options.fixed_tokens is None  # otherwise there is nothing to choose
+            if measures:
+                max_sequences = self._config.max_num_seqs
+                estimator.set_target_times(measure_target(profiling, self.verify, max_sequences))
+            self._add_method(method, drafter)
+            if measures and drafter.segment is not None and drafter.hidden_layers:
+                estimator.methods[method].time.per_read = measure_reading(profiling, drafter)
 
-    def begin(self, sequence: Sequence, num_drafted: int, state: DraftState) -> None:
+    def _add_method(self, method: Method, drafter: Drafter) -> None:
+        has_kv = drafter.segment is not None
+        self._controller.estimator.add_method(
+            method,
+            draft_shape(method, self._options),
+            self._options.max_speculative_tokens,
+            reads_text=has_kv,
+            reads_prompts=has_kv and bool(drafter.hidden_layers),
+        )
+
+    def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
+        """The sequence has its blocks: at first, after a preemption, or by a hand-off with this `state`."""
         method = self._request(sequence).method
         if method is None:
             return
+        assert sequence.table is not None
+        self._controller.drop_plan()
+        num_drafted = self._blocks.num_drafted(sequence.table)
         feature = None
         if state.kind == "carried":
             if state.method == method and len(state.feature) == self._feature_bytes:
                 feature = self._unpack(state.feature)
+                if num_drafted >= (sequence.num_cached or 0):
+                    num_drafted = max(num_drafted, state.num_tokens)
             else:
                 num_drafted = 0
                 self._account.lost_draft(sequence.request_id, f"it is {state.method}'s, not {method}'s")
@@ -116,74 +138,88 @@ class BatchSpeculator:
         values = torch.frombuffer(bytearray(feature), dtype=self._loaded.dtype)
         return values.to(self._loaded.device)
 
-    def plan(self, decoding: Many[Sequence], num_to_come: int) -> None:
-        self._rests = False
-        if not self._drafters or not (self._num_speculating or num_to_come):
-            return
-        is_due = self._control.is_due(len(decoding), num_to_come)
-        if not is_due and self._control.is_idle:
-            self._rests = self._control.rests
-            return
-        requests = [self._request(sequence) for sequence in decoding]
+    def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
+        for sequence in step.admitted:
+            self.begin(sequence)
+        self._has_speculating_requests = self._num_speculating > 0
+        if not self._has_speculating_requests:
+            return False
+        self._rooms = {}
+        decoding = [sequence for sequence in step.sequences if sequence.is_decoding]
+        is_due = self._controller.begin_step(len(decoding), num_active - len(decoding))
         if is_due:
-            for sequence, request in zip(decoding, requests, strict=True):
-                if request.method is not None:
-                    request.backlog = _backlog(sequence, self._drafters[request.method])
-            self._control.choose(decoding, requests)
-        for sequence, request in zip(decoding, requests, strict=True):
-            sequence.draft_room = request.chosen
+            self._plan(decoding)
+        if self._controller.drafts and decoding:
+            self._draft(step, decoding, make_room)
+        return bool(self.hidden_layers) and self._wants_hidden(step)
 
-    def propose(self, step: ScheduledStep) -> None:
-        self._takes_part = self._num_speculating > 0
-        if not self._takes_part or self._rests:
-            return
-        by_method: dict[Method, list[Sequence]] = {}
-        for sequence in step.sequences:
-            if sequence.draft_room > 0 and sequence.is_decoding:
-                method = self._request(sequence).method
-                assert method is not None
-                by_method.setdefault(method, []).append(sequence)
-        self._control.begin_drafting()
+    def _plan(self, decoding: Sequence[SequenceState]) -> None:
+        requests = [self._request(sequence) for sequence in decoding]
+        for sequence, request in zip(decoding, requests, strict=True):
+            if request.method is not None:
+                request.place = len(sequence.token_ids)
+                request.unread = _unread(sequence, self._drafters[request.method])
+        self._controller.plan(requests)
+        for request in requests:
+            if request.method is not None:
+                self._account.chose(request.method, request.granted)
+
+    def _draft(self, step: ScheduledStep, decoding: Sequence[SequenceState], make_room: MakeRoom) -> None:
+        by_method: dict[Method, list[SequenceState]] = {}
+        for sequence in decoding:
+            request = self._request(sequence)
+            if request.granted and (room := make_room(step, sequence, request.granted)):
+                assert request.method is not None
+                self._rooms[sequence] = room
+                by_method.setdefault(request.method, []).append(sequence)
         for method, sequences in by_method.items():
+            started = time.perf_counter()
+            sequences.sort(key=self._rooms.__getitem__, reverse=True)
+            drafter = self._drafters[method]
             for sequence in sequences:
                 if missed := self._unread.of(sequence):
-                    self._drafters[method].observe(missed)
-            sequences.sort(key=_draft_room, reverse=True)
-            rooms = [sequence.draft_room for sequence in sequences]
-            drafts = self._drafters[method].propose(sequences, rooms)
-            for sequence, draft in zip(sequences, drafts, strict=True):
+                    drafter.observe(missed)
+            rooms = [self._rooms[sequence] for sequence in sequences]
+            for sequence, draft in zip(sequences, drafter.propose(sequences, rooms), strict=True):
                 sequence.draft = draft
-            self._control.drafted(method, sequences, [self._request(sequence) for sequence in sequences])
+            self._drafted_at = time.perf_counter()
+            seconds = self._drafted_at - started
+            self._account.drafted(method, seconds)
+            requests = [self._request(sequence) for sequence in sequences]
+            self._controller.estimator.drafted(method, requests, rooms, seconds)
 
-    def verify(self, sequences: Many[Sequence], logits: Tensor) -> list[Verdict]:
+    def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
         return verify(self._options.verification, sequences, logits, self._sampler)
 
-    def wants_hidden(self, step: ScheduledStep) -> bool:
-        """Not where no draft pays, since they are not for free: neither of prompts, nor, where drafts hardly
-        ever pay, of steps that no draft can follow.
-        """
-        if not self.hidden_layers or not self._takes_part:
-            return False
-        if self._control.drafts:
+    def _wants_hidden(self, step: ScheduledStep) -> bool:
+        """Capturing hidden states takes time, so only where drafts may read them."""
+        if self._rooms:
             return True
         if step.only_decodes:
-            return not self._control.is_idle or self._control.may_draft_next
-        return self._control.reads_prompts or any(
-            self._request(sequence).fixed_tokens for sequence in step.sequences
-        )
+            return self._controller.reads_steps
+        for sequence in step.sequences:
+            request = self._request(sequence)
+            if request.method is not None and (request.fixed_tokens or self._reads_prompts(request, step)):
+                return True
+        return False
 
-    def observe(self, step: ScheduledStep, hidden: Tensor | None) -> None:
-        if not self._takes_part:
+    def _reads_prompts(self, request: SpeculatingRequest, step: ScheduledStep) -> bool:
+        assert request.method is not None
+        if not self._controller.estimator.methods[request.method].reads_prompts:
+            return False
+        return self._controller.reads_prompts(request.method, sum(step.num_tokens))
+
+    def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:
+        if not self._has_speculating_requests:
             return
-        self._control.learn(step)
-        if not self._num_speculating:
-            self._control.take_lessons()
-        if not self._control.drafts:
-            if step.only_decodes and hidden is None:
+        self._learn(step)
+        hands_over = any(sequence.prefill_only for sequence in step.sequences)  # with what its drafter knows
+        if not self._rooms and step.only_decodes and not hands_over:
+            if hidden is None:
                 return  # no drafter could learn from it
-            if step.only_decodes and hidden is not None and self._control.is_idle:
+            if not self._controller.drafts:
                 self._unread.keep(step, hidden)
-                return  # no draft pays, nor then does what drafters make of hidden states
+                return  # nobody drafts now
         self._unread.clear()
         computed: dict[Method, list[Computed]] = {}
         row = 0
@@ -191,9 +227,10 @@ class BatchSpeculator:
             first, row = row, row + outcome.num_rows
             if sequence.table is None:
                 continue  # it has ended
-            method = self._request(sequence).method
-            if method is not None:
-                computed.setdefault(method, []).append(Computed.of(sequence, outcome, hidden, first))
+            request = self._request(sequence)
+            if request.method is not None:
+                computed.setdefault(request.method, []).append(Computed.of(sequence, outcome, hidden, first))
+                request.is_blind |= hidden is None
         for method, found in computed.items():
             drafter = self._drafters[method]
             if hidden is None and drafter.hidden_layers:
@@ -206,13 +243,47 @@ class BatchSpeculator:
                         each.sequence.table, drafter.num_drafted(each.sequence.request_id)
                     )
 
-    def forget(self, sequence: Sequence) -> None:
+    def _learn(self, step: ScheduledStep) -> None:
+        if not step.only_decodes:
+            self._controller.estimator.disturb()
+        if not self._rooms:
+            self._account.stepped(0.0, verifies=False)
+            return
+        verifies = False
+        for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
+            if room := self._rooms.get(sequence):
+                verifies |= outcome.draft is not None
+                self._learn_draft(sequence, room, outcome)
+        self._account.stepped(time.perf_counter() - self._drafted_at, verifies)
+
+    def _learn_draft(self, sequence: SequenceState, room: int, outcome: Outcome) -> None:
+        request, draft, verdict = self._request(sequence), outcome.draft, outcome.verdict
+        method, estimator = request.method, self._controller.estimator
+        assert method is not None
+        if draft is None or verdict is None or verdict.failed:
+            estimator.verified(request, room, 0)
+            return
+        # What lies behind a chain's end is unknown, but behind a tree, which is all that its method has,
+        # there is nothing. Of probes alone nothing is accepted.
+        is_whole = estimator.methods[method].shape.whole
+        depth = self._options.max_speculative_tokens if is_whole else draft.depth
+        num_agreed = len(verdict.accepted)
+        place = len(sequence.token_ids)
+        estimator.verified(request, room, len(draft.token_ids), depth, num_agreed, place, draft.is_blind)
+        self._account.verified(method, draft.num_nodes, outcome.num_accepted)
+        if not draft.is_blind and self._watch.observe(method, request.origin, num_agreed > 0):
+            self._account.collapsed(method, request.origin)
+
+    def forget(self, sequence: SequenceState) -> None:
         request = self._requests.pop(sequence.request_id, None)
         if request is not None and request.method is not None:
-            self._control.ended(sequence)
+            if sequence.output_token_ids and not sequence.prefill_only:
+                num_read = len(sequence.prompt_token_ids) - (sequence.num_cached or 0)
+                num_read = 0 if sequence.handed_over else num_read
+                self._controller.estimator.ended(num_read, len(sequence.output_token_ids))
             self._num_speculating -= 1
             if self._num_speculating == 0:
-                self._control.take_lessons()
+                self._controller.end_window()
             self._drafters[request.method].forget(sequence.request_id)
 
     def counters(self) -> dict[str, float]:
@@ -223,39 +294,42 @@ class BatchSpeculator:
         if self._deployed is not None:
             fixed = self._deployed.fixed_tokens
             most = draft_shape(self._deployed.method, self._options).max_tokens if fixed is None else fixed
-        return self._control.report(most)
+        return self._controller.report(most)
 
-    def _request(self, sequence: Sequence) -> Request:
+    def _request(self, sequence: SequenceState) -> SpeculatingRequest:
         request = self._requests.get(sequence.request_id)
         if request is None:
             request = self._requests[sequence.request_id] = self._new_request(sequence)
+            request.origin = _origin(sequence)
             self._num_speculating += request.method is not None
         return request
 
-    def _new_request(self, sequence: Sequence) -> Request:
+    def _new_request(self, sequence: SequenceState) -> SpeculatingRequest:
         asked = sequence.request.speculation or RequestSpeculation()
         method = asked.method or (self._deployed.method if self._deployed is not None else None)
         fixed = asked.num_speculative_tokens
         if fixed is None:
             fixed = self._options.fixed_tokens
         if method is None or not asked.enabled or fixed == 0:
-            return self._control.new_request(sequence, None, 0)
+            return self._controller.estimator.new_request(None, 0)
         if method not in self._drafters:
             drafter = build_drafter(method, self._options, self._config, self._loaded)
             drafter.attach(self._loaded, self._pool)
             self._drafters[method] = drafter
-            self._control.add_method(method, drafter, draft_shape(method, self._options), None)
+            self._add_method(method, drafter)
         if method == "lookahead" and fixed is not None:
             fixed = self._options.lookahead_rows  # it takes all of them or none
-        return self._control.new_request(sequence, method, fixed)
+        return self._controller.estimator.new_request(method, fixed)
 
 
-def _draft_room(sequence: Sequence) -> int:
-    return sequence.draft_room
+def _origin(sequence: SequenceState) -> Origin:
+    if sequence.handed_over:
+        return "handed_over"
+    return "prefix_hit" if sequence.num_cached else "computed"
 
 
-def _backlog(sequence: Sequence, drafter: Drafter) -> int:
-    """Tokens that the drafter has missed, but for the two that it may have to read after each draft."""
+def _unread(sequence: SequenceState, drafter: Drafter) -> int:
+    """Tokens that the drafter must read before it drafts, but for the two that it may read with any draft."""
     if drafter.segment is None:
         return 0
     missed = max(len(sequence.token_ids) - drafter.num_drafted(sequence.request_id) - 2, 0)

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.speculator import Draft
+from engine.draft import Draft
 
 TREE_WIDTH = 4
 """Rows of a tree in a forward, and children of a row."""
@@ -62,7 +62,7 @@ class DraftTrees:
     In a round up to `width` of a tree's rows are run, and each row gets up to `width` children.
     """
 
-    def __init__(self, max_nodes: Many[int], depth: int, width: int) -> None:
+    def __init__(self, max_nodes: Sequence[int], depth: int, width: int) -> None:
         self._trees = [_Tree(limit, depth, width) for limit in max_nodes]
         self._width = width
 

@@ -7,7 +7,7 @@ from collections import deque
 from torch import Tensor
 
 from engine.scheduler import ScheduledStep
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from speculation.drafter import Computed
 
 MOST_STEPS, _MOST_ROWS = 80, 1024
@@ -29,7 +29,7 @@ class UnreadSteps:
             _, dropped = self._steps.popleft()
             self._num_rows -= len(dropped)
 
-    def of(self, sequence: Sequence) -> list[Computed]:
+    def of(self, sequence: SequenceState) -> list[Computed]:
         """What they computed of the sequence, the oldest first."""
         found = []
         for step, hidden in self._steps:

@@ -3,16 +3,18 @@
     asking -> holding   Fetch   (identities of the wanted blocks, lease, how to reach the asker's pool)
     holding -> asking   those that it has cached, pushed under the lease like a prompt's
 
-The blocks are worth having and never needed: whatever goes wrong, the request computes them itself.
+A fetch only saves time: whatever goes wrong with it, the request computes its prefix itself.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from engine.block_manager import BlockTable
 from engine.engine import Engine
@@ -22,8 +24,8 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from protocol.messages import Fetch, Generate, PeerAddress
 from worker.counters import Counters
-from worker.mail import MailLinks
 from worker.peer_links import PeerLinks
+from worker.requests import RequestTable, StagedRequest
 
 log = logging.getLogger(__name__)
 
@@ -31,45 +33,59 @@ FETCH_TIMEOUT_S = 5.0
 """Seconds without a block after which a prefix is computed instead."""
 
 
+class FetchStage(enum.Enum):
+    ASKED = "asked"
+    """The holder may write to the blocks."""
+    ABANDONED = "abandoned"
+    """It was given up while a piece was being written. The blocks are freed when that is over."""
+    ENDED = "ended"
+
+
 @dataclass(eq=False)
-class _Fetch:
+class PrefixFetch(StagedRequest[FetchStage]):
+    """A request that waits for its prefix, and owns the blocks for it.
+
+    It is ENDED when the blocks came, the holder refused, failed or let the deadline pass, or the request was
+    aborted. If a piece is being written at that moment, it is ABANDONED until that is over.
+    """
+
+    next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
+        FetchStage.ASKED: frozenset({FetchStage.ABANDONED, FetchStage.ENDED}),
+        FetchStage.ABANDONED: frozenset({FetchStage.ENDED}),
+        FetchStage.ENDED: frozenset(),
+    }
+
     message: Generate
     holder: PeerAddress
-    lease_id: str
     room: PrefixRoom
     started: float
-    deadline: float
+    stage: FetchStage = FetchStage.ASKED
+    lease_id: str | None = None
+    deadline: float | None = None
 
-    @property
-    def request_id(self) -> str:
-        return self.message.request.request_id
+    def __post_init__(self) -> None:
+        self.request = self.message.request
 
 
 class PrefixFetcher:
-    """The asking side. `go_on` gets each request once its prefix is here, or is not to be had."""
+    """The asking side. `start_request` gets each request once its prefix is here, or is not to be had."""
 
     def __init__(
         self,
         ours: PeerAddress,
         engine: Engine,
         receiver: Receiver,
-        peers: PeerLinks | MailLinks,
+        peers: PeerLinks,
         counters: Counters,
-        go_on: Callable[[Generate], None],
+        start_request: Callable[[Generate], None],
     ) -> None:
         self._ours = ours
         self._engine = engine
         self._receiver = receiver
         self._peers = peers
         self._counters = counters
-        self._go_on = go_on
-        self._fetches: dict[str, _Fetch] = {}
-        self._by_lease: dict[str, _Fetch] = {}
-        self._closing: dict[str, BlockTable] = {}
-        """Leases that are over, with blocks that somebody still writes to."""
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._fetches
+        self._start_request = start_request
+        self.fetches: RequestTable[PrefixFetch] = RequestTable()
 
     def start(self, message: Generate, holder: PeerAddress) -> bool:
         """Ask the holder for what is missing; False if nothing is, or there is no room for it.
@@ -82,15 +98,16 @@ class PrefixFetcher:
         if room is None:
             return False
         now = time.monotonic()
-        fetch = _Fetch(message, holder, secrets.token_hex(8), room, now, now + FETCH_TIMEOUT_S)
-        self._fetches[fetch.request_id] = self._by_lease[fetch.lease_id] = fetch
-        self._receiver.open(fetch.lease_id, room.table.block_ids, first_block=room.num_cached)
+        fetch = PrefixFetch(message, holder, room, now, deadline=now + FETCH_TIMEOUT_S)
+        self.fetches.insert(fetch)
+        self.fetches.grant_lease(fetch, secrets.token_hex(8))
+        self._receiver.open(fetch.held_lease, room.table.block_ids, first_block=room.num_cached)
         self._peers.send(
             holder,
             Fetch(
                 incarnation=holder.incarnation,
                 request_id=fetch.request_id,
-                lease_id=fetch.lease_id,
+                lease_id=fetch.held_lease,
                 first_block=room.num_cached,
                 identities=room.wanted,
                 receiver=self._ours,
@@ -101,51 +118,50 @@ class PrefixFetcher:
 
     def on_event(self, event: ReceiveEvent) -> bool:
         """Whether the event was about a lease of ours."""
-        if isinstance(event, Closed):
-            return self._on_closed(event.lease_id)
-        fetch = self._by_lease.get(event.lease_id)
+        fetch = self.fetches.with_lease(event.lease_id)
         if fetch is None:
             return False
-        if isinstance(event, Failed):
-            self._give_up(fetch, event.reason)
-        else:
-            fetch.deadline = time.monotonic() + FETCH_TIMEOUT_S
-            if event.complete:
-                self._complete(fetch, event)
+        match event, fetch.stage:
+            case Closed(), FetchStage.ABANDONED:
+                self._engine.blocks.free(fetch.room.table)
+                self._finish(fetch)
+            case Failed(), FetchStage.ASKED:
+                self._give_up(fetch, event.reason)
+            case Progress(), FetchStage.ASKED:
+                fetch.deadline = time.monotonic() + FETCH_TIMEOUT_S
+                if event.complete:
+                    self._on_complete(fetch, event)
         return True
 
+    def _on_complete(self, fetch: PrefixFetch, event: Progress) -> None:
+        if event.arrival is not None and event.arrival.foreign_formats:
+            self._give_up(fetch, "the wire changed the blocks' values")
+            return
+        self._counters.add("prefix_blocks_fetched_total", event.blocks_received)
+        self._counters.add("prefix_fetch_seconds_total", time.monotonic() - fetch.started)
+        self._end(fetch, event.blocks_received)
+        self._start_request(fetch.message)
+
     def on_refused(self, request_id: str, lease_id: str, reason: str) -> None:
-        fetch = self._fetches.get(request_id)
+        fetch = self.fetches.get(request_id)
         if fetch is not None and fetch.lease_id == lease_id:
             self._give_up(fetch, reason)
 
     def abort(self, request_id: str) -> None:
-        fetch = self._fetches.get(request_id)
+        fetch = self.fetches.get(request_id)
         if fetch is not None:
             self._end(fetch, 0)
 
     def expire(self, now: float) -> None:
-        for fetch in list(self._fetches.values()):
-            if now >= fetch.deadline:
+        for fetch in self.fetches:
+            if fetch.is_overdue(now):
                 self._give_up(fetch, f"no block came for {FETCH_TIMEOUT_S:g} s")
 
     def holders(self) -> set[str]:
         """The incarnations that something is awaited from."""
-        return {fetch.holder.incarnation for fetch in self._fetches.values()}
+        return {fetch.holder.incarnation for fetch in self.fetches}
 
-    def _complete(self, fetch: _Fetch, event: Progress) -> None:
-        if event.arrival is not None and event.arrival.foreign_formats:
-            self._give_up(fetch, "the wire changed the blocks' values")
-        else:
-            self._finish(fetch, event.blocks_received)
-
-    def _finish(self, fetch: _Fetch, num_received: int) -> None:
-        self._counters.add("prefix_blocks_fetched_total", num_received)
-        self._counters.add("prefix_fetch_seconds_total", time.monotonic() - fetch.started)
-        self._end(fetch, num_received)
-        self._go_on(fetch.message)
-
-    def _give_up(self, fetch: _Fetch, reason: str) -> None:
+    def _give_up(self, fetch: PrefixFetch, reason: str) -> None:
         self._counters.add("prefix_fetch_failures_total")
         log.warning(
             "the prefix of %s, held by %s, is computed here: %s",
@@ -154,25 +170,24 @@ class PrefixFetcher:
             reason,
         )
         self._end(fetch, 0)
-        self._go_on(fetch.message)
+        self._start_request(fetch.message)
 
-    def _end(self, fetch: _Fetch, num_received: int) -> None:
+    def _end(self, fetch: PrefixFetch, num_received: int) -> None:
         """Close the lease; blocks that came go to the prefix cache, unless somebody still writes to them."""
-        del self._fetches[fetch.request_id], self._by_lease[fetch.lease_id]
-        if self._receiver.close_lease(fetch.lease_id):
+        self.fetches.release_id(fetch)
+        if self._receiver.close_lease(fetch.held_lease):
             self._engine.keep_prefix(fetch.room, num_received)
+            self._finish(fetch)
         else:
-            self._closing[fetch.lease_id] = fetch.room.table
+            fetch.enter(FetchStage.ABANDONED)
 
-    def _on_closed(self, lease_id: str) -> bool:
-        table = self._closing.pop(lease_id, None)
-        if table is not None:
-            self._engine.blocks.free(table)
-        return table is not None
+    def _finish(self, fetch: PrefixFetch) -> None:
+        self.fetches.drop_lease(fetch)
+        fetch.enter(FetchStage.ENDED)
 
 
 class PrefixHolder:
-    """The lending side: cached blocks are held while they are on their way."""
+    """The lending side. Lent blocks stay in the pool until they are sent."""
 
     def __init__(self, engine: Engine, sender: Sender, counters: Counters) -> None:
         self._counters = counters
@@ -181,7 +196,7 @@ class PrefixHolder:
         self._lent: dict[str, BlockTable] = {}
 
     def lend(self, message: Fetch) -> str:
-        """Push what is here of the wanted blocks, be it none: the final piece tells that there is no more.
+        """Push those of the wanted blocks that are cached here, then the final piece, even if there are none.
 
         Returns why not, or an empty string.
         """

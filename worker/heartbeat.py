@@ -14,13 +14,15 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from messaging.sockets import ClusterKeys, connect_dealer
 from protocol.codec import encode
 from protocol.messages import WorkerState
-from protocol.sockets import ClusterKeys, connect_dealer
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.25
+"""An eighth of the default `--worker-timeout`: a few late ones are no alarm."""
+
 ROUTER_GRACE_S = 10.0
 """Seconds without a connection to the router after which a worker ends itself."""
 

@@ -7,6 +7,7 @@ import time
 
 import zmq
 
+from messaging.sockets import ClusterKeys, connect_dealer
 from protocol.codec import encode, router_to_worker
 from protocol.errors import ProtocolError, TandemError
 from protocol.messages import (
@@ -17,7 +18,6 @@ from protocol.messages import (
     TokenOutput,
     WorkerToRouter,
 )
-from protocol.sockets import ClusterKeys, connect_dealer
 from worker.counters import Counters
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.messages import (
     Abort,
-    Drain,
     ErrorKind,
     Fetch,
     FetchRefused,
@@ -35,7 +34,6 @@ from protocol.messages import (
 )
 from worker.fetch import PrefixFetcher, PrefixHolder
 from worker.link import RouterLink
-from worker.mail import MailLinks, MailSocket
 from worker.parts import WorkerParts
 from worker.peer_links import PeerLinks
 from worker.peer_socket import PeerSocket
@@ -68,9 +66,9 @@ class WorkerLoop(ABC):
         self.poller = zmq.Poller()
         self.poller.register(link.socket, zmq.POLLIN)
         self.poller.register(parts.wake.fileno(), zmq.POLLIN)
-        self.inbox = PeerSocket(parts) if parts.mail is None else MailSocket(parts, parts.mail)
+        self.inbox = PeerSocket(parts)
         self.poller.register(self.inbox.socket, zmq.POLLIN)
-        self.peers = PeerLinks(parts, self.poller) if parts.mail is None else MailLinks(parts, parts.mail)
+        self.peers = PeerLinks(parts, self.poller)
         self.sender, self.receiver = open_transfers(parts)
         self.address = PeerAddress(
             worker_id=parts.worker_id,
@@ -79,22 +77,20 @@ class WorkerLoop(ABC):
             offers=self.receiver.offers,
         )
         self._fetcher = PrefixFetcher(
-            self.address, engine, self.receiver, self.peers, self.counters, self.add
+            self.address, engine, self.receiver, self.peers, self.counters, self._start
         )
         self._holder = PrefixHolder(engine, self.sender, self.counters)
         self.outbox: list[TokenOutput] = []
-        self.computing: set[str] = set()
-        """Requests that the engine still has to compute something for."""
         self._stop = threading.Event()
         self._advancing = True
-        """False after a step that had nothing to run: what waits for room gets it through some message."""
+        """False after a step that had nothing to run: then the loop waits for a message in its poll."""
         self._failed_steps = 0
         self._next_housekeeping = 0.0
 
     # --- the role's part --------------------------------------------------------------------------
 
     @abstractmethod
-    def add(self, message: Generate) -> None:
+    def start_request(self, message: Generate) -> None:
         """Give a new request to the engine. May raise `InvalidRequestError`."""
 
     @abstractmethod
@@ -109,10 +105,14 @@ class WorkerLoop(ABC):
     def knows(self, request_id: str) -> bool:
         """Whether the request is under way here."""
 
+    @abstractmethod
+    def computing(self) -> list[str]:
+        """The requests that the engine still has to compute something for."""
+
     def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
         """Another worker asks for something that only one of this role can give."""
         self.counters.add("dropped_messages_total")
-        log.warning("dropped a message that is not for a %s worker", self.parts.role)
+        log.warning("dropped a message that is not for a %s worker", self.parts.role.name)
 
     def on_peer_reply(self, peer: PeerAddress, reply: PeerReply) -> None:
         """An answer to what the role asked another worker for."""
@@ -126,8 +126,8 @@ class WorkerLoop(ABC):
         """The incarnations that the role awaits something from."""
         return set()
 
-    def timed(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
-        """The outputs of a step that began then (monotonic seconds), with what is known of their way."""
+    def with_timing(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
+        """The outputs of a step that began then (monotonic seconds), with how their requests came here."""
         return outputs
 
     @abstractmethod
@@ -239,12 +239,9 @@ class WorkerLoop(ABC):
         self.counters.add("engine_seconds_total", seconds)
         self.counters.add("computed_tokens_total", result.num_tokens)
         self._failed_steps = 0
-        outputs = self.timed(result.outputs, began)
+        outputs = self.with_timing(result.outputs, began)
         self._advancing = bool(result.num_tokens or outputs)
         if outputs:
-            for output in outputs:
-                if output.finish_reason is not None:
-                    self.computing.discard(output.request_id)
             self.outbox += outputs
             self._flush()
         self.after_step(outputs)
@@ -257,9 +254,9 @@ class WorkerLoop(ABC):
     def _on_failed_step(self) -> None:
         self.counters.add("step_failures_total")
         self._failed_steps += 1
-        for request_id in list(self.computing):
+        for request_id in self.computing():
             self.fail(request_id, "internal", "the engine failed; see the worker's log")
-        if self.engine.pool.tensor.is_cuda or self._failed_steps >= MAX_FAILED_STEPS:
+        if self.engine.pool.blocks.is_cuda or self._failed_steps >= MAX_FAILED_STEPS:
             self._flush()
             raise BrokenEngineError(f"{self._failed_steps} engine steps failed in a row")
 
@@ -294,8 +291,6 @@ class WorkerLoop(ABC):
                 self.abort_all(message.request_ids)
             case Peers():
                 self._warm_up(message.peers)
-            case Drain():
-                self.parts.lifecycle = "draining"
             case Redirect():
                 self._on_redirect(message)
             case Registered():
@@ -307,12 +302,10 @@ class WorkerLoop(ABC):
             self.counters.add("stale_messages_total")
             reason = f"{self.parts.worker_id} was restarted after the request was placed"
             self.answer_error(request.request_id, "worker_lost", reason)
-        elif self.parts.lifecycle == "draining":
-            self.answer_error(request.request_id, "overloaded", f"{self.parts.worker_id} is draining")
-        elif request.request_id in self._fetcher or self.knows(request.request_id):
+        elif request.request_id in self._fetcher.fetches or self.knows(request.request_id):
             self.counters.add("duplicate_messages_total")
         else:
-            self._take(message)
+            self._start_or_fetch(message)
 
     def _on_redirect(self, message: Redirect) -> None:
         if message.incarnation != self.parts.incarnation:
@@ -320,11 +313,19 @@ class WorkerLoop(ABC):
         else:
             self.redirect(message.request_id, message.decode)
 
-    def _take(self, message: Generate) -> None:
-        """Give the request to the engine, after its prefix where another worker is to be asked for that."""
+    def _start_or_fetch(self, message: Generate) -> None:
+        """Start the request, or fetch its prefix from another worker first."""
         try:
-            if message.prefix is None or not self._fetcher.start(message, message.prefix):
-                self.add(message)
+            if message.prefix is not None and self._fetcher.start(message, message.prefix):
+                return
+        except InvalidRequestError as error:
+            self.answer_error(message.request.request_id, "invalid", str(error))
+            return
+        self._start(message)
+
+    def _start(self, message: Generate) -> None:
+        try:
+            self.start_request(message)
         except InvalidRequestError as error:
             self.answer_error(message.request.request_id, "invalid", str(error))
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import zmq
 
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
-from kvtransfer.transport import Transport
+from kvtransfer.transports.transport import Transport
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
-from protocol.messages import Lifecycle, Role, WorkerState
-from protocol.sockets import ClusterKeys
+from protocol.messages import Lifecycle, WorkerState
+from protocol.roles import RoleSpec
 from worker.counters import Counters
 from worker.wake import Wakeup
-
-if TYPE_CHECKING:
-    from worker.mail import Mail
 
 _STATS = (
     "num_running",
@@ -41,12 +38,11 @@ class WorkerParts:
 
     `host` is the address that the worker's own sockets bind. `wires` are the open transports, best first;
     `transports` tells those in use, by the peer's worker id; it and `transfer_counters` are called from the
-    heartbeat's thread. `pairs` has what moved between this worker and each peer. With `mail`, messages
-    between workers go that way.
+    heartbeat's thread. `pairs` has what moved between this worker and each peer.
     """
 
     config: ServeConfig
-    role: Role
+    role: RoleSpec
     worker_id: str
     incarnation: str
     host: str
@@ -61,7 +57,6 @@ class WorkerParts:
     pairs: Pairs = field(default_factory=Pairs)
     engine: Engine | None = None
     pool: RegisteredPool | None = None
-    mail: Mail | None = None
 
     def state(self) -> WorkerState:
         """The heartbeat's content; called from its thread."""
@@ -70,13 +65,11 @@ class WorkerParts:
         if self.engine is not None:
             totals |= self.engine.counters()
         load = {name: getattr(stats, name) for name in _STATS} if stats is not None else {}
-        if stats is not None:
-            load["num_reservations"] = stats.num_reserved
         transports = self.transports()
         return WorkerState(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
-            role=self.role,
+            role=self.role.name,
             lifecycle=self.lifecycle,
             counters=self.counters.snapshot() | totals,
             transports=transports,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import zmq
 
+from messaging.sockets import connect_dealer, give_way
 from protocol.codec import encode, peer_reply
 from protocol.errors import ProtocolError
 from protocol.messages import PeerAddress, PeerReply, PeerRequest
-from protocol.sockets import connect_dealer, give_way
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import logging
 
 import zmq
 
+from messaging.sockets import bind_router, give_way, start_authenticator
 from protocol.codec import encode, peer_request
 from protocol.errors import ProtocolError
 from protocol.messages import PeerReply, PeerRequest
-from protocol.sockets import bind_router, give_way, start_authenticator
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)

@@ -5,25 +5,25 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pkgutil
 import platform
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import zmq
 
 from engine.engine import Engine
-from kvtransfer.object_store.carrier import Carrier
-from protocol.config import ServeConfig, transport_names
+from kvtransfer.transports.object_store import Carrier
+from messaging.sockets import ClusterKeys
+from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.ids import new_incarnation
-from protocol.messages import PeerAddress, Register, Role
-from protocol.sockets import ClusterKeys
+from protocol.messages import PeerAddress, Register
+from protocol.roles import RoleSpec
 from protocol.speculation import describe
 from worker.heartbeat import Heartbeat
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
-from worker.mail import Mail
 from worker.parts import WorkerParts
 from worker.setup import address_towards, build_engine, open_wires, set_up_logging, set_up_threads
 from worker.stop import StopHandle
@@ -34,15 +34,8 @@ STOP_GRACE_S = 5.0
 """Seconds that a loop gets to end once the router is gone; then the process ends at once."""
 
 
-class RoleLoop(Protocol):
-    """A `WorkerLoop` of some role."""
-
-    def __call__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> WorkerLoop: ...
-
-
 def run_worker(
-    make_loop: RoleLoop,
-    role: Role,
+    role: RoleSpec,
     config: ServeConfig,
     worker_id: str,
     router_endpoint: str,
@@ -57,6 +50,7 @@ def run_worker(
     Without `on_router_lost` the whole process ends when the router is gone. `carrier` is what the
     `object_store` transport needs.
     """
+    make_loop: type[WorkerLoop] = pkgutil.resolve_name(role.loop)
     set_up_logging(config, worker_id)
     set_up_threads(config)
     stop = stop or StopHandle()
@@ -80,8 +74,6 @@ def run_worker(
         name = f"{worker_id} {parts.incarnation}"
         parts.wires = open_wires(config, parts.pool, name, parts.pairs, carrier)
         engine.on_fetched = parts.wake.set
-        if carrier is not None and transport_names(config) == ["object_store"]:
-            parts.mail = Mail(carrier, parts.wake.set)
         loop = make_loop(parts, engine, link)
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
@@ -91,7 +83,7 @@ def run_worker(
         except TandemError:
             loop.close()
             raise
-        log.info("ready")
+        log.debug("ready")
         stop.attach(loop)
         loop.run()
     finally:
@@ -108,14 +100,15 @@ def run_worker(
 def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> Register:
     return Register(
         address=address,
-        role=parts.role,
+        host=platform.node(),
+        pid=os.getpid(),
+        role=parts.role.name,
         model=parts.config.model_name,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),
         start_up={
-            "process": f"{os.getpid()} on {platform.node()}",
             **engine.start_up,
             "speculation": describe(parts.config.speculative_config),
         },

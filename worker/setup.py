@@ -5,21 +5,26 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from engine.engine import Engine
+from kvtransfer.blocks.memory import PoolMemory, allocate
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.memory import PoolMemory, allocate
-from kvtransfer.object_store.carrier import Carrier
 from kvtransfer.pairs import Pairs
-from kvtransfer.transport import Transport
-from kvtransfer.transports import TransportOptions, open_transports
-from protocol.config import ServeConfig, tls_files, transport_names
-from protocol.messages import Role
+from kvtransfer.transports.object_store import Carrier
+from kvtransfer.transports.registry import TransportOptions, open_transports
+from kvtransfer.transports.transport import Transport
+from messaging.tls import tls_files
+from native.build import build_all
+from protocol.config import ServeConfig, transport_names
+from protocol.roles import RoleSpec
 from speculation.speculator import speculate
+
+_ROOT = Path(__file__).parents[1]
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +54,12 @@ def address_towards(endpoint: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPool]:
+def build_kernels() -> None:
+    """Compile what the host's cache lacks."""
+    build_all(_ROOT / package for package in ("engine", "kvtransfer", "speculation"))
+
+
+def build_engine(config: ServeConfig, role: RoleSpec) -> tuple[Engine, RegisteredPool]:
     """Load the model and make its pool in memory that transfers can reach.
 
     With `shm` the receiver reads the sender's pool, so only a sender's must be shared memory. A pool in a
@@ -58,12 +68,13 @@ def build_engine(config: ServeConfig, role: Role) -> tuple[Engine, RegisteredPoo
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
-    shared = role == "prefill" and "shm" in transport_names(config)
+    shared = role.pool == "shared" and "shm" in transport_names(config)
 
     def allocate_pool(nbytes: int) -> memoryview:
         memory.append(allocate(nbytes, shared=shared))
         return memory[0].buffer
 
+    build_kernels()
     engine = Engine(config, allocate=allocate_pool, speculate=speculate)
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),

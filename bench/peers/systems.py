@@ -8,18 +8,17 @@ made by `python -m bench.peers.setup`.
 import json
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.peers.ports import HOST, free_port
 from bench.peers.process import Command
+from bench.record import REPO
 
-HOST = "127.0.0.1"
 SERVED_NAME = "model"
 _HERE = Path(__file__).resolve().parent
-REPO = _HERE.parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +44,6 @@ class System:
 
 
 Builder = Callable[[Setting, Sequence[str]], tuple[str, list[Command]]]
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on right now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _url(port: int) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 import typer
 from rich.console import Console
 
-from bench.compare import RESULTS
-from protocol.bundled import BUNDLED_MODEL
+from bench.record import RESULTS, write_results
+from models.bundled import BUNDLED_MODEL
 from protocol.errors import TandemError
 from protocol.speculation import METHODS
 
@@ -58,8 +58,8 @@ def speculate(
     kv_cache_mib: Annotated[int, typer.Option(min=1, help="KV pool of each engine")] = 256,
     base_url: Annotated[str | None, typer.Option(help="measure this server instead of engines here")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer token")] = None,
-    name: Annotated[str, typer.Option(help="of the files that are written")] = "speculate",
-    output: Annotated[Path, typer.Option(help="folder for the tables, the plots and the JSON")] = RESULTS,
+    output: Annotated[Path, typer.Option(help="folder for the tables, the plots and the JSON")] = RESULTS
+    / "speculate",
 ) -> None:
     """Sweep method, K, concurrency and temperature on held-out code, against none in the same run."""
     settings: dict[str, Any] = {key: value for key, value in locals().items() if key != "api_key"}
@@ -92,7 +92,7 @@ def speculate(
     command = _command(settings)
     settings["model"] = Path(model).name
     settings["target"] = base_url or f"engines in one process, {threads} threads, dtype {dtype}"
-    _write(output, name, command, settings, measurements, console)
+    _write(output, command, settings, measurements, console)
 
 
 def _command(settings: dict[str, Any]) -> str:
@@ -124,7 +124,7 @@ def _engines(plan: Plan, settings: dict[str, Any]) -> System:
     import torch
 
     from bench.speculate.engines import Engines
-    from protocol.config import load_config
+    from deploy.config import load_config
 
     torch.set_num_threads(settings["threads"])
     flags = {key: settings[key] for key in ("model", "dtype", "compile")}
@@ -169,7 +169,6 @@ def _measure(plan: Plan, system: System, model: str, console: Console) -> list[M
 
 def _write(
     folder: Path,
-    name: str,
     command: str,
     settings: dict[str, Any],
     measurements: Sequence[Measurement],
@@ -177,15 +176,14 @@ def _write(
 ) -> None:
     from bench.speculate.figures import figures_of, verdicts_of
     from bench.speculate.plots import plot_over_concurrency, plot_over_k
-    from bench.speculate.report import as_markdown, write_json
+    from bench.speculate.report import as_markdown, contents
 
     figures = figures_of(measurements, settings["price"])
     verdicts = verdicts_of(figures)
-    folder.mkdir(parents=True, exist_ok=True)
-    tables = as_markdown(name, command, settings, figures, verdicts)
-    (folder / f"{name}.md").write_text(tables)
-    write_json(folder / f"{name}.json", command, settings, measurements, figures, verdicts)
-    plot_over_k(figures, folder / f"{name}-k.svg")
-    plot_over_concurrency(figures, folder / f"{name}-concurrency.svg")
+    write_results(folder, command, contents(settings, measurements, figures, verdicts))
+    tables = as_markdown(command, settings, figures, verdicts)
+    (folder / "README.md").write_text(tables)
+    plot_over_k(figures, folder / "over-k.svg")
+    plot_over_concurrency(figures, folder / "over-concurrency.svg")
     console.print(tables, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"written to {folder / name}.*", highlight=False, soft_wrap=True)
+    console.print(f"written to {folder}", highlight=False, soft_wrap=True)

@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 from bench.speculate.workload import Workload
+from deploy.config import speculative_config
 from protocol.errors import ConfigError
-from protocol.speculation import METHODS, SpeculativeConfig, parse_speculative_config
+from protocol.speculation import METHODS, SpeculativeConfig
 
 NumTokens = int | Literal["auto"]
 
@@ -28,7 +29,7 @@ def parse_drafting(spec: str, model: str) -> Drafting:
         options = msgspec.json.encode({"method": spec}).decode()
     if not label or not (equals or label in METHODS):
         raise ConfigError(f"--method: {spec!r} is none of {', '.join(METHODS)}, and no LABEL=JSON")
-    return Drafting(label, parse_speculative_config(options, f"--method {label}", model))
+    return Drafting(label, speculative_config(options, f"--method {label}", model))
 
 
 def parse_num_tokens(text: str) -> NumTokens:

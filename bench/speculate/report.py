@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.compare import machine
+from bench.record import made_by
 from bench.speculate.figures import Figure, Verdict
 from bench.speculate.measurement import Measurement
 
@@ -20,23 +18,21 @@ _COLUMNS = (
 
 
 def as_markdown(
-    name: str, command: str, settings: dict[str, Any], figures: Sequence[Figure], verdicts: Sequence[Verdict]
+    command: str, settings: dict[str, Any], figures: Sequence[Figure], verdicts: Sequence[Verdict]
 ) -> str:
     """All tables, with how they were made."""
-    host = machine()
     lines = [
         "# Speculation",
         "",
-        f"Made by `{command}` on",
-        f"{host['cores']} cores of {host['cpu']}, Linux {host['kernel']}, Python {host['python']}:",
+        made_by(command),
         f"{settings['model']}, {settings['target']}. Medians over {settings['rounds']} rounds; speedups in",
         'output tokens per second (prefill included) over "off" in the same round, which does not speculate.',
         "Predicted: S = tau / (v + K c), from the times of decode steps and the tokens per forward. Tokens",
         "per forward count a request's forwards with and without drafts, tau only those with. The cost is",
         f"that of a million output tokens at {settings['price']:g} per worker-hour.",
         "",
-        f"![speedup over K]({name}-k.svg)",
-        f"![speedup over concurrency]({name}-concurrency.svg)",
+        "![speedup over K](over-k.svg)",
+        "![speedup over concurrency](over-concurrency.svg)",
         "",
         "## What pays",
         "",
@@ -95,19 +91,16 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def write_json(
-    path: Path,
-    command: str,
+def contents(
     settings: dict[str, Any],
     measurements: Sequence[Measurement],
     figures: Sequence[Figure],
     verdicts: Sequence[Verdict],
-) -> None:
-    """Everything that was measured; times in seconds."""
-    document = {"command": command, "machine": machine(), "settings": settings}
-    document |= {
+) -> dict[str, Any]:
+    """Everything that was measured."""
+    return {
+        "settings": settings,
         "verdicts": msgspec.to_builtins(verdicts, str_keys=True),
         "figures": msgspec.to_builtins(figures),
         "measurements": msgspec.to_builtins(measurements),
     }
-    path.write_text(json.dumps(document, indent=1, default=str) + "\n")

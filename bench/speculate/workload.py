@@ -11,7 +11,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from protocol.bundled import BUNDLED_FOLDER
+from models.bundled import BUNDLED_FOLDER
 
 Workload = Literal["completion", "edit"]
 WORKLOADS: tuple[Workload, ...] = ("completion", "edit")

@@ -21,10 +21,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.transfer.figures import Figure
 from engine.engine import Engine
-from kvtransfer.convert import Converter
-from kvtransfer.layout import BlockLayout, block_bytes, tokens_in_blocks
-from kvtransfer.quantize import Quantizer
-from protocol.config import BUNDLED_MODEL, ServeConfig
+from kvtransfer.blocks.convert import Converter
+from kvtransfer.blocks.layout import BlockLayout, block_bytes, tokens_in_blocks
+from kvtransfer.blocks.quantize import Quantizer
+from models.bundled import BUNDLED_MODEL
+from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 
@@ -89,7 +90,7 @@ class Handoffs:
         ids = self.engine.block_ids(request_id)[: -(-len(token_ids) // 16)]
         size = self.block_bytes
         blocks = bytearray().join(self.pool[block * size : (block + 1) * size] for block in ids)
-        self.engine.release(request_id)
+        self.engine.abort(request_id)
         return Prefilled(token_ids, blocks, tokens[0])
 
     def continue_with(self, blocks: list[bytearray]) -> list[Continuation]:
@@ -104,7 +105,7 @@ class Handoffs:
                 self.pool[block * size : (block + 1) * size] = content[
                     position * size : (position + 1) * size
                 ]
-            self.engine.activate(name, prompt.first_token)
+            self.engine.activate(reservation, prompt.first_token)
             continuations[name] = Continuation([prompt.first_token], [math.inf])
         while self.engine.has_work():
             for output in self.engine.step().outputs:

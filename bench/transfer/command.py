@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from bench.compare import RESULTS
+from bench.record import RESULTS
 
 if TYPE_CHECKING:
     from bench.transfer.figures import Figure
@@ -23,7 +23,7 @@ DEFAULT_ROWS = ",".join(name for name in ROWS if name != "delay")
 def transfer(
     rows: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(ROWS)}, or all")] = DEFAULT_ROWS,
     repeats: Annotated[int, typer.Option(min=1, help="rounds that the medians are of")] = 5,
-    output: Annotated[Path | None, typer.Option(help="JSON file [default: in bench/results/]")] = None,
+    output: Annotated[Path, typer.Option(help="folder for the results")] = RESULTS / "transfer",
 ) -> None:
     """Measure KV transfers against what the machine can do, in ratios taken in the same run.
 
@@ -49,16 +49,16 @@ def transfer(
             failed = True
             console.print(f"[red]{name}[/red]: {error}", highlight=False, soft_wrap=True)
     console.print(as_table(figures))
-    path = output or RESULTS / "transfer.json"
-    write_figures(path, f"tandem bench transfer --rows {','.join(chosen)} --repeats {repeats}", figures)
-    console.print(f"written to {path}", highlight=False, soft_wrap=True)
+    write_figures(output, f"tandem bench transfer --rows {','.join(chosen)} --repeats {repeats}", figures)
+    console.print(f"written to {output}", highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
 
 def transfer_growth(
     repeats: Annotated[int, typer.Option(min=1, help="transfers that the medians are of")] = 5,
-    output: Annotated[Path, typer.Option(help="folder for the tables, the plot and the JSON")] = RESULTS,
+    output: Annotated[Path, typer.Option(help="folder for the tables, the plot and the JSON")] = RESULTS
+    / "transfer-growth",
 ) -> None:
     """Measure how bytes, extents and time grow with the prompt, and with pairs at the same time.
 

@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from bench.transfer.process import processes
-from protocol.sockets import ClusterKeys, bind_router, connect_dealer, start_authenticator
+from messaging.sockets import ClusterKeys, bind_router, connect_dealer, start_authenticator
 
 _ANSWER_MS = 30_000
 

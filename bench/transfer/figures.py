@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from bench.compare import machine
+from bench.record import write_results
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +83,5 @@ def as_table(figures: Iterable[Figure]) -> Table:
     return table
 
 
-def write_figures(path: Path, command: str, figures: Sequence[Figure]) -> None:
-    """Write what was measured, and the command and machine that it came from, as JSON."""
-    document = {"command": command, "machine": machine(), "figures": msgspec.to_builtins(figures)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+def write_figures(folder: Path, command: str, figures: Sequence[Figure]) -> None:
+    write_results(folder, command, {"figures": msgspec.to_builtins(figures)})

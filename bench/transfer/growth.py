@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.compare import machine
+from bench.record import made_by, write_results
 from bench.transfer.raw import MODEL_BLOCK, TOTAL_BYTES
 from bench.transfer.sides import Moved, Pair, scattered
 
@@ -93,16 +92,14 @@ def describe(point: Point) -> str:
 
 def as_markdown(prompts: Sequence[Point], pairs: Sequence[Point], command: str) -> str:
     """Both tables, with how they were made."""
-    host = machine()
     lines = [
         "# How a hand-off's cost grows",
         "",
-        f"Blocks of {BLOCK_SIZE} tokens of a 0.6B model in bfloat16 ({MODEL_BLOCK // 1024} KiB). Medians;",
-        f"made by `{command}` on",
-        f"{host['cores']} cores of {host['cpu']}, Linux {host['kernel']}, Python {host['python']}.",
+        f"Blocks of {BLOCK_SIZE} tokens of a 0.6B model in bfloat16 ({MODEL_BLOCK // 1024} KiB). Medians.",
+        made_by(command),
         "An extent is a run of blocks that follow each other on both sides, cut at pieces of 16 MiB.",
         "",
-        f"![time and rate]({NAME}.svg)",
+        "![time and rate](growth.svg)",
     ]
     titles = ("One pair, by the prompt's length", f"Pairs at the same time, {PAIR_PROMPT} tokens each")
     for title, points in zip(titles, (prompts, pairs), strict=True):
@@ -149,9 +146,7 @@ def plot(prompts: Sequence[Point], pairs: Sequence[Point], path: Path) -> None:
 
 def write(folder: Path, prompts: Sequence[Point], pairs: Sequence[Point], command: str) -> None:
     """The tables, the plot and the figures as JSON, in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.md").write_text(as_markdown(prompts, pairs, command))
-    document = {"command": command, "machine": machine()}
-    document |= {"prompts": msgspec.to_builtins(prompts), "pairs": msgspec.to_builtins(pairs)}
-    (folder / f"{NAME}.json").write_text(json.dumps(document, indent=1) + "\n")
-    plot(prompts, pairs, folder / f"{NAME}.svg")
+    content = {"prompts": msgspec.to_builtins(prompts), "pairs": msgspec.to_builtins(pairs)}
+    write_results(folder, command, content)
+    (folder / "README.md").write_text(as_markdown(prompts, pairs, command))
+    plot(prompts, pairs, folder / "growth.svg")

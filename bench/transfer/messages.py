@@ -16,12 +16,12 @@ from bench.transfer.echo import EchoPeer
 from bench.transfer.figures import Figure
 from bench.transfer.idle import IDLE_S
 from bench.transfer.workers import Cluster, random_prompt
+from messaging.sockets import connect_dealer
 from protocol.codec import encode, peer_reply
 from protocol.config import ServeConfig
 from protocol.handoff import HandoffManifest, SamplingState, SegmentInfo
 from protocol.ids import new_incarnation, token_ids_digest
 from protocol.messages import EngineRequest, Handoff, HandoffAck, PeerRequest, Reserve, Reserved
-from protocol.sockets import connect_dealer
 
 PROMPT_LEN = 960
 HANDOFFS = 100

@@ -16,8 +16,8 @@ from bench.transfer.figures import Figure, ratio_figure
 from bench.transfer.process import Remote
 from bench.transfer.raw import MODEL_BLOCK, SMALL_BLOCK, TOTAL_BYTES
 from bench.transfer.sides import Pair, ReceivingSide, SendingSide, Side, scattered
-from kvtransfer.ucx.agent import ENGINE_CONFIG
-from kvtransfer.ucx.bindings import bindings
+from kvtransfer.transports.ucx.agent import ENGINE_CONFIG
+from kvtransfer.transports.ucx.bindings import bindings
 
 TLS = ("tcp", "cma,tcp")
 _POLL_S = 0.0002

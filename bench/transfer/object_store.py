@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,11 +13,11 @@ from bench.transfer.figures import Figure
 from bench.transfer.process import RemoteObject
 from bench.transfer.raw import MODEL_BLOCK, measure
 from bench.transfer.sides import Pair
-from deploy.actors import CONCURRENCY
-from deploy.cleanup import make_directory, remove_directory
+from deploy.actors import CONCURRENCY, OBJECTS
+from deploy.cleanup import PrivateDirectory
 from deploy.ray_carrier import RayCarrier
 from deploy.ray_cluster import object_store_bytes
-from kvtransfer.transports import TransportOptions
+from kvtransfer.transports.registry import TransportOptions
 from protocol.config import ServeConfig
 
 
@@ -28,12 +27,9 @@ class CarrierActor:
     def __init__(self) -> None:
         self.carrier = RayCarrier()
 
-    def deliver(self, kind: str, parcel: bytes, objects: list[Any]) -> bool:
-        return self.carrier.receive(kind, parcel, objects)
-
-    def until_ended(self) -> None:
-        """Never returns: that such a call ends tells peers that the actor has."""
-        threading.Event().wait()
+    @ray.method(concurrency_group=OBJECTS)
+    def deliver(self, inbox_id: str, number: int, references: list[Any]) -> None:
+        self.carrier.inboxes.put(inbox_id, number, references[0])
 
 
 def start_actor(kind: type[CarrierActor], role: str) -> Any:
@@ -77,7 +73,7 @@ def object_store(repeats: int) -> Iterator[Figure]:
 @contextmanager
 def running_ray() -> Iterator[None]:
     """A local cluster like that of `tandem serve`; its token is Ray's own affair."""
-    directory = make_directory()
+    directory = PrivateDirectory()
     ray.init(
         namespace="tandem-transfer",
         num_cpus=0,
@@ -85,11 +81,11 @@ def running_ray() -> Iterator[None]:
         logging_level="ERROR",
         log_to_driver=False,
         object_store_memory=object_store_bytes(ServeConfig(kv_transports="object_store")),
-        _temp_dir=str(directory),
+        _temp_dir=str(directory.path),
         _node_ip_address="127.0.0.1",
     )
     try:
         yield
     finally:
         ray.shutdown()
-        remove_directory(directory)
+        directory.remove()

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvtransfer.checksum import Mode, piece_checksum
-from kvtransfer.convert import Converter
-from kvtransfer.layout import block_bytes, wire_segments
-from kvtransfer.quantize import Quantizer
+from kvtransfer.blocks.checksum import Mode, piece_checksum
+from kvtransfer.blocks.convert import Converter
+from kvtransfer.blocks.layout import block_bytes, wire_segments
+from kvtransfer.blocks.quantize import Quantizer
 from protocol.handoff import SegmentInfo
 
 POOL_BYTES = 256 * 1024 * 1024

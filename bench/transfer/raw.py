@@ -11,7 +11,7 @@ from bench.transfer.certificates import Authority
 from bench.transfer.figures import Figure, ratio_figure
 from bench.transfer.process import Remote, RemoteObject
 from bench.transfer.sides import Pair, scattered
-from kvtransfer.transports import TransportOptions
+from kvtransfer.transports.registry import TransportOptions
 
 TOTAL_BYTES = 256 * 1024 * 1024
 MODEL_BLOCK, SMALL_BLOCK = 1792 * 1024, 16 * 1024

@@ -17,9 +17,9 @@ import numpy as np
 
 from bench.transfer.process import Remote, RemoteObject
 from kvtransfer import Completed, Failed, Receiver, RegisteredPool, Sender, allocate
-from kvtransfer.memory import map_peer_pool
-from kvtransfer.tcp import TcpTransport
-from kvtransfer.transports import TransportOptions, open_transports
+from kvtransfer.blocks.memory import map_peer_pool
+from kvtransfer.transports.registry import TransportOptions, open_transports
+from kvtransfer.transports.tcp import TcpTransport
 from protocol.messages import PeerAddress
 
 KEY = bytes(32)

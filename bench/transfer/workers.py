@@ -13,6 +13,7 @@ import psutil
 import zmq
 
 from bench.transfer.process import processes
+from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.config import ServeConfig
 from protocol.messages import (
@@ -26,8 +27,8 @@ from protocol.messages import (
     StepOutput,
     WorkerState,
 )
+from protocol.roles import ROLES
 from protocol.sampling import SamplingParams
-from protocol.sockets import ClusterKeys, bind_router, start_authenticator
 
 START_S = 300.0
 HEARTBEATS = 2
@@ -168,8 +169,6 @@ def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:
 
 def _run(role: Role, fields: dict[str, Any], worker_id: str, endpoint: str, keys: ClusterKeys) -> None:
     """A worker's process."""
-    from decode_worker.main import run as run_decode
-    from prefill_worker.main import run as run_prefill
+    from worker.process import run_worker
 
-    config = msgspec.convert(fields, ServeConfig)
-    (run_prefill if role == "prefill" else run_decode)(config, worker_id, endpoint, keys)
+    run_worker(ROLES[role], msgspec.convert(fields, ServeConfig), worker_id, endpoint, keys)

@@ -7,6 +7,7 @@ and where their keys and values lie in the pool; it is built once a step and use
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,24 +30,25 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     visible: Tensor | None = None
-    """int64 [total_tokens], if some sequences are no chains but trees: bit i of a tree row's mask says that
-    it sees key `tree_start` + i of its sequence. Those must be the path to it: other rows' keys and its own
-    as the last. So it sits as many positions behind `tree_start` as it sees others of the tree, and a sliding
-    window keeps the last keys of its path. All keys before `tree_start` it sees as ever. A chain's masks are
-    not looked at."""
+    """int64 [total_tokens], None without trees. Bit i of a tree row's mask is set if the row sees key
+    `tree_start` + i of its sequence. The set bits are the row's path in the tree, and the last one is the row
+    itself. So its position is `tree_start` plus the number of set bits less one, and a sliding window keeps
+    the last keys of the path. A row sees all keys before `tree_start`. Masks of chains are ignored."""
     tree_start: Tensor | None = None
-    """int32 [num_seqs], with `visible`: a tree's first key, at most that of its first query row, with all of
-    the tree's keys among the 64 from there on; -1 for a chain."""
+    """int32 [num_seqs], with `visible`: each tree's first key, or -1 for a chain. It is at most the first
+    query row's key, and the tree has at most 64 keys."""
     first_key: Tensor | None = None
-    """int32 [num_seqs]: no row sees keys before this one, at most the first query row's. None: all 0."""
+    """int32 [num_seqs]: no row sees keys before this one. At most the first query row's key. None: all 0."""
 
 
 class AttentionBackend(Protocol):
-    """Attends causally over a pool [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    """Attends causally over the layers of a pool: each is a view [num_blocks, 2, block_size, num_kv_heads,
+    head_dim] of its keys and values, with shapes of its own and the same blocks.
+    """
 
     name: str
 
-    def __init__(self, pool: Tensor) -> None: ...
+    def __init__(self, layers: Sequence[Tensor]) -> None: ...
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of the coming step share."""

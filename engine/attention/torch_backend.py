@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,14 +35,15 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, pool: Tensor) -> None:
-        self._pool = pool
-        self._block_size = pool.shape[3]
+    def __init__(self, layers: Sequence[Tensor]) -> None:
+        self._layers = list(layers)
+        self._device = layers[0].device
+        self._block_size = layers[0].shape[2]
         self._sequences: list[_Sequence] = []
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         starts = metadata.query_start.tolist()
-        table = metadata.block_table.to(self._pool.device)
+        table = metadata.block_table.to(self._device)
         first_keys = [0] * len(table) if metadata.first_key is None else metadata.first_key.tolist()
         self._sequences = [
             _Sequence(
@@ -55,7 +57,7 @@ class TorchBackend:
             for s, context_len in enumerate(metadata.context_len.tolist())
             if starts[s + 1] > starts[s]
         ]
-        slots = metadata.slot_mapping.to(self._pool.device)
+        slots = metadata.slot_mapping.to(self._device)
         self._padding = slots < 0
         self._has_padding = bool(self._padding.any())
         self._rows = (slots >= 0).nonzero().squeeze(1)
@@ -94,8 +96,8 @@ class TorchBackend:
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         if self._has_padding:
             key, value = key[self._rows], value[self._rows]
-        self._pool[self._blocks, layer, 0, self._offsets] = key
-        self._pool[self._blocks, layer, 1, self._offsets] = value
+        self._layers[layer][self._blocks, 0, self._offsets] = key
+        self._layers[layer][self._blocks, 1, self._offsets] = value
 
     def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
         """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
@@ -105,7 +107,7 @@ class TorchBackend:
             first = max(first, sequence.first_position - window + 1)
         first = first // size * size
         last = -(-sequence.context_len // size)
-        blocks = self._pool[sequence.blocks[first // size : last], layer]
+        blocks = self._layers[layer][sequence.blocks[first // size : last]]
         both = blocks.transpose(0, 1).flatten(1, 2)[:, : sequence.context_len - first]
         return first, both[0].transpose(0, 1), both[1].transpose(0, 1)
 

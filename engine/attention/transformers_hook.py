@@ -18,6 +18,8 @@ from engine.attention.interface import AttentionBackend
 from engine.errors import UnsupportedModelError
 
 NAME = "tandem"
+PROBE_NAME = "tandem_probe"
+"""The same with a mask function, which costs a device read per forward: see `refuse_masks`."""
 
 # Keyword arguments that Transformers hands through to attention and that do not alter what we compute.
 _HARMLESS = frozenset(
@@ -141,8 +143,11 @@ def _refuse_unsupported(
             raise UnsupportedModelError(f"{name}: attention argument {argument!r} is not supported")
 
 
-def no_mask(*args: Any, config: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:
-    """Transformers' mask function: the backends mask by position. Refuses patterns they do not know."""
+def refuse_masks(*args: Any, config: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:
+    """Transformers' mask function while a model is probed: refuses patterns that the backends do not know.
+
+    In serving there is none, so that Transformers does not prepare masks: the backends mask by position.
+    """
     if use_vmap:
         raise UnsupportedModelError(
             "overlaying the causal mask with a mask of the model's own is not supported"
@@ -152,6 +157,7 @@ def no_mask(*args: Any, config: Any = None, use_vmap: bool = False, **kwargs: An
 
 
 def register() -> None:
-    """Make `attn_implementation="tandem"` known to Transformers. May be called again."""
+    """Make both names known to Transformers as attention implementations. May be called again."""
     AttentionInterface.register(NAME, paged_attention_forward)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionInterface.register(PROBE_NAME, paged_attention_forward)
+    AttentionMaskInterface.register(PROBE_NAME, refuse_masks)

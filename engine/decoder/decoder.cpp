@@ -305,6 +305,9 @@ class Decoder {
 
 extern "C" {
 
+extern const int64_t tandem_sizes[] = {sizeof(Weights), sizeof(Layer), sizeof(Entry), sizeof(Model),
+                                       sizeof(Rows),    sizeof(Batch), sizeof(Draft)};
+
 void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }
 
 void tandem_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.decoder.structs import Layer, Model, Weights
 from engine.linear.packed import pack
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -29,86 +30,89 @@ def unfit(model: PreTrainedModel) -> str | None:
     return None
 
 
-class KeptTensors:
-    """Tensors as the C++ side reads them, which live as long as this object."""
+class NativeModel:
+    """A model as the C++ side reads it. What `model` points to lives as long as this object."""
+
+    model: Model
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
-    def keep(self, tensor: Tensor | None) -> int:
-        """The address of the tensor's values in bfloat16; 0 for none."""
+    def keep(self, tensor: Tensor | None) -> int | None:
+        """The address of the tensor's values in bfloat16."""
         if tensor is None:
-            return 0
+            return None
         values = tensor.detach().to(torch.bfloat16).contiguous()
         self._kept.append(values)
         return values.data_ptr()
 
-    def weights(self, *linears: nn.Linear) -> bytes:
+    def weights(self, *linears: nn.Linear) -> Weights:
         """Linear layers of one input, as one product."""
         biases = [linear.bias for linear in linears if linear.bias is not None]
         return self.matrix(
             torch.cat([linear.weight for linear in linears]), torch.cat(biases) if biases else None
         )
 
-    def matrix(self, weight: Tensor, bias: Tensor | None = None) -> bytes:
-        return struct.pack(
-            "=2Q2q", self.keep(pack(weight.detach())), self.keep(bias), weight.shape[1], len(weight)
-        )
+    def matrix(self, weight: Tensor, bias: Tensor | None = None) -> Weights:
+        return Weights(self.keep(pack(weight.detach())), self.keep(bias), weight.shape[1], len(weight))
 
-    def table(self, rotary: Any, positions: int) -> bytes:
+    def rotation(self, rotary: Any, positions: int) -> tuple[int | None, int | None]:
         """Cosines and sines of a Transformers rotary embedding at so many positions."""
         with torch.inference_mode():
             probe = torch.zeros(1, dtype=torch.bfloat16)
             cosines, sines = rotary(probe, torch.arange(positions).unsqueeze(0))
-        return struct.pack("=2Q", self.keep(cosines[0]), self.keep(sines[0]))
+        return self.keep(cosines[0]), self.keep(sines[0])
 
 
-class Description(KeptTensors):
-    """The C++ side's `Model` and `Layer` structs in memory, and the tensors that they point to.
+class Description(NativeModel):
+    """A bfloat16 model on the CPU for which `unfit` finds nothing, with at most so many `positions`.
 
-    For a bfloat16 model on the CPU for which `unfit` finds nothing. `positions` are as many as its longest
-    sequence has.
+    The model loses the weights of its layers, each as soon as it is packed.
     """
-
-    entry = b""
 
     def __init__(self, model: PreTrainedModel, positions: int) -> None:
         super().__init__()
         config, decoder = model.config, model.model
         attention = decoder.layers[0].self_attn
-        self.vocab_size = model.lm_head.out_features
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
-        self.head_dim = attention.head_dim
-        self.attention_scale = float(attention.scaling)
-        self.layers = b"".join(self._layer(layer) for layer in decoder.layers)
-        self.num_layers = len(decoder.layers)
-        self.hidden_size = config.hidden_size
-        self.norm_epsilon = config.rms_norm_eps
-        self.num_products = (
-            sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+        layers = [self._take(layer) for layer in decoder.layers]
+        self._layers = (Layer * len(layers))(*layers)
+        embeddings = model.get_input_embeddings().weight
+        cosines, sines = self.rotation(decoder.rotary_emb, positions)
+        self.model = Model(
+            layers=ctypes.addressof(self._layers),
+            num_layers=len(layers),
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            vocab=model.lm_head.out_features,
+            products=sum(p.numel() for p in model.parameters()) - embeddings.numel(),
+            embeddings=self.keep(embeddings),
+            final_norm=self.keep(decoder.norm.weight),
+            head=self.weights(model.lm_head),
+            cosines=cosines,
+            sines=sines,
+            norm_epsilon=config.rms_norm_eps,
+            attention_scale=float(attention.scaling),
         )
-        self.tables = struct.pack(
-            "=2Q", self.keep(decoder.embed_tokens.weight), self.keep(decoder.norm.weight)
-        )
-        self.head = self.weights(model.lm_head)
-        self.rotation = self.table(decoder.rotary_emb, positions)
 
-    def _layer(self, layer: Any) -> bytes:
+    def _take(self, layer: Any) -> Layer:
+        packed = self._layer(layer)
+        layer.to("meta")
+        return packed
+
+    def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        return (
-            struct.pack(
-                "=4Q",
-                self.keep(layer.input_layernorm.weight),
-                self.keep(getattr(getattr(attention, "q_norm", None), "weight", None)),
-                self.keep(getattr(getattr(attention, "k_norm", None), "weight", None)),
-                self.keep(layer.post_attention_layernorm.weight),
-            )
-            + self.weights(attention.q_proj, attention.k_proj, attention.v_proj)
-            + self.weights(attention.o_proj)
-            + self.weights(mlp.gate_proj, mlp.up_proj)
-            + self.weights(mlp.down_proj)
-            + struct.pack("=q", _window(attention))
+        return Layer(
+            input_norm=self.keep(layer.input_layernorm.weight),
+            query_norm=self.keep(getattr(getattr(attention, "q_norm", None), "weight", None)),
+            key_norm=self.keep(getattr(getattr(attention, "k_norm", None), "weight", None)),
+            mlp_norm=self.keep(layer.post_attention_layernorm.weight),
+            qkv=self.weights(attention.q_proj, attention.k_proj, attention.v_proj),
+            output=self.weights(attention.o_proj),
+            gate_up=self.weights(mlp.gate_proj, mlp.up_proj),
+            down=self.weights(mlp.down_proj),
+            window=_window(attention),
         )
 
 

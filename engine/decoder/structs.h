@@ -1,4 +1,4 @@
-// What the decoder is made of and called with, as Python packs it.
+// What the decoder is made of and called with. structs.py has the same structs.
 
 #pragma once
 

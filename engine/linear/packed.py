@@ -1,9 +1,9 @@
 """Linear layers whose bfloat16 weights are packed for our kernel (`product.cpp`).
 
-With few rows, as in decoding, a product is as fast as memory gives the weights, where oneDNN's reaches half
-of that; with many it is about as fast as oneDNN's. With AMX 16 rows take as long as one. On a CPU that can't
-multiply bfloat16 it is in float32, mostly faster than torch's in float32 with few rows, and up to one and a
-half times as long with hundreds. A row's result has the same bits whatever shares its batch.
+With few rows, as in decoding, the kernel reads weights at the memory's full speed, oneDNN at half of it. With
+many rows both are about equally fast. With AMX, 16 rows take as long as one. CPUs without bfloat16
+instructions multiply in float32: mostly faster than torch with few rows, up to 1.5 times slower with
+hundreds. A row's result has the same bits in every batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sampling parameters of a batch as tensors.
 
-What is read from each request's parameters is kept for as long as the same requests run. How many rows each
-of them has differs from step to step where tokens are drafted, so that part of the work is kept small.
+`RequestParams` is read once and kept while the same requests run. `BatchParams` maps requests to rows; with
+speculation their number changes in each step, so it does little work.
 """
 
 from __future__ import annotations
@@ -15,19 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.sampler.noise import NOISE_SPAN
+from engine.sampler.structs import Request
 from protocol.sampling import SamplingParams
 
 _MIN_TEMPERATURE = 1e-30
-_TABLE = np.dtype(
-    [
-        ("seed", np.int64),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("temperature", np.float32),
-        ("min_p_floor", np.float32),
-    ]
-)
-"""`Request` in choose.cpp."""
 
 
 class RequestParams:
@@ -69,7 +60,7 @@ class RequestParams:
         self.penalties = np.stack([repetition, presence, frequency], axis=1).astype(np.float32)
 
     def _make_table(self) -> np.ndarray:
-        table = np.empty(len(self.params), _TABLE)
+        table = np.empty(len(self.params), np.dtype(Request))
         table["seed"] = self.seeds
         table["top_k"] = self.top_k
         table["top_p"] = self.top_p
@@ -101,10 +92,10 @@ class RequestParams:
 
 
 class BatchParams:
-    """For each row those of its request, whose number in `requests` is `index[row]`.
+    """The parameters of each row. Row i belongs to request `index[i]` of `requests`.
 
-    Column vectors are [n, 1], one entry per row; row lists name the rows that a feature concerns. With
-    `only_edits` there is nothing of temperatures and filters.
+    Column vectors are [n, 1], one entry per row. Row lists hold the rows that use a feature. With
+    `only_edits` temperatures and filters are left out.
     """
 
     def __init__(self, requests: RequestParams, index: list[int], *, only_edits: bool = False) -> None:
@@ -153,9 +144,9 @@ class BatchParams:
         self.penalty_factors = self._tensor(requests.penalties[index[self.penalty_rows]].T.copy())
 
     def _build_distribution(self) -> None:
-        """Open rows have no filter; greedy ones keep their greatest value alone, and get no noise.
+        """Open rows have no filter. Greedy rows keep only their greatest value and get no noise.
 
-        `row_floor` is what a row's tokens must reach whatever the filters: no noise lifts those further down.
+        `row_floor` is the least value that noise can lift to the top, whatever the filters.
         """
         requests, index = self._requests, self._index
         self.seeds = self._tensor(requests.seeds[index])

@@ -51,6 +51,8 @@ template <class T> int64_t draw_drafts(const Drafted& drafted, int64_t threads, 
 // All return how many rows failed.
 extern "C" {
 
+extern const int64_t tandem_sizes[] = {sizeof(Request), sizeof(Rows), sizeof(Drafted)};
+
 int64_t tandem_choose_bf16(const Rows* rows, int64_t threads, Parallel parallel) {
     return choose<bf16>(*rows, threads, parallel);
 }

@@ -1,11 +1,10 @@
-"""The sampler's choice in one compiled call, for logits on a CPU."""
+"""Sampling in one compiled call, for logits on a CPU."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import logging
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.sampler.batch import RequestParams
+from engine.sampler.structs import Drafted, Request, Rows
 from native.build import BuildError, load_library
 from native.openmp import gomp_parallel
 
@@ -21,26 +21,27 @@ logger = logging.getLogger("tandem.engine")
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
 _GIL_FREE_LOGITS = 2**19
-"""To choose from fewer takes less time than to take the interpreter lock back from a busy thread."""
+"""Calls on fewer logits keep the interpreter lock: taking it back from a busy thread would cost more."""
 
 
 @functools.cache
-def compiled() -> Choice | None:
-    """The compiled choice, built at the first call; None where it can't be."""
+def compiled() -> NativeSampler | None:
+    """The compiled sampler, built at the first call; None where it can't be."""
     try:
-        return Choice()
+        return NativeSampler()
     except BuildError as error:
         logger.warning("tokens are sampled by torch's operators: %s", error)
         return None
 
 
-class Choice:
+class NativeSampler:
     """Raises BuildError where the kernel cannot be built."""
 
     def __init__(self) -> None:
         source = Path(__file__).parent / "choose.cpp"
-        self._choose = RowsFunction(source, "tandem_choose")
-        self._draw = RowsFunction(source, "tandem_draw")
+        structs = Request, Rows, Drafted
+        self._choose = RowsFunction(source, "tandem_choose", *structs)
+        self._draw = RowsFunction(source, "tandem_draw", *structs)
 
     def __call__(
         self, logits: Tensor, requests: RequestParams, index: Sequence[int], positions: Sequence[int]
@@ -70,24 +71,25 @@ class Choice:
         rows = np.array((index, positions, starts), np.int64)
         chosen = torch.empty(len(index), dtype=torch.int64)
         distributions = torch.empty(logits.shape)
-        more = struct.pack("=2Q", rows.ctypes.data + 2 * rows.strides[0], distributions.data_ptr())
-        self._draw(_rows(logits, requests, rows, chosen) + more, logits)
+        starts_address = rows.ctypes.data + 2 * rows.strides[0]
+        fields = _rows(logits, requests, rows, chosen)
+        self._draw(Drafted(fields, starts_address, distributions.data_ptr()), logits)
         return chosen, distributions
 
 
 class RowsFunction:
-    """A compiled function over rows of logits: `name`_bf16 and `name`_float, which take the address of
-    fields, a number of threads and OpenMP's function to run them. Raises BuildError.
+    """A compiled function over rows of logits: `name`_bf16 and `name`_float, which take a struct's address,
+    a number of threads and OpenMP's function to run them. Raises BuildError.
     """
 
-    def __init__(self, source: Path, name: str) -> None:
-        short, long = load_library(source, keep_gil=True), load_library(source)
+    def __init__(self, source: Path, name: str, *structs: type[ctypes.Structure]) -> None:
+        short, long = load_library(source, *structs, keep_gil=True), load_library(source, *structs)
         self._short = {dtype: _function(short, f"{name}_{suffix}") for dtype, suffix in _SUFFIXES.items()}
         self._long = {dtype: _function(long, f"{name}_{suffix}") for dtype, suffix in _SUFFIXES.items()}
 
-    def __call__(self, fields: bytes, logits: Tensor) -> int:
+    def __call__(self, fields: ctypes.Structure, logits: Tensor) -> int:
         functions = self._short if logits.numel() < _GIL_FREE_LOGITS else self._long
-        result: int = functions[logits.dtype](fields, torch.get_num_threads(), gomp_parallel())
+        result: int = functions[logits.dtype](ctypes.byref(fields), torch.get_num_threads(), gomp_parallel())
         return result
 
 
@@ -100,11 +102,10 @@ def readable(logits: Tensor, num_rows: int) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _rows(logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Tensor) -> bytes:
-    """`Rows` in choose.cpp; `rows` int64 [2 or more, n] begin with index and positions."""
+def _rows(logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Tensor) -> Rows:
+    """`rows`, int64 [2 or more, n], begin with index and positions."""
     numbers = rows.ctypes.data
-    return struct.pack(
-        "=Q3q4Q",
+    return Rows(
         logits.data_ptr(),
         logits.stride(0),
         *logits.shape[::-1],
@@ -117,6 +118,6 @@ def _rows(logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Ten
 
 def _function(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
     function = getattr(library, name)
-    function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int64
     return function

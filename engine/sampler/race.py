@@ -1,7 +1,7 @@
-"""Drawing from whole rows without noise for whole rows.
+"""Gumbel-max sampling that skips hopeless tokens.
 
-Noise for a whole vocabulary is dear, but the winner must at least beat the likeliest token's score, and the
-bits behind the noise tell cheaply who cannot.
+The logarithms behind Gumbel noise are expensive for a whole vocabulary. A token can only win if it beats the
+likeliest token's score, and the random bits behind its noise give a cheap bound that rules most tokens out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from engine.sampler.ops import argmax_rows, at_least, column_chunks, exp_, true_
 _SLACK = 1e-4
 _TAIL_SLACK = 2.0**-22
 _NO_CHANCE = 1e-30
-"""Of the greatest weight: no noise lifts a token so far, and a CPU is slow with the logarithm of 0."""
+"""Smaller shares of the greatest weight count as this: no noise lifts them, and log(0) is slow on a CPU."""
 
 
 def challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and token ids (int64 [k]) of all that may have the greatest value + noise, and few others.
+    """Rows and token ids (int64 [k]) of all tokens that may have the greatest value + noise, and few others.
 
     `values` is float32 [n, vocab] with each row's maximum at 0, `keys` int64 [n]. With uniform u behind the
     noise, value + noise >= s means -log u <= exp(value - s), and -log u is at least 1 - u.

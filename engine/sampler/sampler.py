@@ -5,8 +5,8 @@ depends on the row alone. Processing goes, in vLLM's order: logit bias, allowed 
 penalties, temperature, min-p, top-k, top-p. Greedy rows take the argmax after the penalties. Among equals
 the lowest token id wins.
 
-On a CPU with a compiler the choice is one native call (`native.py`), once the logits are edited; what torch's
-operators do here gives the same tokens elsewhere.
+On a CPU with a compiler, one native call (`native.py`) does everything after the edits of the logits. Torch's
+operators give the same tokens elsewhere.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _host_slots(config: ServeConfig, pool: KVPool) -> int:
             f"--kv-offloading-size: {config.kv_offloading_size:g} GiB hold {num_slots} blocks of "
             f"{block_bytes} bytes; at least {least} are needed"
         )
-    available = psutil.virtual_memory().available - (0 if pool.tensor.is_cuda else pool.num_bytes)
+    available = psutil.virtual_memory().available - (0 if pool.blocks.is_cuda else pool.num_bytes)
     if nbytes > available:
         raise ConfigError(
             f"--kv-offloading-size: {config.kv_offloading_size:g} GiB are asked for, this host has "

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from native.ownership import check_own
 from protocol.errors import ConfigError
 
 MAX_WORKERS = 1024
@@ -34,6 +35,7 @@ def claim_folder(parent: Path) -> ClaimedFolder:
         for number in range(MAX_WORKERS):
             folder = parent / f"worker-{number}"
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own(folder)
             lock_fd = _try_lock(folder / "lock")
             if lock_fd is not None:
                 return ClaimedFolder(folder, lock_fd)

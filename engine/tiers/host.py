@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from engine.tiers.disk import DiskTier
-from engine.tiers.interface import Evicted, Fetch
+from engine.tiers.interface import DiskFetch, Evicted
 from engine.tiers.memory import HostMemory
 from protocol.ids import BlockIdentity
 
@@ -58,7 +58,7 @@ class HostTier:
         self._slot_of: OrderedDict[BlockIdentity, int] = OrderedDict()
         self._free = list(range(memory.num_slots - 1, -1, -1))
         self._wanted: deque[BlockIdentity] = deque()
-        self._fetches: dict[BlockIdentity, list[Fetch]] = {}
+        self._fetches: dict[BlockIdentity, list[DiskFetch]] = {}
         """Who waits for a block, wanted or being read."""
         self._unwritten: OrderedDict[BlockIdentity, None] = OrderedDict()
         """In the index, and neither on the disk nor given to it, oldest first."""
@@ -117,9 +117,9 @@ class HostTier:
 
     # --- the scheduler's side -----------------------------------------------------------------------
 
-    def fetch(self, identities: Iterable[BlockIdentity]) -> Fetch:
+    def fetch(self, identities: Iterable[BlockIdentity]) -> DiskFetch:
         """At most half of the host tier's blocks: what they displace may be wanted as well."""
-        fetch = Fetch(time.monotonic() + FETCH_TIMEOUT_S)
+        fetch = DiskFetch(time.monotonic() + FETCH_TIMEOUT_S)
         if self._disk is None:
             return fetch
         present = []
@@ -143,7 +143,7 @@ class HostTier:
         self._begin_reads()
         return fetch
 
-    def is_pending(self, fetch: Fetch) -> bool:
+    def is_pending(self, fetch: DiskFetch) -> bool:
         if fetch.remaining == 0:
             return False
         if time.monotonic() < fetch.deadline:

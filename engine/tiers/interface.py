@@ -36,7 +36,7 @@ class LowerTier(Protocol):
 
 
 @dataclass(eq=False)
-class Fetch:
+class DiskFetch:
     """Blocks on their way from the disk, for a waiting sequence. Times are `time.monotonic()`."""
 
     deadline: float
@@ -45,10 +45,10 @@ class Fetch:
 
 
 class Fetcher(Protocol):
-    def fetch(self, identities: Iterable[BlockIdentity]) -> Fetch:
+    def fetch(self, identities: Iterable[BlockIdentity]) -> DiskFetch:
         """Begin to bring those of a prompt's next blocks that lie on the disk within reach of `load`."""
 
-    def is_pending(self, fetch: Fetch) -> bool:
+    def is_pending(self, fetch: DiskFetch) -> bool:
         """Whether waiting for it makes sense: some are still to come, and the deadline has not passed."""
 
 

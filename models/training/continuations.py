@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from engine.engine import Engine
 from models.training.corpus import encode, training_texts
-from protocol.config import load_config
+from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 
@@ -37,7 +37,7 @@ def beginnings(documents: list[np.ndarray], count: int, seed: int) -> list[list[
 
 def continued(model: Path, prompts: list[list[int]]) -> Iterator[list[int]]:
     """The prompts with what the model says after them, in the order in which they are ready."""
-    engine = Engine(load_config({"model": str(model), "max_num_seqs": AT_ONCE}, environ={}))
+    engine = Engine(ServeConfig(model=str(model), max_num_seqs=AT_ONCE))
     sampling = SamplingParams(max_tokens=CONTINUATION, temperature=0.0, ignore_eos=True)
     texts: dict[str, list[int]] = {}
     waiting = iter(enumerate(prompts))

@@ -14,10 +14,6 @@ def write(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
-def read_texts(path: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("training", type=Path)

@@ -2,56 +2,60 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import time
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
 
+from protocol.version import version
+from router.api.openapi import Operation
 from router.registry import Worker
+from router.request_builder import check_model
 from router.state import RouterState
-from router.validation import check_model
 
 
-def admin_routes(state: RouterState) -> APIRouter:
-    """Everything that is read with GET."""
-    router = APIRouter()
+def admin_operations(state: RouterState) -> list[Operation]:
+    """Everything that tells of the server's state."""
 
-    @router.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_model_card(state)]})
 
-    @router.get("/v1/models/{model_id:path}")
-    async def model(model_id: str) -> Response:
-        check_model(state.config, model_id)
+    async def model(request: Request) -> Response:
+        check_model(state.config, request.path_params["model_id"])
         return _json(_model_card(state))
 
-    @router.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         return _json({"status": "ok"})
 
-    @router.get("/ready")
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         reason = state.not_ready()
         if reason is None:
             return _json({"status": "ready"})
         return _json({"status": "not ready", "reason": reason}, status=503)
 
-    @router.get("/version")
-    async def version() -> Response:
-        return _json({"version": _version()})
+    async def show_version(request: Request) -> Response:
+        return _json({"version": version()})
 
-    @router.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/workers")
-    async def workers() -> Response:
+    async def workers(request: Request) -> Response:
         return _json({"workers": [_worker(worker) for worker in state.registry]})
 
-    return router
+    def get(path: str, endpoint: Any, summary: str, answer: str) -> Operation:
+        return Operation("GET", path, endpoint, summary, answer)
+
+    return [
+        get("/v1/models", models, "The models; there is one.", "OpenAI's list of models"),
+        get("/v1/models/{model_id:path}", model, "One model.", "OpenAI's model, with `max_model_len`"),
+        get("/health", health, "Whether the router lives.", "`status`"),
+        get("/ready", ready, "Whether requests are served; 503 with a `reason` if not.", "`status`"),
+        get("/version", show_version, "Tandem's version.", "`version`"),
+        get("/metrics", metrics, "Metrics of the router and of all workers.", "Prometheus' text format"),
+        get("/workers", workers, "The workers, their load and their transfers.", "`workers`"),
+    ]
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -72,22 +76,17 @@ def _model_card(state: RouterState) -> dict[str, Any]:
     }
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("tandem-serve")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _worker(worker: Worker) -> dict[str, Any]:
     state = worker.state
     snapshot = worker.snapshot()
     return {
         "id": worker.key.worker_id,
-        "role": worker.role,
+        "role": worker.role.name,
+        "host": worker.host,
+        "pid": worker.pid,
         "incarnation": worker.key.incarnation,
         "lifecycle": state.lifecycle if worker.live else "silent",
-        "silent_s": round(time.monotonic() - worker.last_seen, 3),
+        "silent_s": round(worker.silence_s, 3),
         "num_running": state.num_running,
         "num_waiting": state.num_waiting,
         "outstanding_requests": worker.outstanding_requests,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protocol.messages import Lifecycle, Role
+from protocol.messages import Lifecycle
+from protocol.roles import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +19,6 @@ class RequestFacts:
     """
 
     num_prompt_tokens: int
-    max_tokens: int
-    priority: int = 0
     disaggregate: bool = True
     prefix_at: str | None = None
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -31,11 +30,11 @@ class WorkerSnapshot:
 
     `outstanding_*` is what this router has sent and not seen finished, up to the moment; `reported_*` is the
     worker's own view, of all routers' requests, as old as its last heartbeat. Prefill tokens are those of
-    prompts whose first token is still to come.
+    prompts whose first token is still to come. `tasks` is what its role may be asked, its purpose first.
     """
 
     worker_id: str
-    role: Role
+    tasks: tuple[Task, ...]
     lifecycle: Lifecycle = "ready"
     outstanding_requests: int = 0
     outstanding_prefill_tokens: int = 0
@@ -43,6 +42,10 @@ class WorkerSnapshot:
     reported_prefill_tokens: int = 0
     total_blocks: int = 0
     free_blocks: int = 0
+
+    @property
+    def purpose(self) -> Task:
+        return self.tasks[0]
 
     @property
     def requests(self) -> int:
@@ -59,18 +62,16 @@ class WorkerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """Where a request goes. Without `prefill`, the `decode` worker does all of it.
+class Placement:
+    """Which worker does which task of a request, in the order of the tasks.
 
-    `missing_role` is set where that is so only because no worker of that role is there. The one that begins
-    is to fetch the prompt's prefix from `prefix`, if that is set.
+    Without a worker for `prefill`, the one for `decode` does all of it. `missing` is set if that is so only
+    because no worker with that purpose is there. The worker that begins is to fetch the prompt's prefix from
+    the worker `prefix`, if that is set.
     """
 
-    prefill: str | None
-    decode: str
-    predicted_cost: float
-    reasons: tuple[str, ...]
-    missing_role: Role | None = None
+    workers: Mapping[Task, str]
+    missing: Task | None = None
     prefix: str | None = None
 
 
@@ -82,4 +83,4 @@ class Refusal:
     retry_after_s: float = 1.0
 
 
-PlacementPolicy = Callable[[RequestFacts, Sequence[WorkerSnapshot]], Decision | Refusal]
+PlacementPolicy = Callable[[RequestFacts, Sequence[WorkerSnapshot]], Placement | Refusal]

@@ -1,1 +1,1 @@
-"""Decides for how many tokens each request speculates in the coming step."""
+"""Decides how many tokens requests draft: `estimator`, `planner`, `explorer`, and `controller` above them."""

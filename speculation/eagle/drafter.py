@@ -8,8 +8,7 @@ length).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -18,13 +17,14 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
-from engine.kv_pool import DRAFT, KVPool, KVShape
+from engine.draft import Draft
+from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
+from engine.pool_layout import DRAFT, Segment
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.sampler import Sampler
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed, HiddenRows
@@ -73,22 +73,21 @@ class EagleDrafter:
         self._config = config
         self._loaded = load_head(options.model, target)
         shape = self._loaded.head.shape
-        self.segment: KVShape | None = KVShape(1, shape.num_kv_heads, shape.head_dim, target.dtype)
+        self.segment: Segment | None = Segment(1, shape.num_kv_heads, shape.head_dim, target.dtype)
         self.hidden_layers: tuple[int, ...] = shape.captured
         self._known: dict[str, Known] = {}
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
-        segment = pool.segment(DRAFT)
-        self._backend: AttentionBackend = backend_class(segment)
+        self._backend: AttentionBackend = backend_class(pool.layers(DRAFT))
         self._head, self._forward = build_forward(self._loaded, loaded, self._backend, self._config.compile)
         self._runner = Runner(self._forward, self._backend, pool.block_size, device)
         self._native: NativeChain | None = None
         if isinstance(self._forward, NativeHead):
             self._native = NativeChain(self._forward, loaded.vocab_size, self._options.verification)
             self._mixes_natively = self._forward.mixes
-        self._writer = KVWriter(self._head, segment)
+        self._writer = KVWriter(self._head, pool.layers(DRAFT)[0])
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
         self._vocab_size = loaded.vocab_size
@@ -101,14 +100,14 @@ class EagleDrafter:
         self._runner.warm_up()
 
     @torch.inference_mode()
-    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         drafts = self._trees(sequences, counts) if self._options.tree else self._chains(sequences, counts)
         for sequence, draft in zip(sequences, drafts, strict=True):
             if draft is not None:
                 draft.is_blind = self._known[sequence.request_id].is_blind
         return drafts
 
-    def _chains(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def _chains(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         rows, features = self._committed_rows(sequences)
         if self._native is not None and self._native.can_draft(sequences):
             before = features if self._mixes_natively else self._head.head.combine(features)
@@ -138,7 +137,7 @@ class EagleDrafter:
         first = self._known[sequence.request_id].first
         return SequenceRows(chain.token_ids[-1:], place, sequence.table.block_ids, first_key=first)
 
-    def _trees(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         with_noise = self._options.verification == "coupled"
         trees = DraftTrees(counts, self._options.max_speculative_tokens, TREE_WIDTH)
         rows, features = self._committed_rows(sequences)
@@ -161,7 +160,7 @@ class EagleDrafter:
             added = newest.split([len(rows.token_ids) for rows in grown])
             hidden = [torch.cat(pair) for pair in zip(hidden, added, strict=True)]
 
-    def _tree_rows(self, sequence: Sequence, rows: TreeRows) -> SequenceRows:
+    def _tree_rows(self, sequence: SequenceState, rows: TreeRows) -> SequenceRows:
         assert sequence.table is not None
         root, first_key = len(sequence.token_ids) - 1, self._known[sequence.request_id].first
         return SequenceRows(
@@ -177,7 +176,7 @@ class EagleDrafter:
         whole[:, draft_ids] = logits
         return whole
 
-    def _committed_rows(self, sequences: Many[Sequence]) -> tuple[list[SequenceRows], Tensor]:
+    def _committed_rows(self, sequences: Sequence[SequenceState]) -> tuple[list[SequenceRows], Tensor]:
         """The rows that draft the first token, from committed ones alone, and the target's hidden states
         before them, [rows, feature_size].
         """
@@ -203,15 +202,14 @@ class EagleDrafter:
         """After each sequence's last row, or after every row: logits [rows, draft_vocab_size] and hidden
         states [rows, hidden_size].
         """
-        self._forward.hidden = hidden
         ends = range(len(hidden)) if every else [n - 1 for n in accumulate(len(r.token_ids) for r in batch)]
-        logits, fed_back = self._runner.run(batch, list(ends))
+        logits, fed_back = self._runner.run(batch, list(ends), before=hidden)
         assert fed_back is not None
         return logits, fed_back
 
     @torch.inference_mode()
-    def observe(self, computed: Many[Computed]) -> None:
-        waiting: dict[Sequence, Known] = {}
+    def observe(self, computed: Sequence[Computed]) -> None:
+        waiting: dict[SequenceState, Known] = {}
         is_due = False
         for each in computed:
             assert each.hidden is not None
@@ -229,7 +227,7 @@ class EagleDrafter:
         if is_due and waiting:  # all of them at once, so that it is seldom
             self._write(waiting)
 
-    def _write(self, waiting: Mapping[Sequence, Known]) -> None:
+    def _write(self, waiting: Mapping[SequenceState, Known]) -> None:
         """Write the KV of all known pairs but the newest, whose place may have no block yet."""
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
@@ -242,12 +240,11 @@ class EagleDrafter:
             known.written, known.features = end, [known.features[-1].newest()]
         hidden = self._head.head.combine(torch.cat(features))
         if self._native is not None:  # its whole layer takes less time than torch's part of it
-            self._forward.hidden = hidden
-            self._runner.run(batch, [])
+            self._runner.run(batch, [], before=hidden)
         else:
             self._writer.write(batch, hidden)
 
-    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         place = sequence.num_computed
         if place == 0:
             known = Known(first=1, written=1)

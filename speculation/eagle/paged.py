@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -55,11 +55,11 @@ class PagedHead(nn.Module):
 
 
 class AnyHead(PackedForward, Protocol):
-    """What `Runner` runs. `hidden` [rows, hidden_size] are the hidden states before the coming run's rows,
-    padding left out; those of its output are for the rows after the ones whose logits were asked for.
+    """What `Runner` runs. The hidden states of its output are for the rows after those whose logits were
+    asked for.
     """
 
-    hidden: Tensor
+    def padded_rows(self, total_tokens: int) -> int: ...
 
     def every_row(self, token_ids: Tensor, places: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and hidden states of all rows, which are padded."""
@@ -75,12 +75,14 @@ class HeadForward(RowsForward):
         super().__init__(device, mode, products=products, packed=packed)
         self._head = head
         self._every: Tensor | None = None
-        self.hidden = torch.zeros(
-            (0, head.head.shape.hidden_size), dtype=next(head.parameters()).dtype, device=device
-        )
+        weight = next(head.parameters())
+        self._no_rows = torch.zeros((0, head.head.shape.hidden_size), dtype=weight.dtype, device=device)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: list[int]) -> ForwardOutput:
-        hidden = pad(self.hidden, (0, 0, 0, len(token_ids) - len(self.hidden)))
+    def _call(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: list[int], before: Tensor | None
+    ) -> ForwardOutput:
+        hidden = self._no_rows if before is None else before  # None: padding alone
+        hidden = pad(hidden, (0, 0, 0, len(token_ids) - len(hidden)))
         logits, fed_back = self._run(token_ids, positions, hidden, self._index(logit_rows))
         assert fed_back is not None
         count = len(logit_rows)
@@ -108,7 +110,7 @@ class Steps:
         self,
         forward: AnyHead,
         backend: AttentionBackend,
-        first_rows: Many[SequenceRows],
+        first_rows: Sequence[SequenceRows],
         num_steps: int,
         block_size: int,
         device: torch.device,
@@ -164,14 +166,14 @@ class Steps:
 class KVWriter:
     """Writes draft KV of tokens whose hidden states before them are known, straight into the pool."""
 
-    def __init__(self, head: PagedHead, segment: Tensor) -> None:
-        """`segment`: [num_blocks, 1, 2, block_size, num_kv_heads, head_dim]."""
+    def __init__(self, head: PagedHead, layer: Tensor) -> None:
+        """`layer`: [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
         self._head = head
-        self._segment = segment
+        self._layer = layer
 
-    def write(self, batch: Many[SequenceRows], hidden: Tensor) -> None:
+    def write(self, batch: Sequence[SequenceRows], hidden: Tensor) -> None:
         """`hidden` [rows, hidden_size] are those before the batch's tokens (`Head.combine`)."""
-        size, device = self._segment.shape[3], self._segment.device
+        size, device = self._layer.shape[2], self._layer.device
         places = [np.arange(rows.start, rows.start + len(rows.token_ids)) for rows in batch]
         found = [
             np.array(rows.block_ids, np.int64)[span // size] for rows, span in zip(batch, places, strict=True)
@@ -180,5 +182,5 @@ class KVWriter:
         columns = torch.from_numpy(np.stack([token_ids, np.concatenate(places), np.concatenate(found)]))
         tokens, place, blocks = columns.to(device, non_blocking=True)
         key, value = self._head.key_value(tokens, place, hidden)
-        self._segment[blocks, 0, 0, place % size] = key
-        self._segment[blocks, 0, 1, place % size] = value
+        self._layer[blocks, 0, place % size] = key
+        self._layer[blocks, 1, place % size] = value

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engine.kv_pool import KVPool, KVShape
+from engine.draft import Draft
+from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
+from engine.pool_layout import Segment
 from engine.sampler import Sampler
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed, HiddenRows
 from speculation.drawing import Chain, Drawing
@@ -30,13 +31,13 @@ class MedusaDrafter:
     the target will draw with.
     """
 
-    segment: KVShape | None = None
+    segment: Segment | None = None
 
     def __init__(self, options: SpeculativeConfig, target: LoadedModel) -> None:
         assert options.model is not None
         hidden_size = target.model.config.get_text_config(decoder=True).hidden_size
         weights = read_heads(options.model, hidden_size, target.vocab_size)
-        self.hidden_layers: tuple[int, ...] = (target.kv_shape.num_layers,)
+        self.hidden_layers: tuple[int, ...] = (len(target.kv_group.layers),)
         self._heads = MedusaHeads(weights, target)
         self._sampler = Sampler(target.vocab_size, target.device, target.eos_token_ids)
         self._drawing = Drawing(self._sampler, options.verification)
@@ -54,7 +55,7 @@ class MedusaDrafter:
     def warm_up(self) -> None:
         pass
 
-    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         """Without a feature nothing is drafted until the sequence's next step is over."""
         self._features.pop(sequence.request_id, None)
         if feature is not None:
@@ -68,7 +69,7 @@ class MedusaDrafter:
         known = self._features.get(request_id)
         return None if known is None else known[1].cut()[0]
 
-    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         drafts: list[Draft | None] = [None] * len(sequences)
         known = [i for i, sequence in enumerate(sequences) if counts[i] > 0 and self._is_fresh(sequence)]
         if known:
@@ -78,24 +79,26 @@ class MedusaDrafter:
                 drafts[i] = draft
         return drafts
 
-    def _is_fresh(self, sequence: Sequence) -> bool:
+    def _is_fresh(self, sequence: SequenceState) -> bool:
         """Whether the hidden state of the last token but one is there."""
         known = self._features.get(sequence.request_id)
         return known is not None and known[0] == len(sequence.token_ids) - 2
 
     @torch.inference_mode()
-    def _logits(self, sequences: Many[Sequence], depth: int) -> Tensor:
+    def _logits(self, sequences: Sequence[SequenceState], depth: int) -> Tensor:
         """Of the first `depth` heads: [sequences, depth, vocab_size]."""
         features = [self._features[sequence.request_id][1].cut() for sequence in sequences]
         return self._heads.logits(torch.cat(features), depth)
 
-    def _chains(self, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
+    def _chains(self, sequences: Sequence[SequenceState], rooms: Sequence[int]) -> list[Draft]:
         logits = self._logits(sequences, min(max(rooms), self._heads.num_heads))
         chains = [Chain(sequence) for sequence in sequences]
         self._drawing.extend_at_once(chains, logits)
         return [chain.draft(room) for chain, room in zip(chains, rooms, strict=True)]
 
-    def _trees(self, tree: StaticTree, sequences: Many[Sequence], rooms: Many[int]) -> list[Draft]:
+    def _trees(
+        self, tree: StaticTree, sequences: Sequence[SequenceState], rooms: Sequence[int]
+    ) -> list[Draft]:
         depth = max(tree.depths[: max(rooms)]) + 1
         logits = self._logits(sequences, depth).flatten(0, 1)
         params = [sequence.params for sequence in sequences for _ in range(depth)]
@@ -105,7 +108,7 @@ class MedusaDrafter:
         of_heads = best_first.unflatten(0, (len(sequences), depth)).tolist()
         return [tree.draft(ranked, room) for ranked, room in zip(of_heads, rooms, strict=True)]
 
-    def observe(self, computed: Many[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> None:
         for each in computed:
             assert each.hidden is not None
             place = each.start + each.num_tokens - 1

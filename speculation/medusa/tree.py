@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.speculator import Draft
+from engine.draft import Draft
 
 _ASSUMED_FIRST = (0.60, 0.45, 0.35, 0.30, 0.25)
 """How often each head's best token is right, where nobody measured: near what Cai et al. 2024 plot for
@@ -31,13 +31,13 @@ class StaticTree:
     def num_ranks(self) -> int:
         return max(self.ranks) + 1
 
-    def draft(self, ranked: Many[Many[int]], room: int) -> Draft:
+    def draft(self, ranked: Sequence[Sequence[int]], room: int) -> Draft:
         """The first `room` nodes, where `ranked[i]` are the tokens of head i, best first."""
         nodes = zip(self.depths[:room], self.ranks[:room], strict=True)
         return Draft([ranked[depth][rank] for depth, rank in nodes], self.parents[:room])
 
 
-def choose_tree(acceptance: Many[Many[float]], num_nodes: int) -> StaticTree:
+def choose_tree(acceptance: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
     """The `num_nodes` nodes likeliest to be accepted; fewer if the heads have no more.
 
     `acceptance[i][r]` is the probability that the r-th best token of head i is the right one, independent of

@@ -6,7 +6,7 @@ rule keeps more of them in expectation. Trees fall to the standard rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
@@ -15,14 +15,14 @@ from speculation.verification import standard
 from speculation.verification.rejection import Odds, Stop
 
 
-def decide(odds: Many[Odds]) -> list[Stop]:
+def decide(odds: Sequence[Odds]) -> list[Stop]:
     """A `rejection.Rule`."""
     chains = [each for each in odds if each.draft.parents is None]
     stops = dict(zip(chains, _judge(chains), strict=True))
     return [stops[each] if each in stops else standard.walk(each) for each in odds]
 
 
-def _judge(chains: Many[Odds]) -> list[Stop]:
+def _judge(chains: Sequence[Odds]) -> list[Stop]:
     """Each of a chain's lengths has a chance h_i to be kept; the greatest that makes use of it counts."""
     shares = [_shares(chain) for chain in chains]
     stops = []
@@ -44,7 +44,7 @@ def _shares(chain: Odds) -> list[float]:
     return shares
 
 
-def _masses(chains: Many[Odds], shares: Many[Many[float]]) -> list[list[float]]:
+def _masses(chains: Sequence[Odds], shares: Sequence[Sequence[float]]) -> list[list[float]]:
     """M_i, i from 1 to less than each chain's length: the sum of (rho_i p - q)+ over all that may follow."""
     masses = [
         [s * (1.0 - p) for s, (p, _, _) in zip(share[1:-1], chain.nodes[1:], strict=True)]

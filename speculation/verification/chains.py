@@ -7,43 +7,58 @@ logits, trees and probes are left to torch.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
-import struct
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
 from engine.sampler.native import RowsFunction, readable
 from engine.sampler.rows import edits_logits
-from engine.sequence import Sequence
-from engine.speculator import Draft, Verdict
+from engine.sampler.structs import Request
+from engine.sequence import SequenceState
 from native.build import BuildError
 
 logger = logging.getLogger("tandem.speculation")
+
+
+class Chains(ctypes.Structure):
+    """`Chains` of `chains.cpp`, which says what the fields are."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("stride", "size", "count")),
+        *((name, ctypes.c_void_p) for name in ("requests", "positions", "lengths", "distributions")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "accepted", "last_tokens")),
+        ("coupled", ctypes.c_int64),
+    )
 
 
 @functools.cache
 def compiled() -> RowsFunction | None:
     """The compiled rule, built at the first call; None where it can't be."""
     try:
-        return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify")
+        return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify", Request, Chains)
     except BuildError as error:
         logger.warning("drafts are verified by torch's operators: %s", error)
         return None
 
 
-def can_verify(sequence: Sequence) -> bool:
+def can_verify(sequence: SequenceState) -> bool:
     draft, params = sequence.draft, sequence.params
     is_chain = draft is None or (draft.parents is None and not draft.probes)
     return is_chain and params.logprobs is None and not edits_logits(params)
 
 
-def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler, *, is_coupled: bool) -> list[Verdict]:
+def verify(
+    sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, *, is_coupled: bool
+) -> list[Verdict]:
     """As `coupled.verify`, for sequences that `can_verify`, also without a draft: these and greedy ones get
     the very tokens that they would get alone.
     """
@@ -62,8 +77,7 @@ def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler, *, is_co
     told = np.array([*positions, *map(len, token_ids), *addresses, *tokens], np.int64)
     outcomes = np.empty((2, count), np.int64)
     told_at, outcomes_at, column = told.ctypes.data, outcomes.ctypes.data, told.itemsize * count
-    fields = struct.pack(
-        "=Q3q7Qq",
+    fields = Chains(
         logits.data_ptr(),
         logits.stride(0),
         vocab_size,

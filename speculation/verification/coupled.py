@@ -8,17 +8,17 @@ for sampling too.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
-from engine.sequence import Sequence
-from engine.speculator import Draft, Verdict
+from engine.sequence import SequenceState
 from speculation.verification.rows import Decision, DraftedRows
 
 
-def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler) -> list[Verdict]:
+def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler) -> list[Verdict]:
     """`logits` [rows, vocab_size]: for each sequence the row after its last token, then one after each
     drafted token. Returns a verdict for each sequence.
     """
@@ -40,7 +40,7 @@ def _decide(draft: Draft | None, tokens: list[int]) -> Decision:
     return Decision(accepted, tokens[last_row], tokens[1 + draft.num_nodes :])
 
 
-def agreeing_path(draft: Draft, tokens: Many[int]) -> list[int]:
+def agreeing_path(draft: Draft, tokens: Sequence[int]) -> list[int]:
     """The nodes, from the first on, whose token is the target's: `tokens[i]` is its own after row i."""
     path: list[int] = []
     last = -1

@@ -7,17 +7,16 @@ and that last token have noise of their own, which no drafter knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from engine.draft import Draft, Verdict
 from engine.sampler import Purpose, Sampler, draw, uniform_noise
-from engine.sequence import Sequence
-from engine.speculator import Draft, Verdict
+from engine.sequence import SequenceState
 from speculation.rounds import noise_keys
 from speculation.verification.rows import Decision, DraftedRows
 
@@ -47,11 +46,11 @@ class Stop:
     share: float = 1.0
 
 
-Rule = Callable[[Many[Odds]], list[Stop]]
+Rule = Callable[[Sequence[Odds]], list[Stop]]
 """Where each of a batch's drafts stops."""
 
 
-def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler, rule: Rule) -> list[Verdict]:
+def verify(sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Rule) -> list[Verdict]:
     """As `coupled.verify`, for sequences that all have a draft."""
     rows = DraftedRows(sequences)
     target = sampler.probabilities(logits, rows.sampling)
@@ -69,7 +68,7 @@ def verify(sequences: Many[Sequence], logits: Tensor, sampler: Sampler, rule: Ru
     return rows.conclude(decisions, logits, failed_rows, sampler)
 
 
-def left_over(odds: Many[Odds], stops: Many[Stop]) -> Tensor:
+def left_over(odds: Sequence[Odds], stops: Sequence[Stop]) -> Tensor:
     """float32 [sequences, vocab_size]: what the rejected nodes left of the target's distributions.
 
     Each takes away the probabilities that it was drawn with; what remains is normalized.
@@ -106,7 +105,7 @@ def _subtract(weights: Tensor, drafts: list[Draft], nodes: list[int]) -> Tensor:
 
 def _odds(rows: DraftedRows, target: Tensor) -> list[Odds]:
     drafts: list[Draft] = []
-    owners: list[Sequence] = []
+    owners: list[SequenceState] = []
     parents: list[int] = []
     token_ids: list[int] = []
     for sequence, span in zip(rows.sequences, rows.spans, strict=True):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.draft import Draft, Verdict
 from engine.sampler import Sampler, SamplingRow
-from engine.sequence import Sequence
-from engine.speculator import Draft, Verdict
+from engine.sequence import SequenceState
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -32,7 +32,7 @@ class DraftedRows:
     likeliest token is wanted.
     """
 
-    def __init__(self, sequences: Many[Sequence]) -> None:
+    def __init__(self, sequences: Sequence[SequenceState]) -> None:
         self.sequences = sequences
         self.spans: list[slice] = []
         self.sampling: list[SamplingRow] = []
@@ -42,7 +42,7 @@ class DraftedRows:
             self.spans.append(slice(first, len(self.sampling)))
 
     def conclude(
-        self, decisions: Many[Decision], logits: Tensor, failed_rows: Many[int], sampler: Sampler
+        self, decisions: Sequence[Decision], logits: Tensor, failed_rows: Sequence[int], sampler: Sampler
     ) -> list[Verdict]:
         """The sequences' verdicts; `logits` are those of the rows."""
         failed = set(failed_rows)
@@ -72,11 +72,11 @@ class DraftedRows:
         ]
 
 
-def num_rows(sequence: Sequence) -> int:
+def num_rows(sequence: SequenceState) -> int:
     return 1 + (len(sequence.draft.token_ids) if sequence.draft is not None else 0)
 
 
-def _rows_of(sequence: Sequence) -> list[SamplingRow]:
+def _rows_of(sequence: SequenceState) -> list[SamplingRow]:
     draft = sequence.draft
     if draft is None:
         return [sequence.sampling_row()]
@@ -87,7 +87,7 @@ def _rows_of(sequence: Sequence) -> list[SamplingRow]:
     return rows + [probe] * len(draft.probes)
 
 
-def _tokens(draft: Draft | None, nodes: Many[int]) -> list[int]:
+def _tokens(draft: Draft | None, nodes: Sequence[int]) -> list[int]:
     return [draft.token_ids[node] for node in nodes] if draft is not None else []
 
 

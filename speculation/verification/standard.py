@@ -7,12 +7,12 @@ no chance chose q is 1 there and 0 elsewhere. What comes out has the target's di
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 from speculation.verification.rejection import Odds, Stop, left_over
 
 
-def decide(odds: Many[Odds]) -> list[Stop]:
+def decide(odds: Sequence[Odds]) -> list[Stop]:
     """A `rejection.Rule`."""
     return [walk(each) for each in odds]
 

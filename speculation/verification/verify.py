@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
+from engine.draft import Verdict
 from engine.sampler import Sampler
-from engine.sequence import Sequence
-from engine.speculator import Verdict
+from engine.sequence import SequenceState
 from protocol.speculation import Verification
 from speculation.verification import block, chains, coupled, rejection, standard
 from speculation.verification.rows import num_rows
 
-Judge = Callable[[Many[Sequence], Tensor, Sampler], list[Verdict]]
+Judge = Callable[[Sequence[SequenceState], Tensor, Sampler], list[Verdict]]
 
 _BY_CHANCE: dict[Verification, Judge] = {
     "standard": partial(rejection.verify, rule=standard.decide),
@@ -31,7 +30,7 @@ def prepare(verification: Verification, sampler: Sampler) -> None:
 
 
 def verify(
-    verification: Verification, sequences: Many[Sequence], logits: Tensor, sampler: Sampler
+    verification: Verification, sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler
 ) -> list[Verdict]:
     """As `coupled.verify`. Whatever the rule, sequences that are greedy or have no draft get the very tokens
     that they would get alone.
@@ -51,7 +50,7 @@ def verify(
     if len(parts) == 1:
         (judge,) = parts
         return judge(sequences, logits, sampler)
-    verdicts: dict[Sequence, Verdict] = {}
+    verdicts: dict[SequenceState, Verdict] = {}
     for judge, part in parts.items():
         found = judge(part.sequences, logits[part.rows], sampler)
         verdicts |= zip(part.sequences, found, strict=True)
@@ -62,7 +61,7 @@ def verify(
 class _Part:
     """Some of a batch's sequences, and their rows."""
 
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[SequenceState] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
 
 
@@ -71,13 +70,13 @@ def _is_native(verification: Verification, sampler: Sampler) -> bool:
     return verification != "block" and sampler.is_native and chains.compiled() is not None
 
 
-def _judge_of(sequence: Sequence, verification: Verification, is_native: bool) -> Judge:
+def _judge_of(sequence: SequenceState, verification: Verification, is_native: bool) -> Judge:
     """It depends on the sequence alone, so that this gets the same tokens in any batch."""
     if is_native and chains.can_verify(sequence):
         return _STANDARD_CHAINS
     return _BY_CHANCE[verification] if _is_left_to_chance(sequence) else coupled.verify
 
 
-def _is_left_to_chance(sequence: Sequence) -> bool:
+def _is_left_to_chance(sequence: SequenceState) -> bool:
     draft = sequence.draft
     return draft is not None and draft.num_nodes > 0 and not sequence.params.is_greedy

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +63,7 @@ class Corpus:
         tenant = self._tenants.get(salt)
         return None if tenant is None else tenant.number
 
-    def add(self, salt: str, output: Many[int]) -> None:
+    def add(self, salt: str, output: Sequence[int]) -> None:
         """Of an output that is longer than the ring the end is kept; of one token nothing can be learnt."""
         output = output[-(self._capacity - 1) :]
         if len(output) < 2:

@@ -7,14 +7,13 @@ that the text itself has.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice, zip_longest
 
 import numpy as np
 
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.draft import Draft
+from engine.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.weightless.text import TextDrafter
@@ -43,10 +42,10 @@ class LookaheadDrafter(TextDrafter):
         self._windows: dict[str, Window] = {}
         self._pools: dict[str, NgramPool] = {}
 
-    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         return [self._draft(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
 
-    def _draft(self, sequence: Sequence, num_rows: int) -> Draft | None:
+    def _draft(self, sequence: SequenceState, num_rows: int) -> Draft | None:
         name, tokens = sequence.request_id, self._updated(sequence).tokens
         if name not in self._windows:
             self._windows[name] = Window(tokens, self._num_levels, self._num_columns, self._eos)
@@ -65,7 +64,7 @@ class LookaheadDrafter(TextDrafter):
         in_turn = (ngram for turn in zip_longest(*sources) for ngram in turn if ngram is not None)
         return list(islice(dict.fromkeys(in_turn), self._num_guesses))
 
-    def observe(self, computed: Many[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> None:
         for each in computed:
             window = self._windows.get(each.sequence.request_id)
             if window is None or not each.probed:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.draft import Draft
+from engine.sequence import SequenceState
 from native.build import BuildError, load_library
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless.text import Batch, TextDrafter
@@ -28,7 +27,7 @@ logger = logging.getLogger("tandem.speculation")
 def compiled() -> Callable[..., None] | None:
     """The compiled search, built at the first call; None where it can't be."""
     try:
-        function = load_library(Path(__file__).parent / "ngram.cpp", keep_gil=True).tandem_ngram
+        function = load_library(Path(__file__).parent / "ngram.cpp", Batch, keep_gil=True).tandem_ngram
     except BuildError as error:
         logger.warning("n-grams are looked up with numpy: %s", error)
         return None
@@ -43,7 +42,7 @@ class NgramDrafter(TextDrafter):
         self._bounds = options.prompt_lookup_min, options.prompt_lookup_max
         self._compiled = compiled()
 
-    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         texts = [self._updated(sequence) for sequence in sequences]
         if self._compiled is None:
             pairs = zip(texts, counts, strict=True)

@@ -166,6 +166,8 @@ void search_corpus(const Corpus& corpus, const Text& text, int64_t tenant, int64
 
 }  // namespace
 
+extern "C" const int64_t tandem_sizes[] = {sizeof(Batch), sizeof(Settings), sizeof(Corpus)};
+
 // Enters the `count` symbols from `start` on, an output's, in the chains.
 extern "C" void tandem_suffix_enter(const Corpus* corpus, uint32_t start, int64_t count) {
     for (int64_t i = 0; i < count; i++) {

@@ -13,17 +13,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.draft import Draft
+from engine.sequence import SequenceState
 from native.build import BuildError, load_library
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless import suffix_plain
-from speculation.weightless.corpus import Corpus
+from speculation.weightless.corpus import Corpus, Ring
 from speculation.weightless.text import Batch, Text, TextDrafter
 
 logger = logging.getLogger("tandem.speculation")
@@ -48,7 +48,7 @@ class Settings(ctypes.Structure):
 def compiled() -> ctypes.CDLL | None:
     """The compiled search, built at the first call; None where it can't be."""
     try:
-        library = load_library(Path(__file__).parent / "suffix.cpp", keep_gil=True)
+        library = load_library(Path(__file__).parent / "suffix.cpp", Batch, Settings, Ring, keep_gil=True)
     except BuildError as error:
         logger.warning("suffixes are looked up with numpy, in fewer earlier outputs: %s", error)
         return None
@@ -76,7 +76,7 @@ class SuffixDrafter(TextDrafter):
             capacity = CAPACITY if enter is not None else PLAIN_CAPACITY
             self._corpus = Corpus(options.suffix_decoding_max_cached_requests, capacity, enter)
 
-    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         texts = [self._updated(sequence) for sequence in sequences]
         tenants = [self._tenant(sequence) for sequence in sequences]
         search = self._search_plainly if self._library is None else self._search
@@ -87,10 +87,12 @@ class SuffixDrafter(TextDrafter):
         if text is not None and self._corpus is not None:
             self._corpus.add(text.sequence.request.cache_salt, text.sequence.output_token_ids)
 
-    def _tenant(self, sequence: Sequence) -> int | None:
+    def _tenant(self, sequence: SequenceState) -> int | None:
         return None if self._corpus is None else self._corpus.tenant(sequence.request.cache_salt)
 
-    def _search(self, texts: Many[Text], counts: Many[int], tenants: Many[int | None]) -> list[list[int]]:
+    def _search(
+        self, texts: Sequence[Text], counts: Sequence[int], tenants: Sequence[int | None]
+    ) -> list[list[int]]:
         assert self._library is not None
         batch = Batch(texts, counts)
         ring = ctypes.byref(self._corpus.ring()) if self._corpus is not None else None
@@ -101,7 +103,7 @@ class SuffixDrafter(TextDrafter):
         return batch.drafted()
 
     def _search_plainly(
-        self, texts: Many[Text], counts: Many[int], tenants: Many[int | None]
+        self, texts: Sequence[Text], counts: Sequence[int], tenants: Sequence[int | None]
     ) -> list[list[int]]:
         earlier = self._corpus.symbols() if self._corpus is not None else np.empty(0, np.int64)
         return [

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
-from engine.kv_pool import KVPool, KVShape
+from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.sequence import Sequence
+from engine.pool_layout import Segment
+from engine.sequence import SequenceState
 from speculation.drafter import Computed
 
 
 class Text:
     """A sequence's tokens as int32 [length], at `address`, until the next `update`."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: SequenceState) -> None:
         self.sequence = sequence
         self.length = 0
         self.address = 0
@@ -49,7 +50,7 @@ class Batch(ctypes.Structure):
         ("stride", ctypes.c_int64),
     )
 
-    def __init__(self, texts: Many[Text], counts: Many[int]) -> None:
+    def __init__(self, texts: Sequence[Text], counts: Sequence[int]) -> None:
         size, stride = len(texts), max(counts, default=0)
         addresses = [text.address for text in texts]
         lengths = [text.length for text in texts]
@@ -70,7 +71,7 @@ class Batch(ctypes.Structure):
 class TextDrafter:
     """A `Drafter` without KV and hidden states, that knows its requests' texts."""
 
-    segment: KVShape | None = None
+    segment: Segment | None = None
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class TextDrafter:
     def warm_up(self) -> None:
         """What there is to compile was compiled when the method was chosen."""
 
-    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         self._text(sequence)
 
     def num_drafted(self, request_id: str) -> int:
@@ -91,19 +92,19 @@ class TextDrafter:
     def feature(self, request_id: str) -> Tensor | None:
         return None
 
-    def observe(self, computed: Many[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> None:
         """What was committed is read when a draft is wanted."""
 
     def forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)
 
-    def _text(self, sequence: Sequence) -> Text:
+    def _text(self, sequence: SequenceState) -> Text:
         text = self._texts.get(sequence.request_id)
         if text is None or text.sequence is not sequence:
             text = self._texts[sequence.request_id] = Text(sequence)
         return text
 
-    def _updated(self, sequence: Sequence) -> Text:
+    def _updated(self, sequence: SequenceState) -> Text:
         text = self._text(sequence)
         text.update()
         return text

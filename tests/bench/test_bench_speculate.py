@@ -19,7 +19,7 @@ from bench.speculate.figures import crossover, figures_of, verdicts_of
 from bench.speculate.measurement import Answer, Measurement, summarize
 from bench.speculate.plan import Block, Case, NumTokens, Plan, parse_drafting
 from bench.speculate.workload import edit_prompt, load_prompts
-from protocol.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
+from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.errors import ConfigError
 from protocol.messages import EngineRequest, FinishReason, TokenOutput
 from protocol.sampling import SamplingParams
@@ -188,8 +188,24 @@ def test_figures_are_medians_and_ratios_within_rounds() -> None:
     assert figure.draft_share == pytest.approx(0.25)
     assert figure.decode_speedup == pytest.approx(2.0)
     assert figure.same
-    other = measured(3, 1.0, token_ids=[8] * 100)
-    assert not figures_of([measured(None, 1.0), other], 1.0)[1].same
+
+
+def test_the_speedup_is_the_median_of_ratios() -> None:
+    """Not the ratio of medians, which here is 1: the machine's speed differs between rounds."""
+    rounds = [(1.0, 2.0), (2.0, 1.0), (4.0, 2.0)]
+    measurements = []
+    for number, (base, mine) in enumerate(rounds):
+        measurements += [measured(None, base, number), measured(3, mine, number)]
+    _, figure = figures_of(measurements, 1.0)
+    assert figure.speedup == pytest.approx(2.0)
+    assert figure.decode_speedup == pytest.approx(2.0)
+
+
+def test_tokens_are_the_same_only_if_they_are_in_every_round() -> None:
+    rounds = [measured(None, 1.0, number) for number in (0, 1)]
+    equal, other = measured(3, 1.0, 0), measured(3, 1.0, 1, token_ids=[8] * 100)
+    assert figures_of([*rounds, equal, measured(3, 1.0, 1)], 1.0)[1].same
+    assert not figures_of([*rounds, equal, other], 1.0)[1].same
 
 
 def test_the_crossover_lies_between_what_was_measured() -> None:
@@ -222,12 +238,12 @@ def test_verdicts_say_what_to_choose() -> None:
 
 def check_files(folder: Path, cases: int) -> dict[str, Any]:
     assert {path.name for path in folder.iterdir()} == {
-        "speculate.json",
-        "speculate.md",
-        "speculate-k.svg",
-        "speculate-concurrency.svg",
+        "results.json",
+        "README.md",
+        "over-k.svg",
+        "over-concurrency.svg",
     }
-    document: dict[str, Any] = json.loads((folder / "speculate.json").read_text())
+    document: dict[str, Any] = json.loads((folder / "results.json").read_text())
     assert len(document["figures"]) == len(document["measurements"]) == cases
     assert all(figure["same"] for figure in document["figures"])
     return document
@@ -244,7 +260,7 @@ def test_engines_side_by_side(tmp_path: Path) -> None:
     assert drafted["None"] is None and drafted["0"] is None
     assert 0 < drafted["3"] <= 1
     assert all(each["predicted"] > 0 for each in document["figures"])
-    table = (tmp_path / "speculate.md").read_text()
+    table = (tmp_path / "README.md").read_text()
     assert "| 1 | draft_model | 3 |" in table
     assert "`tandem bench speculate --method draft_model --num-tokens 0,3,auto --concurrency 1,2" in table
 

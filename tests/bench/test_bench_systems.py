@@ -1,6 +1,7 @@
 """Starting and ending the systems of a comparison, and reading their specs."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -8,8 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.peers import ports
+from bench.peers.ports import free_port
 from bench.peers.process import Command, RunningSystem
-from bench.peers.systems import SYSTEMS, Setting, free_port, parse_system
+from bench.peers.systems import SYSTEMS, Setting, parse_system
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Answers 200, and has a child that would outlive it.
 SERVER = """
@@ -57,6 +62,25 @@ def test_a_server_that_never_answers_is_ended_after_the_timeout(tmp_path):
         pytest.fail("entered a system that isn't ready")
     assert time.monotonic() - started < 20
     assert not psutil.pid_exists(int((tmp_path / "server.log").read_text().split()[0]))
+
+
+def test_ports_are_given_once_in_all_processes(monkeypatch):
+    monkeypatch.setattr(ports, "_PORTS", range(ports._PORTS.start, ports._PORTS.start + 40))
+    code = "import sys; from bench.peers import ports\n"
+    code += "ports._PORTS = range(int(sys.argv[1]), int(sys.argv[2]))\n"
+    code += "print(*[ports.free_port() for _ in range(10)], flush=True); input()"
+    argv = [sys.executable, "-c", code, str(ports._PORTS.start), str(ports._PORTS.stop)]
+    others = [
+        subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    given = [free_port() for _ in range(10)]
+    for other in others:
+        assert other.stdout is not None
+        given += map(int, other.stdout.readline().split())
+    for other in others:
+        other.communicate("\n")
+    assert len(set(given)) == 30
 
 
 @pytest.fixture

@@ -80,12 +80,12 @@ def test_an_error_in_a_process_is_raised_here() -> None:
 
 def test_rows_and_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(raw, "TOTAL_BYTES", 8 * 1024 * 1024)
-    path = tmp_path / "deep" / "figures.json"
+    folder = tmp_path / "deep"
     result = CliRunner().invoke(
-        app, ["transfer", "--rows", "shm,tcp", "--repeats", "1", "--output", str(path)]
+        app, ["transfer", "--rows", "shm,tcp", "--repeats", "1", "--output", str(folder)]
     )
     assert result.exit_code == 0, result.output
-    document = json.loads(path.read_text())
+    document = json.loads((folder / "results.json").read_text())
     assert document["command"] == "tandem bench transfer --rows shm,tcp --repeats 1"
     assert [figure["at_least"] for figure in document["figures"]] == [0.85, None, 0.9, 0.9]
     assert all(figure["value"] > 0 and len(figure["samples"]) == 1 for figure in document["figures"])
@@ -103,8 +103,8 @@ def test_growth_as_table_plot_and_json(tmp_path: Path) -> None:
         transport="shm", layout="scattered", tokens=128, pairs=1, nbytes=2**20, extents=8, seconds=0.002
     )
     growth.write(tmp_path, [point], [point], "the command")
-    table = (tmp_path / "transfer-growth.md").read_text()
+    table = (tmp_path / "README.md").read_text()
     assert "`the command`" in table
     assert table.count("| shm | scattered | 128 | 1 | 1 | 8 | 2.0 | 0.52 |") == 2
-    assert (tmp_path / "transfer-growth.svg").read_text().count("<svg") == 1
-    assert json.loads((tmp_path / "transfer-growth.json").read_text())["prompts"][0]["extents"] == 8
+    assert (tmp_path / "growth.svg").read_text().count("<svg") == 1
+    assert json.loads((tmp_path / "results.json").read_text())["prompts"][0]["extents"] == 8

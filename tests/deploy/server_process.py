@@ -52,7 +52,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        found = re.search(r"serves .* on (http://\S+)", self.log)
+        found = re.search(r"^Listening on (http://\S+)", self.log, re.MULTILINE)
         assert found is not None, self.log
         return found.group(1)
 
@@ -72,7 +72,7 @@ class ServerProcess:
             return
 
     def wait_ready(self) -> ServerProcess:
-        self.wait(lambda: "Try:" in self.log or self.process.poll() is not None, START_S)
+        self.wait(lambda: "Listening on" in self.log or self.process.poll() is not None, START_S)
         assert self.process.poll() is None, self.log
         self.look()
         return self
@@ -92,7 +92,7 @@ class ServerProcess:
         return {worker["id"]: worker for worker in answer["workers"]}
 
     def worker_pid(self, worker_id: str) -> int:
-        return int(self.workers()[worker_id]["start_up"]["process"].split()[0])
+        return int(self.workers()[worker_id]["pid"])
 
     def complete(self, prompt: str | list[int], **parameters: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True} | parameters

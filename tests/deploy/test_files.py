@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from protocol.config import ENV_PREFIX, ServeConfig, load_config
+from deploy.config import ENV_PREFIX, load_config
+from protocol.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -59,11 +61,21 @@ def test_completions_take_the_disaggregated_path(server: ServerProcess) -> None:
 
 
 def test_announcement_says_what_was_chosen(server: ServerProcess) -> None:
-    for expected in ("threads per worker:", "prefill-0:", "decode-0:", "attention:", "Try:  curl "):
-        assert expected in server.log
+    lines = server.log.splitlines()
+    start = lines[: next(n for n, line in enumerate(lines) if line.startswith("Listening on http://")) + 1]
+    for expected in ("threads per worker:", "  prefill-0: cpu, ", "  decode-0: cpu, ", " MiB", "Try:  curl "):
+        assert expected in "\n".join(start)
+    assert len(start) <= 10, "a calm start"
     curl = server.log.split("Try:  ")[1].splitlines()[0]
     answer = subprocess.run(["bash", "-c", f"{curl} -s"], capture_output=True, text=True, timeout=60)
     assert json.loads(answer.stdout)["choices"][0]["text"], answer.stderr
+
+
+def test_others_cannot_write_into_rays_folders(server: ServerProcess) -> None:
+    """Ray lets everybody write there, so the folder above must be closed."""
+    (folder,) = Path("/tmp").glob(f"tandem-{server.process.pid}-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "ray").is_dir()
 
 
 def test_status_and_complete(server: ServerProcess) -> None:
@@ -124,6 +136,46 @@ def test_a_lost_worker_is_made_up_for_then_heals(
     answer = server.complete(list(range(1, 50)), max_tokens=5)
     assert answer.status_code == 200, answer.text
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_all_workers_are_killed_and_no_request_fails(server: ServerProcess) -> None:
+    """Running streams, and a request that comes while nobody is there, wait for the next incarnations."""
+    body = {"model": "tiny", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
+    body |= {"return_token_ids": True}
+    prompts = [list(range(1 + number, 40 + number)) for number in range(6)]
+
+    def tokens_of(prompt: list[int], started: threading.Semaphore | None = None) -> list[int]:
+        tokens: list[int] = []
+        request = httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=body | {"prompt": prompt}, timeout=60
+        )
+        with request as stream:
+            assert stream.status_code == 200
+            for line in stream.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                tokens += event["choices"][0]["token_ids"]
+                if started is not None:
+                    started.release()
+                    started = None
+        return tokens
+
+    expected = [tokens_of(prompt) for prompt in prompts]
+    started = threading.Semaphore(0)
+    pids = [server.worker_pid(worker_id) for worker_id in server.workers()]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        running = [pool.submit(tokens_of, prompt, started) for prompt in prompts[:-1]]
+        for _ in running:
+            assert started.acquire(timeout=30)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        late = pool.submit(tokens_of, prompts[-1])
+        assert [answer.result(90) for answer in (*running, late)] == expected
+    assert "requests_parked_total" in httpx.get(f"{server.url}/metrics").text
+    assert "no worker can take requests: they wait for prefill-0, decode-0" in server.log
+    server.wait(lambda: httpx.get(f"{server.url}/ready").status_code == 200, 60)
 
 
 def test_ctrl_c_drains_and_leaves_nothing(server: ServerProcess) -> None:
@@ -221,6 +273,15 @@ def test_a_second_signal_ends_at_once(started: ServerProcess) -> None:
     started.process.send_signal(signal.SIGTERM)
     started.signal(signal.SIGINT)
     started.wait_end(10)
+    assert started.leftovers() == []
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_without_ray_it_ends_and_says_why(started: ServerProcess, name: str) -> None:
+    started.wait_ready()
+    next(process for process in _alive(started) if process.name() == name).kill()
+    assert started.wait_end(30) == 1
+    assert started.log.strip().splitlines()[-1].startswith(f"tandem: Ray's {name} (process ")
     assert started.leftovers() == []
 
 

@@ -31,9 +31,7 @@ FLAGS |= {flag for app in (tandem, bench) for flag in command_flags(typer.main.g
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_test_that_a_document_names_exists(document: Path) -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text())
-    assert named
-    for path, name in named:
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text()):
         assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (path, name)
 
 
@@ -41,3 +39,11 @@ def test_every_test_that_a_document_names_exists(document: Path) -> None:
 def test_every_flag_that_a_document_names_exists(document: Path) -> None:
     named = set(re.findall(r"--[a-z][a-z-]+", document.read_text()))
     assert named <= FLAGS
+
+
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, *ROOT.glob("*.md"), ROOT / "bench/README.md"], ids=lambda path: path.name
+)
+def test_every_file_that_a_document_links_to_exists(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []

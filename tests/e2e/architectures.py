@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 VOCAB_SIZE = 320
 SLIDING_WINDOW = 24
@@ -66,15 +66,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
+    common = _COMMON
+    if model_type == "gpt2":
+        names = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
+        common = {name: _COMMON[name] for name in names}
+    return AutoConfig.for_model(model_type, **{**common, **ARCHITECTURES.get(model_type, {}), **changes})
+
+
 def write_model(model_type: str, folder: Path) -> None:
     """A model of the type with weights large enough that its greedy tokens vary."""
     torch.manual_seed(11)
-    changes = ARCHITECTURES[model_type]
-    if model_type == "gpt2":
-        common = {
-            key: _COMMON[key] for key in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
-        }
-    else:
-        common = dict(_COMMON)
-    config = AutoConfig.for_model(model_type, **{**common, **changes})
+    config = config_of(model_type)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

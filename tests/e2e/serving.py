@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
-from protocol.sockets import ClusterKeys
 from router.server import RouterServer
 from tests.worker.harness import RunningWorker, tiny_config
 

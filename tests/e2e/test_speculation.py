@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from protocol.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
-from protocol.speculation import WEIGHTLESS, parse_speculative_config
+from deploy.config import speculative_config
+from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
+from protocol.speculation import WEIGHTLESS
 from tests.deploy.server_process import ROOT, tandem_command
 from tests.e2e.serving import PAIR, HttpServing
 
@@ -26,6 +27,15 @@ DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
 }
 WORKERS = {"disaggregated": PAIR, "colocated": {"decode-0": ""}}
+SERVERS = [
+    ("draft_model", "disaggregated"),
+    ("draft_model_tree", "colocated"),
+    ("medusa", "disaggregated"),
+    ("eagle", "disaggregated"),
+    ("eagle", "colocated"),
+    ("ngram", "disaggregated"),
+]
+"""Each deployment once; the one with draft KV and hidden states of a head also without a hand-off."""
 NUM_TOKENS = 40
 LINES = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text().splitlines()
 PROMPT = json.loads(LINES[20])["prompt"][-700:]
@@ -53,7 +63,7 @@ def options(deployment: str | None) -> dict[str, Any]:
     config: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
     if deployment is not None:
         fields = DEPLOYMENTS[deployment]
-        config["speculative_config"] = parse_speculative_config(fields, target=str(BUNDLED_MODEL))
+        config["speculative_config"] = speculative_config(fields, "--speculative-config", str(BUNDLED_MODEL))
     return config
 
 
@@ -128,11 +138,7 @@ def expected() -> dict[str, list[dict[str, Any]]]:
         return {name: ask(serving, request) for name, request in REQUESTS.items()}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(deployment, workers) for workers in WORKERS for deployment in DEPLOYMENTS],
-    ids=lambda param: "-".join(param),
-)
+@pytest.fixture(scope="module", params=SERVERS, ids=lambda param: "-".join(param))
 def serving(request: pytest.FixtureRequest) -> Iterator[HttpServing]:
     with serve(*request.param) as serving:
         yield serving

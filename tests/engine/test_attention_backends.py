@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.select import available_backends
+from engine.attention.select import available_backends, select_backend
 from tests.engine.attention_packs import Pack, make_pack, run
 
 BACKENDS = available_backends(torch.device("cpu"))
@@ -113,6 +113,31 @@ def test_other_layers_stay_untouched(backend: str) -> None:
     run(backend, pack, layer=1)
     after = pack.pool.nan_to_num(9.0)
     assert torch.equal(after[:, [0, 2]], before[:, [0, 2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_with_shapes_of_their_own(backend: str, dtype: torch.dtype) -> None:
+    """Layers of one step that differ in heads and head_dim give the bits that each gives in a pool alone."""
+    shapes = [(4, 2, 64), (8, 2, 128), (8, 4, 128), (4, 2, 24), (4, 2, 64)]
+    packs = [
+        make_pack(MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+        for heads, kv_heads, head_dim in shapes
+    ]
+    parts = [pack.pool[:, 1] for pack in packs]
+    blocks = torch.cat([part.flatten(1) for part in parts], dim=1)
+    places = blocks.split([part[0].numel() for part in parts], dim=1)
+    layers = [place.unflatten(1, part.shape[1:]) for place, part in zip(places, parts, strict=True)]
+    cls, _ = select_backend(blocks.device, dtype, backend)
+    attention = cls(layers)
+    attention.begin_step(packs[0].metadata)
+    for layer, pack in enumerate(packs):
+        alone = run(backend, pack)
+        out = attention.forward(
+            layer, pack.query, pack.key, pack.value, scale=0.125, sliding_window=None, softcap=None
+        )
+        assert torch.equal(out, alone)
+        assert torch.equal(layers[layer].nan_to_num(9.0), pack.pool[:, 1].nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

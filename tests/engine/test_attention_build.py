@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
 import shutil
 import subprocess
@@ -14,14 +16,15 @@ import pytest
 import torch
 
 from engine.attention import select
-from engine.attention.cpu_kernel import library
+from engine.attention.cpu_kernel import library, structs
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
 from engine.attention.torch_backend import TorchBackend
-from native import build
+from native import build, ownership
 from tests.engine.attention_packs import make_pack, run
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(library.__file__).parent / "attention.cpp"
 PLAIN: Any = {"scale": 1.0, "sliding_window": None, "softcap": None}
 has_compiler = pytest.mark.skipif(
@@ -89,7 +92,7 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     cls, reason = select_backend(CPU, torch.float32)
     assert cls is TorchBackend
     assert "no luck today" in reason
-    assert [path.name for path in forgetful.iterdir()] == ["broken"]
+    assert sorted(path.name for path in forgetful.iterdir()) == ["broken", "lock"]
 
 
 def test_a_cache_that_cannot_be_written_is_reported(forgetful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,19 +123,55 @@ def test_a_changed_header_makes_another_library(forgetful: Path, monkeypatch: py
     assert build.build(source) != first
 
 
-@pytest.mark.slow
-@has_compiler
-def test_processes_that_start_together_share_one_build(forgetful: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        f"from native.build import *; print(build(Path({str(SOURCE)!r})))",
+def test_processes_that_start_together_compile_once(forgetful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two build all kernels side by side: one compiles, with one line of progress, the other waits."""
+    compiler = forgetful / "compiler"
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] || (sleep 0.2; echo $* >> {forgetful}/calls)\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(forgetful / "cache"))
+    code = (
+        "import logging; from native.build import *; logging.basicConfig(level='INFO');"
+        f"build_all(Path({str(ROOT)!r}) / name for name in ('engine', 'kvtransfer', 'speculation'))"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    paths = {process.communicate()[0].strip() for process in started}
+    lines = [line for process in started for line in process.communicate()[1].splitlines()]
     assert [process.returncode for process in started] == [0, 0]
-    assert paths == {str(path) for path in forgetful.iterdir()}
-    assert str(build.build(SOURCE)) in paths
+    libraries = {path.stem.split("-")[0] for path in (forgetful / "cache").glob("*.so")}
+    assert libraries >= {"attention", "product", "decoder", "choose", "chains", "gather"}
+    assert len((forgetful / "calls").read_text().splitlines()) == len(libraries)
+    assert len(lines) == 1
+    assert all(name in lines[0] for name in libraries)
+
+
+@pytest.mark.parametrize("spoilt", ["folder", "library"])
+@pytest.mark.parametrize("how", ["mode", "owner"])
+def test_libraries_that_others_may_have_planted_are_not_loaded(
+    spoilt: str, how: str, forgetful: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "true")
+    library = build.build(SOURCE)
+    path = library if spoilt == "library" else forgetful
+    if how == "mode":
+        path.chmod(0o777)
+    else:
+        monkeypatch.setattr(ownership.os, "geteuid", lambda: 4321)
+        if os.getuid() == 0:  # root's files are trusted by all
+            os.chown(path, 1234, -1)
+    with pytest.raises(build.BuildError, match="belongs to user" if how == "owner" else "written by others"):
+        build.build(SOURCE)
+
+
+@has_compiler
+def test_structs_unlike_those_in_the_sources_are_refused() -> None:
+    class Call(ctypes.Structure):
+        _fields_ = structs.Call._fields_[:-1]
+
+    assert build.load_library(SOURCE, structs.KvLayer, structs.Pool, structs.Step, structs.Call)
+    with pytest.raises(build.BuildError, match="KvLayer, Pool, Step, Call are not the"):
+        build.load_library(SOURCE, structs.KvLayer, structs.Pool, structs.Step, Call)
 
 
 @pytest.mark.slow
@@ -176,13 +215,13 @@ def test_metadata_that_lead_outside_the_pool_are_refused(field: str, wrong: int)
     pack = make_pack([(1, 20), (3, 30)])
     getattr(pack.metadata, field).view(-1)[0] = wrong
     with pytest.raises(ValueError, match=field):
-        CpuBackend(pack.pool).begin_step(pack.metadata)
+        CpuBackend(pack.pool.unbind(1)).begin_step(pack.metadata)
 
 
 @has_compiler
 def test_tensors_that_do_not_fit_are_refused() -> None:
     pack = make_pack([(3, 30)])
-    backend = CpuBackend(pack.pool)
+    backend = CpuBackend(pack.pool.unbind(1))
     with pytest.raises(RuntimeError, match="begin_step"):
         backend.forward(0, pack.query, pack.key, pack.value, **PLAIN)
     backend.begin_step(pack.metadata)
@@ -195,6 +234,6 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 3"):
         backend.forward(3, pack.query, pack.key, pack.value, **PLAIN)
     with pytest.raises(ValueError, match="contiguous"):
-        CpuBackend(pack.pool.transpose(0, 1))
+        CpuBackend(pack.pool.transpose(2, 3).unbind(1))
     with pytest.raises(ValueError, match="float16"):
-        CpuBackend(pack.pool.half())
+        CpuBackend(pack.pool.half().unbind(1))

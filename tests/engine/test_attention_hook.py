@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend, AttentionMetadata
@@ -77,7 +77,7 @@ def backend_for(model: PreTrainedModel, name: str) -> AttentionBackend:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     shape = (1 + len(LENGTHS) * BLOCKS_EACH, config.num_hidden_layers, 2, BLOCK_SIZE, kv_heads, head_dim)
     cls, _ = select_backend(torch.device("cpu"), torch.float32, name)
-    return cls(torch.full(shape, float("nan")))
+    return cls(torch.full(shape, float("nan")).unbind(1))
 
 
 def describe(spans: list[Span]) -> AttentionMetadata:
@@ -152,10 +152,28 @@ def test_compiles_without_a_graph_break(backend: str) -> None:
     tokens = random_tokens()
     model = build("llama")
     expected = packed_logits(model, backend_for(model, backend), tokens)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
     actual = packed_logits(compiled, backend_for(model, backend), tokens)
     for logits, row in zip(actual, expected, strict=True):
         torch.testing.assert_close(logits, row, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_moe"])
+def test_serving_prepares_no_masks(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers looks for packed sequences in the position ids first, which waits for the device."""
+    looked: list[Tensor] = []
+
+    def find_packed_sequence_indices(position_ids: Tensor) -> None:
+        looked.append(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find_packed_sequence_indices)
+    model = build(architecture)
+    packed_logits(model, backend_for(model, "torch"), random_tokens())
+    assert not looked
+    build(architecture, "eager")(
+        input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None], use_cache=False
+    )
+    assert looked
 
 
 def attention_inputs(head_dim: int = 8, value_dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,7 +216,7 @@ def test_refuses_models_with_other_attention(model_type: str) -> None:
     transformers_hook.register()
     other = {"head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2}
     config = AutoConfig.for_model(model_type, **SIZES | GQA | other)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=transformers_hook.NAME).eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=transformers_hook.PROBE_NAME).eval()
     with pytest.raises(UnsupportedModelError):
         model(input_ids=torch.arange(6)[None], position_ids=torch.arange(6)[None], use_cache=False)
 

@@ -215,7 +215,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         if not hasattr(self, "manager"):
             return
-        assert self.manager.num_used == self.num_used()
+        assert self.manager.num_available == self.manager.num_blocks - self.num_used()
         assert self.manager.num_cached == len(self.evictable())
         assert self.manager.num_free == self.num_free()
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import transformers_hook
 from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.decoder.description import unfit
+from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward
 from engine.forward import Forward, ForwardOutput
 from engine.linear.packed import kernel_fault, pack_linears
@@ -80,9 +80,8 @@ def make_model(name: str) -> PreTrainedModel:
 def new_backend(model: PreTrainedModel) -> CpuBackend:
     attention = model.model.layers[0].self_attn
     heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
-    return CpuBackend(
-        torch.zeros(NUM_BLOCKS, layers, 2, BLOCK, heads, attention.head_dim, dtype=torch.bfloat16)
-    )
+    pool = torch.zeros(NUM_BLOCKS, layers, 2, BLOCK, heads, attention.head_dim, dtype=torch.bfloat16)
+    return CpuBackend(pool.unbind(1))
 
 
 class Both:
@@ -92,8 +91,9 @@ class Both:
         model = make_model(name)
         assert unfit(model) is None
         ours, theirs = new_backend(model), new_backend(model)
-        self.native = Runner(DecoderForward(model, ours, POSITIONS, hidden_layers), ours, BLOCK, CPU)
         own = copy.deepcopy(model)
+        native = DecoderForward(Description(model, POSITIONS), ours, hidden_layers)
+        self.native = Runner(native, ours, BLOCK, CPU)
         pack_linears(own)
         forward = Forward(own, CPU, "off", hidden_layers, products="packed", packed=True)
         self.modules = Runner(forward, theirs, BLOCK, CPU)
@@ -207,7 +207,7 @@ def test_rows_out_of_range_are_refused(rows: SequenceRows, field: str) -> None:
 )
 def test_drafts_out_of_range_are_refused(start: int, counts: list[int], field: str) -> None:
     model = make_model("llama")
-    decoder = DecoderForward(model, new_backend(model), POSITIONS)
+    decoder = DecoderForward(Description(model, POSITIONS), new_backend(model))
     batch = RowArrays.of([SequenceRows([1], start, [block]) for block in (0, 1)])
     with pytest.raises(ValueError, match=f"{field} is out of range"):
         decoder.draft(batch, np.array([[0, 0], counts]), np.zeros(2, np.float32), 331)

@@ -77,10 +77,11 @@ def tokens(outputs: list[TokenOutput]) -> list[int]:
 
 
 def assert_empty(engine: Engine) -> None:
-    assert engine.blocks.num_used == 0
+    assert engine.blocks.num_available == engine.blocks.num_blocks
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_blocks
     stats = engine.stats()
-    assert stats.num_running == stats.num_waiting == stats.num_reserved == stats.num_held == 0
+    assert stats.num_running == stats.num_waiting == 0
+    assert not engine._sequences
 
 
 def test_a_long_prompt_runs_in_chunks(make_engine: Callable[..., Engine], reference: PreTrainedModel) -> None:
@@ -172,8 +173,9 @@ def test_decoding_goes_on_beside_a_long_prompt(make_engine: Callable[..., Engine
     engine = make_engine()
     engine.add(ask("long", prompt_of(240)))
     engine.step()
-    assert engine.reserve(ask("handed over", prompt_of(10))) is not None
-    engine.activate("handed over", 1)
+    reservation = engine.reserve(ask("handed over", prompt_of(10)))
+    assert reservation is not None
+    engine.activate(reservation, 1)
     for _ in range(2):
         assert [output.request_id for output in engine.step().outputs] == ["handed over"]
     assert len(run(engine)["long"]) == 8
@@ -279,7 +281,7 @@ def test_a_prefill_that_nobody_takes_goes_on_here(
     engine.resume("a")
     outputs += run(engine)["a"]
     assert tokens(outputs) == whole
-    engine.release("a")
+    engine.abort("a")
     assert_empty(engine)
 
 
@@ -288,13 +290,13 @@ def test_a_held_prefill_keeps_its_blocks_until_released(make_engine: Callable[..
     engine.add(ask("a", prompt_of(40)), prefill_only=True)
     assert len(run(engine)["a"]) == 1
     assert engine.computed_blocks("a") == 3
-    assert engine.blocks.num_used == 3
-    engine.release("a")
-    engine.release("a")
+    assert engine.blocks.num_blocks - engine.blocks.num_available == 3
+    engine.abort("a")
+    engine.abort("a")
     assert_empty(engine)
 
 
-def test_a_reservation_is_activated_or_aborted(
+def test_a_reservation_is_activated_or_freed(
     make_engine: Callable[..., Engine], reference: PreTrainedModel
 ) -> None:
     prompt = prompt_of(40)
@@ -305,14 +307,14 @@ def test_a_reservation_is_activated_or_aborted(
     assert reservation is not None
     assert reservation.cached_blocks == 0
     source = prefill.block_ids("a")
-    decode.pool.tensor[reservation.block_ids] = prefill.pool.tensor[source]
-    decode.activate("a", first[0])
+    decode.pool.blocks[reservation.block_ids] = prefill.pool.blocks[source]
+    decode.activate(reservation, first[0])
     assert first + tokens(run(decode)["a"]) == greedy(reference, prompt, 8)
     again = decode.reserve(ask("b", prompt))
     assert again is not None
     assert again.cached_blocks == 2
-    assert decode.abort("b")
     assert not decode.abort("b")
+    decode.blocks.free(again.table)
     assert_empty(decode)
 
 
@@ -324,8 +326,8 @@ def hand_over(source: Engine, target: Engine, name: str, prompt: list[int], **ho
     assert reservation is not None
     missing = slice(reservation.cached_blocks, None)
     blocks = source.block_ids(name)[missing]
-    target.pool.tensor[reservation.block_ids[missing]] = source.pool.tensor[blocks]
-    target.activate(name, first[0], **how)
+    target.pool.blocks[reservation.block_ids[missing]] = source.pool.blocks[blocks]
+    target.activate(reservation, first[0], **how)
     run(target)
     return reservation.cached_blocks
 
@@ -360,9 +362,10 @@ def test_blocks_that_hold_something_else_than_was_said_are_not_shared(
 
 def test_no_room_for_a_reservation_now(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(num_blocks=17)
-    assert engine.reserve(ask("a", prompt_of(200))) is not None
+    first = engine.reserve(ask("a", prompt_of(200)))
+    assert first is not None
     assert engine.reserve(ask("b", prompt_of(200, 1))) is None
-    engine.abort("a")
+    engine.blocks.free(first.table)
     assert engine.reserve(ask("b", prompt_of(200, 1))) is not None
 
 

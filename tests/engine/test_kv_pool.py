@@ -1,26 +1,38 @@
-"""A pool of two segments: one extent a block, tokens and blocks that move in both, tiers that keep both."""
+"""A pool of several segments: one extent a block, tokens and blocks that move in all, tiers that keep all."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
-from engine.kv_pool import DRAFT, TARGET, KVPool, KVShape
+from engine.kv_pool import KVPool, pool_blocks
+from engine.pool_layout import DRAFT, TARGET, Group, LayerPlace, PoolLayout, Segment
 from engine.tiers.memory import HostMemory
+from protocol.config import ServeConfig
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 TABLE = [7, 2, 9, 4, 0]
-SHAPES = {TARGET: KVShape(3, 2, 8, torch.float32), DRAFT: KVShape(1, 1, 4, torch.bfloat16)}
+UNLIKE = Group(
+    TARGET,
+    (Segment(2, 2, 8, torch.float32), Segment(1, 1, 12, torch.bfloat16, num_planes=1)),
+    (LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(0, 1), LayerPlace(0, 0)),
+)
+"""The second layer has one plane of its own shape, and the last shares the first one's KV."""
+LAYOUT = PoolLayout((UNLIKE, Group.uniform(DRAFT, Segment(1, 1, 4, torch.bfloat16))), BLOCK_SIZE)
+NAMES = [TARGET, f"{TARGET}.1", DRAFT]
 
 
 @pytest.fixture
 def pool() -> KVPool:
-    pool = KVPool(SHAPES, NUM_BLOCKS, BLOCK_SIZE, torch.device("cpu"), None)
+    pool = KVPool(LAYOUT, NUM_BLOCKS, torch.device("cpu"), None)
     generator = torch.Generator().manual_seed(0)
-    for name in SHAPES:
+    for name in NAMES:
         segment = pool.segment(name)
         segment.copy_(torch.randn(segment.shape, generator=generator))
     return pool
@@ -32,10 +44,29 @@ def at(segment: Tensor, place: int) -> Tensor:
 
 def test_a_block_is_its_segments_one_after_the_other(pool: KVPool) -> None:
     for block in range(NUM_BLOCKS):
-        parts = [pool.segment(name)[block].contiguous().view(torch.uint8).flatten() for name in SHAPES]
+        parts = [pool.segment(name)[block].contiguous().view(torch.uint8).flatten() for name in NAMES]
         assert torch.equal(pool.blocks[block], torch.cat(parts))
     assert pool.blocks.is_contiguous()
-    assert pool.num_bytes == NUM_BLOCKS * (3 * 2 * 4 * 2 * 8 * 4 + 1 * 2 * 4 * 1 * 4 * 2)
+    assert pool.num_bytes == NUM_BLOCKS * (2 * 2 * 4 * 2 * 8 * 4 + 4 * 12 * 2 + 2 * 4 * 4 * 2)
+    assert [info.name for info in pool.segments] == NAMES
+    assert [info.shape for info in pool.segments] == [(2, 2, 4, 2, 8), (1, 1, 4, 1, 12), (1, 2, 4, 1, 4)]
+
+
+def test_layers_are_views_of_their_places(pool: KVPool) -> None:
+    first, second, third, shared = pool.layers(TARGET)
+    assert torch.equal(first, pool.segment(TARGET)[:, 0])
+    assert torch.equal(second, pool.segment(f"{TARGET}.1")[:, 0])
+    assert second.shape == (NUM_BLOCKS, 1, BLOCK_SIZE, 1, 12)
+    assert torch.equal(third, pool.segment(TARGET)[:, 1])
+    assert shared.data_ptr() == first.data_ptr()
+    third[5].fill_(9.0)
+    assert (pool.segment(TARGET)[5, 1] == 9.0).all()
+
+
+def test_formats_of_unlike_shapes_have_unlike_names() -> None:
+    plain = Segment(3, 2, 8, torch.float32)
+    assert Group.uniform(TARGET, plain).describe(16) == "float32/3x2x8/16"
+    assert len({group.describe(16) for group in (Group.uniform(TARGET, plain), *LAYOUT.groups)}) == 3
 
 
 @pytest.mark.parametrize("first", [0, 3, 6])
@@ -43,7 +74,7 @@ def test_a_block_is_its_segments_one_after_the_other(pool: KVPool) -> None:
     "places", [[], [0], [0, 1, 2], [1], [5], [0, 3], [0, 1, 9], [2, 3, 4, 5, 6], [1, 2, 4, 8, 13]], ids=str
 )
 def test_moved_tokens_are_whole_in_every_segment(pool: KVPool, first: int, places: list[int]) -> None:
-    before = {name: pool.segment(name).clone() for name in SHAPES}
+    before = {name: pool.segment(name).clone() for name in NAMES}
     pool.move_tokens(TABLE, first, places)
     for name, old in before.items():
         expected = old.clone()
@@ -59,7 +90,7 @@ def test_moves_between_random_places(pool: KVPool) -> None:
 
 
 def test_copied_blocks_are_whole(pool: KVPool) -> None:
-    before = {name: pool.segment(name).clone() for name in SHAPES}
+    before = {name: pool.segment(name).clone() for name in NAMES}
     pool.copy_blocks([(7, 3), (3, 5)])
     for name, old in before.items():
         old[[3, 5]] = old[7].clone()
@@ -67,7 +98,7 @@ def test_copied_blocks_are_whole(pool: KVPool) -> None:
 
 
 def test_the_host_tier_keeps_both_segments(pool: KVPool) -> None:
-    before = {name: pool.segment(name)[2].clone() for name in SHAPES}
+    before = {name: pool.segment(name)[2].clone() for name in NAMES}
     memory = HostMemory(pool.blocks, 2)
     memory.save(2, 1)
     pool.blocks[2].zero_()
@@ -75,3 +106,57 @@ def test_the_host_tier_keeps_both_segments(pool: KVPool) -> None:
     for name, old in before.items():
         assert torch.equal(pool.segment(name)[11], old)
         assert not pool.segment(name)[2].any()
+
+
+GIB = 2**30
+PER_TOKEN = Segment(8, 4, 32, torch.bfloat16)
+"""4 KiB of KV a token."""
+
+
+def blocks_for(device: str = "cpu", max_model_len: int = 1024, **options: Any) -> int:
+    config = ServeConfig(model="none", **options)
+    layout = PoolLayout((Group.uniform(TARGET, PER_TOKEN),), config.block_size)
+    return pool_blocks(config, layout, torch.device(device), max_model_len)
+
+
+def test_two_workers_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has 16 GiB of weights and nine twentieths of 80 GiB, whoever comes first."""
+    others = 0
+    pools = []
+    for _ in range(2):
+        own = 16 * GIB
+        free = 80 * GIB - others - own
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device, own=own: own)
+        pools.append(blocks_for("cuda", gpu_memory_utilization=0.45) * 16 * 4096)
+        others += own + pools[-1]
+    assert pools[0] == pools[1] == 20 * GIB
+
+
+def test_a_gpu_pool_is_never_larger_than_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+    assert blocks_for("cuda", gpu_memory_utilization=0.9) * 16 * 4096 == 5 * GIB
+
+
+@pytest.mark.parametrize(
+    ("available", "max_model_len", "nbytes", "why"),
+    [
+        (64 * GIB, 1024, 16 * (1024 + 16) * 4096, "room for 16 sequences of 1024 tokens"),
+        (64 * GIB, 131072, 4 * GIB, "the most that a CPU worker takes by default"),
+        (8 * GIB, 131072, int(8 * GIB * 0.9 / 4), "half of --gpu-memory-utilization 0.9 of the free memory"),
+    ],
+)
+def test_a_cpu_pool_fits_the_model_and_the_machine(
+    available: int,
+    max_model_len: int,
+    nbytes: int,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = SimpleNamespace(available=available)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    with caplog.at_level("DEBUG", "tandem.engine"):
+        assert blocks_for(max_model_len=max_model_len, max_num_seqs=8) == nbytes // (16 * 4096)
+    assert why in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import UnsupportedModelError
+from engine.held import hold, holds
 from engine.loader import load_model
+from engine.pool_layout import Group, Segment
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from tests.engine.refused_models import REFUSED
 from tests.worker.tiny_model import write_tiny_llama
-
-TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-
-RECURRENT: dict[str, dict[str, Any]] = {
-    "mamba2": {"hidden_size": 32, "head_dim": 16, "num_heads": 4, "n_groups": 1, "state_size": 16},
-    "qwen3_next": {
-        "head_dim": 16,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-    },
-}
 
 
 def config_for(folder: Path, **changes: Any) -> ServeConfig:
@@ -44,30 +27,9 @@ def config_for(folder: Path, **changes: Any) -> ServeConfig:
     )
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes", "reason"),
-    [
-        ("mamba2", RECURRENT["mamba2"], "mamba2"),
-        ("gpt_oss", {"head_dim": 16, "num_local_experts": 2}, "sinks"),
-        ("bloom", {"n_layer": 2, "n_head": 2}, "bloom"),
-        (
-            "deepseek_v3",
-            {
-                "q_lora_rank": 16,
-                "kv_lora_rank": 16,
-                "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 8,
-                "v_head_dim": 12,
-            }
-            | {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
-            "head_dim|MLA",
-        ),
-        ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "encoder-decoder"),
-        ("qwen3_next", RECURRENT["qwen3_next"], r"recurrent state|linear|qwen3_next"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "changes", "reason"), REFUSED)
 def test_refuses_by_name(tmp_path: Path, model_type: str, changes: dict[str, Any], reason: str) -> None:
-    AutoConfig.for_model(model_type, **{**TINY, **changes}).save_pretrained(tmp_path)
+    AutoConfig.for_model(model_type, **changes).save_pretrained(tmp_path)
     with pytest.raises((UnsupportedModelError, ConfigError), match=reason):
         load_model(config_for(tmp_path))
 
@@ -96,7 +58,32 @@ def test_dummy_weights_are_equal_in_every_process(tmp_path: Path) -> None:
 def test_facts_of_a_model(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path)
     loaded = load_model(config_for(tmp_path, load_format="auto"))
-    assert (loaded.kv_shape.num_layers, loaded.kv_shape.num_kv_heads, loaded.kv_shape.head_dim) == (2, 2, 16)
+    assert loaded.kv_group == Group.uniform("target", Segment(2, 2, 16, loaded.dtype))
     assert loaded.max_model_len == 1024
     assert loaded.eos_token_ids == [0]
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == loaded.vocab_size
+
+
+def test_weights_are_held_for_the_same_files_and_configuration_alone(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    config = config_for(tmp_path)
+    loaded = load_model(config)
+    try:
+        for other in (
+            {"dtype": "bfloat16"},
+            {"load_format": "auto"},
+            {"compile": "on"},
+            {"max_model_len": 64},
+        ):
+            hold([(config, loaded)])
+            assert not holds(msgspec.structs.replace(config, **other))
+        assert load_model(config) is loaded
+        assert load_model(config) is not loaded, "whoever has taken it may change it"
+        hold([(config, loaded)])
+        (tmp_path / "model.safetensors").write_bytes(b"other weights")
+        assert not holds(config)
+        hold([(config, loaded)])
+        os.utime(tmp_path / "model.safetensors", (1, 1))
+        assert not holds(config)
+    finally:
+        hold([])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from deploy.config import load_config
 from engine.engine import Engine
 from engine.linear import packed
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
-from protocol.config import BUNDLED_MODEL, load_config
+from models.bundled import BUNDLED_MODEL
+from native import build
 from protocol.messages import EngineRequest, TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -21,12 +25,38 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["tandem_linear", "tandem_linear_in_pairs", "tandem_linear_in_floats"])
+KERNELS = ["tandem_linear", "tandem_linear_in_pairs", "tandem_linear_in_floats"]
+EMULATED = Path(__file__).parent / "emulated" / "product.cpp"
+HAS_PAIRS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+
+
+@functools.cache
+def emulated(name: str) -> Any:
+    """The kernels for AMX-BF16 and AVX512-BF16, with these instructions in plain C++."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_FLAGS", [*build._FLAGS, f"-I{EMULATED.parent}"])
+        function = getattr(build.load_library(EMULATED), name)
+    function.argtypes = packed._kernel().argtypes  # type: ignore[attr-defined]
+    function.restype = None
+    return function
+
+
+@pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way to multiply that the CPU has, also where a faster one would be chosen."""
-    if request.param == "tandem_linear_in_pairs" and "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+    if request.param == "tandem_linear_in_pairs" and not HAS_PAIRS:
         pytest.skip("this CPU can't multiply pairs of bfloat16")
     chosen = packed._kernel(request.param)
+    monkeypatch.setattr(packed, "_kernel", lambda: chosen)
+
+
+@pytest.fixture(params=[*KERNELS, "emulated tandem_linear", "emulated tandem_linear_in_pairs"])
+def any_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to multiply, on any CPU: the first takes AMX only where there is AMX."""
+    *how, name = request.param.split()
+    if name == "tandem_linear_in_pairs" and not (how or HAS_PAIRS):
+        pytest.skip("this CPU can't multiply pairs of bfloat16; the emulated ones are tested")
+    chosen = emulated(name) if how else packed._kernel(name)
     monkeypatch.setattr(packed, "_kernel", lambda: chosen)
 
 
@@ -36,7 +66,7 @@ def layers(in_features: int, out_features: int, bias: bool = True) -> tuple[nn.L
     return linear, PackedLinear(linear)
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.usefixtures("any_kernel")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features", [1, 15, 16, 63, 64, 65, 200])
 @pytest.mark.parametrize("in_features", [2, 34, 512])
@@ -53,7 +83,7 @@ def test_a_product_is_the_exact_one_rounded(
     assert ((ours(x).double() - exact).abs() <= exact.abs() * 2**-8 + scale * 2**-20).all()
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.usefixtures("any_kernel")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(threads: int) -> None:
     _, ours = layers(256, 300)
@@ -70,7 +100,7 @@ def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(threads: int
         torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.usefixtures("any_kernel")
 def test_inputs_of_any_layout_and_batch_shape() -> None:
     _, ours = layers(64, 32)
     x = torch.randn(64, 3, 5).bfloat16()
@@ -82,7 +112,7 @@ def test_inputs_of_any_layout_and_batch_shape() -> None:
             ours(wrong)
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.usefixtures("any_kernel")
 def test_what_is_no_number_stays_so() -> None:
     _, ours = layers(64, 80)
     x = torch.randn(3, 64).bfloat16()

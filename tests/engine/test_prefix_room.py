@@ -24,7 +24,7 @@ def test_received_blocks_are_found_by_the_next_sequence() -> None:
     assert room is not None and room.num_cached == 2
     assert room.wanted == list(block_identities(ROOT, TOKENS, 8))[2:]
     keep(blocks, room, num_received=3)
-    assert blocks.num_used == 0 and blocks.num_cached == 5
+    assert blocks.num_available == blocks.num_blocks and blocks.num_cached == 5
     table, covered = blocks.start(TOKENS, ROOT)
     assert covered == 40
     assert table.block_ids[2:] == room_blocks(blocks)[2:5]
@@ -48,7 +48,7 @@ def test_no_room_where_nothing_is_missing_or_the_pool_is_full() -> None:
     assert find_room(blocks, TOKENS * 2, ROOT) is None
     published(blocks, 64)
     assert find_room(blocks, TOKENS[:66], ROOT) is None
-    assert blocks.num_used == 0
+    assert blocks.num_available == blocks.num_blocks
 
 
 def test_held_blocks_stay_until_they_are_given_back() -> None:
@@ -62,4 +62,4 @@ def test_held_blocks_stay_until_they_are_given_back() -> None:
     assert blocks.num_available == 0
     assert blocks.hold(identities).block_ids == held.block_ids
     blocks.free(held)
-    assert blocks.num_used == 8
+    assert blocks.num_blocks - blocks.num_available == 8

@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention.select import BACKENDS, available_backends
+from engine.draft import Draft
 from engine.forward import Forward
-from engine.kv_pool import TARGET, KVPool
+from engine.kv_pool import KVPool
 from engine.loader import load_model
+from engine.pool_layout import TARGET, PoolLayout
 from engine.rows import SequenceRows
 from engine.runner import Runner
-from engine.speculator import Draft
 from protocol.config import ServeConfig
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
 
@@ -44,9 +45,9 @@ def reference(folder: Path) -> PreTrainedModel:
 @pytest.fixture(params=available_backends(CPU))
 def runner(folder: Path, request: pytest.FixtureRequest) -> Runner:
     loaded = load_model(ServeConfig(model=str(folder), dtype="float32", device="cpu", compile="off"))
-    pool = KVPool({TARGET: loaded.kv_shape}, 32, BLOCK_SIZE, CPU, None)
+    pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK_SIZE), 32, CPU, None)
     forward = Forward(loaded.model, CPU, "off", products="torch")
-    return Runner(forward, BACKENDS[request.param](pool.tensor), BLOCK_SIZE, CPU)
+    return Runner(forward, BACKENDS[request.param](pool.layers(TARGET)), BLOCK_SIZE, CPU)
 
 
 def path_to(node: int) -> list[int]:

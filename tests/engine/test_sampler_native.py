@@ -172,6 +172,27 @@ def test_among_equal_scores_the_lowest_id_wins(first_wins: bool, temperature: fl
     assert num_equal > 10
 
 
+@pytest.mark.parametrize("way", ["torch", pytest.param("native", marks=needs_compiler)])
+def test_a_nucleus_ends_where_it_has_just_top_p(way: str) -> None:
+    """The likeliest token alone has exactly `top_p` of what top-k left: the next one stays outside."""
+    sampler = Sampler(3, "cpu", [])
+    if way == "torch":
+        sampler._native = None
+    num_exact = 0
+    for step in range(50):
+        logits = torch.tensor([[0.0, -7.0 - step / 16, -20.0]])
+        share = math.exp(float(logits[0, 1]))
+        total = 1 + share
+        if total - share != 1 or 1 / total * total != 1:
+            continue  # rounded
+        num_exact += 1
+        for top_p, size in ((1 / total, 1), (1 / total * (1 + 1e-14), 2)):
+            row = make_row("r", top_k=2, top_p=top_p)
+            _, distributions = sampler.draw_drafts(logits, [row], [0])
+            assert int((distributions > 0).sum()) == size
+    assert num_exact > 10
+
+
 @needs_compiler
 def test_a_nucleus_of_nearly_everything() -> None:
     """More may be wanted, after sums were rounded, than there is."""
@@ -299,7 +320,7 @@ def test_portable_code_chooses_the_same_tokens(
     monkeypatch.setattr("native.build._NATIVE", [f"-march={level}"])
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
     sampler = Sampler(1000, "cpu", [])
-    sampler._native = native.Choice()
+    sampler._native = native.NativeSampler()
     assert sampler.choose(logits, rows)[0].tolist() == expected
 
 

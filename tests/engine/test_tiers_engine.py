@@ -117,7 +117,7 @@ def written(engine: Engine) -> None:
 
 
 def assert_empty(engine: Engine) -> None:
-    assert engine.blocks.num_used == 0
+    assert engine.blocks.num_available == engine.blocks.num_blocks
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_blocks
     tiers = engine.tiers
     if tiers is not None:
@@ -215,9 +215,9 @@ def test_a_reservation_counts_what_the_host_holds(
     whole.add(ask("source", prompt), prefill_only=True)
     run(whole)
     source, target = whole.block_ids("source"), reservation.block_ids
-    torch.testing.assert_close(engine.pool.tensor[target[:10]], whole.pool.tensor[source[:10]])
-    engine.pool.tensor[target[10]] = whole.pool.tensor[source[10]]
-    engine.activate("handed over", first)
+    torch.testing.assert_close(engine.pool.blocks[target[:10]], whole.pool.blocks[source[:10]])
+    engine.pool.blocks[target[10]] = whole.pool.blocks[source[10]]
+    engine.activate(reservation, first)
     assert [first, *tokens(run(engine)["handed over"])] == greedy(reference, prompt, 8)
     aligned = PROMPTS[3]
     serve(engine, aligned)
@@ -225,7 +225,7 @@ def test_a_reservation_counts_what_the_host_holds(
     reservation = engine.reserve(ask("aligned", aligned))
     assert reservation is not None
     assert (reservation.cached_blocks, len(reservation.block_ids)) == (3, 3)
-    engine.abort("aligned")
+    engine.blocks.free(reservation.table)
     assert_empty(engine)
 
 

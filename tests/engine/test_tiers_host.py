@@ -11,7 +11,7 @@ import pytest
 from engine.tiers import host as host_module
 from engine.tiers.disk import DiskTier
 from engine.tiers.host import HostTier
-from engine.tiers.interface import Evicted, Fetch
+from engine.tiers.interface import DiskFetch, Evicted
 from engine.tiers.slot_file import SlotFile
 from protocol.ids import BlockIdentity
 from tests.engine.tiers_parts import (
@@ -51,12 +51,12 @@ class Rig:
         eventually(idle)
         self.host.poll()
 
-    def fetch(self, *numbers: int) -> Fetch:
+    def fetch(self, *numbers: int) -> DiskFetch:
         fetch = self.host.fetch(map(identity_of, numbers))
         self.wait(fetch)
         return fetch
 
-    def wait(self, fetch: Fetch) -> None:
+    def wait(self, fetch: DiskFetch) -> None:
         def arrived() -> bool:
             self.host.poll()
             return fetch.remaining == 0

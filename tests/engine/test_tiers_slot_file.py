@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.tiers import slot_file
 from engine.tiers.folder import check_free_space, claim_folder
 from engine.tiers.slot_file import ENTRY_BYTES, CorruptBlockError, SlotFile
 from protocol.errors import ConfigError
@@ -237,6 +238,39 @@ def test_one_process_claims_two_folders_and_releases_them(tmp_path: Path) -> Non
     second.release(), third.release()
     with open(tmp_path / "worker-0" / "lock") as free:
         fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_slot_holds_nothing_while_its_block_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a process that died in between, the old entry does not name the new block's bytes."""
+    file = open_file(tmp_path, BLOCK_BYTES, 4)
+    write_blocks(file, range(2))
+    write_all = slot_file._write_all
+
+    def die_in_the_block(fd: int, data: memoryview, offset: int) -> None:
+        if len(data) == BLOCK_BYTES:
+            write_all(fd, data[: BLOCK_BYTES // 2], offset)
+            raise OSError("no more")
+        write_all(fd, data, offset)
+
+    monkeypatch.setattr(slot_file, "_write_all", die_in_the_block)
+    with pytest.raises(OSError, match="no more"):
+        file.write(0, identity_of(7), 7, memoryview(content_of(identity_of(7), BLOCK_BYTES)))
+    monkeypatch.undo()
+    file.close()
+    again = open_file(tmp_path, BLOCK_BYTES, 4)
+    assert [stored.identity for stored in again.stored] == [identity_of(1)]
+    assert check_blocks(again) == 1
+    again.close()
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    """Whoever made it first could put blocks of their own there."""
+    claim_folder(tmp_path).release()
+    (tmp_path / "worker-0").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"--kv-disk-path: .* written by others"):
+        claim_folder(tmp_path)
 
 
 def test_a_folder_that_cannot_be_used_names_the_flag(tmp_path: Path) -> None:

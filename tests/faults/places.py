@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvtransfer.channel import PREFIX_BYTES, decode, frame_length
-from kvtransfer.extents import RUN_BYTES
-from kvtransfer.messages import Ack, Piece
-from kvtransfer.tcp import GOOD
+from kvtransfer.blocks.extents import RUN_BYTES
+from kvtransfer.framing.channel import PREFIX_BYTES, decode, frame_length
+from kvtransfer.framing.messages import GOOD, Ack, Piece
 
 
 def _frame_at(data: bytes, start: int) -> bytes:

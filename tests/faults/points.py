@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from kvtransfer.messages import Ack
+from kvtransfer.framing.messages import Ack
 
 Action = Literal["KILL", "STOP", "HOLD", "CUT"]
 """SIGKILL or SIGSTOP to the process itself; wait there for the test's word; break every connection."""
@@ -52,49 +52,63 @@ def _acks(channel: Any, message: Any, *rest: Any) -> bool:
 
 
 SENDER_POINTS = {
-    "connecting": Point("kvtransfer.stream:Stream", "open", "before"),
-    "connected": Point("kvtransfer.channel:Channel", "finish_connect", "after"),
-    "hello sent": Point("kvtransfer.channel:Channel", "recv_frame", "before"),
-    "challenge received": Point("kvtransfer.channel:Channel", "recv_frame", "after"),
-    "verdict received": Point("kvtransfer.stream", "introduce", "after"),
-    "link ready": Point("kvtransfer.stream:Stream", "open", "after"),
+    "connecting": Point("kvtransfer.streams.stream:Stream", "open", "before"),
+    "connected": Point("kvtransfer.framing.channel:Channel", "finish_connect", "after"),
+    "hello sent": Point("kvtransfer.framing.channel:Channel", "recv_frame", "before"),
+    "challenge received": Point("kvtransfer.framing.channel:Channel", "recv_frame", "after"),
+    "verdict received": Point("kvtransfer.streams.stream", "introduce", "after"),
+    "link ready": Point("kvtransfer.streams.stream:Stream", "open", "after"),
     "piece taken": Point(
-        "kvtransfer.stream:Stream", "_take", "after", lambda stream, writer, result: result is not None
+        "kvtransfer.streams.stream:Stream",
+        "_take",
+        "after",
+        lambda stream, writer, result: result is not None,
     ),
-    "piece begins": Point("kvtransfer.stream:Stream", "_write", "before", _begins),
-    "mid payload": Point("kvtransfer.stream:Stream", "_write", "after", _is_partial),
-    "piece sent": Point("kvtransfer.stream:Stream", "_write", "after", _is_whole),
-    "ack arrives": Point("kvtransfer.stream:Stream", "_read_acks", "before"),
+    "piece begins": Point("kvtransfer.streams.stream:Stream", "_write", "before", _begins),
+    "mid payload": Point("kvtransfer.streams.stream:Stream", "_write", "after", _is_partial),
+    "piece sent": Point("kvtransfer.streams.stream:Stream", "_write", "after", _is_whole),
+    "ack arrives": Point("kvtransfer.streams.stream:Stream", "_read_acks", "before"),
     "ack read": Point("kvtransfer.sender:Sender", "_acknowledged", "after"),
-    "final push": Point("kvtransfer.link:Link", "enqueue", "after", lambda link, piece, result: piece.final),
+    "final push": Point(
+        "kvtransfer.streams.link:Link", "enqueue", "after", lambda link, piece, result: piece.final
+    ),
     "completed": Point("kvtransfer.sender:Sender", "_completed", "after"),
 }
 
 RECEIVER_POINTS = {
-    "accepted": Point("kvtransfer.connection:Connection", "run", "before"),
-    "hello received": Point("kvtransfer.channel:Channel", "send_all", "before"),
-    "challenge sent": Point("kvtransfer.channel:Channel", "send_all", "after"),
-    "verdict sent": Point("kvtransfer.connection", "examine", "after"),
-    "reader ready": Point("kvtransfer.leases:LeaseTable", "connected", "after"),
-    "piece announced": Point("kvtransfer.leases:LeaseTable", "admit", "before"),
-    "piece admitted": Point("kvtransfer.leases:LeaseTable", "admit", "after"),
-    "mid copy": Point("kvtransfer.gather:Gather", "copy", "before"),
-    "mid receive": Point("kvtransfer.tcp:TcpReader", "_receive", "before"),
-    "mid read": Point("kvtransfer.ucx.reader:UcxReader", "_wait", "before"),
-    "converting": Point("kvtransfer.convert:Converter", "place", "before"),
-    "converted": Point("kvtransfer.convert:Converter", "place", "after"),
-    "in place": Point("kvtransfer.connection:Connection", "_take", "after"),
-    "ack due": Point("kvtransfer.channel:Channel", "send", "before", _acks),
-    "ack sent": Point("kvtransfer.channel:Channel", "send", "after", _acks),
-    "recorded": Point("kvtransfer.leases:LeaseTable", "record", "after"),
+    "accepted": Point("kvtransfer.streams.connection:Connection", "run", "before"),
+    "hello received": Point("kvtransfer.framing.channel:Channel", "send_all", "before"),
+    "challenge sent": Point("kvtransfer.framing.channel:Channel", "send_all", "after"),
+    "verdict sent": Point("kvtransfer.streams.connection", "examine", "after"),
+    "reader ready": Point("kvtransfer.leases.table:LeaseTable", "connected", "after"),
+    "piece announced": Point("kvtransfer.leases.table:LeaseTable", "admit", "before"),
+    "piece admitted": Point("kvtransfer.leases.table:LeaseTable", "admit", "after"),
+    "mid copy": Point("kvtransfer.blocks.gather:Gather", "copy", "before"),
+    "mid receive": Point("kvtransfer.transports.tcp:TcpReader", "_receive", "before"),
+    "mid read": Point("kvtransfer.transports.ucx.reader:UcxReader", "_wait", "before"),
+    "blocks read": Point("kvtransfer.transports.ucx.reader:UcxReader", "_confirm", "before"),
+    "confirmed": Point("kvtransfer.transports.ucx.reader:UcxReader", "_confirm", "after"),
+    "converting": Point("kvtransfer.blocks.convert:Converter", "place", "before"),
+    "converted": Point("kvtransfer.blocks.convert:Converter", "place", "after"),
+    "in place": Point("kvtransfer.streams.connection:Connection", "_take", "after"),
+    "ack due": Point("kvtransfer.framing.channel:Channel", "send", "before", _acks),
+    "ack sent": Point("kvtransfer.framing.channel:Channel", "send", "after", _acks),
+    "recorded": Point("kvtransfer.leases.table:LeaseTable", "record", "after"),
     "told": Point("kvtransfer.receiver:Receiver", "_emit", "after"),
-    "closing": Point("kvtransfer.leases:LeaseTable", "close", "before"),
-    "closed": Point("kvtransfer.leases:LeaseTable", "close", "after"),
+    "closing": Point("kvtransfer.leases.table:LeaseTable", "close", "before"),
+    "closed": Point("kvtransfer.leases.table:LeaseTable", "close", "after"),
 }
 
 CONVERTING = ("converting", "converted")
 """The points that only pieces of an unlike pool pass."""
-ONLY_OVER = {"mid payload": "tcp", "mid copy": "shm", "mid receive": "tcp", "mid read": "ucx"}
+ONLY_OVER = {
+    "mid payload": "tcp",
+    "mid copy": "shm",
+    "mid receive": "tcp",
+    "mid read": "ucx",
+    "blocks read": "ucx",
+    "confirmed": "ucx",
+}
 """The points that only one transport passes."""
 
 

@@ -22,13 +22,15 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-import kvtransfer.extents
+import kvtransfer.blocks.extents
 from kvtransfer import Closed, Completed, Failed, Progress, Receiver, RegisteredPool, Sender, Sent, allocate
-from kvtransfer.checksum import Mode
-from kvtransfer.transport import Transport
-from kvtransfer.transports import TransportOptions, open_transports
+from kvtransfer.blocks.checksum import Mode
+from kvtransfer.transports.registry import TransportOptions, open_transports
+from kvtransfer.transports.transport import Transport
+from messaging.tls import TlsFiles
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress
+from tests.faults.carrier import DescriptorCarrier
 from tests.faults.contents import SEGMENTS, Layout, blocks_received, pushed, received
 from tests.faults.leftovers import at_rest, held, more_than
 from tests.faults.namespaces import enter
@@ -50,7 +52,7 @@ class Options:
 
     worker_id: str
     transports: tuple[str, ...]
-    checksum: Mode = "full"
+    checksum: Mode = TransportOptions.checksum
     streams: int = 1
     layout: Layout = "bytes"
     their_layout: Layout = "bytes"
@@ -58,8 +60,11 @@ class Options:
     listen_at: dict[str, str] = field(default_factory=dict)
     progress_timeout_s: float = 1.0
     connect_timeout_s: float = 1.0
+    abort_timeout_s: float = 1.0
     reconnect_grace_s: float = 0.3
     retry_interval_s: float = 2.0
+    certificates: TlsFiles | None = None
+    """With them, `tcp` encrypts."""
 
 
 class Blocks:
@@ -104,7 +109,10 @@ class End(ABC):
         self.incarnation = new_incarnation()
         self.pool = pool
         self.blocks = Blocks(pool, stamp)
-        wire_options = TransportOptions(tcp_streams=options.streams)
+        self.carrier = DescriptorCarrier() if "object_store" in options.transports else None
+        wire_options = TransportOptions(
+            tcp_streams=options.streams, tls=options.certificates, carrier=self.carrier
+        )
         self.wires = open_transports(options.transports, pool, self.incarnation, wire_options)
         for wire in self.wires:
             if wire.name in options.listen_at:
@@ -154,6 +162,8 @@ class End(ABC):
         self.end.close()
         for wire in self.wires:
             wire.close()
+        if self.carrier is not None:
+            self.carrier.close()
 
     def _events(self, deadline: float) -> bool:
         """Take what happened, waiting for it if need be; False: nothing did by then."""
@@ -191,6 +201,7 @@ class SenderEnd(End):
             on_event=self.woken.set,
             progress_timeout_s=options.progress_timeout_s,
             connect_timeout_s=options.connect_timeout_s,
+            abort_timeout_s=options.abort_timeout_s,
             retry_interval_s=options.retry_interval_s,
             checksum=options.checksum,
         )
@@ -345,6 +356,13 @@ class ReceiverEnd(End):
         """Close a lease before its time."""
         self._close(lease_id, ("expired", CLOSED_EARLY))
 
+    def await_connections(self, count: int) -> None:
+        """Until all connections have ended but this many."""
+        deadline = time.monotonic() + SETTLE_S
+        while sum(connection.is_alive() for connection in self.receiver._connections) > count:
+            assert time.monotonic() < deadline, "a connection does not end"
+            time.sleep(0.001)
+
     def cut(self) -> None:
         for connection in self.receiver._connections:
             connection._channel.shutdown()
@@ -354,8 +372,8 @@ class ReceiverEnd(End):
         table = self.receiver._leases
         if table._leases or table._closing or table._leased.any():
             found.append(f"the receiver holds leases {[*table._leases, *table._closing]}")
-        if any(wire.in_limbo for wire in self.wires if wire.name == "ucx"):
-            found.append("a read is in limbo")
+        if any(wire.num_orphaned_reads for wire in self.wires if wire.name == "ucx"):
+            found.append("a read was given up and is not over")
         return found
 
     def _on_event(self, event: Progress | Failed | Closed) -> None:
@@ -404,7 +422,7 @@ class Process:
             f"{record.relativeCreated:.0f} {record.threadName}: {logging.Formatter().format(record)}"
         )
         logging.basicConfig(level=logging.DEBUG, handlers=[handler], force=True)
-        kvtransfer.extents.BATCH_BYTES = CALL_BYTES
+        kvtransfer.blocks.extents.BATCH_BYTES = CALL_BYTES
         self._memory = allocate(num_blocks * block_bytes)
         self._pool = RegisteredPool(self._memory.buffer, block_bytes, num_blocks, memory_fd=self._memory.fd)
         self._points = FaultPoints(SENDER_POINTS, report, self._cut)

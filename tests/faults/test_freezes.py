@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from tests.faults.arena import ORPHAN_S, Arena, cases
-from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Point
-from tests.faults.processes import LARGE
+from bench.transfer.certificates import Authority
+from tests.faults.arena import ORPHAN_S, Arena, cases, needs_nixl
+from tests.faults.points import RECEIVER_POINTS, SENDER_POINTS, Point, points_over
+from tests.faults.processes import LARGE, Child, Stock
 
 SENDER_FROZEN = [
     "connected",
@@ -34,6 +38,85 @@ PROMPT_S = 5.0
 
 def only(points: dict[str, Point], names: list[str]) -> dict[str, Point]:
     return {name: points[name] for name in names}
+
+
+CONNECTING = {
+    "connecting", "connected", "hello sent", "challenge received", "verdict received", "link ready",
+    "accepted", "hello received", "challenge sent", "verdict sent", "reader ready",
+}  # fmt: skip
+"""Points that a pair passes only when it connects."""
+NOT_LARGE_ENOUGH = {"mid payload"}
+"""A small piece is written at once."""
+
+
+@pytest.fixture
+def pair(stock: Stock, wire: str, checksum: str, tmp_path: Path) -> Iterator[tuple[Arena, Child, Child]]:
+    """A sender and a receiver over a wire; a sender that aborts waits hardly at all for a frozen peer."""
+    arena = Arena(stock, ("tcp" if wire == "tls" else wire,))
+    certificates = Authority(tmp_path / "authority").issue("worker") if wire == "tls" else None
+    sender = arena.sender(checksum=checksum, certificates=certificates, abort_timeout_s=0.1)
+    yield arena, sender, arena.receiver(certificates=certificates)
+    arena.close()
+
+
+def points_of(points: dict[str, Point], wire: str) -> list[str]:
+    return [
+        name for name in points_over(points, "tcp" if wire == "tls" else wire) if name not in NOT_LARGE_ENOUGH
+    ]
+
+
+on_every_wire = pytest.mark.parametrize(
+    "wire", ["shm", "tcp", "tls", "object_store", pytest.param("ucx", marks=needs_nixl)]
+)
+with_and_without_checksums = pytest.mark.parametrize("checksum", ["off", "full"])
+
+
+@on_every_wire
+@with_and_without_checksums
+def test_blocks_reused_while_the_receiver_is_frozen_never_arrive(
+    pair: tuple[Arena, Child, Child], wire: str
+) -> None:
+    """At every point. The sender aborts, and writes to the blocks that the receiver may yet read."""
+    arena, sender, receiver = pair
+    arena.serve(sender, receiver, 4, chunk=2)
+    for point in points_of(RECEIVER_POINTS, wire):
+        request = arena.reserve(sender, receiver, 4)
+        receiver.arm(point, "STOP")
+        if point in CONNECTING:
+            sender.ask("cut")  # it connects again at once
+        arena.push(request, chunk=2)
+        if point in ("closing", "closed"):
+            receiver.tell("expire", request.lease_id)
+            receiver.owes_answer = True
+        receiver.wait_at(point)
+        receiver.await_frozen()
+        sender.ask("abort", request.lease_id)
+        receiver.thaw()
+        arena.serve(sender, receiver, 2)
+        receiver.ask("await_connections", 1)  # what the earlier one has read is recorded, or never will be
+        arena.finish(request, deadline_s=0)
+    arena.check(sender, receiver)
+
+
+@on_every_wire
+@with_and_without_checksums
+def test_blocks_reused_while_the_sender_is_frozen_are_never_written(
+    pair: tuple[Arena, Child, Child], wire: str
+) -> None:
+    """At every point of a piece. The receiver closes the lease, and what the sender sends goes nowhere."""
+    arena, sender, receiver = pair
+    arena.serve(sender, receiver, 4, chunk=2)
+    for point in points_of(SENDER_POINTS, wire):
+        if point in CONNECTING:
+            continue
+        sender.arm(point, "STOP")
+        request = arena.reserve(sender, receiver, 4)
+        arena.push_and_freeze(request, point)
+        receiver.ask("expire", request.lease_id)
+        sender.thaw()
+        arena.finish(request)
+        arena.serve(sender, receiver, 2)
+    arena.check(sender, receiver)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ KINDS: dict[Kind, int] = {"drop": 1, "hang": 1, "corrupt": 1, "truncate": 5, "sw
 @pytest.fixture(scope="module")
 def places(stock: Stock) -> dict[str, int]:
     arena = Arena(stock)
-    sender, receiver = arena.sender(), arena.receiver()
+    sender, receiver = arena.sender(checksum="full"), arena.receiver()
     proxy, peer = arena.proxy(receiver)
     arena.serve(sender, receiver, COUNT, chunk=CHUNK, peer=peer)
     arena.drop(proxy)
@@ -42,10 +42,10 @@ def places(stock: Stock) -> dict[str, int]:
 
 
 def request_through(
-    arena: Arena, *damages: Damage, allow_corrupt: bool = False, **options: object
+    arena: Arena, *damages: Damage, allow_corrupt: bool = False, checksum: str = "full"
 ) -> tuple[Child, Child, Request]:
     """A request over a damaged wire, and how it ended."""
-    sender, receiver = arena.sender(**options), arena.receiver()
+    sender, receiver = arena.sender(checksum=checksum), arena.receiver()
     proxy, peer = arena.proxy(receiver, *damages)
     request = arena.begin(sender, receiver, COUNT, chunk=CHUNK, peer=peer)
     arena.finish(request, of="sender")
@@ -133,7 +133,7 @@ def test_one_of_several_streams_breaks(arena: Arena, checksum: str, streams: int
 @pytest.mark.parametrize("kind", ["drop", "hang", "corrupt"])
 @pytest.mark.parametrize("offset", [300_000, 3_000_000])
 def test_pieces_larger_than_the_sockets_hold(arena: Arena, kind: Kind, offset: int) -> None:
-    sender, receiver = arena.sender(size=LARGE), arena.receiver(size=LARGE)
+    sender, receiver = arena.sender(size=LARGE, checksum="full"), arena.receiver(size=LARGE)
     proxy, peer = arena.proxy(receiver, Damage(kind, offset))
     request = arena.begin(sender, receiver, 48, chunk=24, peer=peer)
     arena.finish(request)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtransfer.layout import CODE_DTYPES, DTYPES
+from kvtransfer.blocks.layout import CODE_DTYPES, DTYPES
 from protocol.handoff import SegmentInfo
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from typing import Any
 
 import ray
 
-from bench.transfer.object_store import CarrierActor, start_actor
-from kvtransfer.transports import TransportOptions
+from bench.transfer.object_store import CarrierActor
+from kvtransfer.transports.registry import TransportOptions
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, close_memories, make_pool
 
 ANSWER_S = 60.0
@@ -37,7 +38,8 @@ class Side(CarrierActor):
 
     def close(self) -> list[str]:
         """Close it all; returns the threads of ours that are left."""
-        self.end.close()
+        if self.end is not None:
+            self.end.close()
         self.end = None
         close_memories()
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
@@ -46,8 +48,11 @@ class Side(CarrierActor):
 class RemoteSide:
     """A `Side`, from outside."""
 
-    def __init__(self, role: str, num_blocks: int, block_bytes: int, seed: int, **options: Any) -> None:
-        self.actor = start_actor(Side, role)
+    def __init__(
+        self, actor: Any, role: str, num_blocks: int, block_bytes: int, seed: int, **options: Any
+    ) -> None:
+        self.actor = actor
+        self.is_alive = True
         self.pid = ray.get(self.actor.pid.remote(), timeout=ANSWER_S)
         self._options = (role, num_blocks, block_bytes, seed), options
         self.start()
@@ -65,7 +70,8 @@ class RemoteSide:
         return ray.get(self.actor.close.remote(), timeout=ANSWER_S)
 
     def kill(self) -> None:
-        ray.kill(self.actor)
+        os.kill(self.pid, signal.SIGKILL)
+        self.is_alive = False
 
 
 def stored_bytes() -> int:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvtransfer import Failed, Progress
-from kvtransfer.messages import Ack
-from kvtransfer.tcp import SPOILED
-from kvtransfer.transports import TransportOptions
+from kvtransfer.framing.messages import SPOILED, Ack
+from kvtransfer.transports.registry import TransportOptions
 from tests.kvtransfer.transfer_sides import (
     RawReceiver,
     ReceiverEnd,

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from kvtransfer import Completed, Failed, Progress
-from kvtransfer.link import MAX_ATTEMPTS
-from kvtransfer.messages import Piece
-from kvtransfer.tcp import GOOD
-from kvtransfer.transports import TransportOptions
+from kvtransfer.framing.messages import GOOD, Piece
+from kvtransfer.streams.link import MAX_ATTEMPTS
+from kvtransfer.transports.registry import TransportOptions
 from tests.kvtransfer.test_leases import BLOCK, runs
 from tests.kvtransfer.transfer_sides import (
     WAIT_S,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvtransfer.checksum import SHARES, checksum, chosen_shares, piece_checksum
+from kvtransfer.blocks.checksum import SHARES, checksum, chosen_shares, piece_checksum
 
 BLOCK_BYTES = 256
 NUM_BLOCKS = 64

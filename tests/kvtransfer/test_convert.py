@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import scratch
-from kvtransfer.convert import Converter, RangeError, moves
-from kvtransfer.layout import LayoutError
+from kvtransfer.blocks import scratch
+from kvtransfer.blocks.convert import Converter, RangeError, moves
+from kvtransfer.blocks.layout import LayoutError
 from protocol.handoff import SegmentInfo
 from tests.kvtransfer.plain_layout import (
     parts,

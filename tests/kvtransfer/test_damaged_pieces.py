@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+import kvtransfer.streams.connection
 from kvtransfer import Completed, Failed, Progress, RegisteredPool
-from kvtransfer.checksum import Mode
-from kvtransfer.extents import BlockIndices
-from kvtransfer.leases import WriteGate
-from kvtransfer.link import MAX_ATTEMPTS
-from kvtransfer.messages import CHECKSUM_MISMATCH, Ack, Piece
-from kvtransfer.shm import ShmReader
-from kvtransfer.tcp import GOOD, TcpReader
-from kvtransfer.transports import TransportOptions
+from kvtransfer.blocks.checksum import Mode
+from kvtransfer.blocks.extents import BlockIndices
+from kvtransfer.framing.messages import CHECKSUM_MISMATCH, GOOD, UNKNOWN_LEASE, Ack, Piece
+from kvtransfer.leases.gate import WriteGate
+from kvtransfer.streams.link import MAX_ATTEMPTS
+from kvtransfer.transports.registry import TransportOptions
+from kvtransfer.transports.shm import ShmReader
+from kvtransfer.transports.tcp import TcpReader
 from protocol.messages import PeerAddress
 from tests.kvtransfer.test_leases import BLOCK, runs
 from tests.kvtransfer.test_unlike_pools import pool as meaningful_pool
@@ -233,3 +234,21 @@ def test_a_receiver_that_finds_every_piece_damaged_fails_the_lease(closing: Clos
         raw.send(Ack(piece.sequence, CHECKSUM_MISMATCH, again=True))
     assert sender.wait_lease("lease") == Failed("lease", CHECKSUM_MISMATCH)
     assert len(checksums) == 1 and None not in checksums
+
+
+def test_a_damaged_piece_of_a_closed_lease_does_not_count(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """The lease is closed between the piece's last byte and its check."""
+    sender = closing(SenderEnd([transport], checksum="full"))
+    receiver = closing(ReceiverEnd([transport], make_pool()))
+    receiver.receiver.open("lease", [1])
+
+    def closing_checksum(*arguments: Any) -> bytes:
+        receiver.receiver.close_lease("lease")
+        return bytes(8)
+
+    monkeypatch.setattr(kvtransfer.streams.connection, "piece_checksum", closing_checksum)
+    sender.push(receiver.peer, "lease", [5])
+    assert sender.wait_lease("lease") == Failed("lease", UNKNOWN_LEASE)
+    assert receiver.receiver.poll() == []

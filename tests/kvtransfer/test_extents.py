@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.extents import RUN_BYTES, Blocks, ScatterList, cut, from_wire, to_wire, views
+from kvtransfer.blocks.extents import RUN_BYTES, Blocks, ScatterList, cut, from_wire, to_wire, views
 from protocol.errors import ProtocolError
 
 NUM_BLOCKS = 40

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import gather
-from kvtransfer.extents import NO_BLOCKS, Blocks
-from kvtransfer.gather import Gather
+from kvtransfer.blocks import gather
+from kvtransfer.blocks.extents import NO_BLOCKS, Blocks
+from kvtransfer.blocks.gather import Gather
 
 BLOCK_SIZES = (1, 60, 4096, 16 * 1024 + 4, 100_000)
 NUM_BLOCKS = 24

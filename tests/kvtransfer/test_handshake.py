@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvtransfer import Completed, Failed
-from kvtransfer.channel import decode, encode, frame
-from kvtransfer.handshake import HandshakeRefusedError, Identity, introduce
-from kvtransfer.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedVerdict
-from kvtransfer.shm import ShmTransport
+from kvtransfer.framing.channel import decode, encode, frame
+from kvtransfer.framing.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedAnswer
+from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, introduce
+from kvtransfer.transports.shm import ShmTransport
 from protocol.handoff import SegmentInfo
 from protocol.messages import PeerAddress
 from tests.kvtransfer.transfer_sides import (
@@ -60,7 +60,7 @@ def test_a_receiver_without_the_key_is_not_believed(closing: Closing, transport:
     raw.channel.recv(Hello, raw.deadline())
     raw.send(Challenge(bytes(32)))
     raw.channel.recv(Proof, raw.deadline())
-    raw.send(SealedVerdict(b"\x80", bytes(32)))
+    raw.send(SealedAnswer(b"\x80", bytes(32)))
     event = sender.wait_lease("lease")
     assert isinstance(event, Failed) and "does not hold the cluster's key" in event.reason
     assert raw.is_closed_by_peer()
@@ -75,7 +75,7 @@ def test_a_proof_cannot_be_reflected(closing: Closing, transport: str) -> None:
     raw.channel.recv(Hello, raw.deadline())
     raw.send(Challenge(bytes(32)))
     proof = raw.channel.recv(Proof, raw.deadline())
-    raw.send(SealedVerdict(b"", proof.mac))
+    raw.send(SealedAnswer(b"", proof.mac))
     assert "does not hold" in sender.wait_lease("lease").reason
 
 
@@ -95,7 +95,7 @@ def test_a_proof_cannot_be_replayed(closing: Closing, transport: str) -> None:
         mac.update(len(part).to_bytes(4, "little") + part)
     proof = Proof(mac.digest())
     first.send(proof)
-    first.channel.recv(SealedVerdict, first.deadline())
+    first.channel.recv(SealedAnswer, first.deadline())
 
     second = closing(RawPeer.connect_only(receiver, transport))
     second.send_bytes(frame(hello))

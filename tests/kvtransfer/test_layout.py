@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.layout import (
+from kvtransfer.blocks.layout import (
     BlockLayout,
     LayoutError,
     block_bytes,
@@ -24,10 +24,11 @@ from tests.kvtransfer.plain_layout import parts, plain_block_bytes, random_block
 
 TARGET = segment(3, 16, 2, 8, dtype="bfloat16")
 DRAFT = segment(1, 16, 1, 4, name="draft", dtype="float32")
+LATENT = msgspec.structs.replace(TARGET, shape=(3, 1, 16, 1, 12))
 
 
 @pytest.mark.parametrize("wire_dtype", ["auto", "int8", "fp8"])
-@pytest.mark.parametrize("segments", [(TARGET,), (TARGET, DRAFT), (DRAFT, TARGET)])
+@pytest.mark.parametrize("segments", [(TARGET,), (TARGET, DRAFT), (DRAFT, TARGET), (LATENT, DRAFT)])
 def test_views_show_what_the_bytes_say(segments: tuple[SegmentInfo, ...], wire_dtype: str) -> None:
     wire = wire_segments(segments, wire_dtype)
     layout = BlockLayout(wire)
@@ -114,7 +115,7 @@ def test_what_converts(changes: dict[str, object]) -> None:
         ({"shape": (3, 2, 16, 2, 16)}, "head_dim"),
         ({"shape": (3, 2, 1025, 2, 8)}, "block_size"),
         ({"shape": (3, 2, 2**62, 2, 8)}, "block_size"),
-        ({"shape": (3, 1, 16, 2, 8)}, "shape"),
+        ({"shape": (3, 1, 16, 2, 8)}, "planes"),
         ({"shape": (3, 2, 0, 2, 8)}, "shape"),
         ({"shape": (3, 2, -16, 2, 8)}, "shape"),
         ({"shape": (3, 2, 16, 16)}, "shape"),

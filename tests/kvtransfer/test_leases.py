@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
+import kvtransfer.leases.table
 from kvtransfer import Closed, Completed, Failed, Progress
-from kvtransfer.extents import from_wire
-from kvtransfer.leases import LeaseTable
-from kvtransfer.messages import Piece
-from kvtransfer.tcp import GOOD, SPOILED
+from kvtransfer.blocks.extents import from_wire
+from kvtransfer.framing.messages import GOOD, SPOILED, Piece
+from kvtransfer.leases.arrivals import PieceArrival
+from kvtransfer.leases.table import LeaseTable
 from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool, wait_until
 
 Closing = Callable[[Any], Any]
@@ -177,3 +178,23 @@ def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
     assert emptied == []
     second.leave()
     assert emptied == ["lease"] and table.close("lease")
+
+
+def test_only_so_many_completed_leases_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvtransfer.leases.table, "REMEMBERED_LEASES", 3)
+    table = LeaseTable(8, 1, lambda lease_id: None)
+
+    def resent(lease_id: str) -> str | None:
+        """Why the lease takes its piece no more; empty where it is remembered to have it."""
+        piece = Piece(1, lease_id, 0, 1, runs((0, 0, 1)), True)
+        lease, refusal = table.admit(piece, np.array([0]), "sender", 1)
+        if lease is not None:
+            table.record(lease, piece, np.array([0]), PieceArrival("tcp", "", 1, 0.0))
+            return None
+        return refusal
+
+    for number in range(5):
+        table.open(f"lease-{number}", [number])
+        assert resent(f"lease-{number}") is None
+        assert table.close(f"lease-{number}")
+    assert [resent(f"lease-{number}") for number in range(5)] == ["unknown lease"] * 2 + [""] * 3

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import Completed, Failed
-from kvtransfer.channel import encode, frame
-from kvtransfer.messages import Ack, Piece
+from kvtransfer import Completed, Failed, Receiver
+from kvtransfer.framing.channel import encode, frame
+from kvtransfer.framing.messages import GOOD, Ack, Piece
 from tests.kvtransfer.test_leases import runs
 from tests.kvtransfer.transfer_sides import (
     RawPeer,
@@ -59,24 +59,47 @@ def test_a_malformed_piece_closes_only_its_connection(closing: Closing, transpor
 
 @pytest.mark.parametrize("seed", range(10))
 def test_mutated_pieces_never_write_outside_of_the_lease(closing: Closing, transport: str, seed: int) -> None:
+    """The first one is whole, so that something is written."""
     rng = random.Random(seed)
     receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.2))
     receiver.receiver.open("lease", [1, 2, 3])
-    receiver.pool.buffer[4 * 4096 :] = bytes(60 * 4096)
+    receiver.pool.buffer[:] = bytes(64 * 4096)
     source = make_pool()
-    for _ in range(10):
+    for attempt in range(10):
         raw = closing(RawPeer.connect(receiver, transport, source))
-        message = bytearray(frame(encode(Piece(1, "lease", 0, 1, runs((5, 0, 2), (9, 2, 1)), False))))
-        for _ in range(rng.randrange(1, 4)):
+        piece = Piece(1, "lease", 0, 1, runs((5, 0, 2), (9, 2, 1)), False, attempt=attempt)
+        message = bytearray(encode(piece))
+        for _ in range(rng.randrange(1, 4) if attempt else 0):
             message[rng.randrange(len(message))] = rng.randrange(256)
         try:
-            raw.send_bytes(bytes(message) + b"\xee" * rng.randrange(20_000))
+            raw.send_bytes(frame(bytes(message)))
+            if transport == "tcp":
+                raw.send_bytes(b"\xee" * 3 * 4096 + GOOD + b"\xee" * rng.randrange(20_000))
             raw.channel.socket.shutdown(socket.SHUT_WR)
         except OSError:
             continue  # refused already
     wait_until(lambda: not any("kv-receive" in thread.name for thread in threading.enumerate()))
-    assert not any(receiver.pool.buffer[4 * 4096 :])
+    assert not any(receiver.pool.buffer[:4096]) and not any(receiver.pool.buffer[4 * 4096 :])
+    assert any(receiver.pool.buffer[4096 : 4 * 4096])
     assert "failures_internal" not in receiver.receiver.counters()
+
+
+def test_a_defect_does_not_end_the_accepting_thread(
+    closing: Closing, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept_one, defects = Receiver._accept_one, [RuntimeError("a defect")]
+
+    def failing_once(*arguments: Any) -> None:
+        if defects:
+            raise defects.pop()
+        accept_one(*arguments)
+
+    monkeypatch.setattr(Receiver, "_accept_one", failing_once)
+    sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
+    receiver.receiver.open("lease", [1])
+    sender.push(receiver.peer, "lease", [1])
+    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert receiver.receiver.counters()["failures_internal"] == 1
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtransfer.memory import allocate
+from kvtransfer.blocks.memory import allocate, map_peer_pool
 
 NBYTES = 8 * 1024 * 1024
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -35,6 +37,20 @@ def test_memory_is_zeroed_and_writable(shared: bool) -> None:
     assert memory.buffer[-1] == 7
     assert (memory.fd is not None) == shared
     memory.close()
+    memory.close()
+
+
+def test_only_the_owner_writes_to_shared_memory() -> None:
+    memory = allocate(NBYTES)
+    assert memory.fd is not None
+    theirs = map_peer_pool(memory.fd, NBYTES)
+    memory.buffer[5] = 9
+    assert theirs[5] == 9
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.fd, NBYTES)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.fd, b"x", 0)
+    theirs.close()
     memory.close()
 
 

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
-import signal
-import time
+import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
-import msgspec
+import numpy as np
 import psutil
 import pytest
 
-from bench.transfer.object_store import running_ray
+from bench.transfer.object_store import running_ray, start_actor
+from deploy.config import load_config
 from deploy.ray_cluster import _STORE_BYTES_PER_PAIR, object_store_bytes
 from kvtransfer import Closed, Completed, Failed, Progress, TransferError
-from kvtransfer.extents import PART_BYTES
-from kvtransfer.leases import WriteGate
-from kvtransfer.object_store.transport import aligned, copy
-from kvtransfer.stream import MAX_IN_FLIGHT
-from kvtransfer.transports import open_transports
-from protocol.config import ServeConfig, load_config, transport_names
+from kvtransfer.blocks.extents import PART_BYTES
+from kvtransfer.framing.channel import Channel, Wake
+from kvtransfer.framing.messages import GOOD
+from kvtransfer.leases.gate import WriteGate
+from kvtransfer.transports.object_store import Inbox, Inboxes, ObjectReader, aligned, copy
+from kvtransfer.transports.registry import open_transports
+from kvtransfer.transports.transport import MAX_IN_FLIGHT
+from protocol.config import ServeConfig, transport_names
+from protocol.errors import ProtocolError
 from protocol.messages import PeerAddress
-from tests.kvtransfer.ray_ends import RemoteSide, wait_stored
-from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool, wait_until
+from tests.kvtransfer.ray_ends import RemoteSide, Side, wait_stored
+from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -35,25 +38,29 @@ PROMPT_S = 3.0
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
+def actors() -> Iterator[list[Any]]:
+    """Those that stand idle. To start one takes seconds."""
     with running_ray():
-        yield
+        yield [start_actor(Side, "side") for _ in range(2)]
 
 
 @pytest.fixture
-def make(ray_cluster: None) -> Iterator[Make]:
-    """Starts sides, and kills them after the test."""
+def make(actors: list[Any]) -> Iterator[Make]:
+    """Starts sides in idle actors, and closes them after the test."""
     sides: list[RemoteSide] = []
 
     def start(
         role: str, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES, **options: Any
     ) -> RemoteSide:
-        sides.append(RemoteSide(role, num_blocks, block_bytes, seed=1 + len(sides), **options))
+        actor = actors.pop() if actors else start_actor(Side, "side")
+        sides.append(RemoteSide(actor, role, num_blocks, block_bytes, seed=1 + len(sides), **options))
         return sides[-1]
 
     yield start
     for side in sides:
-        side.kill()
+        if side.is_alive:
+            side.close()
+            actors.append(side.actor)
     wait_stored(lambda stored: stored == 0)
 
 
@@ -98,10 +105,11 @@ def counters(end: Any) -> dict[str, float]:
     return end.end.counters()
 
 
-def local_sockets(end: Any) -> int:
-    """Ends of socket pairs, and the few that Ray has within its node."""
+def sockets(end: Any) -> int:
+    """The listening ones, ends of socket pairs, and the few that Ray has within its node."""
     gc.collect()
-    return len(psutil.Process().net_connections("unix"))
+    everything = psutil.Process().net_connections("all")
+    return sum(each.family == socket.AF_UNIX or each.status == psutil.CONN_LISTEN for each in everything)
 
 
 def close_and_overwrite(end: ReceiverEnd, lease_id: str) -> None:
@@ -148,6 +156,38 @@ def test_buffers_that_are_cut_differently_are_paired(seed: int) -> None:
     assert target == source
 
 
+def test_an_inbox_gives_references_in_the_order_of_their_numbers() -> None:
+    inbox = Inbox()
+    inbox.put(1, "second")
+    assert inbox.take(0) is None
+    inbox.put(0, "first")
+    assert [inbox.take(0), inbox.take(0), inbox.take(0)] == ["first", "second", None]
+    inbox.put(0, "too late")
+    inbox.put(2 + MAX_IN_FLIGHT + 1, "more than may be on its way")
+    assert not inbox._arrived
+    inbox.put(2, "skipped")
+    inbox.skip()
+    inbox.put(3, "next")
+    assert inbox.take(0) == "next" and not inbox._arrived
+
+
+@pytest.mark.parametrize("nbytes", [0, BLOCK_BYTES - 1, BLOCK_BYTES + 1])
+def test_an_object_of_another_size_than_its_piece_is_refused(nbytes: int) -> None:
+    ours, theirs = socket.socketpair()
+    wake, pool = Wake(), make_pool(4, BLOCK_BYTES, 1)
+    before = bytes(pool.buffer)
+    carrier = SimpleNamespace(inboxes=Inboxes(), get=lambda reference, timeout_s: [memoryview(reference)])
+    inbox = carrier.inboxes.open()
+    reader = ObjectReader(carrier, inbox, Channel(ours, wake), pool, PROMPT_S)  # type: ignore[arg-type]
+    theirs.send(GOOD)
+    carrier.inboxes.put(inbox.inbox_id, 0, bytes(nbytes))
+    with pytest.raises(ProtocolError, match="another size"):
+        reader.read(np.array([0]), np.array([2]), WriteGate())
+    assert pool.buffer == before
+    reader.close()
+    ours.close(), theirs.close(), wake.close()
+
+
 def test_a_closed_gate_lets_nothing_in() -> None:
     gate, target = WriteGate(), bytearray(4)
     assert copy(memoryview(b"abcd"), memoryview(target), gate) and target == b"abcd"
@@ -155,9 +195,7 @@ def test_a_closed_gate_lets_nothing_in() -> None:
     assert not copy(memoryview(b"efgh"), memoryview(target), gate) and target == b"abcd"
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "block_bytes"), [(200, 48), (3000, 4096), (40, 3_000_001), (3, 40_000_000)]
-)
+@pytest.mark.parametrize(("num_blocks", "block_bytes"), [(200, 48), (3000, 4096), (3, 20_000_001)])
 def test_blocks_arrive_bit_by_bit(make: Make, num_blocks: int, block_bytes: int) -> None:
     rng = random.Random(num_blocks)
     sender = make("sender", num_blocks, block_bytes)
@@ -199,7 +237,7 @@ def test_a_killed_receiver_fails_the_lease_and_its_successor_works(make: Make) -
     everything = list(range(NUM_BLOCKS))
     receiver.apply(open_lease, "lease", everything)
     sender.apply(push_without_end, receiver.peer, "lease", everything)
-    os.kill(receiver.pid, signal.SIGKILL)
+    receiver.kill()
     failed = sender.apply(wait_lease, "lease", PROMPT_S)
     assert isinstance(failed, Failed) and failed.reason.startswith("object_store: ")
     wait_stored(lambda stored: stored == 0)
@@ -212,31 +250,15 @@ def test_a_killed_receiver_fails_the_lease_and_its_successor_works(make: Make) -
     assert successor.apply(blocks_of, everything) == sender.apply(blocks_of, everything)
 
 
-def test_a_killed_sender_fails_its_lease_alone(make: Make) -> None:
-    sender, survivor = make("sender"), make("sender")
-    receiver = make("receiver", reconnect_grace_s=0.3)
-    some, others = list(range(32)), list(range(32, 64))
-    receiver.apply(open_lease, "lost", some)
-    receiver.apply(open_lease, "kept", others)
-    survivor.apply(push, receiver.peer, "kept", others[:1], 0, False)
-    sender.apply(push_without_end, receiver.peer, "lost", some)
-    os.kill(sender.pid, signal.SIGKILL)
+def test_a_killed_sender_fails_the_lease_and_its_objects_go(make: Make) -> None:
+    sender, receiver = make("sender"), make("receiver", reconnect_grace_s=0.3)
+    everything = list(range(NUM_BLOCKS))
+    receiver.apply(open_lease, "lost", everything)
+    sender.apply(push_without_end, receiver.peer, "lost", everything)
+    sender.kill()
     assert receiver.apply(wait_lease, "lost", PROMPT_S) == Failed("lost", "the sender is gone")
     assert receiver.apply(close_lease, "lost")
     wait_stored(lambda stored: stored == 0)
-    survivor.apply(push, receiver.peer, "kept", others[1:], 1, True)
-    assert receiver.apply(wait_lease, "kept") == Progress("kept", 32, complete=True)
-    assert receiver.apply(blocks_of, others) == survivor.apply(blocks_of, others)
-
-
-def test_a_killed_idle_sender_is_noticed(make: Make) -> None:
-    """Nothing is on its way that could fail."""
-    sender, receiver = make("sender"), make("receiver", reconnect_grace_s=0.3)
-    receiver.apply(open_lease, "lease", [0, 1])
-    sender.apply(push, receiver.peer, "lease", [0], 0, False)
-    wait_until(lambda: sender.apply(counters).get("object_store_pieces_sent") == 1)
-    os.kill(sender.pid, signal.SIGKILL)
-    assert receiver.apply(wait_lease, "lease", PROMPT_S) == Failed("lease", "the sender is gone")
 
 
 def test_a_sender_that_closes_midway_leaves_no_object(make: Make) -> None:
@@ -262,25 +284,6 @@ def test_nothing_is_written_under_a_closed_lease(make: Make) -> None:
     assert receiver.apply(blocks_of, everything) == [b"\x77" * BLOCK_BYTES] * NUM_BLOCKS
 
 
-def test_a_frozen_receiver_is_given_up_in_bounded_time(make: Make) -> None:
-    sender = make("sender", progress_timeout_s=1.5, connect_timeout_s=1.5)
-    receiver = make("receiver")
-    everything = list(range(NUM_BLOCKS))
-    receiver.apply(open_lease, "lease", everything)
-    sender.apply(push, receiver.peer, "lease", [0], 0, False)
-    wait_until(lambda: sender.apply(counters).get("object_store_pieces_sent") == 1)
-    os.kill(receiver.pid, signal.SIGSTOP)
-    try:
-        sender.apply(push, receiver.peer, "lease", everything, 0, True)
-        began = time.monotonic()
-        assert isinstance(sender.apply(wait_lease, "lease"), Failed)
-        assert time.monotonic() - began < 6
-    finally:
-        os.kill(receiver.pid, signal.SIGCONT)
-    receiver.apply(open_lease, "again", [])
-    assert isinstance(sender.apply(push_all, receiver.peer, "again", []), Completed)
-
-
 def abort_and_overwrite(end: SenderEnd, lease_id: str) -> None:
     end.sender.abort(lease_id)
     end.pool.buffer[:] = b"\x77" * len(end.pool.buffer)
@@ -297,19 +300,18 @@ def test_what_is_aborted_is_read_no_more(make: Make) -> None:
     assert b"\x77" * BLOCK_BYTES not in receiver.apply(blocks_of, everything)
 
 
-def test_another_cluster_key_is_refused(make: Make) -> None:
-    sender, receiver = make("sender", key=bytes(32)), make("receiver")
-    receiver.apply(open_lease, "lease", [1])
-    failed = sender.apply(push_all, receiver.peer, "lease", [1])
-    assert isinstance(failed, Failed) and "closed the connection during the handshake" in failed.reason
-    wait_until(lambda: receiver.apply(counters).get("handshakes_refused") == 1)
+def rename_carrier(end: ReceiverEnd, address: str) -> str:
+    """Returns the address that it had."""
+    (wire,) = end.wires
+    before, wire._carrier.address = wire._carrier.address, address
+    return before
 
 
-def test_nobody_at_the_address_is_named(make: Make) -> None:
+def test_a_receiver_that_ray_does_not_know_is_named(make: Make) -> None:
     sender, receiver = make("sender"), make("receiver")
-    offers = [msgspec.structs.replace(offer, address="nobody") for offer in receiver.peer.offers]
-    nobody = PeerAddress(worker_id="decode-0", incarnation="gone", control="-", offers=offers)
-    failed = sender.apply(push_all, nobody, "lease", [1])
+    before = receiver.apply(rename_carrier, "nobody")
+    failed = sender.apply(push_all, receiver.peer, "lease", [1])
+    receiver.apply(rename_carrier, before)
     assert isinstance(failed, Failed) and "there is no actor nobody" in failed.reason
 
 
@@ -318,7 +320,7 @@ def one_transfer(sender: RemoteSide, receiver: RemoteSide) -> list[int]:
     receiver.apply(open_lease, "lease", [1])
     assert isinstance(sender.apply(push_all, receiver.peer, "lease", [1]), Completed)
     assert sender.close() == receiver.close() == []
-    left = [side.apply(local_sockets) for side in (sender, receiver)]
+    left = [side.apply(sockets) for side in (sender, receiver)]
     sender.start()
     receiver.start()
     return left
@@ -327,6 +329,6 @@ def one_transfer(sender: RemoteSide, receiver: RemoteSide) -> list[int]:
 def test_closing_leaves_no_thread_no_socket_and_no_object(make: Make) -> None:
     sender, receiver = make("sender"), make("receiver")
     before = one_transfer(sender, receiver)
-    for _ in range(3):
+    for _ in range(2):
         assert one_transfer(sender, receiver) == before
     wait_stored(lambda stored: stored == 0)

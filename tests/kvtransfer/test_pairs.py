@@ -11,12 +11,11 @@ import msgspec
 import pytest
 
 from kvtransfer import Completed
-from kvtransfer.messages import Ack
 from kvtransfer.pairs import Pairs
-from kvtransfer.transports import open_transports
+from kvtransfer.transports.registry import open_transports
 from protocol.messages import PairState
 from tests.kvtransfer.test_fallback import transfer, with_offer
-from tests.kvtransfer.transfer_sides import RawReceiver, ReceiverEnd, SenderEnd, make_pool, wait_until
+from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, make_pool, wait_until
 
 Closing = Callable[[Any], Any]
 BLOCKS = [3, 4, 5, 9, 20, 21]
@@ -54,32 +53,6 @@ def test_both_ends_count_what_moved(closing: Closing, transport: str) -> None:
     assert received["kv_receive_bytes_total"] == len(BLOCKS) * 4096
     assert received["kv_receive_pieces_total"] == 2
     assert 0 < received["kv_receive_seconds_total"] <= elapsed
-
-
-def test_a_transfer_that_the_peer_confirms_before_the_wire_counts_once(closing: Closing) -> None:
-    sender, raw_receiver = closing(SenderEnd(["tcp"])), closing(RawReceiver("tcp", make_pool()))
-    sender.push(raw_receiver.peer, "lease", BLOCKS)
-    raw = closing(raw_receiver.accept())
-    piece = raw_receiver.piece(raw)
-
-    def counters() -> dict[str, float]:
-        return of(sender.sender.pairs, raw_receiver.peer.worker_id, "tcp").counters
-
-    sender.sender.settle("lease")
-    sender.sender.settle("lease")
-    assert counters()["kv_transfers_total"] == 1
-    assert 0 < counters()["kv_transfer_busy_seconds_total"] <= counters()["kv_transfer_seconds_total"]
-    raw.send(Ack(piece.sequence))
-    wait_until(lambda: counters().get("kv_transfer_bytes_total") == len(BLOCKS) * 4096)
-    assert counters()["kv_transfers_total"] == 1
-    assert sender.sender.poll() == []
-
-
-def test_a_lease_without_its_last_push_is_not_counted_when_it_is_settled(closing: Closing) -> None:
-    sender, raw_receiver = closing(SenderEnd(["tcp"])), closing(RawReceiver("tcp", make_pool()))
-    sender.push(raw_receiver.peer, "lease", BLOCKS, final=False)
-    sender.sender.settle("lease")
-    assert all("kv_transfers_total" not in pair.counters for pair in sender.sender.pairs.snapshot({}))
 
 
 def test_wire_time_is_not_counted_twice_for_prompts_that_share_the_wire(closing: Closing) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtransfer import Completed, Failed, Progress
-from kvtransfer.messages import Piece
+from kvtransfer.framing.messages import Piece
 from tests.kvtransfer import peer_process
 from tests.kvtransfer.peer_process import BLOCK_BYTES, NUM_BLOCKS, PeerProcess
 from tests.kvtransfer.test_leases import runs

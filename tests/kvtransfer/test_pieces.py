@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from kvtransfer.extents import NO_BLOCKS
-from kvtransfer.messages import Piece
-from kvtransfer.pieces import ArrivalRecord, PieceArrival, PieceQueue, QueuedPiece, TransferTime
+from kvtransfer.blocks.extents import NO_BLOCKS
+from kvtransfer.framing.messages import Piece
+from kvtransfer.leases.arrivals import ArrivalRecord, PieceArrival
+from kvtransfer.streams.pieces import PieceQueue, QueuedPiece, TransferTime
 
 
 def piece(lease: str, index: int, queued_at: float = 0.0, sent_at: float = 0.0) -> QueuedPiece:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtransfer import scratch
-from kvtransfer.convert import Converter
-from kvtransfer.layout import BlockLayout
-from kvtransfer.quantize import NonFiniteError, Quantizer
+from kvtransfer.blocks import scratch
+from kvtransfer.blocks.convert import Converter
+from kvtransfer.blocks.layout import BlockLayout
+from kvtransfer.blocks.quantize import NonFiniteError, Quantizer
 from protocol.handoff import SegmentInfo
 from tests.kvtransfer.plain_layout import plain_block_bytes, random_blocks, raw, segment
 

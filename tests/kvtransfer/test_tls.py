@@ -17,10 +17,10 @@ import pytest
 
 from bench.transfer.certificates import Authority
 from kvtransfer import Completed, Failed
-from kvtransfer.tls_socket import TlsSocket
-from kvtransfer.transports import TransportOptions
+from kvtransfer.framing.tls_socket import TlsSocket
+from kvtransfer.transports.registry import TransportOptions
+from messaging.tls import TlsFiles
 from protocol.messages import PeerAddress
-from protocol.tls import TlsFiles
 from tests.kvtransfer.transfer_sides import (
     PLAIN,
     ReceiverEnd,

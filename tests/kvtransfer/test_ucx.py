@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.interface import TransferError
-from kvtransfer.ucx import bindings
+from kvtransfer.transports.ucx import bindings
 from tests.kvtransfer.ucx_processes import (
     Process,
     Receiver,
@@ -217,7 +217,7 @@ def test_a_host_without_nixl_is_told_what_to_install(monkeypatch: pytest.MonkeyP
 def test_loading_nixl_leaves_logging_alone(tmp_path: Path) -> None:
     code = """if True:
         import logging, sys
-        from kvtransfer.ucx.bindings import bindings
+        from kvtransfer.transports.ucx.bindings import bindings
         handler = logging.FileHandler(sys.argv[1], mode="w")
         logging.getLogger().addHandler(handler)
         logging.warning("before")

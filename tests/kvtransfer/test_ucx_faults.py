@@ -6,6 +6,7 @@ import importlib.util
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def wait_until_moving(receiver: Process, before: str) -> None:
 
 def wait_until_over(receiver: Process) -> None:
     deadline = time.monotonic() + WAIT_S
-    while receiver.ask("in_limbo"):
+    while receiver.ask("num_orphaned_reads"):
         assert time.monotonic() < deadline, "a read stays in limbo"
         time.sleep(0.01)
 
@@ -110,7 +111,7 @@ def test_a_frozen_sender_times_out_and_its_blocks_stay_guarded(closing: Closing)
     outcome, seconds = receiver.ask("end")
     assert isinstance(outcome, TimeoutError) and "no progress" in str(outcome)
     assert 0.4 < seconds < 2
-    assert receiver.ask("in_limbo") == 1
+    assert receiver.ask("num_orphaned_reads") == 1
     assert receiver.ask("close_gate") is False
     receiver.ask("close_reader")
     assert receiver.ask("gate_emptied", 0.3) is False
@@ -118,11 +119,15 @@ def test_a_frozen_sender_times_out_and_its_blocks_stay_guarded(closing: Closing)
 
     sender.signal(signal.SIGCONT)
     assert receiver.ask("gate_emptied", WAIT_S) is True
-    assert receiver.ask("in_limbo") == 0
-    after = receiver.ask("digest")
-    assert after != before, "nothing landed: the guard guarded nothing"
-    time.sleep(0.2)
-    assert receiver.ask("digest") == after, "something landed after the gate was left"
+    assert receiver.ask("num_orphaned_reads") == 0
+    blocks = receiver.ask("block_digests")
+    assert receiver.ask("digest") != before, "nothing landed: the guard guarded nothing"
+    receiver.ask("reopen_gate")
+    join(sender, receiver, NUM_BLOCKS)
+    assert receiver.ask("read", [(0, 0, 1)]) is True  # the sender has answered whatever was asked before
+    late = receiver.ask("block_digests")
+    assert late[1:] == blocks[1:], "something landed after the gate was left"
+    receiver.ask("close_reader")
     assert receiver.ask("left_after_close") == NOTHING_LEFT
 
 
@@ -135,7 +140,7 @@ def test_a_sender_that_is_killed_while_frozen_frees_the_blocks(closing: Closing)
     assert receiver.ask("close_gate") is False
     sender.kill()
     assert receiver.ask("gate_emptied", WAIT_S) is True
-    assert receiver.ask("in_limbo") == 0
+    assert receiver.ask("num_orphaned_reads") == 0
 
 
 def test_close_does_not_wait_for_a_frozen_sender(closing: Closing) -> None:
@@ -152,7 +157,8 @@ def test_close_does_not_wait_for_a_frozen_sender(closing: Closing) -> None:
     assert receiver.ask("gate_emptied", 0) is True
     before = receiver.ask("digest")
     sender.signal(signal.SIGCONT)
-    time.sleep(0.2)
+    with suppress(OSError, EOFError):  # with plain TCP, UCX may end a sender whose reader is gone
+        sender.ask("digest")
     assert receiver.ask("digest") == before
     wait_no_more_than(shared)
 
@@ -166,7 +172,7 @@ def test_joining_a_frozen_sender_fails_in_bounded_time(closing: Closing) -> None
     with pytest.raises(TimeoutError):
         receiver.ask("set_up", NUM_BLOCKS, 0.5)
     assert time.monotonic() - began < 2
-    assert receiver.ask("in_limbo") == 1
+    assert receiver.ask("num_orphaned_reads") == 1
     sender.signal(signal.SIGCONT)
     wait_until_over(receiver)
     assert receiver.ask("left_after_close") == NOTHING_LEFT
@@ -197,7 +203,7 @@ def test_a_closing_receiver_does_not_wait_for_a_frozen_sender(closing: Closing) 
     outcome, _ = receiver.ask("end")
     assert type(outcome).__name__ == "StoppedError"
     assert time.monotonic() - began < 1
-    assert receiver.ask("in_limbo") == 1
+    assert receiver.ask("num_orphaned_reads") == 1
 
 
 def test_a_frozen_receiver_holds_nobody_up(closing: Closing, one_sided: str) -> None:
@@ -224,6 +230,6 @@ def test_close_during_a_set_up_that_hangs(closing: Closing) -> None:
     sender.signal(signal.SIGSTOP)
     with pytest.raises(TimeoutError):
         receiver.ask("set_up", NUM_BLOCKS, 0.2)
-    assert receiver.ask("in_limbo") == 1
+    assert receiver.ask("num_orphaned_reads") == 1
     assert receiver.ask("left_after_close") == NOTHING_LEFT
-    assert receiver.ask("in_limbo") == 0
+    assert receiver.ask("num_orphaned_reads") == 0

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvtransfer import Completed, Progress, RegisteredPool, allocate
-from kvtransfer.layout import DTYPES, block_bytes
-from kvtransfer.transports import TransportOptions
+from kvtransfer.blocks.layout import DTYPES, block_bytes
+from kvtransfer.transports.registry import TransportOptions
 from protocol.handoff import SegmentInfo
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from kvtransfer.channel import StoppedError, Wake
+from kvtransfer.framing.channel import StoppedError, Wake
 
 
 class StopsFirst:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from kvtransfer import Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender, allocate
-from kvtransfer.channel import Channel, Wake
-from kvtransfer.checksum import Mode
-from kvtransfer.handshake import Identity, examine, introduce
-from kvtransfer.host import host_id
-from kvtransfer.messages import Ack, Piece
-from kvtransfer.transport import Transport
-from kvtransfer.transports import TransportOptions, open_transports
+from kvtransfer.blocks.checksum import Mode
+from kvtransfer.framing.channel import Channel, Wake
+from kvtransfer.framing.messages import Ack, Piece
+from kvtransfer.streams.handshake import Identity, examine, introduce
+from kvtransfer.transports.host import host_id
+from kvtransfer.transports.registry import TransportOptions, open_transports
+from kvtransfer.transports.transport import Transport
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress, TransferOffer
 

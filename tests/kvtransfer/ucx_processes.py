@@ -54,7 +54,7 @@ def wait_no_more_than(before: set[str]) -> None:
 
 
 def hello_of(num_blocks: int, block_bytes: int) -> Any:
-    from kvtransfer.messages import WIRE_VERSION, Hello
+    from kvtransfer.framing.messages import WIRE_VERSION, Hello
 
     return Hello(
         version=WIRE_VERSION,
@@ -78,7 +78,7 @@ class Side:
     """What both kinds of process do. Methods are commands, answered with what they return or raise."""
 
     def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
-        from kvtransfer.channel import Wake
+        from kvtransfer.framing.channel import Wake
         from tests.kvtransfer.transfer_sides import make_pool
 
         self.wake = Wake()
@@ -88,7 +88,7 @@ class Side:
         self.open()
 
     def open(self) -> None:
-        from kvtransfer.ucx import UcxTransport
+        from kvtransfer.transports.ucx import UcxTransport
 
         self.transport = UcxTransport(self.pool, type(self).__name__)
 
@@ -120,7 +120,7 @@ class Sender(Side):
     """Connects to receivers and offers its pool to them."""
 
     def connect(self, address: str) -> None:
-        from kvtransfer.channel import Channel
+        from kvtransfer.framing.channel import Channel
 
         deadline = time.monotonic() + WAIT_S
         self.outgoing = Channel(self.transport.connect(address), self.wake)
@@ -136,7 +136,7 @@ class Receiver(Sender):
     """Reads from the sender that has connected last, on a thread, under one gate."""
 
     def open(self) -> None:
-        from kvtransfer.leases import WriteGate
+        from kvtransfer.leases.gate import WriteGate
 
         super().open()
         self.listener, self.address = self.transport.listen("127.0.0.1")
@@ -149,7 +149,7 @@ class Receiver(Sender):
 
     def accept(self) -> None:
         """Take the next connection, on which the sender has introduced itself."""
-        from kvtransfer.channel import Channel
+        from kvtransfer.framing.channel import Channel
 
         self.listener.settimeout(WAIT_S)
         accepted, _ = self.listener.accept()
@@ -157,20 +157,20 @@ class Receiver(Sender):
         self.channels.append(self.channel)
         self.channel.ready(select.POLLIN, time.monotonic() + WAIT_S)
 
-    def set_up(self, num_blocks: int, timeout_s: float) -> float:
-        """Returns the seconds that it took. Reads have `timeout_s` too."""
+    def set_up(self, num_blocks: int, timeout_s: float, read_s: float = WAIT_S) -> float:
+        """Returns the seconds that it took. Each read has `read_s`."""
         hello = hello_of(num_blocks, self.pool.block_bytes)
         started = time.monotonic()
         deadline = started + timeout_s
         try:
-            self.reader = self.transport.reader(self.channel, self.pool, hello, deadline, timeout_s)
+            self.reader = self.transport.reader(self.channel, self.pool, hello, deadline, read_s)
         except Exception:
             self.channel.close()
             raise
         return time.monotonic() - started
 
     def begin(self, runs: list[tuple[int, int, int]], repeat: bool = False, gated: bool = True) -> None:
-        from kvtransfer.extents import from_wire
+        from kvtransfer.blocks.extents import from_wire
         from tests.kvtransfer.test_leases import runs as on_the_wire
 
         blocks = from_wire(on_the_wire(*runs), 2**31, 2**31)
@@ -216,13 +216,13 @@ class Receiver(Sender):
             thing.close()
 
     def metadata_of_another_agent(self) -> bytes:
-        from kvtransfer.ucx.agent import Agent
+        from kvtransfer.transports.ucx.agent import Agent
 
         self.other = Agent("other")
         return self.other.metadata()
 
     def connect_agent(self, name: str, metadata: bytes) -> None:
-        from kvtransfer.ucx.agent import Agent
+        from kvtransfer.transports.ucx.agent import Agent
 
         agent = Agent("tester")
         try:
@@ -233,14 +233,19 @@ class Receiver(Sender):
     def close_gate(self) -> bool:
         return self.gate.close()
 
+    def reopen_gate(self) -> None:
+        from kvtransfer.leases.gate import WriteGate
+
+        self.gate = WriteGate(self.emptied.set)
+
     def gate_emptied(self, timeout_s: float) -> bool:
         return self.emptied.wait(timeout_s)
 
     def stop(self) -> None:
         self.wake.stop()
 
-    def in_limbo(self) -> int:
-        return self.transport.in_limbo
+    def num_orphaned_reads(self) -> int:
+        return self.transport.num_orphaned_reads
 
     def left_after_close(self) -> dict[str, list[str]]:
         self.listener.close()
@@ -322,12 +327,12 @@ class Process:
         self.pipe.close()
 
 
-def join(sender: Process, receiver: Process, num_blocks: int = 64, timeout_s: float = WAIT_S) -> float:
-    """Connect the two; returns the seconds that it took the receiver. Its reads have `timeout_s`."""
+def join(sender: Process, receiver: Process, num_blocks: int = 64, read_s: float = WAIT_S) -> float:
+    """Connect the two; returns the seconds that it took the receiver. Each of its reads has `read_s`."""
     sender.tell("connect", receiver.ask("listen"))
     receiver.ask("accept")
     try:
-        seconds = receiver.ask("set_up", num_blocks, timeout_s)
+        seconds = receiver.ask("set_up", num_blocks, WAIT_S, read_s)
     except Exception:
         with pytest.raises(OSError):
             sender.answer()

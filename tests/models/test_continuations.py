@@ -9,13 +9,13 @@ import pytest
 
 from models.training import continuations
 from models.training.continuations import LONGEST, SHORTEST, beginnings, continued
-from protocol.config import ServeConfig, load_config
+from protocol.config import ServeConfig
 from tests.speculation.eagle_files import VOCAB, write_target
 
 
-def uncompiled(flags: dict[str, object]) -> ServeConfig:
+def uncompiled(model: str, max_num_seqs: int) -> ServeConfig:
     """To compile this model takes far longer than to run it."""
-    return load_config(flags | {"compile": "off"}, environ={})
+    return ServeConfig(model=model, max_num_seqs=max_num_seqs, compile="off")
 
 
 def test_beginnings_are_pieces_of_files_as_often_as_these_are_long() -> None:
@@ -32,7 +32,7 @@ def test_beginnings_are_pieces_of_files_as_often_as_these_are_long() -> None:
 def test_each_prompt_is_continued_by_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuations, "CONTINUATION", 12)
     monkeypatch.setattr(continuations, "AT_ONCE", 4)
-    monkeypatch.setattr(continuations, "load_config", lambda flags, environ: uncompiled(flags))
+    monkeypatch.setattr(continuations, "ServeConfig", uncompiled)
     write_target(tmp_path)
     random = np.random.default_rng(0)
     prompts = [random.integers(1, VOCAB, size=length).tolist() for length in (3, 9, 4) * 3]

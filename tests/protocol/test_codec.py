@@ -10,7 +10,6 @@ from protocol.errors import ProtocolError
 from protocol.handoff import HandoffManifest, SamplingState, SegmentInfo
 from protocol.messages import (
     Abort,
-    Drain,
     EngineRequest,
     Fetch,
     FetchRefused,
@@ -94,7 +93,6 @@ MESSAGES = [
     (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST, decode=ADDRESS)),
     (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST)),
     (codec.router_to_worker, Abort(request_ids=["r1", "r2"])),
-    (codec.router_to_worker, Drain()),
     (codec.router_to_worker, Redirect(incarnation="abc", request_id="r1", decode=ADDRESS)),
     (codec.router_to_worker, Redirect(incarnation="abc", request_id="r1")),
     (codec.router_to_worker, Peers(peers=[ADDRESS])),
@@ -215,7 +213,7 @@ OUT_OF_BOUNDS = [
     (codec.router_to_worker, GENERATE, "request.sampling.max_tokens", None),
     (codec.router_to_worker, GENERATE, "decode.offers", [{"transport": "shm"}]),
     (codec.router_to_worker, _MESSAGE["Abort"], "request_ids", ["x"] * (2**16 + 1)),
-    (codec.worker_to_router, STATE, "role", "boss"),
+    (codec.worker_to_router, STATE, "role", "x" * 65),
     (codec.worker_to_router, STATE, "free_blocks", -1),
     (
         codec.worker_to_router,
@@ -225,6 +223,8 @@ OUT_OF_BOUNDS = [
     ),
     (codec.peer_request, _MESSAGE["Handoff"], "manifest.num_tokens", 0),
     (codec.peer_request, _MESSAGE["Handoff"], "manifest.first_token", -1),
+    (codec.peer_request, _MESSAGE["Reserve"], "ttl_s", 1e9),
+    (codec.peer_request, _MESSAGE["Reserve"], "ttl_s", float("nan")),
     (codec.peer_reply, _MESSAGE["Reserved"], "block_ids", [2**31]),
     (codec.peer_reply, _MESSAGE["Reserved"], "cached_blocks", -1),
 ]
@@ -239,12 +239,13 @@ def test_a_field_out_of_bounds_is_refused_and_named(channel, message, path, valu
 
 
 def test_unknown_fields_are_skipped_so_that_versions_may_differ():
-    assert codec.router_to_worker.decode(with_field(Drain(), "later", [1, {"x": 2}])) == Drain()
+    message = Registered(incarnation="abc")
+    assert codec.router_to_worker.decode(with_field(message, "later", [1, {"x": 2}])) == message
 
 
 def test_nesting_without_end_is_refused():
-    raw = codec.encode(Drain())
-    nested = b"\x82" + raw[1:] + b"\xa5later" + b"\x91" * 100_000 + b"\xc0"
+    raw = codec.encode(Registered(incarnation="abc"))
+    nested = b"\x83" + raw[1:] + b"\xa5later" + b"\x91" * 100_000 + b"\xc0"
     with pytest.raises(ProtocolError):
         codec.router_to_worker.decode(nested)
 

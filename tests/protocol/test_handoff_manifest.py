@@ -5,6 +5,7 @@ import pytest
 
 from protocol.handoff import (
     MANIFEST_VERSION,
+    DraftState,
     HandoffManifest,
     ManifestMismatchError,
     SamplingState,
@@ -32,21 +33,24 @@ MANIFEST = HandoffManifest(
 )
 
 
+CARRIED = DraftState(kind="carried", method="eagle", num_tokens=37, feature=b"1234")
+
+
 def check(manifest: HandoffManifest) -> None:
-    check_manifest(
-        manifest,
-        incarnation="d",
-        token_ids_digest=token_ids_digest(TOKENS),
-        num_tokens=37,
-        segments=[SEGMENT],
-        block_ids=[4, 5, 9],
-        seed=-5,
+    known = msgspec.structs.replace(
+        MANIFEST, first_token=manifest.first_token, draft=manifest.draft, reserve_s=manifest.reserve_s
     )
+    check_manifest(manifest, known, vocab_size=300, feature_size=2)
 
 
 def test_one_that_fits_passes():
     check(MANIFEST)
     check(msgspec.msgpack.decode(msgspec.msgpack.encode(MANIFEST), type=HandoffManifest))
+
+
+@pytest.mark.parametrize("changes", [{}, {"feature": b""}, {"feature": b"12345678"}, {"method": "medusa"}])
+def test_a_draft_that_could_have_been_made_passes(changes):
+    check(msgspec.structs.replace(MANIFEST, draft=msgspec.structs.replace(CARRIED, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +69,17 @@ def test_one_that_fits_passes():
         ("block_ids", {"block_ids": [5, 4, 9]}),
         ("first_token_position", {"first_token_position": 38}),
         ("sampling.seed", {"sampling": SamplingState(seed=5, num_output_tokens=0)}),
+        ("sampling.num_output_tokens", {"sampling": SamplingState(seed=-5, num_output_tokens=1)}),
+        ("first_token", {"first_token": 300}),
+        ("reserve_s", {"reserve_s": float("inf")}),
+        ("reserve_s", {"reserve_s": float("nan")}),
+        ("reserve_s", {"reserve_s": -1.0}),
+        ("draft.method", {"draft": DraftState(method="eagle")}),
+        ("draft.num_tokens", {"draft": DraftState(num_tokens=1)}),
+        ("draft.feature", {"draft": DraftState(feature=b"1234")}),
+        ("draft.method", {"draft": msgspec.structs.replace(CARRIED, method="mind reading")}),
+        ("draft.num_tokens", {"draft": msgspec.structs.replace(CARRIED, num_tokens=38)}),
+        ("draft.feature", {"draft": msgspec.structs.replace(CARRIED, feature=b"123")}),
     ],
 )
 def test_each_field_that_differs_is_named(field, change):

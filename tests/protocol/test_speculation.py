@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.bundled import BUNDLED_FOLDER, BUNDLED_MODEL, DRAFTS
-from protocol.config import ServeConfig, load_config
+from deploy.config import load_config, speculative_config
+from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL, DRAFTS
+from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.speculation import (
     METHODS,
@@ -21,7 +22,6 @@ from protocol.speculation import (
     check_request_speculation,
     describe,
     parse_request_speculation,
-    parse_speculative_config,
 )
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -29,7 +29,7 @@ DRAFT = BUNDLED_FOLDER / "tandem-code-1m"
 
 
 def parsed(fields: object, target: str | None = None) -> SpeculativeConfig:
-    return parse_speculative_config(fields, target=target)
+    return speculative_config(fields, "--speculative-config", target or "another")
 
 
 def refusal(fields: object, target: str | None = None) -> str:

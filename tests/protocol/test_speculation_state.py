@@ -26,10 +26,6 @@ STATE = SpeculationState(
     step_time=StepTimeState(
         rows=[1, 2, 4],
         seconds=[2e-3, 2e-3, 3e-3],
-        sequence_s=1e-5,
-        context_s=1e-7,
-        attended_s=1e-8,
-        surroundings_s=2e-4,
     ),
 )
 
@@ -59,7 +55,6 @@ def test_it_travels_in_the_workers_state(speculation: SpeculationState | None) -
         (("methods", 0, "level_s"), -1e-3),
         (("step_time", "rows"), [1] * 65),
         (("step_time", "seconds"), [-1.0]),
-        (("step_time", "surroundings_s"), -1.0),
     ],
 )
 def test_values_out_of_bounds_are_refused(path: tuple[Any, ...], value: object) -> None:

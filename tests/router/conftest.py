@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
-from protocol.sockets import ClusterKeys
 
 sys.path.insert(0, str(Path(__file__).parent))
 

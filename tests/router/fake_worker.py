@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from messaging.sockets import ClusterKeys, connect_dealer
 from protocol.codec import encode, router_to_worker
 from protocol.ids import new_incarnation
 from protocol.messages import (
@@ -27,7 +28,6 @@ from protocol.messages import (
     TokenOutput,
     WorkerState,
 )
-from protocol.sockets import ClusterKeys, connect_dealer
 
 MAX_MODEL_LEN = 512
 
@@ -174,6 +174,8 @@ class FakeWorker:
 
     def register_message(self) -> Register:
         return Register(
+            host="a-machine",
+            pid=4711,
             address=PeerAddress(
                 worker_id=self.worker_id, incarnation=self.incarnation, control="tcp://127.0.0.1:1"
             ),

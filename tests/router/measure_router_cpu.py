@@ -19,8 +19,8 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 from conftest import byte_level_tokenizer  # noqa: E402
 from fake_worker import FakeWorker  # noqa: E402
 
+from messaging.sockets import ClusterKeys  # noqa: E402
 from protocol.config import ServeConfig  # noqa: E402
-from protocol.sockets import ClusterKeys  # noqa: E402
 from router.server import RouterServer  # noqa: E402
 
 NUM_TOKENS = 200

@@ -56,13 +56,17 @@ CASES = {
     "top_p NaN": (*completion(top_p=float("nan")), 400, "top_p"),
     "top_k below -1": (*completion(top_k=-2), 400, "top_k"),
     "top_k a fraction": (*completion(top_k=1.5), 400, "top_k"),
+    "top_k beyond 64 bits": (*completion(top_k=2**64), 400, "top_k"),
     "min_p above one": (*completion(min_p=2), 400, "min_p"),
     "presence_penalty": (*completion(presence_penalty=3), 400, "presence_penalty"),
     "frequency_penalty": (*chat(frequency_penalty=-2.5), 400, "frequency_penalty"),
     "repetition_penalty": (*completion(repetition_penalty=0), 400, "repetition_penalty"),
+    "repetition_penalty next to nothing": (*chat(repetition_penalty=1e-39), 400, "repetition_penalty"),
     "n zero": (*completion(n=0), 400, "n"),
     "n too large": (*completion(n=129), 400, "n"),
     "n times prompts": (*completion(prompt=["a"] * 20, n=10), 400, "prompt"),
+    "too many token prompts": (*completion(prompt=[[5]] * 129), 400, "prompt"),
+    "too many prompts of quotes": (*completion(prompt=['\\"'] * 129), 400, "prompt"),
     "best_of": (*completion(best_of=2), 400, "best_of"),
     "beam search": (*completion(use_beam_search=True), 400, "use_beam_search"),
     "suffix": (*completion(suffix="end"), 400, "suffix"),
@@ -88,6 +92,13 @@ CASES = {
     "allowed_token_ids empty": (*completion(allowed_token_ids=[]), 400, "allowed_token_ids"),
     "allowed_token_ids": (*completion(allowed_token_ids=[-1]), 400, "allowed_token_ids"),
     "bad_words empty": (*completion(bad_words=[""]), 400, "bad_words"),
+    "bad_words of a space": (*completion(bad_words=[" "]), 400, "bad_words"),
+    "too many bad_words": (*completion(bad_words=["x"] * 1025), 400, "bad_words"),
+    "too many allowed_token_ids": (
+        *completion(allowed_token_ids=[5] * (2**19 + 1)),
+        400,
+        "allowed_token_ids",
+    ),
     "min_tokens above max_tokens": (*completion(min_tokens=3), 400, "min_tokens"),
     "min_tokens negative": (*completion(min_tokens=-1), 400, "min_tokens"),
     "stream a string": (*completion(stream="yes"), 400, "stream"),
@@ -137,6 +148,13 @@ CASES = {
         400,
         "messages[1].tool_calls",
     ),
+    "too many messages": (*chat(messages=HELLO * 16_385), 400, "messages"),
+    "template variables too large": (
+        *chat(chat_template_kwargs={"x": "x" * 65_536}),
+        400,
+        "chat_template_kwargs",
+    ),
+    "template variables a list": (*chat(chat_template_kwargs=[]), 400, "chat_template_kwargs"),
     "both continue and generate": (
         *chat(add_generation_prompt=True, continue_final_message=True),
         400,
@@ -145,6 +163,8 @@ CASES = {
     "chat too long": (*chat(messages=[{"role": "user", "content": "a b " * 1000}]), 400, "messages"),
     "tokenize nothing": ("/tokenize", {}, 400, "prompt"),
     "tokenize both": ("/tokenize", {"prompt": "x", "messages": HELLO}, 400, "prompt"),
+    "tokenize too much": ("/tokenize", {"prompt": "a b " * 3_000_000}, 400, "prompt"),
+    "detokenize too much": ("/detokenize", {"tokens": [5] * 513}, 400, "tokens"),
     "detokenize out of range": ("/detokenize", {"tokens": [600]}, 400, "tokens"),
     "detokenize strings": ("/detokenize", {"tokens": ["x"]}, 400, "tokens[0]"),
     "body a list": (TEXT, [1], 400, None),
@@ -207,6 +227,7 @@ def test_limits_are_named(router):
     text = message(*completion(prompt=[5] * 600))
     assert "600" in text
     assert "512" in text
+    assert "500 are in the prompt and 13" in message(*completion(prompt=[5] * 500, max_tokens=13))
     text = message(*completion(max_tokens=600))
     assert "512" in text
     assert "600" in text
@@ -225,6 +246,11 @@ HARMLESS = {
     "empty suffix": completion(suffix=""),
     "max_tokens and max_completion_tokens": chat(max_completion_tokens=2),
     "integers for floats": completion(temperature=1, top_p=1),
+    "as many bad_words as there may be": completion(bad_words=["x"] * 1024),
+    "as many tokens as fit": completion(prompt=[5] * 500, max_tokens=12),
+    "quotes and brackets in a text": completion(prompt='["[[a]]\\"' * 20),
+    "text with quotes in a list": completion(prompt=['"[a]\\', '""'], n=64),
+    "no tool calls": chat(messages=[{"role": "user", "content": "x", "tool_calls": []}]),
 }
 
 
@@ -233,3 +259,18 @@ def test_harmless_fields(router, case):
     path, body = case
     response = router.http.post(path, json=body)
     assert response.status_code == 200, response.text
+
+
+def test_what_the_client_chose_is_cut_in_answers(router):
+    for body in ({"model": "x" * 1_000_000}, {"prompt": "x", "y" * 50_000: float("nan")}):
+        answer = router.http.post(TEXT, content=json.dumps(body))
+        assert answer.status_code in (400, 404)
+        assert len(answer.content) < 3000
+
+
+def test_duplicates_of_allowed_tokens_stay_here(router):
+    worker = next(worker for worker in router.workers if worker.role == "prefill")
+    worker.generated.clear()
+    path, body = completion(allowed_token_ids=[6, 5] * 1000, n=2)
+    assert router.http.post(path, json=body).status_code == 200
+    assert [request.sampling.allowed_token_ids for request in worker.generated] == [[5, 6]] * 2

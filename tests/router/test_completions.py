@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from router.validation import derived_seed
+from router.request_builder import derived_seed
 
 PROMPT = "the quick brown fox"
 

@@ -225,20 +225,35 @@ def test_it_dies_again_and_again(make_router, pool, expected):
     assert third.generated[0].output_token_ids == third.script(third.generated[0])[:8]
 
 
-def test_the_third_death_is_an_error(make_router, pool):
+def test_the_third_death_without_a_token_is_an_error(make_router, pool):
+    """The request may be what kills them."""
     router = make_router()
     future, worker, other = stalled(router, pool, 3)
-    for deaths in range(1, 4):
-        other.stall_after = 3 + deaths
+    for deaths in range(1, 5):
+        other.stall_after = 3
         lose(router, worker)
         worker, other = other, router.add_worker(f"decode-{deaths + 1}")
-        if deaths < 3:
-            eventually(lambda count=3 + deaths: emitted(router) == [count])
+        if deaths < 4:
+            eventually(lambda dying=worker: dying.generated)
     response = future.result(5)
     assert response.status_code == 502
     assert response.json()["error"]["code"] == "worker_lost"
     assert not worker.generated
     eventually(lambda: is_idle(router))
+
+
+def test_a_request_that_gets_on_outlives_any_number_of_deaths(make_router, pool, expected):
+    router = make_router()
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    future, worker, other = stalled(router, pool, 3, **fields)
+    for deaths in range(1, 6):
+        other.stall_after = 3 + deaths
+        lose(router, worker)
+        worker, other = other, router.add_worker(f"decode-{deaths + 1}")
+        eventually(lambda count=3 + deaths: emitted(router) == [count])
+    worker.stall_after = NUM_TOKENS
+    assert answer(future.result(5)) == without_id(expected())
+    assert placed_anew(router) == 5
 
 
 def test_late_tokens_of_a_lost_worker_change_nothing(make_router, pool, expected):
@@ -260,11 +275,9 @@ def test_late_tokens_of_a_lost_worker_change_nothing(make_router, pool, expected
 def test_a_worker_that_cannot_be_reached_is_passed_over(make_router):
     router = make_router()
     first, second = router.add_worker("decode-0"), router.add_worker("decode-1")
-    dispatcher = router.server.state.dispatcher
-    unreachable, send = {"decode-0"}, dispatcher._send
-    dispatcher._send = lambda worker, message: (
-        worker.key.worker_id not in unreachable and send(worker, message)
-    )
+    placer = router.server.state.placer
+    unreachable, send = {"decode-0"}, placer._send
+    placer._send = lambda worker, message: worker.key.worker_id not in unreachable and send(worker, message)
     assert post(router, max_tokens=3).status_code == 200
     assert (len(first.generated), len(second.generated)) == (0, 1)
     unreachable.add("decode-1")

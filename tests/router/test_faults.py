@@ -165,7 +165,7 @@ def test_prefill_death_after_the_hand_off_is_harmless(make_router):
     prefill, decode = make_pair(router, step_s=0.01)
 
     def die() -> None:
-        eventually(lambda: any(r.prefill is None for r in router.server.state.journal))
+        eventually(lambda: any("prefill" not in r.assigned for r in router.server.state.journal))
         lose(router, prefill)
 
     events = events_of(router, on_first=die, max_tokens=60)

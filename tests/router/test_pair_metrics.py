@@ -77,7 +77,7 @@ def test_each_pair_has_its_labels(router: Any) -> None:
 def test_a_peer_that_left_leaves_no_labels_behind(router: Any) -> None:
     assert samples(router)["tandem_kv_transport"]
     worker = router.server.state.registry.named("decode-0")
-    router.server.state.mark_dead("decode-0", worker.key.incarnation, "the test says so")
+    router.server.mark_dead("decode-0", worker.key.incarnation, "the test says so")
     for _ in range(200):
         if "decode-0" not in {worker["id"] for worker in router.http.get("/workers").json()["workers"]}:
             break

@@ -7,19 +7,20 @@ import pytest
 
 from protocol.errors import ConfigError
 from protocol.messages import PeerAddress, Register, WorkerState
+from protocol.roles import ROLES
 from router.placement import POLICIES, placement_policy
-from router.placement.interface import Decision, Refusal, RequestFacts, WorkerSnapshot
+from router.placement.interface import Placement, Refusal, RequestFacts, WorkerSnapshot
 from router.registry import Registry
 
-REQUEST = RequestFacts(num_prompt_tokens=100, max_tokens=10)
+REQUEST = RequestFacts(num_prompt_tokens=100)
 
 
 def prefill(name: str, **load) -> WorkerSnapshot:
-    return WorkerSnapshot(worker_id=name, role="prefill", **load)
+    return WorkerSnapshot(worker_id=name, tasks=ROLES["prefill"].tasks, **load)
 
 
 def decode(name: str, **load) -> WorkerSnapshot:
-    return WorkerSnapshot(worker_id=name, role="decode", **load)
+    return WorkerSnapshot(worker_id=name, tasks=ROLES["decode"].tasks, **load)
 
 
 def least_loaded(workers, request=REQUEST):
@@ -33,42 +34,38 @@ def test_picks_the_least_loaded_of_each_role():
         decode("d0", outstanding_requests=3),
         decode("d1", outstanding_requests=2),
     ]
-    decision = least_loaded(workers)
-    assert (decision.prefill, decision.decode, decision.predicted_cost) == ("p1", "d1", 120)
-    assert decision.reasons
+    assert least_loaded(workers).workers == {"prefill": "p1", "decode": "d1"}
 
 
 def test_own_requests_count_before_the_worker_reports_them():
     workers = [prefill("p0"), decode("d0", outstanding_requests=2), decode("d1", reported_requests=1)]
-    assert least_loaded(workers).decode == "d1"
+    assert least_loaded(workers).workers["decode"] == "d1"
     workers = [prefill("p0"), decode("d0", outstanding_requests=2), decode("d1", reported_requests=3)]
-    assert least_loaded(workers).decode == "d0"
+    assert least_loaded(workers).workers["decode"] == "d0"
 
 
 def test_kv_usage_breaks_ties():
     workers = [decode("d0", total_blocks=10, free_blocks=1), decode("d1", total_blocks=10, free_blocks=5)]
-    assert least_loaded(workers).decode == "d1"
+    assert least_loaded(workers).workers["decode"] == "d1"
 
 
 def test_fallbacks():
-    alone = least_loaded([decode("d0")])
-    assert alone == Decision(None, "d0", 100, alone.reasons, missing_role="prefill")
-    assert "no live prefill worker" in alone.reasons
-    alone = least_loaded([prefill("p0")])
-    assert alone == Decision(None, "p0", 100, alone.reasons, missing_role="decode")
+    assert least_loaded([decode("d0")]) == Placement({"decode": "d0"}, missing="prefill")
+    assert least_loaded([prefill("p0")]) == Placement({"decode": "p0"}, missing="decode")
     both = [prefill("p0"), decode("d0")]
-    colocated = least_loaded(both, RequestFacts(100, 10, disaggregate=False))
-    assert (colocated.prefill, colocated.decode, colocated.missing_role) == (None, "d0", None)
+    assert least_loaded(both, RequestFacts(100, disaggregate=False)) == Placement({"decode": "d0"})
+    only_prefill = WorkerSnapshot(worker_id="p0", tasks=("prefill",))
+    assert isinstance(least_loaded([only_prefill]), Refusal), "it may not be asked to decode"
     assert isinstance(least_loaded([]), Refusal)
-    assert isinstance(least_loaded([decode("d0", lifecycle="draining")]), Refusal)
+    assert isinstance(least_loaded([decode("d0", lifecycle="starting")]), Refusal)
 
 
 def test_who_holds_the_prompt_prefills_it_again():
     workers = [prefill("p0"), prefill("p1", outstanding_prefill_tokens=500), decode("d0")]
-    assert least_loaded(workers, RequestFacts(100, 10, prefix_at="p1")).prefill == "p1"
-    assert least_loaded(workers, RequestFacts(100, 10, prefix_at="p2")).prefill == "p0"
-    workers[1] = prefill("p1", lifecycle="draining")
-    assert least_loaded(workers, RequestFacts(100, 10, prefix_at="p1")).prefill == "p0"
+    assert least_loaded(workers, RequestFacts(100, prefix_at="p1")).workers["prefill"] == "p1"
+    assert least_loaded(workers, RequestFacts(100, prefix_at="p2")).workers["prefill"] == "p0"
+    workers[1] = prefill("p1", lifecycle="starting")
+    assert least_loaded(workers, RequestFacts(100, prefix_at="p1")).workers["prefill"] == "p0"
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -82,29 +79,21 @@ def test_unknown_policy():
         placement_policy("magic")
 
 
-class Clock:
-    def __init__(self, monkeypatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr("router.registry.time.monotonic", lambda: self.now)
-
-
 class Recorder:
     """A registry, and what it called."""
 
     def __init__(self) -> None:
         self.greeted: list[str] = []
         self.lost: list[str] = []
-        self.registry = Registry(
-            5.0,
-            lambda worker: self.greeted.append(worker.key.incarnation),
-            lambda worker, reason: self.lost.append(worker.key.incarnation),
-        )
+        self.registry = Registry(5.0)
+        self.registry.on_registered = lambda worker: self.greeted.append(worker.key.incarnation)
+        self.registry.on_lost = lambda worker, reason: self.lost.append(worker.key.incarnation)
 
-    def register(self, incarnation: str, max_model_len: int = 100):
+    def register(self, incarnation: str, max_model_len: int = 100, role: str = "decode", worker_id="w"):
         return self.registry.register(
             Register(
-                address=PeerAddress(worker_id="w", incarnation=incarnation, control="tcp://x:1"),
-                role="decode",
+                address=PeerAddress(worker_id=worker_id, incarnation=incarnation, control="tcp://x:1"),
+                role=role,
                 model="m",
                 max_model_len=max_model_len,
                 vocab_size=10,
@@ -142,22 +131,69 @@ def test_a_heartbeat_of_before_the_registration_takes_no_readiness_away():
     assert worker is not None
     assert recorder.registry.update(msgspec.structs.replace(state("one"), lifecycle="starting"))
     assert worker.snapshot().lifecycle == "ready"
-    assert recorder.registry.update(msgspec.structs.replace(state("one"), lifecycle="draining"))
-    assert worker.snapshot().lifecycle == "draining"
 
 
-def test_silence_and_return(monkeypatch):
-    clock, recorder = Clock(monkeypatch), Recorder()
+def sweep_for(registry: Registry, seconds: float, *, begin: float = 0.0, interval_s: float = 0.25) -> None:
+    """Let this time pass, as the router's timer does."""
+    for turn in range(round(seconds / interval_s) + 1):
+        registry.sweep(begin + turn * interval_s)
+
+
+def test_silence_and_return():
+    recorder = Recorder()
     recorder.register("one")
-    clock.now += 4.9
-    recorder.registry.sweep()
+    recorder.registry.sweep(0.0)
+    assert recorder.registry.update(state("one"))
+    sweep_for(recorder.registry, 4.75)
     assert recorder.lost == []
-    clock.now += 0.2
-    recorder.registry.sweep()
-    recorder.registry.sweep()
+    sweep_for(recorder.registry, 0.75, begin=4.75)
     assert (recorder.lost, recorder.registry.live()) == (["one"], [])
     assert recorder.registry.update(state("one"))
     assert len(recorder.registry.live()) == 1
+
+
+def test_a_pause_of_the_router_is_no_silence_of_a_worker():
+    """It read nothing in that time, so nobody could be heard."""
+    recorder = Recorder()
+    worker = recorder.register("one")
+    recorder.registry.sweep(0.0)
+    assert recorder.registry.update(state("one"))
+    sweep_for(recorder.registry, 60.0, begin=10.0, interval_s=10.0)
+    assert recorder.lost == [], "seven turns of the timer"
+    sweep_for(recorder.registry, 5.0, begin=70.0)
+    assert recorder.lost == ["one"]
+    assert worker.silence_s > 5
+
+
+def test_all_silent_workers_are_lost_at_once():
+    """Or the requests of the first would be placed at the second."""
+    recorder = Recorder()
+    workers = [recorder.register("one", worker_id="v"), recorder.register("two", worker_id="w")]
+    live_then = []
+    recorder.registry.on_lost = lambda worker, reason: live_then.append(len(recorder.registry.live()))
+    recorder.registry.sweep(0.0)
+    for worker in workers:
+        recorder.registry.heard(worker)
+    sweep_for(recorder.registry, 6.0)
+    assert live_then == [0, 0]
+
+
+def test_an_unknown_role_is_refused():
+    recorder = Recorder()
+    assert recorder.register("one", role="boss") is None
+    assert recorder.registry.live() == []
+
+
+def test_who_is_awaited():
+    recorder = Recorder()
+    recorder.registry.expected = ["v", "w"]
+    assert recorder.registry.awaited() == ["v", "w"]
+    worker = recorder.register("one")
+    assert recorder.registry.awaited() == ["v"]
+    worker.is_reachable = False
+    assert recorder.registry.awaited() == ["v", "w"]
+    assert recorder.registry.update(state("one"))
+    assert recorder.registry.awaited() == ["v"]
 
 
 def test_a_dead_one_never_returns():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from router.placement.interface import Decision, RequestFacts, WorkerSnapshot
+from router.placement.interface import Placement, RequestFacts, WorkerSnapshot
 from router.placement.least_loaded import MIN_FETCHED_TOKENS, least_loaded
 from router.prefixes import BLOCK_TOKENS, PrefixDirectory
 from router.registry import WorkerKey
@@ -50,15 +50,15 @@ def test_a_lost_workers_prefixes_are_forgotten() -> None:
     assert len(directory) == 0
 
 
-def placed(cached: dict[str, int]) -> Decision:
+def placed(cached: dict[str, int]) -> Placement:
     workers = [
-        WorkerSnapshot("p0", "prefill"),
-        WorkerSnapshot("p1", "prefill", outstanding_prefill_tokens=9),
-        WorkerSnapshot("d0", "decode"),
+        WorkerSnapshot("p0", ("prefill",)),
+        WorkerSnapshot("p1", ("prefill",), outstanding_prefill_tokens=9),
+        WorkerSnapshot("d0", ("decode",)),
     ]
-    decision = least_loaded(RequestFacts(1000, 10, cached_tokens=cached), workers)
-    assert isinstance(decision, Decision)
-    return decision
+    placement = least_loaded(RequestFacts(1000, cached_tokens=cached), workers)
+    assert isinstance(placement, Placement)
+    return placement
 
 
 def test_a_prefix_is_fetched_where_that_pays() -> None:

@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.sockets import ClusterKeys
 from router.server import RouterServer
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 3}
@@ -24,7 +24,7 @@ def test_never_imports_torch(model_folder):
     code = (
         "import sys\n"
         "from protocol.config import ServeConfig\n"
-        "from protocol.sockets import ClusterKeys\n"
+        "from messaging.sockets import ClusterKeys\n"
         "from router.app import build_app\n"
         "from router.server import RouterServer\n"
         f"server = RouterServer(ServeConfig(model={str(model_folder)!r}, port=0), ClusterKeys.generate())\n"
@@ -185,15 +185,20 @@ def test_workers(router):
     decode = workers["decode-0"]
     assert (decode["lifecycle"], decode["total_blocks"], decode["kv_usage"]) == ("ready", 100, 0.1)
     assert decode["start_up"] == {"attention": "fake"}
+    assert (decode["host"], decode["pid"]) == ("a-machine", 4711)
     assert workers["prefill-0"]["transports"] == {"decode-0": "shm"}
 
 
 def test_metrics(make_router):
     router = make_router()
     counters = {
-        'kv_transfer_bytes_total{transport="shm"}': 5.0,
-        "kv_transfer_bytes_total{transport=tcp}": 7.0,
-        "leases_expired_total": 2.0,
+        'spec_decode_num_drafts_total{method="ngram"}': 5.0,
+        "spec_decode_num_drafts_total{method=suffix}": 7.0,
+        'spec_decode_num_drafts_total{kind="odd"}': 8.0,
+        "handoffs_total": 2.0,
+        'handoffs_total{method="odd"}': 8.0,
+        "kv_host_blocks": 3.0,
+        "made_up_total": 1.0,
         "queue depth!": 1.0,
     }
     router.add_worker(counters=counters)
@@ -207,7 +212,7 @@ def test_metrics(make_router):
         (line,) = [line for line in lines if line.startswith(name)]
         return float(line.rsplit(" ", 1)[1])
 
-    worker = 'model_name="test-model",role="decode",'
+    worker = 'model_name="test-model",role="decode",worker="decode-0"'
     assert value("tandem_prompt_tokens_total{") >= 4
     assert value("tandem_generation_tokens_total{") == 3
     assert value('tandem_request_success_total{finished_reason="length"') == 1
@@ -224,10 +229,13 @@ def test_metrics(make_router):
     assert value("tandem_prefix_cache_queries_total{") == 7
     assert value("tandem_prefix_cache_hits_total{") == 3
     assert value("tandem_num_preemptions_total{") == 0
-    assert value(f'tandem_kv_transfer_bytes_total{{{worker}transport="shm"') == 5
-    assert value(f'tandem_kv_transfer_bytes_total{{{worker}transport="tcp"') == 7
-    assert value("tandem_leases_expired_total{") == 2
-    assert "queue depth" not in response.text
+    assert value(f'tandem_spec_decode_num_drafts_total{{method="ngram",{worker}}}') == 5
+    assert value(f'tandem_spec_decode_num_drafts_total{{method="suffix",{worker}}}') == 7
+    assert value(f"tandem_handoffs_total{{{worker}}}") == 2
+    assert value(f"tandem_kv_host_blocks{{{worker}}}") == 3
+    assert "# TYPE tandem_kv_host_blocks gauge" in lines
+    for stranger in ("queue depth", "made_up", "odd"):
+        assert stranger not in response.text
 
 
 def test_draining(make_router):
@@ -268,7 +276,7 @@ def test_signals(model_folder):
     """SIGTERM drains and ends the process; nothing is printed."""
     code = (
         "from protocol.config import ServeConfig\n"
-        "from protocol.sockets import ClusterKeys\n"
+        "from messaging.sockets import ClusterKeys\n"
         "from router.server import RouterServer\n"
         f"server = RouterServer(ServeConfig(model={str(model_folder)!r}, port=0), ClusterKeys.generate())\n"
         "server.run(lambda: print(server.port, flush=True), lambda: print('stop', flush=True))\n"

@@ -111,12 +111,12 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path, fast_tokenizer):
     assert len(tokenizer.encode("the quick brown fox jumps over the lazy dog")) not in (3, 50)
 
 
-async def test_a_text_that_cannot_fit_is_not_tokenized(model_folder):
+def test_a_text_that_cannot_fit_is_not_tokenized(model_folder):
     tokenizer = Tokenizer.load(ServeConfig(model=str(model_folder)))
     with pytest.raises(InvalidRequestError, match=r"prompt: 8000000 characters exceed .* 512 tokens"):
-        await tokenizer.encode_prompt("a" * 8_000_000, True, 512, "prompt")
+        tokenizer.encode_prompt("a" * 8_000_000, True, 512, "prompt")
     long = "the fox " * 1000
-    assert await tokenizer.encode_prompt(long, True, 10_000, "prompt") == tokenizer.encode(long)
+    assert tokenizer.encode_prompt(long, True, 10_000, "prompt") == tokenizer.encode(long)
 
 
 @pytest.mark.slow

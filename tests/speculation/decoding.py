@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.draft import Draft
+from engine.sequence import SequenceState
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 
 
-def decoding(prompt: Many[int], output: Many[int] = (), *, request_id: str = "a", salt: str = "") -> Sequence:
+def decoding(
+    prompt: Sequence[int], output: Sequence[int] = (), *, request_id: str = "a", salt: str = ""
+) -> SequenceState:
     request = EngineRequest(
         request_id=request_id,
         prompt_token_ids=list(prompt),
@@ -18,7 +20,7 @@ def decoding(prompt: Many[int], output: Many[int] = (), *, request_id: str = "a"
         sampling=SamplingParams(max_tokens=10_000),
         cache_salt=salt,
     )
-    return Sequence(request, order=0)
+    return SequenceState(request, order=0)
 
 
 def chains(drafts: list[Draft | None]) -> list[list[int]]:

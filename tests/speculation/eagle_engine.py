@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from engine.draft import Draft
 from engine.engine import Engine
 from engine.rows import SequenceRows
-from engine.speculator import Draft
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams

@@ -13,7 +13,7 @@ from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
-from speculation.control import clock
+from speculation.control import estimator
 from speculation.speculator import BatchSpeculator, speculate
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -64,4 +64,4 @@ def finish(engine: Engine) -> dict[str, list[int]]:
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on steps take the same time on every machine."""
     now = itertools.count()
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now) * 1e-3)
+    monkeypatch.setattr(estimator.time, "perf_counter", lambda: next(now) * 1e-3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.draft import Draft
 from engine.engine import Engine
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest, TokenOutput
 from protocol.sampling import SamplingParams
@@ -59,7 +59,7 @@ class Watch:
         drafter = drafter_of(engine)
         propose = drafter.propose
 
-        def watched(sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+        def watched(sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
             drafts = propose(sequences, counts)
             for sequence, draft in zip(sequences, drafts, strict=True):
                 if draft is not None:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import msgspec
 from torch import Tensor
 
+from engine.draft import Draft
 from engine.engine import Engine
-from engine.kv_pool import KVPool, KVShape
+from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.pool_layout import Segment
+from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.speculator import BatchSpeculator
 
-Script = Callable[[Sequence, int], Draft | None]
+Script = Callable[[SequenceState, int], Draft | None]
 """A draft for a sequence that has room for so many tokens."""
 
-Answers = Mapping[str, Many[int]]
+Answers = Mapping[str, Sequence[int]]
 """By request: the tokens that it gets without speculation."""
 
 
@@ -34,7 +34,7 @@ class ScriptedDrafter:
     Until it is `listening`, as while the engine measures itself, it drafts nothing.
     """
 
-    segment: KVShape | None = None
+    segment: Segment | None = None
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, script: Script) -> None:
@@ -49,7 +49,7 @@ class ScriptedDrafter:
     def warm_up(self) -> None:
         pass
 
-    def begin(self, sequence: Sequence, num_drafted: int, feature: Tensor | None) -> None:
+    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         pass
 
     def num_drafted(self, request_id: str) -> int:
@@ -58,12 +58,12 @@ class ScriptedDrafter:
     def feature(self, request_id: str) -> Tensor | None:
         return None
 
-    def propose(self, sequences: Many[Sequence], counts: Many[int]) -> list[Draft | None]:
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         if not self.listening:
             return [None] * len(sequences)
         return [self.script(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
 
-    def observe(self, computed: Many[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> None:
         if self.listening:
             self.observed += computed
 
@@ -88,7 +88,7 @@ def engine_with(config: ServeConfig, drafter: ScriptedDrafter, num_tokens: int, 
 def right(answers: Answers) -> Script:
     """All tokens as they will be."""
 
-    def script(sequence: Sequence, count: int) -> Draft | None:
+    def script(sequence: SequenceState, count: int) -> Draft | None:
         return _chain(_next(answers, sequence, count))
 
     return script
@@ -97,7 +97,7 @@ def right(answers: Answers) -> Script:
 def wrong_from(answers: Answers, depth: int, vocab_size: int) -> Script:
     """So many tokens as they will be, then others."""
 
-    def script(sequence: Sequence, count: int) -> Draft | None:
+    def script(sequence: SequenceState, count: int) -> Draft | None:
         tokens = _next(answers, sequence, count)
         return _chain([*tokens[:depth], *((token + 1) % vocab_size for token in tokens[depth:])])
 
@@ -108,7 +108,7 @@ def sometimes_right(answers: Answers, rate: float, vocab_size: int) -> Script:
     """Each token is right at this rate, and drafts are of any length, none at all included."""
     rng = random.Random(0)
 
-    def script(sequence: Sequence, count: int) -> Draft | None:
+    def script(sequence: SequenceState, count: int) -> Draft | None:
         tokens = _next(answers, sequence, rng.randint(0, count))
         return _chain([t if rng.random() < rate else rng.randrange(vocab_size) for t in tokens])
 
@@ -119,7 +119,7 @@ def tree(answers: Answers, rate: float, vocab_size: int) -> Script:
     """Two siblings at each depth, and a wrong child of the wrong one. At this rate one of them is right."""
     rng = random.Random(0)
 
-    def script(sequence: Sequence, count: int) -> Draft | None:
+    def script(sequence: SequenceState, count: int) -> Draft | None:
         token_ids: list[int] = []
         parents: list[int] = []
         last = -1
@@ -137,7 +137,7 @@ def tree(answers: Answers, rate: float, vocab_size: int) -> Script:
     return script
 
 
-def _next(answers: Answers, sequence: Sequence, count: int) -> list[int]:
+def _next(answers: Answers, sequence: SequenceState, count: int) -> list[int]:
     known = len(sequence.output_token_ids)
     return list(answers[sequence.request_id][known : known + count])
 

@@ -1,4 +1,7 @@
-"""An engine of which all is known: what steps take, and how likely each drafted token is to be accepted."""
+"""A server of which all is known: what steps take, and how likely each drafted token is to be accepted.
+
+The machine is like a two-core EPYC that serves the bundled model. Its clock runs only when a step does.
+"""
 
 from __future__ import annotations
 
@@ -6,129 +9,223 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protocol.speculation import Method
-from speculation.control.acceptance import Acceptance, MethodAcceptance
-from speculation.control.controller import Controller, MethodControl
-from speculation.control.plan import Request, Shape
-from speculation.control.step_time import DraftTime, DraftTimes, TargetTime, TargetTimes
+import pytest
 
-METHOD: Method = "draft_model"
-MAX_TOKENS = 8
-CONTEXT = 200.0
-SURROUNDINGS = 3e-4
-DRAFT = DraftTimes(per_level=6e-4, per_token=4e-5)
-ROWS = [1 << power for power in range(10)]
+from protocol.speculation import Method
+from speculation.control import estimator
+from speculation.control.controller import DraftController
+from speculation.control.planner import Shape, SpeculatingRequest
+from speculation.control.settings import Settings
+from speculation.control.step_time import MeasuredCurve
 
 Rate = Callable[[int, int], float]
 """(request's number, its tokens so far) -> chance that a drafted token is accepted after those before it."""
 
+ROWS = [1 << power for power in range(10)]
+PROMPT = 500
+PREFILL = 5e-5
+CAPTURE = 0.15
+"""What reading a prompt adds to its prefill, for heads."""
 
-def target_seconds(rows: int) -> float:
-    """Of a small model on a CPU: every row costs."""
-    return 2e-3 + 2.5e-4 * rows
+
+def target_seconds(num_sequences: int, rows: float) -> float:
+    """Of a small model on a CPU: each sequence costs, and each row, more so in larger batches."""
+    drafted = rows - num_sequences
+    return (
+        3e-4 + 2.2e-4 * num_sequences + 2e-4 * min(drafted, 1) + (1.9e-4 - 1.1e-4 / num_sequences) * drafted
+    )
 
 
-def flat_seconds(rows: int) -> float:
+def flat_seconds(num_sequences: int, rows: float) -> float:
     """Of an accelerator: rows are free until the arithmetic takes longer than reading the weights."""
     return max(8e-3, 8e-3 * rows / 96)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A method: its costs in seconds, its chances in hard and easy text, and how often it finds a draft."""
+
+    method: Method
+    easy: float
+    hard: float
+    share: float = 1.0
+    start: float = 0.0
+    per_level: float = 0.0
+    per_token: float = 0.0
+    per_read: float = 0.0
+    max_tokens: int = 8
+    whole: int = 0
+    reads_prompts: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.whole, whole=True) if self.whole else Shape(self.max_tokens)
+
+
+PROFILES = [
+    Profile("draft_model", 0.97, 0.5, start=1.2e-4, per_level=1e-5, per_token=1.2e-5, per_read=5e-6),
+    Profile("ngram", 0.97, 0.3, share=0.6, per_token=1e-6, start=5e-6),
+    Profile("suffix", 0.95, 0.4, share=0.8, per_token=2e-6, start=2e-5),
+    Profile("lookahead", 0.92, 0.3, share=0.9, start=2e-5, per_token=5e-7, max_tokens=3, whole=30),
+    Profile("medusa", 0.55, 0.3, start=1.5e-4, per_level=1e-5, per_token=1e-5, max_tokens=3),
+    Profile("eagle", 0.93, 0.4, start=1e-4, per_level=2e-5, per_token=1.2e-5, reads_prompts=True),
+]
+
+
+def text(number: int, place: int) -> bool:
+    """Whether a request's text is easy there: seldom at its beginning, then in long passages."""
+    passage = random.Random(f"{number} {place // 24}")
+    return passage.random() < (0.4 if place < 48 else 0.9)
 
 
 @dataclass(eq=False)
 class Running:
     number: int
-    request: Request
+    request: SpeculatingRequest
     place: int = 0
 
 
 @dataclass(eq=False)
-class SimulatedEngine:
-    """`share` is the part of the requests' drafts that the drafter finds. The clock of `seconds` has neither
-    the noise nor the outliers that the controller sees.
-    """
+class SimulatedServer:
+    """Keeps `num_requests` running, each with a prompt and `output_tokens`. `fixed` None is "auto"."""
 
+    patch: pytest.MonkeyPatch
     num_requests: int
-    rate: Rate
-    target: Callable[[int], float] = target_seconds
-    draft: DraftTimes = DRAFT
-    share: float = 1.0
+    profile: Profile
+    rate: Rate | None = None
+    target: Callable[[int, float], float] = target_seconds
     noise: float = 0.05
-    outliers: float = 0.01
+    outliers: float = 0.005
     fixed: int | None = None
-    output_tokens: int = 300
+    output_tokens: int = 128
     calibrated: Callable[[int], float] | None = None
-    """What calibration made of `target`, if not the truth."""
+    """What was measured at the start of `target`, if not the truth."""
+    settings: Settings = field(default_factory=Settings)
+    overhead: float = 1e-5
+    """To plan, for one request."""
+    seed: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    steps: int = 0
+    """Without noise. The controller sees `clock`."""
+    clock: float = 0.0
     chosen: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(5)
-        measured = self.calibrated or self.target
-        times = TargetTimes(ROWS, [measured(rows) for rows in ROWS])
-        max_rows = self.num_requests * (1 + MAX_TOKENS)
-        self.controller = Controller(TargetTime(times, max_rows), self.num_requests)
-        self.method = MethodControl(Shape(MAX_TOKENS), MethodAcceptance(MAX_TOKENS), DraftTime(self.draft))
-        self.controller.methods[METHOD] = self.method
-        self._started = 0
-        self.running = [self._start() for _ in range(self.num_requests)]
-        for index, running in enumerate(self.running):  # not all at the same place
-            running.place = index * self.output_tokens // self.num_requests
+        self._random = random.Random(self.seed)
+        self.patch.setattr(estimator.time, "perf_counter", lambda: self.clock)
+        profile = self.profile
+        self.controller = DraftController(self.num_requests, profile.shape.max_tokens, self.settings)
+        measured = self.calibrated or (lambda rows: self.target(1, rows))
+        self.controller.estimator.set_target_times(
+            MeasuredCurve(ROWS, [measured(rows) for rows in ROWS], PREFILL)
+        )
+        self.controller.estimator.add_method(
+            profile.method,
+            profile.shape,
+            profile.max_tokens,
+            reads_text=profile.reads_prompts or profile.per_read > 0,
+            reads_prompts=profile.reads_prompts,
+        )
+        self._started = 1000 * self.seed
+        self.running: list[Running] = []
+        self._waiting = [self._start() for _ in range(self.num_requests)]
 
     def _start(self) -> Running:
         self._started += 1
-        request = Request(METHOD, self.fixed, Acceptance(self.method.acceptance))
-        self.controller.expect(request)
+        request = self.controller.estimator.new_request(self.profile.method, self.fixed)
         return Running(self._started, request)
 
-    def run(self, steps: int) -> float:
-        """Tokens a second over so many steps more."""
-        tokens, seconds = self.tokens, self.seconds
-        for _ in range(steps):
+    def run(self, seconds: float) -> float:
+        """Tokens a second over so much time more."""
+        tokens, started = self.tokens, self.seconds
+        while self.seconds < started + seconds:
             self.step()
-        return (self.tokens - tokens) / (self.seconds - seconds)
+        return (self.tokens - tokens) / (self.seconds - started)
 
     def step(self) -> None:
-        requests = [running.request for running in self.running]
-        for running in self.running:
-            running.request.place = running.place
-        if self.controller.is_due(len(requests)):
-            self.controller.choose(requests, CONTEXT)
-        rooms = [request.chosen for request in requests]
+        controller = self.controller
+        if self.fixed != 0 and controller.begin_step(len(self.running), len(self._waiting)):
+            for running in self.running:
+                running.request.place = running.place
+            controller.plan([running.request for running in self.running])
+            self._take(self.overhead * len(self.running))
+        joining, self._waiting = self._waiting[:1], self._waiting[1:]
+        self._decode()
+        for running in joining:
+            self._prefill(running)
+        self.running += joining
+
+    def _prefill(self, running: Running) -> None:
+        """A prompt beside the step."""
+        if self.controller.estimator.window is not None:
+            self.controller.estimator.window.is_clean = False
+        running.request.unread = PROMPT if self.profile.per_read else 0
+        seconds = PREFILL * PROMPT
+        if self.profile.reads_prompts and self.fixed != 0:
+            if self.fixed or self.controller.reads_prompts(self.profile.method, PROMPT):
+                seconds *= 1 + CAPTURE
+            else:
+                running.request.is_blind = True
+        self._take(seconds)
+        self.tokens += 1
+        running.place = 1
+
+    def _decode(self) -> None:
+        rooms = [running.request.granted for running in self.running]
         self.chosen = rooms
-        drafted = [room if self._random.random() < self.share else 0 for room in rooms]
-        self._take_time(self.num_requests + sum(drafted), rooms)
-        for index, num_drafted in enumerate(drafted):
-            self._verify(index, rooms[index], num_drafted)
-        self.steps += 1
+        if not rooms:
+            return
+        drafted = [room if self._random.random() < self.profile.share else 0 for room in rooms]
+        if any(rooms):
+            self._draft(rooms)
+        rows = len(rooms) + sum(drafted)
+        self._take(self.target(len(rooms), rows))
+        for running, room, num_drafted in zip(list(self.running), rooms, drafted, strict=True):
+            self._verify(running, room, num_drafted)
 
-    def _take_time(self, rows: int, rooms: list[int]) -> None:
-        levels, tokens = max(rooms), sum(rooms)
-        drafting = self.draft.start + self.draft.per_level * levels + self.draft.per_token * tokens
-        drafting = drafting if levels else 0.0
-        self.seconds += self.target(rows) + drafting + SURROUNDINGS
-        slow = self._random.lognormvariate(0, self.noise)
-        slow *= 10 if self._random.random() < self.outliers else 1
-        if self.controller.is_watched or (levels and self.controller.is_steady):
-            self.controller.observe_step(self.num_requests, rows, CONTEXT, self.target(rows) * slow)
-            self.controller.surroundings.observe(self.num_requests, levels > 0, SURROUNDINGS * slow)
-        if levels:
-            self.method.time.observe(levels, tokens, 0, drafting * slow)
+    def _draft(self, rooms: list[int]) -> None:
+        drafting = [running.request for running in self.running if running.request.granted]
+        profile = self.profile
+        levels = 1 if profile.whole else max(rooms)
+        seconds = profile.start + profile.per_level * levels + profile.per_token * sum(rooms)
+        seconds += profile.per_read * sum(request.unread for request in drafting)
+        counts = [request.granted for request in drafting]
+        self.controller.estimator.drafted(profile.method, drafting, counts, self._take(seconds))
 
-    def _verify(self, index: int, room: int, num_drafted: int) -> None:
-        running = self.running[index]
+    def _verify(self, running: Running, room: int, num_drafted: int) -> None:
+        depth = min(num_drafted, self.profile.max_tokens)
         num_accepted = 0
-        while num_accepted < num_drafted and self._accepts(running, num_accepted):
+        while num_accepted < depth and self._accepts(running, num_accepted):
             num_accepted += 1
         self.tokens += 1 + num_accepted
         running.place += 1 + num_accepted
-        acceptance = running.request.acceptance
         if room:
-            acceptance.observe_share(room, num_drafted)
-        if num_drafted:
-            acceptance.observe(num_drafted, num_accepted, running.place)
+            self.controller.estimator.verified(
+                running.request,
+                room,
+                num_drafted,
+                depth,
+                num_accepted,
+                running.place,
+                running.request.is_blind,
+            )
         if running.place >= self.output_tokens:
-            self.running[index] = self._start()
+            self.running.remove(running)
+            self._waiting.append(self._start())
+            self.controller.estimator.ended(PROMPT, running.place)
 
     def _accepts(self, running: Running, drafted: int) -> bool:
-        return self._random.random() < self.rate(running.number, running.place + drafted)
+        place = running.place + drafted
+        if self.rate is not None:
+            chance = self.rate(running.number, place)
+        else:
+            chance = self.profile.easy if text(running.number, place) else self.profile.hard
+        return self._random.random() < (0.3 * chance if running.request.is_blind else chance)
+
+    def _take(self, seconds: float) -> float:
+        """So much time passes. Returns what the controller sees of it."""
+        self.seconds += seconds
+        seen = seconds * self._random.lognormvariate(0, self.noise)
+        seen *= 10 if self._random.random() < self.outliers else 1
+        self.clock += seen
+        return seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def ask(request_id: str, prompt: list[int], max_tokens: int = 24, **sampling: An
     return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=params)
 
 
-def run(engine: Engine, requests: Many[EngineRequest] = ()) -> dict[str, TokenOutput]:
+def run(engine: Engine, requests: Sequence[EngineRequest] = ()) -> dict[str, TokenOutput]:
     """Each request's outputs as one: all tokens and log-probabilities, how it ended, what was drafted."""
     for request in requests:
         engine.add(request)
@@ -65,7 +65,7 @@ def run(engine: Engine, requests: Many[EngineRequest] = ()) -> dict[str, TokenOu
     while engine.has_work():
         for output in engine.step().outputs:
             outputs.setdefault(output.request_id, []).append(output)
-    assert engine.blocks.num_used == 0
+    assert engine.blocks.num_available == engine.blocks.num_blocks
     return {request_id: joined(parts) for request_id, parts in outputs.items()}
 
 

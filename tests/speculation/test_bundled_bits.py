@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from deploy.config import load_config
 from engine.attention.select import available_backends
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
-from protocol.config import load_config
 from protocol.messages import EngineRequest, TokenLogprobs
 from protocol.sampling import SamplingParams
 from speculation.speculator import speculate

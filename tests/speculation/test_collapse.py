@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from speculation.account import Account
-from speculation.control.collapse import CollapseWatch, Origin
+from speculation.account import Account, Origin
+from speculation.collapse import CollapseWatch
 
 
 def feed(watch: CollapseWatch, rate: float, count: int, origin: Origin = "computed", seed: int = 0) -> int:

@@ -13,8 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
+from engine.scheduler import ScheduledStep
+from engine.sequence import SequenceState
+from engine.speculator import MakeRoom
 from protocol.sampling import SamplingParams
-from speculation.control.control import Control
+from speculation.control.controller import DraftController
 from speculation.drafter import Computed, HiddenRows
 from speculation.eagle.drafter import Known
 from speculation.ranking import rank
@@ -96,6 +99,17 @@ def test_bug_19_true_features_replace_the_heads_own(
     assert not watched.drafter._known
 
 
+def no_room(step: ScheduledStep, sequence: SequenceState, wish: int) -> int:
+    """For `prepare`: no request drafts."""
+    return 0
+
+
+def drafts_if(monkeypatch: pytest.MonkeyPatch, drafts: Callable[[], bool]) -> None:
+    """Whether the controller's plans draft, from now on."""
+    chosen = property(lambda self: drafts(), lambda self, value: None)
+    monkeypatch.setattr(DraftController, "drafts", chosen, raising=False)
+
+
 def test_steps_without_drafts_are_caught_up(
     target: Path, model: PreTrainedModel, official: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,20 +117,20 @@ def test_steps_without_drafts_are_caught_up(
     watched = Watched(target, official)
     prompt = prompt_of(20)
     watched.ask("a", prompt, 40)
-    plan = watched.engine._speculator.plan  # type: ignore[union-attr]
+    speculator: Any = watched.engine._speculator
+    prepare = speculator.prepare
     steps = 0
 
-    def sometimes(decoding: list, num_to_come: int) -> None:  # type: ignore[type-arg]
+    def sometimes(step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
         nonlocal steps
         steps += 1
-        plan(decoding, num_to_come)
         if steps < 26:
-            for sequence in decoding:
-                sequence.draft_room = 0
+            make_room = no_room
             known = watched.drafter._known.get("a")
             assert known is None or known.end - known.written <= 9, "more is kept than may be"
+        return prepare(step, num_active, make_room)
 
-    watched.engine._speculator.plan = sometimes  # type: ignore[union-attr,method-assign]
+    speculator.prepare = sometimes
     assert watched.run()["a"] == greedy(model, prompt, 40)
     assert len(watched.drafts[0][1]) > 40
     assert_as_plain(watched, PlainHead(files.eagle3(), model, files.THETA))
@@ -128,25 +142,23 @@ def test_drafts_go_on_behind_steps_that_went_by_unseen(
     watched = Watched(target, official)
     prompt = prompt_of(20)
     watched.ask("a", prompt, 40)
-    plan = watched.engine._speculator.plan  # type: ignore[union-attr]
+    speculator: Any = watched.engine._speculator
+    prepare = speculator.prepare
     steps, idle, resumed = 0, False, 0
     seen: list[tuple[int, bool]] = []
 
-    def sometimes(decoding: list, num_to_come: int) -> None:  # type: ignore[type-arg]
+    def sometimes(step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
         nonlocal steps, idle, resumed
         steps += 1
         idle = 6 <= steps < 14
-        plan(decoding, num_to_come)
-        for sequence in decoding:
-            if 6 <= steps < 16:
-                sequence.draft_room = 0
-            if steps == 14:
-                resumed = len(sequence.token_ids)
+        if steps == 14:
+            resumed = len(step.sequences[0].token_ids)
         if known := watched.drafter._known.get("a"):
             seen.append((known.first, known.is_blind))
+        return prepare(step, num_active, no_room if 6 <= steps < 16 else make_room)
 
-    monkeypatch.setattr(Control, "is_idle", property(lambda self: idle))
-    watched.engine._speculator.plan = sometimes  # type: ignore[union-attr,method-assign]
+    drafts_if(monkeypatch, lambda: not idle)
+    speculator.prepare = sometimes
     assert watched.run()["a"] == greedy(model, prompt, 40)
     lengths = [len(token_ids) for _, token_ids, _ in watched.drafts]
     assert min(lengths) == 21
@@ -162,20 +174,18 @@ def test_steps_that_went_by_unseen_are_read_when_drafts_go_on(
     watched = Watched(target, official)
     for name, length in (("a", 20), ("b", 31)):
         watched.ask(name, prompt_of(length, seed=length), 48)
-    plan = watched.engine._speculator.plan  # type: ignore[union-attr]
+    speculator: Any = watched.engine._speculator
+    prepare = speculator.prepare
     steps, idle = 0, False
 
-    def sometimes(decoding: list, num_to_come: int) -> None:  # type: ignore[type-arg]
+    def sometimes(step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
         nonlocal steps, idle
         steps += 1
         idle = 6 <= steps < 16 or 22 <= steps < 28
-        plan(decoding, num_to_come)
-        for sequence in decoding:
-            if idle:
-                sequence.draft_room = 0
+        return prepare(step, num_active, no_room if idle else make_room)
 
-    monkeypatch.setattr(Control, "is_idle", property(lambda self: idle))
-    watched.engine._speculator.plan = sometimes  # type: ignore[union-attr,method-assign]
+    drafts_if(monkeypatch, lambda: not idle)
+    speculator.prepare = sometimes
     outputs = watched.run()
     for name, length in (("a", 20), ("b", 31)):
         assert outputs[name] == greedy(model, prompt_of(length, seed=length), 48)
@@ -208,18 +218,16 @@ def test_prompts_that_went_by_unseen_leave_drafts_blind_and_right(
     watched = Watched(target, official)
     steps = 0
     speculator: Any = watched.engine._speculator
-    plan, wants_hidden = speculator.plan, speculator.wants_hidden
+    prepare, wants_hidden = speculator.prepare, speculator._wants_hidden
 
-    def late(decoding: list, num_to_come: int) -> None:  # type: ignore[type-arg]
+    def late(step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
         nonlocal steps
         steps += 1
-        plan(decoding, num_to_come)
-        for sequence in decoding:
-            sequence.draft_room *= steps > 6
+        return prepare(step, num_active, make_room if steps > 6 else no_room)
 
-    monkeypatch.setattr(Control, "is_idle", property(lambda self: steps < 7))
-    speculator.plan = late
-    speculator.wants_hidden = lambda step: step.only_decodes and wants_hidden(step)
+    drafts_if(monkeypatch, lambda: steps >= 7)
+    speculator.prepare = late
+    speculator._wants_hidden = lambda step: step.only_decodes and wants_hidden(step)
     prompt = prompt_of(30)
     watched.ask("a", prompt, 40)
     assert watched.run()["a"] == greedy(model, prompt, 40)
@@ -232,7 +240,7 @@ def test_a_prompt_is_read_for_a_fixed_number_of_tokens(
     reads: bool, target: Path, official: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is known of the load, since nobody asks whether those drafts pay."""
-    monkeypatch.setattr(Control, "reads_prompts", property(lambda self: reads))
+    monkeypatch.setattr(DraftController, "reads_prompts", lambda *arguments: reads)
     watched = Watched(target, official)
     watched.ask("a", prompt_of(30), 10)
     watched.run()
@@ -322,7 +330,7 @@ def test_hand_off_drafts_at_once(target: Path, model: PreTrainedModel, official:
     decode.engine.pool.blocks[reservation.block_ids] = prefill.engine.pool.blocks[source]
     state = prefill.engine.draft_state("a")
     assert (state.kind, state.num_tokens) == ("carried", len(prompt))
-    decode.engine.activate("a", first[0], draft=state)
+    decode.engine.activate(reservation, first[0], draft=state)
     assert first + decode.run()["a"] == greedy(model, prompt, 6)
     assert len(decode.drafts[0][1]) == len(prompt) + 1
     assert_as_plain(decode, PlainHead(files.eagle3(), model, files.THETA))

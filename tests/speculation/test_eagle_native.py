@@ -58,9 +58,9 @@ def test_native_rows_are_those_of_torch(name: str, target: Path, tmp_path: Path)
         parts = []
         for start, count in ((1, 9), (10, 1), (11, 3)):
             width = drafter._head.head.shape.hidden_size
-            forward.hidden = torch.randn(count, width, generator=random).bfloat16()
+            hidden = torch.randn(count, width, generator=random).bfloat16()
             rows = [watched.rows(prompt(start, count), start, [4, 2, 7])]
-            parts.append(drafter._runner.run(rows, list(range(count))))
+            parts.append(drafter._runner.run(rows, list(range(count)), before=hidden))
         outputs.append(parts)
     for ours, theirs in zip(*outputs, strict=True):
         for mine, other in ((ours.logits, theirs.logits), (ours.hidden, theirs.hidden)):

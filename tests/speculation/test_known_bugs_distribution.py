@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.draft import Draft
 from engine.engine import Engine
 from engine.sampler import Sampler
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.sequence import SequenceState
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
@@ -36,12 +36,12 @@ PROCESSING: dict[str, dict[str, Any]] = {
 }
 
 
-def sequence_of(seed: int, output: list[int], **sampling: Any) -> Sequence:
+def sequence_of(seed: int, output: list[int], **sampling: Any) -> SequenceState:
     params = SamplingParams(max_tokens=100, seed=seed, **sampling)
     request = EngineRequest(
         request_id=f"r{seed}", prompt_token_ids=[3, 1, 4], sampling=params, output_token_ids=output
     )
-    return Sequence(request, seed)
+    return SequenceState(request, seed)
 
 
 @pytest.mark.parametrize("name", PROCESSING)
@@ -95,7 +95,7 @@ def test_bug_05_the_token_after_a_rejection_is_that_row_s(
     assert found["r"].accepted_tokens >= depth * (num_rounds - 1)
 
 
-def unrelated_drafts(sequence: Sequence, count: int) -> Draft:
+def unrelated_drafts(sequence: SequenceState, count: int) -> Draft:
     """The same for the same tokens, whatever else runs."""
     return Draft([(7 * token + 1) % VOCAB_SIZE for token in sequence.token_ids[-count:]])
 
@@ -157,7 +157,7 @@ def test_who_does_not_speculate_gets_the_tokens_of_a_server_without(
     """Beside others that do, in one batch."""
     plain = tokens(run(Engine(small_config(pair[0])), crowd()))
 
-    def half_of_them(sequence: Sequence, count: int) -> Draft | None:
+    def half_of_them(sequence: SequenceState, count: int) -> Draft | None:
         return unrelated_drafts(sequence, count) if sequence.request_id in ("r1", "r5") else None
 
     drafter = ScriptedDrafter(half_of_them)

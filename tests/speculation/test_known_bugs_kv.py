@@ -14,7 +14,8 @@ import pytest
 from transformers import AutoConfig
 
 from engine.engine import Engine
-from engine.rehearsal import Rehearsal
+from engine.forward import Forward
+from engine.profiling import ProfilingRun
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.sequence import Stage
@@ -22,7 +23,7 @@ from protocol.errors import ConfigError
 from protocol.messages import EngineRequest
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import BatchSpeculator, speculate
-from tests.engine.test_loader import RECURRENT, TINY
+from tests.engine.refused_models import RECURRENT, TINY
 from tests.speculation.small_engine import CHUNK, MAX_LEN, ask, joined, prompt_of, run, small_config, tokens
 
 NUM_DRAFTED = 5
@@ -72,11 +73,10 @@ def test_bug_17_blocks_that_are_handed_over_are_the_prompts_alone(
     assert len(first.token_ids) == 1
     decode.add(other)
     assert joined(finish(decode)).token_ids == expected["b"]
-    source, target = prefill.block_ids("a"), decode.block_ids("a")
-    assert target == reservation.block_ids
+    source, target = prefill.block_ids("a"), reservation.block_ids
     assert len(source) == len(target) == -(-length // BLOCK_SIZE)
     decode.pool.blocks[target] = prefill.pool.blocks[source]
-    decode.activate("a", first.token_ids[0], draft=prefill.draft_state("a"))
+    decode.activate(reservation, first.token_ids[0], draft=prefill.draft_state("a"))
     rest = joined(finish(decode))
     assert first.token_ids + rest.token_ids == expected["a"][emitted:]
     assert rest.drafted_tokens == rest.accepted_tokens > 0
@@ -108,11 +108,13 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     cached = [block for block, identity in enumerate(engine.blocks._identity_of) if identity is not None]
     assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
     before = engine.pool.blocks[cached].clone()
-    engine._runner._run_padding(64)
-    with Rehearsal(engine.blocks, engine._runner, MAX_LEN) as rehearsal:
-        sequences = rehearsal.sequences(3, 40, NUM_DRAFTED)
+    forward = engine._runner._forward
+    assert isinstance(forward, Forward)
+    forward._execute(engine._runner._inputs([]), 64, [0, 1])
+    with ProfilingRun(engine.blocks, engine._runner, MAX_LEN) as profiling:
+        sequences = profiling.sequences(3, 40, NUM_DRAFTED)
         assert sequences is not None
-        rehearsal.forward(sequences)
+        profiling.forward(sequences)
     run(engine, [ask(f"r{seed}", prompt_of(10 * seed, seed), ignore_eos=True) for seed in range(1, 6)])
     assert engine.pool.blocks[cached].equal(before)
     again = run(engine, [ask("again", text + prompt_of(9, 9), ignore_eos=True)])["again"]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.draft import Draft
+from engine.sequence import SequenceState
 from protocol.speculation import MAX_TREE_NODES, SpeculativeConfig
 from speculation.drafter import Computed
 from speculation.verification.coupled import agreeing_path
@@ -41,7 +41,7 @@ def drafter(**sizes: int) -> LookaheadDrafter:
     return LookaheadDrafter(options(**sizes), [EOS])
 
 
-def step(drafting: LookaheadDrafter, sequence: Sequence, model: Model, num_rows: int) -> Draft | None:
+def step(drafting: LookaheadDrafter, sequence: SequenceState, model: Model, num_rows: int) -> Draft | None:
     """One step as the engine does it, with a model that sees what the masks show."""
     draft = drafting.propose([sequence], [num_rows])[0]
     start = len(sequence.token_ids) - 1

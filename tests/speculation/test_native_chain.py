@@ -13,12 +13,13 @@ from scipy import stats
 from transformers import AutoTokenizer
 
 from engine.block_manager import BlockTable
+from engine.draft import Draft
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
 from engine.sampler import Purpose, draw, uniform_noise
-from engine.sequence import Sequence
-from engine.speculator import Draft
-from protocol.config import BUNDLED_MODEL, ServeConfig
+from engine.sequence import SequenceState
+from models.bundled import BUNDLED_MODEL
+from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 
 def engine_with(verification: Verification, draft: Path = MODELS / "tandem-code-1m") -> Engine:
     config = ServeConfig(
+        model=str(BUNDLED_MODEL),
         dtype="bfloat16",
         device="cpu",
         kv_cache_memory_bytes=64 * 1024 * 1024,
@@ -46,13 +48,19 @@ def engine_with(verification: Verification, draft: Path = MODELS / "tandem-code-
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    return engine_with("coupled")
+def engine(prompts: list[list[int]]) -> Engine:
+    return warm(engine_with("coupled"), prompts)
 
 
 @pytest.fixture(scope="module")
-def by_chance() -> Engine:
-    return engine_with("standard")
+def by_chance(prompts: list[list[int]]) -> Engine:
+    return warm(engine_with("standard"), prompts)
+
+
+def warm(engine: Engine, prompts: list[list[int]]) -> Engine:
+    """With the prompts in the cache, every run has the same steps, and so the same drafts."""
+    serve(engine, prompts, 0.0, 1.0)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +148,7 @@ NUM_DRAWS = 4_000
 
 
 @pytest.fixture(scope="module")
-def drawn(by_chance: Engine) -> list[tuple[Sequence, Draft]]:
+def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
     """Drafts of three tokens after the same prompt, of unlike seeds."""
     drafter = drafter_of(by_chance)
     assert drafter._native is not None
@@ -148,7 +156,7 @@ def drawn(by_chance: Engine) -> list[tuple[Sequence, Draft]]:
     for seed in range(NUM_DRAWS):
         params = SamplingParams(max_tokens=9, temperature=0.7, seed=seed)
         request = EngineRequest(request_id=f"drawn{seed}", prompt_token_ids=[7, 8, 9], sampling=params)
-        sequence = Sequence(request, seed)
+        sequence = SequenceState(request, seed)
         sequence.table = BlockTable(b"", block_ids=[by_chance.blocks.num_blocks - 1])
         (draft,) = drafter._native.draft([sequence], [drafter._next_rows(sequence, [])], [3])
         found.append((sequence, draft))
@@ -156,7 +164,7 @@ def drawn(by_chance: Engine) -> list[tuple[Sequence, Draft]]:
 
 
 def test_drafts_come_with_the_softmax_they_were_drawn_from(
-    by_chance: Engine, drawn: list[tuple[Sequence, Draft]]
+    by_chance: Engine, drawn: list[tuple[SequenceState, Draft]]
 ) -> None:
     drafter = drafter_of(by_chance)
     for sequence, draft in drawn[:50]:
@@ -164,11 +172,12 @@ def test_drafts_come_with_the_softmax_they_were_drawn_from(
         logits = [drafter._run([drafter._next_rows(sequence, [])])]
         logits += [drafter._run([drafter._next_rows(sequence, draft.token_ids[:n])]) for n in (1, 2)]
         expected = (torch.cat(logits).float() / 0.7).softmax(dim=1)
-        torch.testing.assert_close(draft.distributions, expected, atol=1e-7, rtol=2e-6)
+        # Scaled logits are below 32 and may differ by one unit in the last place, which is 2e-6.
+        torch.testing.assert_close(draft.distributions, expected, atol=1e-7, rtol=4e-6)
 
 
 def test_drafts_are_drawn_with_noise_of_their_own_place_and_purpose(
-    drawn: list[tuple[Sequence, Draft]],
+    drawn: list[tuple[SequenceState, Draft]],
 ) -> None:
     sequences = [sequence for sequence, _ in drawn]
     for place in range(3):
@@ -180,7 +189,7 @@ def test_drafts_are_drawn_with_noise_of_their_own_place_and_purpose(
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_drafts_are_as_frequent_as_their_probabilities(
-    place: int, drawn: list[tuple[Sequence, Draft]]
+    place: int, drawn: list[tuple[SequenceState, Draft]]
 ) -> None:
     """Each token's share of [0, 1), with a uniform number in it, is uniform if it was drawn from these."""
     places = []

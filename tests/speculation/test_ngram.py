@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless import ngram
 from speculation.weightless.ngram import NgramDrafter
@@ -98,7 +98,7 @@ def test_is_the_naive_search(way: str) -> None:
         st.integers(0, 4),
     )
     def check(texts: list[list[int]], count: int, shortest: int, more: int) -> None:
-        sequences: list[Sequence] = [decoding(text, request_id=str(i)) for i, text in enumerate(texts)]
+        sequences: list[SequenceState] = [decoding(text, request_id=str(i)) for i, text in enumerate(texts)]
         got = chains(drafter(shortest, shortest + more).propose(sequences, [count] * len(texts)))
         assert got == [naive(text, count, shortest, shortest + more) for text in texts]
 

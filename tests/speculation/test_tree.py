@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.speculator import Draft
+from engine.draft import Draft
 from speculation.tree import DraftTrees, TreeRows
 
 VOCAB_SIZE = 5

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.kv_pool import DRAFT
+from engine.pool_layout import DRAFT, TARGET
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest, TokenOutput
 from protocol.sampling import SamplingParams
@@ -112,7 +112,7 @@ def test_tokens_are_those_without(
     tokens, outputs = run(engine, requests())
     assert tokens == plain
     assert sum(output.accepted_tokens for output in outputs) > 0
-    assert engine.blocks.num_used == 0
+    assert engine.blocks.num_available == engine.blocks.num_blocks
 
 
 def test_preemption_and_prefix_hits_change_nothing(target: Path, draft: Path) -> None:
@@ -170,6 +170,6 @@ def read_anew(engine: Engine, token_ids: list[int]) -> Tensor:
     while engine.computed_blocks("fresh") * 16 < len(token_ids):
         engine.step()
     blocks = engine.block_ids("fresh")
-    values = places(engine.pool.tensor, blocks, len(token_ids)).clone()
+    values = places(engine.pool.segment(TARGET), blocks, len(token_ids)).clone()
     engine.abort("fresh")
     return values

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
-from engine.sequence import Sequence
-from engine.speculator import Draft, Verdict
+from engine.sequence import SequenceState
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
@@ -23,10 +23,10 @@ TREE = Draft([5, 6, 7, 8, 9, 10], [-1, -1, 1, 1, 3, 0])
 """6 follows the last token as 5 does; 7 and 8 follow 6, 9 follows 8, and 10 follows 5."""
 
 
-def sequence_with(draft: Draft | None, **sampling: Any) -> Sequence:
+def sequence_with(draft: Draft | None, **sampling: Any) -> SequenceState:
     params = SamplingParams(max_tokens=50, **({"seed": 4} | sampling))
     request = EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], sampling=params)
-    sequence = Sequence(request, 0)
+    sequence = SequenceState(request, 0)
     sequence.draft = draft
     return sequence
 
@@ -38,7 +38,7 @@ def certain(*tokens: int) -> Tensor:
     return logits
 
 
-def judge(rule: Verification, logits: Tensor, *sequences: Sequence) -> list[Verdict]:
+def judge(rule: Verification, logits: Tensor, *sequences: SequenceState) -> list[Verdict]:
     return verify(rule, list(sequences), logits, Sampler(VOCAB_SIZE, "cpu", [0]))
 
 

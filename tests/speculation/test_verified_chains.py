@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
-from engine.sequence import Sequence
-from engine.speculator import Draft, Verdict
+from engine.sequence import SequenceState
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
@@ -32,17 +32,17 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
-def sequence_with(number: int, draft: Draft | None, **sampling: Any) -> Sequence:
+def sequence_with(number: int, draft: Draft | None, **sampling: Any) -> SequenceState:
     params = SamplingParams(max_tokens=50, **({"seed": 7 * number - 300} | sampling))
     prompt = list(range(1, 2 + number % 5))
-    sequence = Sequence(
+    sequence = SequenceState(
         EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=params), number
     )
     sequence.draft = draft
     return sequence
 
 
-def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[Sequence], Tensor]:
+def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[SequenceState], Tensor]:
     """Sequences of all parameters with drafts much like the model, drawn or certain, or none; and logits.
 
     Certain ones may begin with the target's own tokens.
@@ -73,7 +73,7 @@ def crowd(count: int, vocab_size: int, dtype: torch.dtype) -> tuple[list[Sequenc
 
 
 def judge(
-    sequences: list[Sequence], logits: Tensor, rule: Verification = "standard", *, natively: bool = True
+    sequences: list[SequenceState], logits: Tensor, rule: Verification = "standard", *, natively: bool = True
 ) -> list[Verdict]:
     sampler = Sampler(logits.shape[1], "cpu", [])
     if not natively:

@@ -11,7 +11,7 @@ import pytest
 from engine.engine import Engine
 from protocol.messages import EngineRequest
 from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, SpeculativeConfig
-from speculation.control.acceptance import FIRST_GUESS
+from speculation.control.settings import Settings
 from speculation.speculator import BatchSpeculator, speculate
 from speculation.weightless.text import TextDrafter
 from tests.speculation.engines import ticks
@@ -54,13 +54,14 @@ def engine_with(model: Path, method: Method, count: int, num_blocks: int = 128, 
     return Engine(config, speculate=speculate)
 
 
-def test_behind_the_ends_of_a_tree_nothing_is_expected(model: Path) -> None:
+def test_behind_the_ends_of_a_tree_nothing_is_expected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """lookahead's paths are three tokens long: however often all are accepted, a fourth never is."""
+    ticks(monkeypatch)
     engine = engine_with(model, "lookahead", 8)
-    run(engine, requests(SAMPLING["of few tokens"], max_tokens=100))
+    run(engine, requests(SAMPLING["of few tokens"], max_tokens=160))
     state = engine.speculation()
     assert state is not None
-    assert state.methods[0].acceptance[3] < FIRST_GUESS / 2
+    assert state.methods[0].acceptance[3] < Settings.first_rate / 2
 
 
 def test_a_tree_has_room_beside_a_single_sequence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

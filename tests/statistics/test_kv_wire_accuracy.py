@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bench.transfer.accuracy import NEW_TOKENS, Continuation, Handoffs, agreement
-from kvtransfer.layout import block_bytes
-from kvtransfer.quantize import Quantizer
+from kvtransfer.blocks.layout import block_bytes
+from kvtransfer.blocks.quantize import Quantizer
 
 NUM_VALUES = 4 * 2 * 16 * 2 * 64
 """In a block of the bundled model."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.draft import Draft
+from engine.sequence import SequenceState
 from protocol.speculation import Verification
 from tests.statistics.toy_speculation import ALPHA, Propose, chi_squared, generate, sampled_chain
 
@@ -22,15 +22,15 @@ LONGEST = 3
 TRIALS = 20_000
 NUM_TOKENS = 3
 
-Choose = Callable[[Sequence], int]
+Choose = Callable[[SequenceState], int]
 """How many tokens a sequence is to draft and to have verified, chosen before it drafts as the engine does."""
 
 
-def by_length(sequence: Sequence) -> int:
+def by_length(sequence: SequenceState) -> int:
     return len(sequence.token_ids) % (LONGEST + 1)
 
 
-def by_last_token(sequence: Sequence) -> int:
+def by_last_token(sequence: SequenceState) -> int:
     return LONGEST if sequence.token_ids[-1] == 0 else 1
 
 
@@ -40,14 +40,14 @@ class AfterSuccess:
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
 
-    def __call__(self, sequence: Sequence) -> int:
+    def __call__(self, sequence: SequenceState) -> int:
         length = len(sequence.token_ids)
         gained = length - self._lengths.get(sequence.request_id, length)
         self._lengths[sequence.request_id] = length
         return min(gained + 1, LONGEST)
 
 
-def cut(sequence: Sequence, count: int) -> None:
+def cut(sequence: SequenceState, count: int) -> None:
     draft = sequence.draft
     assert draft is not None
     distributions = draft.distributions[:count] if draft.distributions is not None else None
@@ -57,7 +57,7 @@ def cut(sequence: Sequence, count: int) -> None:
 def chosen_before(choose: Choose, verification: Verification) -> Propose:
     draw = sampled_chain(DRAFT, LONGEST, verification)
 
-    def propose(sequences: list[Sequence]) -> None:
+    def propose(sequences: list[SequenceState]) -> None:
         counts = [choose(sequence) for sequence in sequences]
         draw(sequences)
         for sequence, count in zip(sequences, counts, strict=True):
@@ -70,7 +70,7 @@ def chosen_by_peeking(verification: Verification) -> Propose:
     """Verifies a drafted token if it is the first one of the vocabulary, else nothing."""
     draw = sampled_chain(DRAFT, 1, verification)
 
-    def propose(sequences: list[Sequence]) -> None:
+    def propose(sequences: list[SequenceState]) -> None:
         draw(sequences)
         for sequence in sequences:
             assert sequence.draft is not None

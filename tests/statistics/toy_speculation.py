@@ -6,8 +6,7 @@ What comes after a token depends on that token alone: row t of a table has the p
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,9 +15,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from engine.draft import Draft
 from engine.sampler import Sampler
-from engine.sequence import Sequence
-from engine.speculator import Draft
+from engine.sequence import SequenceState
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
@@ -33,7 +32,7 @@ NUM_TRIALS = 200_000
 ALPHA = 1e-4
 _CHUNK = 10_000
 
-Propose = Callable[[list[Sequence]], None]
+Propose = Callable[[list[SequenceState]], None]
 """Sets the sequences' drafts."""
 
 
@@ -72,13 +71,13 @@ def generate(
     return found
 
 
-def _sequence(seed: int) -> Sequence:
+def _sequence(seed: int) -> SequenceState:
     params = SamplingParams(max_tokens=100, seed=seed)
-    return Sequence(EngineRequest(request_id=str(seed), prompt_token_ids=[FIRST], sampling=params), seed)
+    return SequenceState(EngineRequest(request_id=str(seed), prompt_token_ids=[FIRST], sampling=params), seed)
 
 
 def _round(
-    model: Tensor, sequences: list[Sequence], verification: Verification, sampler: Sampler, found: Trials
+    model: Tensor, sequences: list[SequenceState], verification: Verification, sampler: Sampler, found: Trials
 ) -> None:
     last = [
         token
@@ -115,7 +114,7 @@ def sampled_chain(draft: Tensor, length: int, verification: Verification) -> Pro
     """As stochastic drafters draw."""
     drawing = Drawing(Sampler(len(draft), "cpu", []), verification)
 
-    def propose(sequences: list[Sequence]) -> None:
+    def propose(sequences: list[SequenceState]) -> None:
         chains = [Chain(sequence) for sequence in sequences]
         for _ in range(length):
             last = [(chain.token_ids or chain.sequence.token_ids)[-1] for chain in chains]
@@ -130,7 +129,7 @@ def likeliest_chain(draft: Tensor, length: int) -> Propose:
     """No chance is involved: each token is the draft's likeliest."""
     best = draft.argmax(dim=1).tolist()
 
-    def propose(sequences: list[Sequence]) -> None:
+    def propose(sequences: list[SequenceState]) -> None:
         for sequence in sequences:
             tokens = [sequence.token_ids[-1]]
             for _ in range(length):
@@ -140,11 +139,11 @@ def likeliest_chain(draft: Tensor, length: int) -> Propose:
     return propose
 
 
-def likeliest_tree(draft: Tensor, widths: Many[int]) -> Propose:
+def likeliest_tree(draft: Tensor, widths: Sequence[int]) -> Propose:
     """At each depth the likeliest children of every node, so many of them."""
     order = draft.argsort(dim=1, descending=True).tolist()
 
-    def propose(sequences: list[Sequence]) -> None:
+    def propose(sequences: list[SequenceState]) -> None:
         for sequence in sequences:
             token_ids, parents = [], []
             level = [(-1, sequence.token_ids[-1])]
@@ -166,7 +165,7 @@ def sampled_siblings(draft: Tensor, seed: int = 0) -> Propose:
         probabilities = weights / weights.sum(dim=1, keepdim=True)
         return torch.multinomial(probabilities, 1, generator=generator)[:, 0], probabilities
 
-    def propose(sequences: list[Sequence]) -> None:
+    def propose(sequences: list[SequenceState]) -> None:
         left = draft[[sequence.token_ids[-1] for sequence in sequences]].clone()
         drawn = []
         for _ in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import pkgutil
 import signal
 import threading
 import time
@@ -14,24 +15,24 @@ from typing import Any
 import msgspec
 import transformers.models.llama.modeling_llama
 
+import decode_worker.loop
+import prefill_worker.loop
 import worker.fetch
 import worker.heartbeat
 import worker.peer_links
-from decode_worker.loop import DecodeLoop
 from engine.results import StepResult
-from prefill_worker.loop import PrefillLoop
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
-from protocol.messages import Role
-from protocol.sockets import ClusterKeys
+from protocol.roles import RoleSpec
 from worker.loop import WorkerLoop
 from worker.process import run_worker
 from worker.stop import StopHandle
 
-assert transformers.models.llama.modeling_llama
+assert transformers.models.llama.modeling_llama and decode_worker.loop and prefill_worker.loop
 
 
 def run_child(
-    role: Role,
+    role: RoleSpec,
     config: dict[str, Any],
     worker_id: str,
     endpoint: str,
@@ -51,12 +52,6 @@ def run_child(
     faulthandler.dump_traceback_later(50, exit=False)
     handle = StopHandle()
 
-    def make_loop(*parts: Any) -> WorkerLoop:
-        loop = (PrefillLoop if role == "prefill" else DecodeLoop)(*parts)
-        for part in filter(None, fault.split("+")):
-            put_in(loop, *part.split(":"))
-        return loop
-
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
@@ -64,13 +59,28 @@ def run_child(
 
     threading.Thread(target=listen, daemon=True).start()
     checked = msgspec.convert(config, ServeConfig)
+    faulty = msgspec.structs.replace(role, loop=f"{__name__}:make_faulty_loop")
+    global faulty_loop
+    faulty_loop = role.loop, fault
     try:
-        run_worker(make_loop, role, checked, worker_id, endpoint, keys, handle)
+        run_worker(faulty, checked, worker_id, endpoint, keys, handle)
         reason = ""
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         pipe.send(reason)
+
+
+faulty_loop = "", ""
+"""What `make_faulty_loop` is to make, and the faults that go into it."""
+
+
+def make_faulty_loop(*parts: Any) -> WorkerLoop:
+    entry, fault = faulty_loop
+    loop: WorkerLoop = pkgutil.resolve_name(entry)(*parts)
+    for part in filter(None, fault.split("+")):
+        put_in(loop, *part.split(":"))
+    return loop
 
 
 def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:

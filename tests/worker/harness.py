@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.config import ServeConfig
 from protocol.messages import (
@@ -30,8 +31,8 @@ from protocol.messages import (
     TokenOutput,
     WorkerState,
 )
+from protocol.roles import ROLES
 from protocol.sampling import SamplingParams
-from protocol.sockets import ClusterKeys, bind_router, start_authenticator
 from tests.worker.child import run_child
 
 WAIT_S = 30.0
@@ -78,7 +79,7 @@ class RunningWorker:
         self.process = _processes.Process(
             target=run_child,
             args=(
-                role,
+                ROLES[role],
                 msgspec.to_builtins(config),
                 worker_id,
                 cluster.endpoint,
@@ -168,16 +169,24 @@ class Cluster:
             self.context.destroy(linger=0)
 
     def start(self, role: Role, worker_id: str, config: ServeConfig, fault: str = "") -> RunningWorker:
+        return self._await(self._launch(role, worker_id, config, fault))
+
+    def start_pair(self, config: ServeConfig) -> tuple[RunningWorker, RunningWorker]:
+        prefill = self._launch("prefill", "prefill-0", config)
+        decode = self._launch("decode", "decode-0", config)
+        return self._await(prefill), self._await(decode)
+
+    def _launch(self, role: Role, worker_id: str, config: ServeConfig, fault: str = "") -> RunningWorker:
         self.registered.pop(worker_id, None)
         worker = RunningWorker(self, role, worker_id, config, fault)
         self.workers.append(worker)
-        self.wait(lambda: worker_id in self.registered or not worker.process.is_alive())
-        assert worker_id in self.registered, worker.ended_with()
-        self.refresh(worker)
         return worker
 
-    def start_pair(self, config: ServeConfig) -> tuple[RunningWorker, RunningWorker]:
-        return self.start("prefill", "prefill-0", config), self.start("decode", "decode-0", config)
+    def _await(self, worker: RunningWorker) -> RunningWorker:
+        self.wait(lambda: worker.worker_id in self.registered or not worker.process.is_alive())
+        assert worker.worker_id in self.registered, worker.ended_with()
+        self.refresh(worker)
+        return worker
 
     def send(self, worker_id: str, message: msgspec.Struct) -> None:
         self._socket.send_multipart([worker_id.encode(), encode(message)])

@@ -12,7 +12,8 @@ from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from kvtransfer.transports import TransportOptions, open_transports
+from kvtransfer.transports.registry import TransportOptions, open_transports
+from messaging.sockets import bind_router, connect_dealer
 from protocol.codec import encode, peer_reply, peer_request
 from protocol.handoff import HandoffManifest, SamplingState
 from protocol.ids import new_incarnation, token_ids_digest
@@ -26,7 +27,6 @@ from protocol.messages import (
     Reserve,
     Reserved,
 )
-from protocol.sockets import bind_router, connect_dealer
 from tests.worker.harness import WAIT_S, Cluster
 
 Message = TypeVar("Message")

@@ -11,10 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
+from kvtransfer.blocks.memory import allocate
 from kvtransfer.interface import Progress, RegisteredPool
-from kvtransfer.memory import allocate
 from protocol.handoff import SegmentInfo
 from protocol.messages import (
+    ANY_LEASE,
     Generate,
     Handoff,
     HandoffAck,
@@ -28,7 +29,6 @@ from protocol.messages import (
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import DecodeEnd, closing
 from tests.worker.tiny_model import VOCAB_SIZE
-from worker.leases import ANY_LEASE
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 HANDOFF_TIMEOUT_S = 1.5

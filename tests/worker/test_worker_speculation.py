@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from protocol.config import BUNDLED_MODEL, ServeConfig
+from models.bundled import BUNDLED_MODEL
+from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
@@ -94,8 +95,7 @@ def alone(prompts: list[list[int]], plain: list[list[int]]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("prefill", ["carry", "rebuild"])
+@pytest.mark.parametrize(("prefill", "transport"), [("carry", "tcp"), ("rebuild", "shm")])
 def test_as_many_drafts_are_accepted_after_a_hand_off_as_without(
     prompts: list[list[int]], plain: list[list[int]], alone: float, prefill: str, transport: str
 ) -> None:

@@ -44,8 +44,8 @@ class Scratch {
 class Attention {
   public:
     explicit Attention(const Pool& pool)
-        : pool(pool), width((pool.head_dim + LANES - 1) / LANES * LANES),
-          pages(pool.data, pool.num_blocks * pool.block_bytes()) {}
+        : pool(pool), layers(pool.layers, pool.layers + pool.num_layers),
+          pages(layers[0].data, pool.num_blocks * pool.block_bytes()) {}
 
     const char* begin(const Step& given) {
         if (const char* fault = given.fault(pool)) return fault;
@@ -59,16 +59,19 @@ class Attention {
 
     void forward(const Call& given) {
         call = given;
-        const int group = int(call.num_heads / pool.num_kv_heads);
-        if (plan.group != group) {
-            plan.build(step, int(pool.num_kv_heads), group);
+        layer = &layers[call.layer];
+        const int group = int(call.num_heads / layer->num_kv_heads);
+        const int layer_width = int(layer->head_dim + LANES - 1) / LANES * LANES;
+        if (plan.group != group || plan.kv_heads != layer->num_kv_heads || width != layer_width) {
+            width = layer_width;
+            plan.build(step, int(layer->num_kv_heads), group);
             partials.reserve(plan.partial_rows * RowState::stride(width));
             first_partial = partials.take(0);
             if (scratch.size() < size_t(step.threads)) scratch.resize(step.threads);
         }
         for (Shared& shared : plan.shared) shared.pieces_left = shared.pieces;
         run(step.total_tokens > SERIAL_TOKENS, &Attention::write_rows);
-        run(plan.cost * pool.head_dim >= SERIAL_COST, &Attention::attend);
+        run(plan.cost * layer->head_dim >= SERIAL_COST, &Attention::attend);
     }
 
   private:
@@ -80,7 +83,9 @@ class Attention {
     template <class Math, class Element> struct Worker;
 
     const Pool pool;
-    const int width;  // head_dim rounded up to whole vectors
+    const std::vector<KvLayer> layers;
+    const KvLayer* layer = nullptr;  // of the call
+    int width = 0;                 // its head_dim rounded up to whole vectors
     HugePages pages;
     Step step{};
     Call call{};
@@ -116,7 +121,7 @@ void Attention::write_rows(int) {
 
 // Puts a token's key and value into its slot; a padding row's output becomes zero.
 template <class Element> void Attention::write_row(int64_t token) {
-    const size_t bytes = pool.head_dim * sizeof(Element);
+    const size_t bytes = layer->head_dim * sizeof(Element);
     const int64_t slot = step.slots[token];
     if (slot < 0) {
         auto* out = static_cast<Element*>(call.out) + token * call.out_token;
@@ -125,18 +130,17 @@ template <class Element> void Attention::write_row(int64_t token) {
     }
     const auto* key = static_cast<const Element*>(call.key) + token * call.key_token;
     const auto* value = static_cast<const Element*>(call.value) + token * call.value_token;
-    const int64_t row = slot % pool.block_size * pool.num_kv_heads * pool.head_dim;
-    auto* to = static_cast<Element*>(pool.data) + slot / pool.block_size * pool.block_stride +
-               call.layer * pool.layer_stride + row;
-    for (int64_t h = 0; h < pool.num_kv_heads; h++, to += pool.head_dim) {
+    const int64_t row = slot % pool.block_size * layer->num_kv_heads * layer->head_dim;
+    auto* to = static_cast<Element*>(layer->data) + slot / pool.block_size * pool.block_stride + row;
+    for (int64_t h = 0; h < layer->num_kv_heads; h++, to += layer->head_dim) {
         memcpy(to, key + h * call.key_head, bytes);
-        memcpy(to + pool.side_stride, value + h * call.value_head, bytes);
+        memcpy(to + layer->side_stride, value + h * call.value_head, bytes);
     }
 }
 
 void Attention::attend(int thread) {
 #if defined(BF16_PAIRS)
-    if (pool.is_bf16 && pool.head_dim % 2 == 0) return attend_as<PairMath, uint16_t>(thread);
+    if (pool.is_bf16 && layer->head_dim % 2 == 0) return attend_as<PairMath, uint16_t>(thread);
 #endif
     if (pool.is_bf16) return attend_as<FloatMath, uint16_t>(thread);
     return attend_as<FloatMath, float>(thread);
@@ -160,7 +164,7 @@ template <class Math, class Element> struct Attention::Worker {
 
     Worker(Attention& attention, Scratch& scratch)
         : a(attention), step(a.step), call(a.call), how(float(call.scale), float(call.softcap)),
-          head_dim(int(a.pool.head_dim)), words(head_dim / Math::PER_WORD), width(a.width),
+          head_dim(int(a.layer->head_dim)), words(head_dim / Math::PER_WORD), width(a.width),
           origins(a.plan.max_rows()) {
         const size_t rows = a.plan.max_rows(), states = rows * RowState::stride(width);
         const size_t sizes[] = {rows * words,          2 * size_t(TILE) * words, size_t(TILE) * width,
@@ -238,11 +242,10 @@ template <class Math, class Element> struct Attention::Worker {
     }
 
     void locate(const Task& task, int64_t first_key, int64_t end, TileRows<Element>& to) const {
-        const auto* base = static_cast<const Element*>(a.pool.data) + call.layer * a.pool.layer_stride +
-                           task.first_head * head_dim;
-        const int64_t row = a.pool.num_kv_heads * head_dim;
+        const auto* base = static_cast<const Element*>(a.layer->data) + task.first_head * head_dim;
+        const int64_t row = a.layer->num_kv_heads * head_dim;
         int64_t block = first_key / a.pool.block_size, offset = first_key % a.pool.block_size;
-        to.to_value = a.pool.side_stride;
+        to.to_value = a.layer->side_stride;
         to.count = int(std::clamp<int64_t>(end - first_key, 0, TILE));
         for (int k = 0; k < to.count; k++) {
             to.keys[k] = base + step.block(task.sequence, block) * a.pool.block_stride + offset * row;
@@ -286,7 +289,7 @@ template <class Math, class Element> struct Attention::Worker {
             const Path path(step.path(task.sequence, task.first_query + q), start - first_key);
             if (path.end <= in_place) continue;
             TileRows<Element> moved;
-            moved.to_value = a.pool.side_stride;
+            moved.to_value = a.layer->side_stride;
             for (int k = in_place; k < path.end; k++)
                 moved.keys[moved.count++] = (path.from[k] < TILE ? *tile : behind).keys[path.from[k] % TILE];
             pack_values(moved, offset, head_dim, sweep, width, values + in_place / Math::PER_WORD * width);
@@ -357,6 +360,8 @@ template <class Math, class Element> struct Attention::Worker {
 }  // namespace
 
 extern "C" {
+
+extern const int64_t tandem_sizes[] = {sizeof(KvLayer), sizeof(Pool), sizeof(Step), sizeof(Call)};
 
 void* tandem_attention_create(const Pool* pool) { return new Attention(*pool); }
 

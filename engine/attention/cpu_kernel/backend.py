@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import struct
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.attention.cpu_kernel.library import load
+from engine.attention.cpu_kernel.structs import Call, KvLayer, Pool, Step
 from engine.attention.interface import AttentionMetadata
 from native.openmp import gomp_parallel
-
-
-class _Arguments:
-    """A C struct of 8-byte fields that is filled in place; its address never changes."""
-
-    def __init__(self, layout: str) -> None:
-        fields = struct.Struct(layout)
-        self._memory = ctypes.create_string_buffer(fields.size)
-        self.address = ctypes.addressof(self._memory)
-        self.fill = functools.partial(fields.pack_into, self._memory, 0)
 
 
 class CpuBackend:
@@ -34,31 +24,38 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, pool: Tensor) -> None:
-        if pool.device.type != "cpu" or pool.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the cpu attention backend takes float32 and bfloat16 pools, not {pool.dtype}")
-        if not pool[0].is_contiguous():
-            raise ValueError("the cpu attention backend takes pools of contiguous blocks")
+    def __init__(self, layers: Sequence[Tensor]) -> None:
+        first = layers[0]
+        if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the cpu attention backend takes float32 and bfloat16 pools, not {first.dtype}")
+        if not all(layer[0].is_contiguous() for layer in layers):
+            raise ValueError("the cpu attention backend takes layers that are contiguous in each block")
+        num_blocks, _, self.block_size, _, _ = first.shape
+        if any(
+            layer.dtype is not first.dtype
+            or layer.stride(0) != first.stride(0)
+            or layer.shape[:3] != (num_blocks, 2, self.block_size)
+            for layer in layers
+        ):
+            raise ValueError("the cpu attention backend takes layers of the same blocks and dtype")
         self._library = load()
-        self._pool = pool
-        num_blocks, self._num_layers, _, block_size, kv_heads, head_dim = pool.shape
-        self._kv_shape = (0, kv_heads, head_dim)
-        self.block_size = block_size
-        arguments = _Arguments("=Q 3q 4q q Q")
-        arguments.fill(
-            pool.data_ptr(),
-            *pool.stride()[:3],
+        self._layers = list(layers)
+        self._dtype = first.dtype
+        self._num_rows = 0
+        table = [KvLayer(layer.data_ptr(), layer.stride(1), *layer.shape[3:]) for layer in layers]
+        copied = (KvLayer * len(layers))(*table)
+        described = Pool(
+            ctypes.addressof(copied),
+            len(layers),
+            first.stride(0),
             num_blocks,
-            block_size,
-            kv_heads,
-            head_dim,
-            pool.dtype is torch.bfloat16,
+            self.block_size,
+            first.dtype is torch.bfloat16,
             gomp_parallel(),
         )
-        self._kernel: int = self._library.tandem_attention_create(arguments.address)
+        self._kernel: int = self._library.tandem_attention_create(ctypes.byref(described))
         weakref.finalize(self, self._library.tandem_attention_destroy, self._kernel)
-        self._step = _Arguments("=7Q 4q")
-        self._call = _Arguments("=4Q 8q 3q 2d")
+        self._step = Step()
         self._run = self._library.tandem_attention_forward
         self._metadata: AttentionMetadata | None = None
 
@@ -69,31 +66,26 @@ class CpuBackend:
         begin, attend = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
         return self._kernel, begin, attend
 
-    @property
-    def step_address(self) -> int:
-        """The step as the kernel reads it: what `begin_step` made of its metadata."""
-        return self._step.address
-
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Raises ValueError where the metadata are out of range."""
         _check_metadata(metadata)
         optional = (metadata.visible, metadata.tree_start, metadata.first_key)
         self._metadata = metadata  # the kernel reads its memory until the next step
         rows = metadata.slot_mapping.shape[0]
-        self._kv_shape = (rows, *self._kv_shape[1:])
+        self._num_rows = rows
         num_seqs, max_blocks = metadata.block_table.shape
-        self._step.fill(
+        self._step = Step(
             metadata.query_start.data_ptr(),
             metadata.context_len.data_ptr(),
             metadata.block_table.data_ptr(),
             metadata.slot_mapping.data_ptr(),
-            *(0 if t is None else t.data_ptr() for t in optional),
+            *(None if t is None else t.data_ptr() for t in optional),
             max_blocks,
             num_seqs,
             rows,
             torch.get_num_threads(),
         )
-        wrong = self._library.tandem_attention_begin(self._kernel, self._step.address)
+        wrong = self._library.tandem_attention_begin(self._kernel, ctypes.byref(self._step))
         if wrong:
             self._metadata = None
             raise ValueError(f"attention metadata: {wrong.decode()} is out of range")
@@ -117,7 +109,7 @@ class CpuBackend:
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._check(layer, query, key, value, out)
-        self._call.fill(
+        call = Call(
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
@@ -132,25 +124,25 @@ class CpuBackend:
             scale,
             softcap or 0.0,
         )
-        self._run(self._kernel, self._call.address)
+        self._run(self._kernel, ctypes.byref(call))
         return out
 
     def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """What the kernel would read or write out of bounds."""
-        shape, expected = query.shape, self._kv_shape
         if self._metadata is None:
             raise RuntimeError("begin_step must come before forward")
+        if not 0 <= layer < len(self._layers):
+            raise ValueError(f"layer {layer} is not among the pool's {len(self._layers)}")
+        shape, expected = query.shape, (self._num_rows, *self._layers[layer].shape[3:])
         if key.shape != expected or value.shape != expected:
             raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {expected}")
         if shape[0] != expected[0] or shape[2] != expected[2] or shape[1] % expected[1] or out.shape != shape:
             raise ValueError(f"query {tuple(shape)} or its output does not fit keys {expected}")
-        dtype = self._pool.dtype
+        dtype = self._dtype
         if not (query.dtype is key.dtype is value.dtype is out.dtype is dtype) or out.stride(2) != 1:
             raise ValueError(
                 f"query, key, value and out must be of the pool's {dtype}, their rows contiguous"
             )
-        if not 0 <= layer < self._num_layers:
-            raise ValueError(f"layer {layer} is not among the pool's {self._num_layers}")
 
 
 def _check_metadata(metadata: AttentionMetadata) -> None:

@@ -6,13 +6,14 @@ import ctypes
 import functools
 from pathlib import Path
 
+from engine.attention.cpu_kernel.structs import Call, KvLayer, Pool, Step
 from native.build import load_library
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
     """The loaded library. Raises BuildError."""
-    library = load_library(Path(__file__).parent / "attention.cpp")
+    library = load_library(Path(__file__).parent / "attention.cpp", KvLayer, Pool, Step, Call)
     library.tandem_attention_create.argtypes = [ctypes.c_void_p]
     library.tandem_attention_create.restype = ctypes.c_void_p
     library.tandem_attention_destroy.argtypes = [ctypes.c_void_p]

@@ -33,7 +33,7 @@ struct Shared {
 // The tasks of a step for layers whose KV heads have `group` query heads each, the costliest first.
 class Plan {
   public:
-    int group = 0;
+    int group = 0, kv_heads = 0;
     int64_t cost = 0;          // keys times rows
     int64_t partial_rows = 0;  // that all Shareds need
     std::vector<Task> tasks;
@@ -43,6 +43,7 @@ class Plan {
 
     void build(const Step& step, int num_kv_heads, int query_heads_per_kv_head) {
         group = query_heads_per_kv_head;
+        kv_heads = num_kv_heads;
         cost = partial_rows = 0;
         tasks.clear();
         shared.clear();

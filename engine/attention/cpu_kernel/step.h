@@ -1,4 +1,4 @@
-// What the kernel is told of a KV pool, of a step and of a layer: as Python packs them, and the decoder gives them.
+// What the kernel is told of a KV pool, of a step and of a layer, by the decoder and by Python (structs.py).
 #pragma once
 
 #include <algorithm>
@@ -6,10 +6,17 @@
 
 #include "sight.h"
 
-struct Pool {
+// A layer's keys and values, the latter `side_stride` elements behind the former.
+struct KvLayer {
     void* data;
-    int64_t block_stride, layer_stride, side_stride;  // in elements; a side is the keys or the values
-    int64_t num_blocks, block_size, num_kv_heads, head_dim;
+    int64_t side_stride, num_kv_heads, head_dim;
+};
+
+struct Pool {
+    const KvLayer* layers;
+    int64_t num_layers;
+    int64_t block_stride;  // in elements, of every layer
+    int64_t num_blocks, block_size;
     int64_t is_bf16;
     void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null
 

@@ -1,0 +1,42 @@
+"""TCP ports for servers that must be told theirs."""
+
+import fcntl
+import os
+import random
+import socket
+import tempfile
+from pathlib import Path
+
+HOST = "127.0.0.1"
+
+_PORTS = range(20_000, 32_000)
+"""Below the ports that Linux gives to outgoing connections and to sockets bound to port 0."""
+
+_held: dict[int, int] = {}
+
+
+def free_port() -> int:
+    """A port that nothing listens on. No other call gets it, in any process, while this process lives.
+
+    Raises RuntimeError when there is none.
+    """
+    folder = Path(tempfile.gettempdir()) / f"tandem-bench-ports.{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for port in random.sample(_PORTS, len(_PORTS)):
+        if port not in _held and _take(folder / str(port), port):
+            return port
+    raise RuntimeError(f"no free port in {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+def _take(path: Path, port: int) -> bool:
+    """Lock the port's file, which the kernel unlocks with the process' end."""
+    lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with socket.socket() as probe:
+            probe.bind((HOST, port))
+    except OSError:
+        os.close(lock)
+        return False
+    _held[port] = lock
+    return True

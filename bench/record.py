@@ -1,0 +1,63 @@
+"""Where results go: a folder for each run, with the machine, the commit and the command that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPO = Path(__file__).resolve().parent.parent
+RESULTS = REPO / "bench" / "results"
+
+_EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Of a CPU, that products of matrices depend on."""
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    extensions = set(fields.get("flags", "").split()).intersection(_EXTENSIONS)
+    return " ".join([fields.get("model name", platform.processor()), *sorted(extensions)])
+
+
+def commit() -> str:
+    """The checkout's commit, "+" behind it where files differ from it; "unknown" outside of a checkout."""
+    git = ["git", "-C", str(REPO), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def made_by(command: str) -> str:
+    """A sentence for reports."""
+    host = machine()
+    return (
+        f"Made by `{command}`\nat {commit()}, on {host['cores']} cores of {host['cpu']}, "
+        f"Linux {host['kernel']}, Python {host['python']}."
+    )
+
+
+def write_results(folder: Path, command: str, content: dict[str, Any]) -> None:
+    """`results.json` in `folder`, which is made. Times in seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"command": command, "commit": commit(), "machine": machine()} | content
+    (folder / "results.json").write_text(json.dumps(document, indent=1, default=str) + "\n")

@@ -1,0 +1,161 @@
+"""One request on a decode worker, from its reservation to its last token."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from engine.results import Reservation
+from kvtransfer.interface import Arrival, Progress
+from protocol.handoff import HandoffManifest, SamplingState
+from protocol.ids import token_ids_digest
+from protocol.messages import EngineRequest, Reserve, TransferTiming
+from worker.requests import StagedRequest
+
+
+class Stage(enum.Enum):
+    QUEUED = "queued"
+    """A prefill worker asked for blocks, and there is no room yet."""
+    RESERVED = "reserved"
+    """The prefill worker may write to the blocks, until the last of them and the manifest are here."""
+    CLOSING = "closing"
+    """All is here and the lease is closed, but a second copy of some piece is still being written."""
+    RUNNING = "running"
+    """The engine decodes it and owns the blocks."""
+    ABANDONED = "abandoned"
+    """It was given up while a piece was being written. The blocks are freed when that is over."""
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class DecodeRequest(StagedRequest[Stage]):
+    """A request that a prefill worker hands over, or one that runs here whole.
+
+    | stage             | what happens                                             | next                 |
+    |-------------------|----------------------------------------------------------|----------------------|
+    | (new)             | `Reserve`                                                | QUEUED               |
+    | (new)             | `Generate`                                               | RUNNING              |
+    | QUEUED            | there is room: a lease is granted                        | RESERVED             |
+    | QUEUED            | the engine refuses it, the deadline, `Release`, `Abort`  | ENDED                |
+    | RESERVED          | some blocks or the manifest, or the same `Reserve` again | (a later deadline)   |
+    | RESERVED          | the last of all blocks and the manifest                  | RUNNING (or CLOSING) |
+    | CLOSING           | `Closed`: the last write is over                         | RUNNING              |
+    | RESERVED, CLOSING | the deadline, a failed transfer, a wrong manifest,       | ENDED (or ABANDONED) |
+    |                   | another prefill worker's `Reserve`, `Release`, `Abort`   |                      |
+    | ABANDONED         | `Closed`: the last write is over                         | ENDED                |
+    | RUNNING           | the last token, an error, `Release`, `Abort`             | ENDED                |
+
+    The stage in brackets follows while a piece is still being written. Until RUNNING the request owns the
+    blocks of its `reservation`, then the engine does. `identity` addresses the prefill worker on the peers'
+    socket, and `foreign_format` is what the wire is expected to make of the blocks' values.
+    """
+
+    next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
+        Stage.QUEUED: frozenset({Stage.RESERVED, Stage.ENDED}),
+        Stage.RESERVED: frozenset({Stage.CLOSING, Stage.RUNNING, Stage.ABANDONED, Stage.ENDED}),
+        Stage.CLOSING: frozenset({Stage.RUNNING, Stage.ABANDONED, Stage.ENDED}),
+        Stage.RUNNING: frozenset({Stage.ENDED}),
+        Stage.ABANDONED: frozenset({Stage.ENDED}),
+        Stage.ENDED: frozenset(),
+    }
+
+    request: EngineRequest
+    stage: Stage
+    reserve: Reserve | None = None
+    identity: bytes = b""
+    foreign_format: str = ""
+    asked_at: float = 0.0
+    lease_id: str | None = None
+    deadline: float | None = None
+    reservation: Reservation | None = None
+    num_received: int = 0
+    received_final: bool = False
+    arrival: Arrival | None = None
+    manifest: HandoffManifest | None = None
+    manifest_at: float = 0.0
+
+    @property
+    def message(self) -> Reserve:
+        """What the prefill worker asked for. Whole requests have none."""
+        assert self.reserve is not None
+        return self.reserve
+
+    @property
+    def granted(self) -> Reservation:
+        """The blocks of a request that has a lease."""
+        assert self.reservation is not None
+        return self.reservation
+
+    @property
+    def num_expected(self) -> int:
+        """Blocks, of the prefill worker's size, that hold some of the tokens that are not cached here."""
+        size = self.message.segments[0].shape[2]
+        blocks = self.granted
+        first_token = blocks.cached_blocks * blocks.block_size
+        return max(0, -(-self.num_tokens // size) - first_token // size)
+
+    def renew(self, now: float) -> None:
+        """The prefill worker made progress."""
+        self.deadline = now + self.message.ttl_s
+
+    def record(self, progress: Progress) -> None:
+        self.num_received = progress.blocks_received
+        self.received_final = progress.complete
+        self.arrival = progress.arrival or self.arrival
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blocks and the manifest are here."""
+        expected = self.num_expected
+        return self.manifest is not None and (
+            expected == 0 or (self.received_final and self.num_received == expected)
+        )
+
+    @property
+    def came_as_expected(self) -> bool:
+        """Whether no wire made anything else of the values than the blocks' identities say."""
+        return self.arrival is None or self.arrival.foreign_formats <= {self.foreign_format}
+
+    def expected_manifest(self, manifest: HandoffManifest, incarnation: str) -> HandoffManifest:
+        """What the manifest must equal. Its `first_token`, `draft` and `reserve_s` are free."""
+        message, blocks, token_ids = self.message, self.granted, self.token_ids
+        return HandoffManifest(
+            request_id=self.request_id,
+            lease_id=self.lease_id or "",
+            prefill_worker=message.prefill_worker,
+            prefill_incarnation=message.prefill_incarnation,
+            decode_incarnation=incarnation,
+            num_tokens=self.num_tokens,
+            token_ids_digest=token_ids_digest(token_ids),
+            segments=message.segments,
+            block_ids=blocks.block_ids,
+            pushed_blocks=self.num_expected,
+            first_token=manifest.first_token,
+            first_token_position=self.num_tokens,
+            sampling=SamplingState(
+                seed=self.request.sampling.seed, num_output_tokens=len(self.request.output_token_ids) + 1
+            ),
+            draft=manifest.draft,
+            reserve_s=manifest.reserve_s,
+        )
+
+    def timing(self, first_step: float) -> TransferTiming:
+        """How it came here, if its first decode step began then (monotonic seconds)."""
+        assert self.manifest is not None
+        # Without blocks to wait for, it is ready when the manifest is here.
+        ready = self.arrival.at if self.arrival is not None else self.manifest_at
+        timing = TransferTiming(reserve_s=self.manifest.reserve_s, handoff_s=max(0.0, first_step - ready))
+        if self.arrival is None:
+            return timing
+        return msgspec.structs.replace(
+            timing,
+            transport=self.arrival.transport,
+            transferred_bytes=self.arrival.nbytes,
+            transfer_s=self.arrival.seconds,
+            exposed_s=self.arrival.exposed_s,
+            wait_s=self.arrival.wait_s,
+        )

@@ -1,0 +1,156 @@
+"""Fills the configuration from flags, `TANDEM_*` environment variables and a YAML file, and checks it.
+
+Precedence: flag, then environment, then file, then default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from messaging.tls import tls_files
+from models.bundled import BUNDLED_FOLDER, DRAFTS, bundled_path, is_bundled_model
+from protocol.config import DEFAULT_MODEL, KV_TRANSPORTS, ServeConfig, flag_name, transport_names
+from protocol.errors import ConfigError
+from protocol.speculation import MODEL_METHODS, SpeculativeConfig, parse_speculative_config
+
+logger = logging.getLogger("tandem.config")
+
+ENV_PREFIX = "TANDEM_"
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
+) -> ServeConfig:
+    """Merge the three sources into a checked configuration.
+
+    `flags` maps field names to values, None meaning "not given". Raises `ConfigError` naming the flag,
+    the variable or the file entry that is wrong.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if config_file is not None:
+        for key, value in _read_file(Path(config_file)).items():
+            field = str(key).replace("-", "_")
+            values[field], sources[field] = value, f"{config_file}: {key}"
+    known = set(ServeConfig.__struct_fields__)
+    for variable, text in (os.environ if environ is None else environ).items():
+        field = variable.removeprefix(ENV_PREFIX).lower()
+        if field in known and variable == ENV_PREFIX + field.upper():
+            values[field], sources[field] = _parse_text(text), variable
+        elif variable.startswith(ENV_PREFIX) and (meant := difflib.get_close_matches(field, known, 1)):
+            logger.warning("%s is no option; is %s%s meant?", variable, ENV_PREFIX, meant[0].upper())
+    for field, value in (flags or {}).items():
+        if value is not None:
+            values[field], sources[field] = value, flag_name(field)
+    for field in values:
+        if field not in known:
+            raise ConfigError(f"{sources[field]}: there is no such option")
+        if field != "speculative_config" or values[field] is None:
+            _check_field(field, values[field], sources[field])
+    model = values["model"] = bundled_path(str(values.get("model", DEFAULT_MODEL)))
+    if values.get("speculative_config") is not None:
+        flag = sources["speculative_config"]
+        values["speculative_config"] = speculative_config(values["speculative_config"], flag, model)
+    config = msgspec.convert(values, ServeConfig, strict=False)
+    _check_together(config)
+    return config
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config: cannot read {path}: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--config: {path} must hold a mapping of option names to values")
+    return content
+
+
+def _parse_text(text: str) -> Any:
+    return None if text == "" else text
+
+
+def _check_field(field: str, value: Any, source: str) -> None:
+    try:
+        msgspec.convert({field: value}, ServeConfig, strict=False)
+    except msgspec.ValidationError as error:
+        reason = str(error).split(" - at `$")[0]
+        raise ConfigError(f"{source}: {reason} (got {value!r})") from error
+
+
+def _check_together(config: ServeConfig) -> None:
+    for name in transport_names(config):
+        if name not in KV_TRANSPORTS:
+            raise ConfigError(
+                f"--kv-transports: unknown transport {name!r}; known: {', '.join(KV_TRANSPORTS)}"
+            )
+    if not transport_names(config):
+        raise ConfigError("--kv-transports: name at least one transport")
+    _check_tls(config)
+    _check_tiers(config)
+    if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
+            f"got {config.max_num_batched_tokens}"
+        )
+
+
+def _check_tls(config: ServeConfig) -> None:
+    given = {flag_name(field): getattr(config, field) for field in ("kv_tls_cert", "kv_tls_key", "kv_tls_ca")}
+    missing = [flag for flag, path in given.items() if path is None]
+    if len(missing) == len(given):
+        return
+    if missing:
+        others = ", ".join(flag for flag in given if flag not in missing)
+        raise ConfigError(f"{missing[0]}: must be given together with {others}")
+    if "ucx" in transport_names(config):
+        raise ConfigError(
+            "--kv-transports: ucx does not encrypt; with --kv-tls-cert name others, as in shm,tcp"
+        )
+    if "tcp" not in transport_names(config):
+        raise ConfigError("--kv-tls-cert: is for tcp, which --kv-transports does not name")
+    files = tls_files(config)
+    assert files is not None
+    files.check()
+
+
+def _check_tiers(config: ServeConfig) -> None:
+    if config.kv_offloading_size > 0 and not config.enable_prefix_caching:
+        raise ConfigError("--kv-offloading-size: needs --enable-prefix-caching, which finds the blocks again")
+    if config.kv_disk_path is not None and config.kv_offloading_size == 0:
+        raise ConfigError("--kv-disk-path: needs --kv-offloading-size, since blocks pass through host memory")
+    if (config.kv_disk_path is not None) != (config.kv_disk_size > 0):
+        raise ConfigError("--kv-disk-size: must be given together with --kv-disk-path, and above 0")
+
+
+def speculative_config(value: object, flag: str, target: str) -> SpeculativeConfig:
+    """From JSON text or a mapping, for the model `target`.
+
+    The draft is an absolute path, or a hub id as it was given; without one the bundled draft, where the
+    bundled model is served. Raises `ConfigError` that names `flag`, the field and its limit.
+    """
+    config = parse_speculative_config(value, flag)
+    if config.method not in MODEL_METHODS:
+        return config
+    model = config.model
+    if not model:
+        if not is_bundled_model(target):
+            raise ConfigError(f"{flag}: model: the method {config.method} needs one")
+        model = str(BUNDLED_FOLDER / DRAFTS[config.method])
+    model = bundled_path(model)
+    if model.startswith((".", "~", "/")) and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"{flag}: model: there is no folder {model}")
+    if Path(model).expanduser().is_dir():
+        model = str(Path(model).expanduser().absolute())
+    return msgspec.structs.replace(config, model=model)

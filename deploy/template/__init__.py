@@ -1,0 +1,1 @@
+"""One process per host that has imported and loaded everything, and forks the host's workers."""

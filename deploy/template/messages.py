@@ -1,0 +1,35 @@
+"""What a template and its clients say to each other, over a local socket that keeps messages apart."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 128 * 1024
+
+REPORT_END = "\n"
+"""Of what a worker says on its control socket when it ends by itself: why, or nothing if it was asked to."""
+
+
+class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
+    """Fork a worker. Its control socket comes with the message, then its stderr if it has its own."""
+
+    launch: bytes
+    environment: dict[str, str]
+
+
+class Spawned(msgspec.Struct, frozen=True, tag="spawned"):
+    pid: int
+
+
+class SpawnFailed(msgspec.Struct, frozen=True, tag="failed"):
+    reason: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A worker's process ended; `status` is as from `os.waitpid`."""
+
+    pid: int
+    status: int
+
+
+Answer = Spawned | SpawnFailed | Ended

@@ -1,0 +1,220 @@
+"""The template's process: takes clients, forks workers for them, and reports how those ended.
+
+It has one thread, no CUDA context, no ZeroMQ context and no OpenMP threads, so a fork is safe. The models
+that it has loaded lie in ordinary memory. Its workers share that, since nobody writes to it: so a host holds
+weights once, and in huge pages. (Linux gives those to files in memory only if an administrator allows it.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+from typing import NoReturn
+
+import msgspec
+
+from deploy.launch import Launch, run_launch
+from deploy.template.messages import MAX_MESSAGE_BYTES, REPORT_END, Ended, Spawn, Spawned, SpawnFailed
+from protocol.errors import TandemError
+from protocol.roles import ROLES
+from worker.stop import StopHandle
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 5.0
+"""A template without clients ends after so long."""
+_PR_SET_NAME = 15
+_IMPORTED = (
+    "worker.process",
+    "kvtransfer.transports.ucx",
+    "speculation.eagle.drafter",
+    "speculation.medusa.drafter",
+    "speculation.weightless.lookahead",
+    "speculation.weightless.ngram",
+    "speculation.weightless.suffix",
+)
+"""What a worker needs, also what it imports late."""
+
+
+class Template:
+    """Runs until its last client has been gone for a while."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._wake, waker = socket.socketpair()
+        self._waker = waker
+        self._clients: set[socket.socket] = set()
+        self._workers: dict[int, socket.socket] = {}
+        """The client of each process that is not reaped yet."""
+
+    def run(self) -> None:
+        loops = (role.loop.partition(":")[0] for role in ROLES.values())
+        for module in (*_IMPORTED, *loops):
+            importlib.import_module(module)
+        from kvtransfer.transports.ucx.bindings import preload
+
+        preload()
+        _settle()
+        self._waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        while ready := self._selector.select(None if self._clients else _IDLE_S):
+            for key, _ in ready:
+                if key.fileobj is self._wake:
+                    self._wake.recv(4096)
+                    self._reap()
+                elif key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj in self._clients:
+                    self._serve(key.fileobj)
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.getuid():
+            client.close()
+            return
+        self._clients.add(client)
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 2)
+        except ConnectionError:
+            data, fds = b"", []
+        if not data:
+            self._drop(client)
+            return
+        try:
+            answer: Spawned | SpawnFailed = Spawned(self._spawn(client, data, fds))
+        except Exception as error:
+            if not isinstance(error, TandemError):
+                log.exception("a worker cannot be started")
+            answer = SpawnFailed(str(error) or type(error).__name__)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        _send(client, answer)
+
+    def _drop(self, client: socket.socket) -> None:
+        """A client is gone: so is the actor that its worker belongs to."""
+        for pid, owner in self._workers.items():
+            if owner is client:
+                os.kill(pid, signal.SIGKILL)
+        self._clients.remove(client)
+        self._selector.unregister(client)
+        client.close()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                client = self._workers.pop(pid, None)
+                if client in self._clients:
+                    _send(client, Ended(pid, status))
+
+    def _spawn(self, client: socket.socket, data: bytes, fds: list[int]) -> int:
+        from worker.preload import preload
+
+        request = msgspec.msgpack.decode(data, type=Spawn)
+        launch = msgspec.msgpack.decode(request.launch, type=Launch)
+        if preload(launch.config):
+            _settle()
+        pid = os.fork()
+        if pid == 0:
+            self._become(launch, request.environment, fds)
+        self._workers[pid] = client
+        return pid
+
+    def _become(self, launch: Launch, environment: dict[str, str], fds: list[int]) -> NoReturn:
+        """What follows in a forked process."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._selector.close()
+            for inherited in (self._listener, self._wake, self._waker, *self._clients):
+                inherited.close()
+            control = socket.socket(fileno=os.dup(fds[0]))
+            if len(fds) > 1:
+                os.dup2(fds[1], 2)
+            for fd in fds:
+                os.close(fd)
+            os.environ.update(environment)
+            _set_name(launch.worker_id)
+            _run_worker(launch, control)
+        except BaseException:
+            log.exception("the worker failed")
+            os._exit(1)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def _run_worker(launch: Launch, control: socket.socket) -> None:
+    """Be the worker until its actor says "stop", and tell it why if it ends before that."""
+    stop = StopHandle()
+
+    def listen() -> None:
+        while control.recv(16):
+            stop.stop()
+        os._exit(1)  # the actor is gone
+
+    threading.Thread(target=listen, name="control", daemon=True).start()
+    control.sendall((run_launch(launch, stop) + REPORT_END).encode())
+
+
+def _settle() -> None:
+    """Keep the garbage collector away from what is here to stay: it would copy it in every worker."""
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _send(client: socket.socket, message: Spawned | SpawnFailed | Ended) -> None:
+    with contextlib.suppress(OSError):  # it is gone, as the next look at it will show
+        client.sendmsg([msgspec.msgpack.encode(message)])
+
+
+def _set_name(name: str) -> None:
+    """As `ps` and `top` show this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"tandem:{name}".encode(), 0, 0, 0)
+
+
+def main(name: str) -> None:
+    """Ends at once if there is a template of this name. Otherwise that goes on in the background."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(f"\0{name}")
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return
+        raise
+    listener.listen()
+    if os.fork():
+        os._exit(0)
+    faulthandler.enable()
+    logging.basicConfig(format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s")
+    Template(listener).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

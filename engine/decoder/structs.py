@@ -1,0 +1,83 @@
+"""The structs of `structs.h`, which says what their fields are."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_double, c_int64, c_void_p
+
+
+class Weights(Structure):
+    _fields_ = (
+        ("values", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+    )
+
+
+class Layer(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
+        *((name, Weights) for name in ("qkv", "output", "gate_up", "down")),
+        ("window", c_int64),
+    )
+
+
+class Entry(Structure):
+    _fields_ = (
+        ("token_norm", c_void_p),
+        ("hidden_norm", c_void_p),
+        ("joint", Weights),
+        ("mixing", Weights),
+        ("normed_goes_on", c_int64),
+        ("feeds_normed", c_int64),
+        ("token_ids", c_void_p),
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        ("layers", c_void_p),
+        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("vocab", "threads", "products")),
+        ("embeddings", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", Weights),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("norm_epsilon", c_double),
+        ("attention_scale", c_double),
+        *((name, c_void_p) for name in ("attention", "linear", "begin", "attend", "parallel", "entry")),
+    )
+
+
+class Rows(Structure):
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("count", c_int64),
+        ("logit_rows", c_void_p),
+        ("num_logits", c_int64),
+        ("logits", c_void_p),
+        ("hidden_layers", c_void_p),
+        ("num_hidden", c_int64),
+        ("hidden", c_void_p),
+        ("before", c_void_p),
+        ("after", c_void_p),
+    )
+
+
+class Batch(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("num_sequences", "table_stride", "block_size")),
+        *((name, c_void_p) for name in ("token_ids", "starts", "ends", "block_table", "first_key")),
+    )
+
+
+class Draft(Structure):
+    _fields_ = (
+        ("batch", Batch),
+        ("vocab", c_int64),
+        *((name, c_void_p) for name in ("counts", "seeds", "temperatures", "before", "drafted")),
+        ("distributions", c_void_p),
+        ("width", c_int64),
+    )

@@ -1,0 +1,87 @@
+"""Drafted tokens: what is proposed, what verification says, and what became of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from protocol.messages import TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """Tokens that may follow a sequence, run and verified in its next step.
+
+    Node i is `token_ids[i]` after node `parents[i]`, an earlier one, or after the sequence's last token (-1);
+    siblings differ. Without `parents` it is a chain. Tokens beyond the nodes are `probes`: they are run for
+    what the model says after them, but never accepted; each has a mask of the rows on the path to it, where
+    bit 0 is the sequence's last token, bit i + 1 is token i, and the last bit set is its own.
+
+    `distributions` [nodes, vocab_size], float32, has the probabilities that each node was drawn with; None
+    says that the draft is deterministic. `is_blind`: drafted with truncated context; its acceptance is
+    left out of statistics that requests share.
+    """
+
+    token_ids: list[int]
+    parents: list[int] | None = None
+    probes: list[int] = field(default_factory=list)
+    distributions: Tensor | None = None
+    is_blind: bool = False
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_ids) - len(self.probes)
+
+    @property
+    def depth(self) -> int:
+        """Nodes of the longest path."""
+        if self.parents is None:
+            return self.num_nodes
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths, default=0)
+
+    def parent(self, node: int) -> int:
+        return node - 1 if self.parents is None else self.parents[node]
+
+    def masks(self) -> list[int] | None:
+        """For the sequence's last token and each of `token_ids`: the rows that it sees. None for a chain."""
+        if self.parents is None and not self.probes:
+            return None
+        masks = [1]
+        for node in range(self.num_nodes):
+            masks.append(masks[self.parent(node) + 1] | 1 << (node + 1))
+        return masks + self.probes
+
+
+@dataclass(slots=True, eq=False)
+class Verdict:
+    """Result of verification: the accepted nodes in order, and the token that the model adds.
+
+    `token_ids` are the accepted tokens, then the model's own; `logprobs` has an entry for each. `probed` is
+    the likeliest token after each of the draft's probes. `failed`: no token has a finite score.
+    """
+
+    token_ids: list[int]
+    accepted: list[int]
+    logprobs: list[TokenLogprobs | None]
+    probed: list[int] = field(default_factory=list)
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What a step did for one sequence.
+
+    `start`: the first place whose KV it computed; `num_tokens` from there on are committed, `num_accepted`
+    of them drafted. `num_rows`: the sequence's rows in the step, drafted ones included.
+    """
+
+    start: int
+    num_tokens: int
+    num_rows: int
+    num_accepted: int
+    draft: Draft | None = None
+    verdict: Verdict | None = None

@@ -1,0 +1,97 @@
+"""What lies in a block of the pool: groups of layers, their segments, and each layer's place in these.
+
+A block holds `block_size` tokens of all groups. Every group has all of its segments in the same blocks, one
+after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from protocol.handoff import SegmentInfo
+
+TARGET, DRAFT = "target", "draft"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Layers of one shape. For each token a layer has `num_planes` planes, e.g. its keys and values."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    num_planes: int = 2
+
+    def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, self.num_planes, block_size, self.num_kv_heads, self.head_dim)
+
+    def block_bytes(self, block_size: int) -> int:
+        return math.prod(self.block_shape(block_size)) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer's KV lies: `index` among the layers of its group's `segment`."""
+
+    segment: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """The KV of one model. Layers that share their KV have the same place."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    layers: tuple[LayerPlace, ...]
+
+    @classmethod
+    def uniform(cls, name: str, segment: Segment) -> Group:
+        """Each layer has its own place in one segment."""
+        return cls(name, (segment,), tuple(LayerPlace(0, index) for index in range(segment.num_layers)))
+
+    def segment_name(self, index: int) -> str:
+        """Unique in the pool."""
+        return f"{self.name}.{index}" if index else self.name
+
+    def describe(self, block_size: int) -> str:
+        """Names the format, so that unlike KV never shares an identity."""
+        shapes = []
+        for segment in self.segments:
+            layers, planes, *_ = segment.block_shape(block_size)
+            shape = f"{layers}x{segment.num_kv_heads}x{segment.head_dim}"
+            shapes.append(f"{segment.dtype_name}/{shape}" + (f"x{planes}" if planes != 2 else ""))
+        return f"{'+'.join(shapes)}/{block_size}"
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    groups: tuple[Group, ...]
+    block_size: int
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(segment.block_bytes(self.block_size) for g in self.groups for segment in g.segments)
+
+    def segments(self) -> dict[str, Segment]:
+        """By name, in the order in which they lie in a block."""
+        return {
+            group.segment_name(index): segment
+            for group in self.groups
+            for index, segment in enumerate(group.segments)
+        }
+
+    def describe(self) -> list[SegmentInfo]:
+        """For peers."""
+        return [
+            SegmentInfo(name=name, dtype=segment.dtype_name, shape=segment.block_shape(self.block_size))
+            for name, segment in self.segments().items()
+        ]

@@ -1,0 +1,205 @@
+"""The load probe: runs a model a few times to find out whether the engine serves it right.
+
+1. Rows may influence each other through attention alone. Attention is switched off, and one row's embedding
+   is NaN: no other row may become NaN. This finds recurrent state and convolutions over tokens in any dtype,
+   since a NaN survives every decay, and no rounding error is one. Two rows with the same token and position
+   must be alike: this finds models that number rows by themselves.
+2. A text in two chunks, each beside another request, runs through the paged pool. Its logits must be those
+   that Transformers computes for it whole and alone. They may differ by rounding: by a multiple of what
+   happens in the same model when embeddings change in their last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.attention import transformers_hook
+from engine.attention.interface import AttentionMetadata
+from engine.attention.select import select_backend
+from engine.errors import UnsupportedModelError
+from engine.kv_pool import KVPool
+from engine.pool_layout import TARGET, Group, PoolLayout, Segment
+
+_BLOCK_SIZE = 4
+_TEXT, _SPLIT, _MATE = 6, 3, 2
+"""Tokens of the text, of its first chunk, and of the request beside it. Few: large models take time."""
+_TABLE = ((1, 0), (3, 2))
+"""Blocks of the other request, and of the text."""
+_TWINS = 0, 2
+"""Rows with the same token and position."""
+_POISONED = 1
+_MAX_TWIN_DIFFERENCE = 0.1
+"""Of the root mean square. Another position turns keys by more than that, rounding by less."""
+_SLACK = 8.0
+"""The difference allowed between logits, in multiples of that by rounding. Right models stay near 1, or reach
+5 where rounding swaps experts. Wrong ones exceed 1000 in float32."""
+_ATTEMPTS = 3
+"""Texts to try, since rounding may swap experts that are nearly tied."""
+
+
+def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int) -> Group:
+    """What the model's KV looks like. Raises UnsupportedModelError with the architecture and the reason."""
+    name = model.config.model_type
+    try:
+        with torch.inference_mode():
+            num_kv_heads, head_dim = _probe_structure(model, name, num_layers)
+            group = Group.uniform(TARGET, Segment(num_layers, num_kv_heads, head_dim, dtype))
+            if not any(_same_logits(model, group, dtype, seed) for seed in range(_ATTEMPTS)):
+                raise UnsupportedModelError(
+                    f"{name}: a text in chunks beside another request gets other logits than whole and alone"
+                )
+    except UnsupportedModelError:
+        raise
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UnsupportedModelError(f"{name}: cannot run packed rows: {error}") from error
+    finally:
+        transformers_hook.set_current_backend(None)
+        model.set_attn_implementation(transformers_hook.NAME)
+    return group
+
+
+class _AttentionOff:
+    """Stands in for a backend: attends to nothing, and looks at what each layer hands over."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int]] = {}
+        self.num_leaks = self.num_unlike = torch.zeros(())
+        """Tensors with NaN in rows that were not poisoned, and those in which twins differ."""
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        if layer in self.shapes:
+            raise UnsupportedModelError(f"layer {layer} runs attention more than once in a forward")
+        self.shapes[layer] = (key.shape[1], key.shape[2])
+        for rows in (query, key, value):
+            self.look(rows)
+        return torch.zeros_like(query)
+
+    def look(self, rows: Tensor) -> None:
+        is_tainted = rows.isnan().flatten(1).any(1)
+        is_tainted[_POISONED] = False
+        first, second = (rows[twin].float() for twin in _TWINS)
+        difference = (first - second).square().mean()
+        self.num_leaks = self.num_leaks + is_tainted.any()
+        self.num_unlike = self.num_unlike + (difference > _MAX_TWIN_DIFFERENCE**2 * first.square().mean())
+
+
+def _probe_structure(model: PreTrainedModel, name: str, num_layers: int) -> tuple[int, int]:
+    """Number of KV heads and their size. Every layer must attend once, through our function."""
+    attention = _AttentionOff()
+    tokens, positions = torch.tensor([[1, 2, 1, 3], [3, 0, 3, 1]], device=model.device)
+    poisoned = torch.tensor([_POISONED], device=model.device)
+    with _embeddings(model, lambda embeddings: embeddings.index_fill(1, poisoned, torch.nan)):
+        attention.look(_forward(model, transformers_hook.PROBE_NAME, attention, tokens, positions))
+    missing = sorted(set(range(num_layers)) - set(attention.shapes))
+    if missing:
+        raise UnsupportedModelError(
+            f"{name}: layers {missing} do not use the attention interface (recurrent state or attention of "
+            "their own), which is not supported"
+        )
+    if len(set(attention.shapes.values())) != 1:
+        raise UnsupportedModelError(f"{name}: layers with KV of different shapes are not supported")
+    if attention.num_leaks:
+        raise UnsupportedModelError(
+            f"{name}: tokens influence each other outside of attention (recurrent state or a convolution), "
+            "which is not supported"
+        )
+    if attention.num_unlike:
+        raise UnsupportedModelError(f"{name}: a token's state depends on its row, not on its position alone")
+    return attention.shapes[0]
+
+
+def _same_logits(model: PreTrainedModel, group: Group, dtype: torch.dtype, seed: int) -> bool:
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = model.get_input_embeddings().num_embeddings
+    tokens = torch.randint(vocab_size, (_TEXT + 2 * _MATE,), generator=generator).to(model.device)
+    text, *mates = tokens.split([_TEXT, _MATE, _MATE])
+    whole, rounded = _reference(model, text)
+    served = _served(model, group, dtype, text, mates)
+    unit = torch.finfo(dtype).eps * whole.square().mean().sqrt()
+    return bool(_distance(served, whole) <= _SLACK * torch.maximum(_distance(rounded, whole), unit))
+
+
+def _reference(model: PreTrainedModel, text: Tensor) -> Tensor:
+    """float32 [2, text, vocab]: Transformers' own logits, and those of embeddings rounded otherwise."""
+
+    def change_last_bits(embeddings: Tensor) -> Tensor:
+        up = torch.arange(embeddings[1].numel(), device=model.device).view_as(embeddings[1]) % 2
+        factors = 1 + (2 * up - 1) * torch.finfo(embeddings.dtype).eps
+        return torch.stack([embeddings[0], embeddings[1] * factors.to(embeddings.dtype)])
+
+    model.set_attn_implementation("eager")
+    positions = torch.arange(len(text), device=model.device).expand(2, -1)
+    with _embeddings(model, change_last_bits):
+        output = model(input_ids=text.expand(2, -1), position_ids=positions, use_cache=False)
+    logits: Tensor = output.logits
+    return logits.float()
+
+
+def _served(
+    model: PreTrainedModel, group: Group, dtype: torch.dtype, text: Tensor, mates: list[Tensor]
+) -> Tensor:
+    """float32 [text, vocab]: the logits of the text in two chunks, each beside another request."""
+    pool = KVPool(PoolLayout((group,), _BLOCK_SIZE), 4, model.device, None)
+    backend = select_backend(model.device, dtype)[0](pool.layers(TARGET))
+    logits = []
+    for mate, start, end in ((mates[0], 0, _SPLIT), (mates[1], _SPLIT, len(text))):
+        positions = torch.cat([torch.arange(_MATE), torch.arange(start, end)]).to(model.device)
+        backend.begin_step(_metadata(start, end, model.device))
+        rows = torch.cat([mate, text[start:end]])
+        logits.append(_forward(model, transformers_hook.NAME, backend, rows, positions)[_MATE:])
+    return torch.cat(logits).float()
+
+
+def _metadata(start: int, end: int, device: torch.device) -> AttentionMetadata:
+    """Of a whole mate and the text's rows from `start` to `end`."""
+    spans = (0, _MATE), (start, end)
+    slots = [
+        blocks[place // _BLOCK_SIZE] * _BLOCK_SIZE + place % _BLOCK_SIZE
+        for blocks, span in zip(_TABLE, spans, strict=True)
+        for place in range(*span)
+    ]
+
+    def int32(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return AttentionMetadata(
+        query_start=int32([0, _MATE, _MATE + end - start]),
+        context_len=int32([_MATE, end]),
+        block_table=int32(_TABLE),
+        slot_mapping=torch.tensor(slots, device=device),
+        max_query_len=max(_MATE, end - start),
+        max_context_len=max(_MATE, end),
+    )
+
+
+def _forward(
+    model: PreTrainedModel, attention: str, backend: Any, token_ids: Tensor, positions: Tensor
+) -> Tensor:
+    """Logits [rows, vocab] of packed rows."""
+    model.set_attn_implementation(attention)
+    transformers_hook.set_current_backend(backend)
+    output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+    logits: Tensor = output.logits
+    return logits[0]
+
+
+@contextmanager
+def _embeddings(model: PreTrainedModel, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """The model's input embeddings are changed before anything is made of them."""
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, __, output: change(output))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _distance(logits: Tensor, others: Tensor) -> Tensor:
+    """Root mean square of the differences, in the row where it is greatest; NaN where a logit is NaN."""
+    squares = torch.where(logits == others, 0.0, logits - others).square()
+    return squares.mean(-1).sqrt().amax()

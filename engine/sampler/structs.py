@@ -1,0 +1,27 @@
+"""The structs of `chooser.h` and `choose.cpp`, which say what their fields are."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_double, c_float, c_int64, c_void_p
+
+
+class Request(Structure):
+    _fields_ = (
+        ("seed", c_int64),
+        ("top_k", c_int64),
+        ("top_p", c_double),
+        ("temperature", c_float),
+        ("min_p_floor", c_float),
+    )
+
+
+class Rows(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("stride", "size", "count")),
+        *((name, c_void_p) for name in ("requests", "numbers", "positions", "chosen")),
+    )
+
+
+class Drafted(Structure):
+    _fields_ = (("rows", Rows), ("starts", c_void_p), ("distributions", c_void_p))

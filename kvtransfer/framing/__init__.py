@@ -1,0 +1,1 @@
+"""Messages of a data connection, and the sockets that carry them."""

@@ -1,0 +1,211 @@
+"""A stream socket on which every wait has a deadline and can be ended from another thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+from kvtransfer.framing.tls_socket import TlsSocket
+from protocol.errors import ProtocolError
+
+MAX_MESSAGE_BYTES = 64 * 1024
+LENGTH_BYTES = 4
+CHECK_BYTES = 4
+PREFIX_BYTES = LENGTH_BYTES + CHECK_BYTES
+"""What goes before a message's payload."""
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
+"""How an alert and a handshake begin. With the next two bytes they are no length of ours."""
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class StoppedError(Exception):
+    """The owner of the channel is closing."""
+
+
+class Wake:
+    """Ends other threads' waits: once (`set`), or for good (`stop`)."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self.stopped = False
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        try:
+            self._writer.send(b"\0")
+        except BlockingIOError:
+            return  # it is set already, many times over
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.set()
+
+    def clear(self) -> None:
+        """Forget earlier `set`s; after `stop` raises StoppedError instead."""
+        if self.stopped:
+            raise StoppedError
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+        if self.stopped:  # meanwhile, and what tells others may have been read just now
+            self.set()
+            raise StoppedError
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def frame(payload: bytes) -> bytes:
+    """A message's bytes as they go over the wire: their length first, and a check of it and of them.
+
+    A piece whose blocks are whole but whose message is damaged would put them in the wrong places.
+    """
+    length = len(payload).to_bytes(LENGTH_BYTES, "little")
+    return length + xxhash.xxh32_digest(length + payload) + payload
+
+
+def unframe(framed: bytearray) -> bytearray:
+    """The payload of a whole frame. Raises ProtocolError for one that was damaged on the way."""
+    payload = framed[PREFIX_BYTES:]
+    if xxhash.xxh32_digest(framed[:LENGTH_BYTES] + payload) != framed[LENGTH_BYTES:PREFIX_BYTES]:
+        raise ProtocolError("a message was damaged on the way")
+    return payload
+
+
+def decode(payload: bytes | bytearray, message_type: type[T]) -> T:
+    """Raises ProtocolError for anything that is not such a message."""
+    try:
+        return msgspec.msgpack.decode(payload, type=message_type)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a {message_type.__name__} message: {error}") from error
+
+
+def frame_length(header: bytes | bytearray) -> int:
+    length = int.from_bytes(header[:LENGTH_BYTES], "little")
+    if length > MAX_MESSAGE_BYTES:
+        if bytes(header[:2]) in _TLS_RECORDS:
+            raise ProtocolError("the peer speaks TLS, and this side does not")
+        raise ProtocolError(f"a message of {length} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    return length
+
+
+class Channel:
+    """Frames and bytes over a non-blocking `socket`. Deadlines are values of `time.monotonic()`."""
+
+    def __init__(self, sock: socket.socket, wake: Wake) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self._tls = sock if isinstance(sock, TlsSocket) else None
+        self._wake = wake
+        self._poll = select.poll()
+        self._poll.register(sock, 0)
+        self._poll.register(wake, select.POLLIN)
+        self._events = 0
+
+    def wait(self, events: int, deadline: float | None) -> int:
+        """Wait for poll events of the socket; 0 when woken. Raises TimeoutError, StoppedError."""
+        if self._tls is not None:
+            return self._wait_tls(self._tls, events, deadline)
+        return self._wait(events, deadline)
+
+    def _wait_tls(self, tls: TlsSocket, events: int, deadline: float | None) -> int:
+        """What the connection is ready for may be another thing than what the caller can do."""
+        polled = tls.events_to_poll(events)
+        if not polled:
+            return select.POLLIN
+        ready = self._wait(polled, deadline)
+        return events | ready if ready else 0
+
+    def _wait(self, events: int, deadline: float | None) -> int:
+        if events != self._events:
+            self._poll.modify(self.socket, events)
+            self._events = events
+        timeout_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        ready = dict(self._poll.poll(timeout_ms))
+        if not ready:
+            raise TimeoutError("the peer made no progress in time")
+        if ready.pop(self._wake.fileno(), 0):
+            self._wake.clear()
+        return next(iter(ready.values()), 0)
+
+    def ready(self, events: int, deadline: float) -> None:
+        """Wait for events, whatever wakes us in between."""
+        while not self.wait(events, deadline):
+            pass
+
+    def finish_connect(self, deadline: float) -> None:
+        """Wait for a begun `connect`; raises what it failed with."""
+        self.ready(select.POLLOUT, deadline)
+        error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+
+    def shutdown(self) -> None:
+        """End the connection from another thread; the owner of the channel sees it as lost."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended already
+
+    def send_all(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self.socket.send(view) :]
+            except BlockingIOError:
+                self.wait(select.POLLOUT, deadline)
+
+    def recv_exact(self, nbytes: int, deadline: float) -> bytearray:
+        """Raises ConnectionError when the peer closes first."""
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            try:
+                received = self.socket.recv_into(view)
+            except BlockingIOError:
+                self.wait(select.POLLIN, deadline)
+                continue
+            if received == 0:
+                raise ConnectionResetError("the peer closed the connection")
+            view = view[received:]
+        return data
+
+    def recv_frame(self, deadline: float) -> bytearray:
+        """The next frame's payload."""
+        length = self.recv_exact(LENGTH_BYTES, deadline)
+        rest = self.recv_exact(CHECK_BYTES + frame_length(length), deadline)
+        return unframe(length + rest)
+
+    def at_end(self) -> bool:
+        """Whether the peer has closed its side, nothing being left to read."""
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+
+    def send(self, message: msgspec.Struct, deadline: float) -> None:
+        self.send_all(frame(encode(message)), deadline)
+
+    def recv(self, message_type: type[T], deadline: float) -> T:
+        return decode(self.recv_frame(deadline), message_type)
+
+    def close(self) -> None:
+        self.socket.close()

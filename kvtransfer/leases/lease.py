@@ -1,0 +1,101 @@
+"""One lease: its blocks, and the pieces that have come under it."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtransfer.blocks.extents import BlockIndices
+from kvtransfer.framing.messages import OTHER_SENDER, OUTSIDE, OVERTAKEN, STILL_WRITTEN, Piece
+from kvtransfer.leases.arrivals import ArrivalRecord
+from kvtransfer.leases.gate import WriteGate
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """To write one part: the latest one's number, and the gates of those that may still be writing."""
+
+    number: int = -1
+    gates: list[WriteGate] = field(default_factory=list)
+
+
+class Lease:
+    """Blocks of one prompt, in order, and what has come of them.
+
+    Only tokens in [`first_token`, `num_tokens`) are written: those before are cached, and maybe shared. A
+    *position* is the index of one of the sender's blocks within the prompt.
+    """
+
+    def __init__(
+        self, lease_id: str, blocks: BlockIndices, first_token: int, num_tokens: int, gate: WriteGate
+    ) -> None:
+        self.lease_id = lease_id
+        self.blocks = blocks
+        self.first_token = first_token
+        self.num_tokens = num_tokens
+        self.gate = gate
+        self.sender: str | None = None
+        self.lost_at: float | None = None
+        self.arrivals = ArrivalRecord()
+        self._source_block_size = 0
+        self._received = np.zeros(0, dtype=bool)
+        self._first_position = 0
+        self._parts: set[int] = set()
+        self._attempts_lock = threading.Lock()
+        self._attempts: defaultdict[int, _Attempts] = defaultdict(_Attempts)
+        self._num_parts: int | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Every part has come, the final one among them."""
+        return len(self._parts) == self._num_parts
+
+    def refusal(self, positions: BlockIndices, sender: str, source_block_size: int) -> str:
+        """Why these positions may not come from this sender; empty if they may."""
+        if self.sender is None:
+            self._begin(sender, source_block_size)
+        if (sender, source_block_size) != (self.sender, self._source_block_size):
+            return OTHER_SENDER
+        inside = positions - self._first_position
+        if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received)):
+            return OUTSIDE
+        return ""
+
+    def attempt(self, piece: Piece, deadline: float) -> tuple[WriteGate | None, str]:
+        """The gate for an attempt to write a piece, once no earlier attempt writes to its parts any more.
+
+        An earlier attempt, over a wire that the sender gave up, may still be reading blocks that the sender
+        has reused. Returns None and the reason if such an attempt does not end by the deadline, or if a later
+        attempt has begun already.
+        """
+        gate = WriteGate(within=self.gate)
+        earlier = []
+        with self._attempts_lock:
+            attempts = [self._attempts[index] for index in piece.part_indices]
+            if any(other.number >= piece.attempt for other in attempts):
+                return None, OVERTAKEN
+            for other in attempts:
+                other.number = piece.attempt
+                writing = [each for each in other.gates if not each.close()]
+                other.gates = [*writing, gate]
+                earlier += writing
+        is_alone = all(other.wait_empty(deadline) for other in earlier)
+        return (gate, "") if is_alone else (None, STILL_WRITTEN)
+
+    def record(self, piece: Piece, positions: BlockIndices) -> int:
+        """Note that a piece is in place; returns how many of the sender's blocks are."""
+        self._received[positions - self._first_position] = True
+        self._parts.update(piece.part_indices)
+        if piece.final:
+            self._num_parts = piece.part_indices.stop
+        return int(self._received.sum())
+
+    def _begin(self, sender: str, source_block_size: int) -> None:
+        self.sender = sender
+        self._source_block_size = source_block_size
+        self._first_position = self.first_token // source_block_size
+        end = -(-self.num_tokens // source_block_size)
+        self._received = np.zeros(max(0, end - self._first_position), dtype=bool)

@@ -1,0 +1,161 @@
+"""All leases of one receiver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvtransfer.blocks.extents import BlockIndices
+from kvtransfer.framing.messages import UNKNOWN_LEASE, Piece
+from kvtransfer.interface import Arrival
+from kvtransfer.leases.arrivals import PieceArrival
+from kvtransfer.leases.gate import WriteGate
+from kvtransfer.leases.lease import Lease
+
+REMEMBERED_LEASES = 4096
+"""Completed leases whose names are kept. Their pieces may come again, if an ack was lost: no error."""
+
+
+class LeaseTable:
+    """All leases of one receiver, for use from every thread. A block belongs to at most one of them."""
+
+    def __init__(self, num_blocks: int, block_size: int, on_emptied: Callable[[str], None]) -> None:
+        self._block_size = block_size
+        self._on_emptied = on_emptied
+        self._lock = threading.Lock()
+        self._leases: dict[str, Lease] = {}
+        self._closing: dict[str, Lease] = {}
+        self._completed: OrderedDict[str, None] = OrderedDict()
+        self._leased = np.zeros(num_blocks, dtype=bool)
+        self._connections: Counter[str] = Counter()
+
+    def __contains__(self, lease_id: str) -> bool:
+        return lease_id in self._leases
+
+    @property
+    def num_closing(self) -> int:
+        """Closed leases whose blocks are still being written to."""
+        return len(self._closing)
+
+    def open(
+        self, lease_id: str, block_ids: Sequence[int], first_block: int = 0, num_tokens: int | None = None
+    ) -> None:
+        """Raises ValueError for a known lease, or blocks that are not there or leased."""
+        blocks = np.asarray(block_ids, dtype=np.int64).reshape(-1)
+        written = blocks[first_block:]
+        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < len(self._leased)):
+            raise ValueError(f"block_ids of lease {lease_id} must be in [0, {len(self._leased)})")
+        capacity = len(blocks) * self._block_size
+        end = capacity if num_tokens is None else num_tokens
+        if end > capacity:
+            raise ValueError(f"num_tokens of lease {lease_id} is {end}, its blocks hold {capacity}")
+        gate = WriteGate(lambda: self._emptied(lease_id))
+        lease = Lease(lease_id, blocks, first_block * self._block_size, end, gate)
+        with self._lock:
+            if lease_id in self._leases or lease_id in self._closing:
+                raise ValueError(f"lease {lease_id} is open already")
+            if self._leased[written].any() or len(np.unique(written)) < len(written):
+                raise ValueError(
+                    f"block_ids of lease {lease_id} include some twice, or of another open lease"
+                )
+            self._leased[written] = True
+            self._leases[lease_id] = lease
+
+    def close(self, lease_id: str) -> bool:
+        """No write begins under the lease after this; idempotent. Whether its blocks are free at once.
+
+        If not, `on_emptied` is called when they are.
+        """
+        with self._lock:
+            lease = self._leases.pop(lease_id, None)
+            if lease is None:
+                return lease_id not in self._closing
+            if lease.is_complete:
+                self._remember(lease_id)
+            self._closing[lease_id] = lease
+        return lease.gate.close() and self._unlease(lease_id)
+
+    def close_all(self) -> None:
+        for lease_id in list(self._leases):
+            self.close(lease_id)
+
+    def admit(
+        self, piece: Piece, positions: BlockIndices, sender: str, source_block_size: int
+    ) -> tuple[Lease | None, str]:
+        """The lease that the piece may be written under; None with why not, or with "" if it came before."""
+        with self._lock:
+            if piece.lease_id in self._completed:
+                return None, ""
+            lease = self._leases.get(piece.lease_id)
+            if lease is None or not lease.gate.is_open:
+                return None, UNKNOWN_LEASE
+            refusal = lease.refusal(positions, sender, source_block_size)
+            return (None, refusal) if refusal else (lease, "")
+
+    def record(
+        self, lease: Lease, piece: Piece, positions: BlockIndices, arrival: PieceArrival
+    ) -> tuple[int, Arrival | None]:
+        """Note that the piece is in place.
+
+        Returns how many of the sender's blocks are, and after the last piece how they came.
+        """
+        with self._lock:
+            lease.arrivals.add(piece, arrival)
+            received = lease.record(piece, positions)
+            return received, lease.arrivals.arrival() if lease.is_complete else None
+
+    def connected(self, sender: str) -> None:
+        """One more connection from this sender."""
+        with self._lock:
+            self._connections[sender] += 1
+            for lease in self._leases.values():
+                if lease.sender == sender:
+                    lease.lost_at = None
+
+    def disconnected(self, sender: str) -> None:
+        with self._lock:
+            self._connections[sender] -= 1
+            if self._connections[sender] > 0:
+                return
+            del self._connections[sender]
+            now = time.monotonic()
+            for lease in self._leases.values():
+                if lease.sender == sender and not lease.is_complete:
+                    lease.lost_at = now
+
+    def fail_lost(self, grace_s: float) -> tuple[list[str], float | None]:
+        """End the leases whose sender has been gone for so long. Returns them, and when to look again."""
+        now, lost, next_at = time.monotonic(), [], None
+        with self._lock:
+            for lease in self._leases.values():
+                if lease.lost_at is None or not lease.gate.is_open:
+                    continue
+                if now >= lease.lost_at + grace_s:
+                    lost.append(lease)
+                else:
+                    next_at = min(next_at or lease.lost_at + grace_s, lease.lost_at + grace_s)
+        for lease in lost:
+            lease.gate.close()
+        return [lease.lease_id for lease in lost], next_at
+
+    def _remember(self, lease_id: str) -> None:
+        self._completed[lease_id] = None
+        if len(self._completed) > REMEMBERED_LEASES:
+            self._completed.popitem(last=False)
+
+    def _emptied(self, lease_id: str) -> None:
+        """The last writer has left a closed gate."""
+        if self._unlease(lease_id):
+            self._on_emptied(lease_id)
+
+    def _unlease(self, lease_id: str) -> bool:
+        """Whether this call is the one that made the closed lease's blocks free."""
+        with self._lock:
+            lease = self._closing.pop(lease_id, None)
+            if lease is not None:
+                self._leased[lease.blocks[lease.first_token // self._block_size :]] = False
+            return lease is not None

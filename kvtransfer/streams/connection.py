@@ -1,0 +1,193 @@
+"""The receiver's end of one data connection: a thread that authenticates the sender and takes its pieces."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtransfer.blocks.checksum import piece_checksum
+from kvtransfer.blocks.convert import RangeError
+from kvtransfer.blocks.extents import Blocks, blocks_per_part, from_wire
+from kvtransfer.counters import TransferCounters
+from kvtransfer.framing.channel import Channel, StoppedError, Wake, decode
+from kvtransfer.framing.messages import (
+    CHECKSUM_MISMATCH,
+    GIVEN_UP,
+    OUT_OF_RANGE,
+    TRANSIENT,
+    UNKNOWN_LEASE,
+    Ack,
+    Hello,
+    Piece,
+    failure_kind,
+)
+from kvtransfer.interface import Progress, ReceiveEvent
+from kvtransfer.leases.arrivals import PieceArrival
+from kvtransfer.leases.lease import Lease
+from kvtransfer.leases.table import LeaseTable
+from kvtransfer.pairs import Pairs
+from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, examine
+from kvtransfer.streams.incoming import Incoming, incoming
+from kvtransfer.transports.transport import PieceReader, Transport
+from protocol.errors import ProtocolError
+
+logger = logging.getLogger("tandem.kvtransfer")
+
+
+@dataclass(frozen=True)
+class ReceiverCore:
+    """What the connections of one receiver share."""
+
+    identity: Identity
+    leases: LeaseTable
+    counters: TransferCounters
+    pairs: Pairs
+    stop: Wake
+    emit: Callable[[ReceiveEvent], None]
+    on_disconnect: Callable[[], None]
+    progress_timeout_s: float
+    handshake_timeout_s: float
+
+
+class Connection(threading.Thread):
+    """Serves one accepted socket until it ends."""
+
+    def __init__(self, accepted: socket.socket, transport: Transport, core: ReceiverCore) -> None:
+        super().__init__(name=f"kv-receive-{transport.name}", daemon=True)
+        self.authenticated = False
+        self._peer = ""
+        self._channel = Channel(accepted, core.stop)
+        self._transport = transport
+        self._core = core
+
+    def run(self) -> None:
+        try:
+            self._serve()
+        except StoppedError:
+            logger.debug("a %s connection is closing", self._transport.name)
+        except HandshakeRefusedError as error:
+            self._core.counters.add("handshakes_refused")
+            logger.warning("refused a %s connection: %s", self._transport.name, str(error))
+        except ProtocolError as error:
+            self._count("malformed", error)
+        except TimeoutError as error:
+            self._count("timeout", error)
+        except OSError as error:
+            self._count("lost", error)
+        except Exception as error:
+            logger.exception("a %s connection ended by a defect", self._transport.name)
+            self._count("internal", error)
+        finally:
+            self._channel.close()
+
+    def _count(self, kind: str, error: Exception) -> None:
+        self._failed(kind)
+        logger.warning("a %s connection was lost: %s", self._transport.name, str(error))
+
+    def _failed(self, kind: str) -> None:
+        self._core.counters.add(f"failures_{kind}")
+        if self._peer:
+            self._core.pairs.error(self._peer, self._transport.name, kind)
+
+    def _serve(self) -> None:
+        core = self._core
+        deadline = time.monotonic() + core.handshake_timeout_s
+        hello = examine(self._channel, core.identity, self._transport.name, deadline)
+        max_blocks = blocks_per_part(hello.block_bytes) * self._transport.parts_at_once
+        inlet = incoming(core.identity.pool, hello, max_blocks, self._transport.reaches_devices)
+        reader = self._transport.reader(self._channel, inlet.target, hello, deadline, core.progress_timeout_s)
+        sender = f"{hello.worker_id} {hello.incarnation}"
+        core.leases.connected(sender)
+        try:
+            self.authenticated = True
+            self._peer = hello.worker_id
+            core.counters.add("connections_accepted")
+            logger.debug("%s connection from %s", self._transport.name, sender)
+            while self._next_piece(reader, inlet, hello, sender):
+                pass
+        finally:
+            reader.close()
+            core.leases.disconnected(sender)
+            core.on_disconnect()
+
+    def _next_piece(self, reader: PieceReader, inlet: Incoming, hello: Hello, sender: str) -> bool:
+        """Take one piece. False: the sender has closed the connection, between pieces."""
+        channel, core = self._channel, self._core
+        channel.wait(select.POLLIN, None)
+        started = time.monotonic()
+        if channel.at_end():
+            return False
+        piece = decode(channel.recv_frame(started + core.progress_timeout_s), Piece)
+        blocks = sources, positions = from_wire(piece.runs, hello.num_blocks, inlet.max_blocks)
+        lease, refusal = core.leases.admit(piece, positions, sender, _block_size(hello))
+        if lease is None:
+            reader.read(sources, positions, None)
+        else:
+            refusal = self._take(reader, inlet, hello, piece, blocks, lease)
+        # Before anything is believed: a sender that has given us up has closed the connection first.
+        ack = Ack(piece.sequence, refusal, again=refusal in TRANSIENT)
+        channel.send(ack, time.monotonic() + core.progress_timeout_s)
+        if refusal:
+            self._failed(failure_kind(refusal))
+            logger.warning("piece %d of lease %s from %s: %s", piece.index, piece.lease_id, sender, refusal)
+        elif lease is not None:
+            nbytes = len(sources) * inlet.target.block_bytes
+            self._account(nbytes, time.monotonic() - started)
+            way = PieceArrival(self._transport.name, inlet.foreign_format, nbytes, started)
+            received, arrival = core.leases.record(lease, piece, positions, way)
+            core.emit(Progress(lease.lease_id, received, arrival is not None, arrival))
+        return True
+
+    def _take(
+        self, reader: PieceReader, inlet: Incoming, hello: Hello, piece: Piece, blocks: Blocks, lease: Lease
+    ) -> str:
+        """Bring a piece into its lease's blocks; returns why it is not there, or an empty string."""
+        sources, positions = blocks
+        gate, refusal = lease.attempt(piece, time.monotonic() + self._core.progress_timeout_s / 2)
+        if gate is None:
+            reader.read(sources, positions, None)
+            return refusal
+        targets = inlet.targets(positions, lease)
+        if reader.read(sources, targets, gate):
+            target = inlet.target
+            found = piece_checksum(
+                hello.checksum,
+                target.buffer,
+                target.block_bytes,
+                targets,
+                piece.lease_id,
+                piece.index,
+            )
+            try:
+                if found != piece.checksum:
+                    return CHECKSUM_MISMATCH if gate.is_open else UNKNOWN_LEASE
+                if inlet.place(positions, lease, gate):
+                    return ""
+            except RangeError as error:
+                logger.warning("lease %s: %s", lease.lease_id, error)
+                return OUT_OF_RANGE
+        return GIVEN_UP if gate.is_open else UNKNOWN_LEASE
+
+    def _account(self, nbytes: int, seconds: float) -> None:
+        counters, name = self._core.counters, self._transport.name
+        counters.add(f"{name}_bytes_received", nbytes)
+        counters.add(f"{name}_pieces_received")
+        counters.add(f"{name}_receive_seconds", seconds)
+        self._core.pairs.add(
+            self._peer,
+            name,
+            {
+                "kv_receive_bytes_total": nbytes,
+                "kv_receive_pieces_total": 1,
+                "kv_receive_seconds_total": seconds,
+            },
+        )
+
+
+def _block_size(hello: Hello) -> int:
+    return hello.wire[0].shape[2] if hello.wire else 1

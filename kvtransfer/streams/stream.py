@@ -1,0 +1,299 @@
+"""The sender's end of one data connection: a thread that sends pieces and takes their acks."""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from kvtransfer.blocks.checksum import piece_checksum
+from kvtransfer.blocks.extents import Buffers, ScatterList
+from kvtransfer.blocks.layout import wire_block_bytes
+from kvtransfer.blocks.quantize import NonFiniteError
+from kvtransfer.framing.channel import (
+    LENGTH_BYTES,
+    PREFIX_BYTES,
+    Channel,
+    StoppedError,
+    Wake,
+    decode,
+    encode,
+    frame,
+    frame_length,
+    unframe,
+)
+from kvtransfer.framing.messages import NOT_QUANTIZABLE, SPOILED, Ack, Piece
+from kvtransfer.streams.handshake import Identity, introduce
+from kvtransfer.streams.pieces import QueuedPiece
+from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceWriter, Transport
+from protocol.errors import ProtocolError
+from protocol.messages import PeerAddress, TransferOffer
+
+logger = logging.getLogger("tandem.kvtransfer")
+
+_ZEROS = memoryview(bytes(1024 * 1024))
+
+
+class StreamOwner(Protocol):
+    """What a stream needs of its link. `state` guards the queue and every stream's `in_flight`."""
+
+    state: threading.Condition
+
+    def take(self, max_parts: int) -> QueuedPiece | None:
+        """The piece that comes next; called with `state` held."""
+
+    def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None: ...
+
+    def ended(self, stream: Stream, kind: str, reason: str) -> None:
+        """The connection is closed. `kind` of failure, or empty if it ended as asked."""
+
+
+class _Transmission:
+    """A piece that is being written to the connection."""
+
+    def __init__(self, piece: QueuedPiece, header: bytes, payload: Buffers) -> None:
+        self.piece = piece
+        self._header = memoryview(header)
+        self._padded = False
+        self.rest = ScatterList([self._header, *payload])
+
+    def pad(self) -> None:
+        """Send zeros instead of what is left of the blocks, and say so in the trailer."""
+        if self._padded:
+            return
+        self._padded = True
+        header = self._header[self.rest.done :]
+        missing = self.rest.remaining - len(header) - len(SPOILED)
+        zeros = [_ZEROS[: min(len(_ZEROS), missing - at)] for at in range(0, missing, len(_ZEROS))]
+        self.rest = ScatterList([header, *zeros, memoryview(SPOILED)])
+
+
+class Stream(threading.Thread):
+    """One connection to a peer incarnation. `open` connects, `start` begins to send."""
+
+    def __init__(
+        self,
+        peer: PeerAddress,
+        transport: Transport,
+        identity: Identity,
+        owner: StreamOwner,
+        progress_timeout_s: float,
+    ) -> None:
+        super().__init__(name=f"kv-send-{transport.name}-{peer.worker_id}", daemon=True)
+        self.in_flight: deque[tuple[int, QueuedPiece]] = deque()
+        self.retired = False
+        self._closed = False
+        self._peer = peer
+        self._transport = transport
+        self._identity = identity
+        self._owner = owner
+        self._progress_timeout_s = progress_timeout_s
+        self._wake = Wake()
+        self._reading = threading.Lock()  # held while source blocks are read here
+        self._current: _Transmission | None = None
+        self._channel: Channel | None = None
+        self._writer: PieceWriter | None = None
+        self._acks = bytearray()
+        self._sequence = 0
+        self._progress_at = time.monotonic()
+
+    @property
+    def transport_name(self) -> str:
+        return self._transport.name
+
+    @property
+    def wire_block_bytes(self) -> int:
+        """What a block takes on the wire."""
+        pool = self._identity.pool
+        return wire_block_bytes(pool.segments, pool.block_bytes, self._transport.wire_dtype)
+
+    # --- for any thread ---------------------------------------------------------------------------
+
+    def open(self, offer: TransferOffer, deadline: float) -> None:
+        """Connect and authenticate. Raises OSError, TransferError, ProtocolError or StoppedError."""
+        try:
+            self._channel = channel = Channel(self._transport.connect(offer.address), self._wake)
+            channel.finish_connect(deadline)
+            introduce(channel, self._identity, self._transport, self._peer.incarnation, deadline)
+            self._writer = self._transport.writer(channel, self._identity.pool, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def wake(self) -> None:
+        with self._owner.state:
+            if not self._closed:
+                self._wake.set()
+
+    def stop(self) -> None:
+        with self._owner.state:
+            if not self._closed:
+                self._wake.stop()
+
+    def retire(self) -> None:
+        """Take no further piece, and end when those in flight are acknowledged."""
+        self.retired = True
+        self.wake()
+
+    def let_go(self, lease_id: str, deadline: float) -> bool:
+        """Wait until no source block is read any more of a lease whose pieces are not wanted any more.
+
+        Where the peer reads them by itself it has until the deadline, then the connection is cut: False. A
+        peer whose connection is cut believes nothing that it still reads.
+        """
+        with self._reading:
+            pass  # what is sent from now on of an unwanted piece is padding
+        if self._writer is None or not self._writer.remote_reads:
+            return True
+        state = self._owner.state
+        with state:
+            while any(piece.lease_id == lease_id for _, piece in self.in_flight):
+                if not state.wait(deadline - time.monotonic()):
+                    assert self._channel is not None
+                    self._writer.close()  # from here on the peer believes nothing that it reads
+                    self._channel.shutdown()
+                    return False
+        return True
+
+    # --- the stream's own thread ------------------------------------------------------------------
+
+    def run(self) -> None:
+        kind, reason = "", "the link is closing"
+        try:
+            self._serve()
+        except StoppedError:
+            logger.debug("a %s stream to %s is closing", self.transport_name, self._peer.worker_id)
+        except ProtocolError as error:
+            kind, reason = "malformed", str(error)
+        except TimeoutError as error:
+            kind, reason = "timeout", str(error)
+        except OSError as error:
+            kind, reason = "lost", str(error)
+        except Exception as error:
+            logger.exception("a stream to %s ended by a defect", self._peer.worker_id)
+            kind, reason = "internal", str(error)
+        finally:
+            # First of all: the peer then believes no block that it has yet to copy.
+            self.close()
+            self._owner.ended(self, kind, f"{self.transport_name}: {reason}")
+
+    def close(self) -> None:
+        """For a stream that was never started; a running one ends by `stop` or `retire`."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._channel is not None:
+            self._channel.close()
+        with self._owner.state:
+            self._closed = True
+            self._wake.close()
+
+    def _serve(self) -> None:
+        channel, writer = self._channel, self._writer
+        assert channel is not None and writer is not None
+        while True:
+            if self._current is None and not self.retired:
+                self._current = self._take(writer)
+            if self._current is not None and self._write(channel, writer, self._current):
+                continue
+            if self.retired and not self.in_flight:
+                return
+            events = select.POLLIN | (select.POLLOUT if self._current is not None else 0)
+            deadline = self._progress_at + self._progress_timeout_s if self.in_flight else None
+            if channel.wait(events, deadline) & ~select.POLLOUT:
+                self._read_acks(channel)
+
+    def _take(self, writer: PieceWriter) -> _Transmission | None:
+        """The next piece, of the lease whose turn it is."""
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
+            return None
+        with self._reading:  # an abort that finds the piece in flight waits until its blocks are read
+            with self._owner.state:
+                queued = self._owner.take(self._transport.parts_at_once)
+                if queued is None:
+                    return None
+                self._sequence += 1
+                self.in_flight.append((self._sequence, queued))
+            self._progress_at = queued.sent_at = time.monotonic()
+            payload: Buffers = []
+            checksum, refusal = None, ""
+            try:
+                payload = writer.payload(queued.blocks, queued.num_tokens)
+                checksum = self._checksum(writer, queued)
+            except NonFiniteError as error:
+                refusal = str(error)
+        if refusal:
+            self._give_up(queued, refusal)
+            return None
+        piece = Piece(
+            sequence=self._sequence,
+            lease_id=queued.lease_id,
+            index=queued.index,
+            num_parts=len(queued.parts),
+            runs=queued.runs,
+            final=queued.final,
+            checksum=checksum,
+            pushed_s=queued.pushed_s,
+            waited_s=queued.sent_at - queued.queued_at,
+            attempt=queued.attempts,
+        )
+        return _Transmission(queued, frame(encode(piece)), payload)
+
+    def _give_up(self, queued: QueuedPiece, reason: str) -> None:
+        """Nothing of the piece was sent, and nothing of it can be."""
+        logger.warning("lease %s: %s", queued.lease_id, reason)
+        with self._owner.state:
+            sequence, _ = self.in_flight.pop()
+            self._wake.set()  # there may be more to take
+        self._owner.acknowledged(self, queued, Ack(sequence, NOT_QUANTIZABLE))
+
+    def _checksum(self, writer: PieceWriter, queued: QueuedPiece) -> bytes | None:
+        """Of the piece's blocks as they travel."""
+        mode, buffer, blocks = self._identity.checksum, self._identity.pool.buffer, queued.blocks[0]
+        if writer.packed is not None:
+            buffer, blocks = writer.packed, np.arange(len(blocks))
+        return piece_checksum(mode, buffer, self.wire_block_bytes, blocks, queued.lease_id, queued.index)
+
+    def _write(self, channel: Channel, writer: PieceWriter, transmission: _Transmission) -> bool:
+        """Write some of the piece; False if the connection takes nothing now."""
+        with self._reading:
+            if not transmission.piece.wanted and not writer.remote_reads:
+                transmission.pad()
+            try:
+                sent = channel.socket.sendmsg(transmission.rest.batch())
+            except BlockingIOError:
+                return False
+        transmission.rest.advance(sent)
+        if not transmission.rest.remaining:
+            self._current = None
+        self._progress_at = time.monotonic()
+        return True
+
+    def _read_acks(self, channel: Channel) -> None:
+        try:
+            received = channel.socket.recv(4096)
+        except BlockingIOError:
+            return
+        if not received:
+            raise ConnectionResetError("the peer closed the connection")
+        self._acks += received
+        while len(self._acks) >= LENGTH_BYTES:
+            end = PREFIX_BYTES + frame_length(self._acks)
+            if len(self._acks) < end:
+                return
+            self._acknowledged(decode(unframe(self._acks[:end]), Ack))
+            del self._acks[:end]
+
+    def _acknowledged(self, ack: Ack) -> None:
+        with self._owner.state:
+            sent = len(self.in_flight) - (self._current is not None)
+            if not sent or self.in_flight[0][0] != ack.sequence:
+                raise ProtocolError(f"an ack of piece {ack.sequence}, which is not the oldest one sent")
+            _, piece = self.in_flight.popleft()
+            self._owner.state.notify_all()
+        self._progress_at = time.monotonic()
+        self._owner.acknowledged(self, piece, ack)

@@ -1,0 +1,257 @@
+"""The `object_store` transport: blocks travel as objects of a store that both workers' hosts can reach.
+
+The connection is an ordinary TCP one. Before the sender writes a piece's message to it, it copies the piece's
+blocks into an object and sends the object's reference to the receiver's carrier, which puts it into the
+connection's inbox. The receiver copies from the object into its pool. So the sender's blocks are not read any
+more once the message is on its way, and the store holds at most `MAX_IN_FLIGHT` objects of a pair, and one
+that is leaving.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvtransfer.blocks.extents import BlockIndices, Blocks, views
+from kvtransfer.framing.channel import Channel
+from kvtransfer.framing.messages import GOOD, Hello
+from kvtransfer.interface import RegisteredPool
+from kvtransfer.leases.gate import WriteGate
+from kvtransfer.transports.sockets import connect_tcp, listen_tcp, tune
+from kvtransfer.transports.transport import MAX_IN_FLIGHT, Listener
+from protocol.errors import ProtocolError
+from protocol.messages import Id
+
+Reference: TypeAlias = Any
+"""Names an object in the store and keeps it there: it goes with the last reference to it, anywhere."""
+
+SendObject: TypeAlias = Callable[[int, Sequence[memoryview]], None]
+"""Stores a copy of the buffers and sends its reference to the peer, as the one of this number.
+
+Raises OSError where it can't.
+"""
+
+_SLICE_BYTES = 4 * 1024 * 1024
+_LOOK_S = 0.25
+"""How often the connection is looked at while an object is on its way."""
+
+
+class Inbox:
+    """References that have arrived for one connection, in any order. They are taken by their numbers."""
+
+    def __init__(self) -> None:
+        self.inbox_id = secrets.token_hex(16)
+        self._changed = threading.Condition()
+        self._arrived: dict[int, Reference] = {}
+        self._next = 0
+
+    def put(self, number: int, reference: Reference) -> None:
+        """What was taken or skipped, or is more than a sender may have on its way, is dropped."""
+        with self._changed:
+            if self._next <= number <= self._next + MAX_IN_FLIGHT:
+                self._arrived[number] = reference
+                self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> Reference | None:
+        """The next one; None if it does not come in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._next in self._arrived, timeout_s):
+                return None
+            self._next += 1
+            return self._arrived.pop(self._next - 1)
+
+    def skip(self) -> None:
+        with self._changed:
+            self._arrived.pop(self._next, None)
+            self._next += 1
+
+
+class Inboxes:
+    """The inboxes of one worker."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Inbox] = {}
+
+    def open(self) -> Inbox:
+        inbox = Inbox()
+        self._open[inbox.inbox_id] = inbox
+        return inbox
+
+    def put(self, inbox_id: str, number: int, reference: Reference) -> None:
+        inbox = self._open.get(inbox_id)
+        if inbox is not None:
+            inbox.put(number, reference)
+
+    def close(self, inbox: Inbox) -> None:
+        self._open.pop(inbox.inbox_id, None)
+
+
+class Carrier(Protocol):
+    """Brings objects from worker to worker. The one implementation is `deploy.ray_carrier`.
+
+    Every method may be called from any thread.
+    """
+
+    address: str
+    """How peers' carriers name this one."""
+    inboxes: Inboxes
+    """Where it puts what arrives."""
+
+    def sender_to(self, address: str, inbox_id: str) -> SendObject:
+        """Raises OSError if there is no carrier at the address."""
+
+    def get(self, reference: Reference, timeout_s: float) -> list[memoryview] | None:
+        """The object's buffers, read-only; None if they don't come in time. Raises OSError if it is lost."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="object-store"):
+    """Receiver to sender, right after the handshake: where to send the objects of this connection."""
+
+    address: Id
+    inbox_id: Id
+
+
+class ObjectWriter:
+    remote_reads = False
+    packed = None
+
+    def __init__(self, send: SendObject, pool: RegisteredPool) -> None:
+        self._send = send
+        self._pool = pool
+        self._sent = 0
+
+    def payload(self, blocks: Blocks, num_tokens: int) -> list[memoryview]:
+        if blocks.size:
+            memory = views(self._pool.buffer, self._pool.block_bytes, blocks[0])
+            self._send(self._sent, memory)
+            self._sent += 1
+        return [memoryview(GOOD)]
+
+    def close(self) -> None:
+        return
+
+
+class ObjectReader:
+    def __init__(
+        self,
+        carrier: Carrier,
+        inbox: Inbox,
+        channel: Channel,
+        pool: RegisteredPool,
+        progress_timeout_s: float,
+    ) -> None:
+        self._carrier = carrier
+        self._inbox = inbox
+        self._channel = channel
+        self._pool = pool
+        self._progress_timeout_s = progress_timeout_s
+
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
+        deadline = time.monotonic() + self._progress_timeout_s
+        is_good = self._channel.recv_exact(len(GOOD), deadline) == GOOD
+        if not len(targets):
+            return is_good and gate is not None
+        if gate is None or not is_good:
+            self._inbox.skip()
+            return False
+        reference = self._await(self._inbox.take, deadline)
+        blocks = self._await(lambda timeout_s: self._carrier.get(reference, timeout_s), deadline)
+        if sum(map(len, blocks)) != len(targets) * self._pool.block_bytes:
+            raise ProtocolError("a piece's object has another size than its blocks")
+        memory = views(self._pool.buffer, self._pool.block_bytes, targets)
+        return all(copy(source, target, gate) for source, target in aligned(blocks, memory))
+
+    def close(self) -> None:
+        self._carrier.inboxes.close(self._inbox)
+
+    def _await(self, get: Callable[[float], Any], deadline: float) -> Any:
+        """What `get` returns once it returns something.
+
+        Raises ConnectionResetError if the sender has hung up, StoppedError if our own side is closing.
+        """
+        while (found := get(_LOOK_S)) is None:
+            try:
+                hung_up = self._channel.wait(select.POLLRDHUP, time.monotonic())
+            except TimeoutError:
+                hung_up = 0
+            if hung_up:
+                raise ConnectionResetError("the sender hung up before its blocks were here")
+            if time.monotonic() > deadline:
+                raise TimeoutError("the object store made no progress in time")
+        return found
+
+
+def aligned(
+    sources: Sequence[memoryview], targets: Sequence[memoryview]
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """The bytes of `sources` in order beside those of `targets`, in pairs of equal and bounded length."""
+    rest, next_source = memoryview(b""), iter(sources)
+    for target in targets:
+        while target:
+            if not rest:
+                rest = next(next_source)
+                continue
+            size = min(len(rest), len(target), _SLICE_BYTES)
+            yield rest[:size], target[:size]
+            rest, target = rest[size:], target[size:]
+
+
+def copy(source: memoryview, target: memoryview, gate: WriteGate) -> bool:
+    """If the gate is open; whether it is."""
+    with gate.writing() as is_open:
+        if is_open:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    return is_open
+
+
+class ObjectStoreTransport:
+    """One per process. The caller owns the carrier."""
+
+    name = "object_store"
+    same_host = False
+    reaches_devices = False
+    streams = 1
+    parts_at_once = 1
+    wire_dtype = "auto"
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+
+    def listen(self, host: str) -> tuple[Listener, str]:
+        return listen_tcp(host)
+
+    def connect(self, address: str) -> socket.socket:
+        return connect_tcp(address)
+
+    def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> ObjectWriter:
+        welcome = channel.recv(Welcome, deadline)
+        return ObjectWriter(self._carrier.sender_to(welcome.address, welcome.inbox_id), pool)
+
+    def reader(
+        self,
+        channel: Channel,
+        target: RegisteredPool,
+        hello: Hello,
+        deadline: float,
+        progress_timeout_s: float,
+    ) -> ObjectReader:
+        tune(channel.socket)
+        inbox = self._carrier.inboxes.open()
+        reader = ObjectReader(self._carrier, inbox, channel, target, progress_timeout_s)
+        try:
+            channel.send(Welcome(self._carrier.address, inbox.inbox_id), deadline)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,102 @@
+"""The transports by name, best first where nothing else is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtransfer.blocks.checksum import Mode
+from kvtransfer.blocks.layout import wire_segments
+from kvtransfer.interface import RegisteredPool, TransferError
+from kvtransfer.pairs import Pairs
+from kvtransfer.transports.object_store import Carrier, ObjectStoreTransport
+from kvtransfer.transports.shm import ShmTransport
+from kvtransfer.transports.tcp import TcpTransport
+from kvtransfer.transports.tls import TlsTransport
+from kvtransfer.transports.transport import Transport
+from messaging.tls import TlsFiles
+from protocol.config import KV_TRANSPORTS
+
+logger = logging.getLogger("tandem.kvtransfer")
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are.
+
+    `checksum` is what the sender's pieces will carry, `tls` makes `tcp` encrypt, `carrier` is what
+    `object_store` needs.
+    """
+
+    tcp_streams: int = 1
+    wire_dtype: str = "auto"
+    checksum: Mode = "off"
+    tls: TlsFiles | None = None
+    carrier: Carrier | None = None
+
+
+def _shm(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    return ShmTransport()
+
+
+def _ucx(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    from kvtransfer.transports.ucx import UcxTransport
+
+    if pool.device is not None and options.checksum != "off":
+        raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
+    return UcxTransport(pool, name)
+
+
+def _tcp(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError where that can't be
+    if options.tls is not None:
+        return TlsTransport(options.tls, options.tcp_streams, options.wire_dtype)
+    return TcpTransport(options.tcp_streams, options.wire_dtype)
+
+
+def _object_store(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    if options.carrier is None:
+        raise TransferError("the worker is no Ray actor")
+    if pool.device is not None:
+        raise TransferError("it does not send from a GPU's memory")
+    return ObjectStoreTransport(options.carrier)
+
+
+_OPEN: dict[str, Callable[[RegisteredPool, str, TransportOptions], Transport]] = {
+    "shm": _shm,
+    "ucx": _ucx,
+    "tcp": _tcp,
+    "object_store": _object_store,
+}
+assert set(_OPEN) == set(KV_TRANSPORTS)
+
+
+def open_transports(
+    names: Sequence[str],
+    pool: RegisteredPool,
+    name: str,
+    options: TransportOptions = TransportOptions(),
+    pairs: Pairs | None = None,
+) -> list[Transport]:
+    """The named transports in that order, ready for `pool` under this worker's unique `name`.
+
+    One that cannot be had here is left out, logged, and noted in `pairs`. Raises ValueError for an unknown
+    one, or a wire_dtype that the pool's values don't have, TransferError if none is left.
+    """
+    unknown = [other for other in names if other not in _OPEN]
+    if unknown or not names:
+        known = ", ".join(_OPEN)
+        raise ValueError(f"transports must name some of {known}, not {', '.join(unknown) or 'none'}")
+    opened, reasons = [], []
+    for transport in dict.fromkeys(names):
+        try:
+            opened.append(_OPEN[transport](pool, name, options))
+        except (TransferError, OSError) as error:
+            reasons.append(f"{transport}: {error}")
+            logger.warning("transport %s is not available: %s", transport, error)
+            if pairs is not None:
+                pairs.refuse("", transport, "unavailable", str(error))
+    if not opened:
+        raise TransferError(f"no transport is available: {'; '.join(reasons)}")
+    return opened

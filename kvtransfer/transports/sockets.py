@@ -1,0 +1,48 @@
+"""TCP sockets, as every transport between hosts uses them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+_DEAD_AFTER_MS = 30_000
+
+
+def listen_tcp(host: str) -> tuple[socket.socket, str]:
+    """A listening socket on a free port of `host`, and its address."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen(128)
+    return listener, "{}:{}".format(*listener.getsockname()[:2])
+
+
+def connect_tcp(address: str) -> socket.socket:
+    """Begin to connect to `host:port`, without blocking."""
+    host, _, port = address.rpartition(":")
+    family, _, _, _, target = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    )[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    tune(sock)
+    code = sock.connect_ex(target)
+    if code not in (0, errno.EINPROGRESS):
+        sock.close()
+        raise OSError(code, os.strerror(code))
+    return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """Send at once, and notice a dead host."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", _DEAD_AFTER_MS),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,254 @@
+"""This process's NIXL agent: registered memory, peers' memory, and reads from theirs into ours.
+
+Only what NIXL calls an agent's metadata travels, as opaque bytes, with plain integers beside it. Its
+descriptor lists, which it would serialize with pickle, are made anew on each side.
+
+What NIXL does when a peer is lost shapes this module. The first call that finds out forgets the peer, and
+with it the remote keys that prepared lists point to: using such a list afterwards ends the process. So every
+call happens under one lock, and a `Remote` that is lost stays lost. And a transfer cannot be cancelled:
+releasing one that is under way only forgets it, and its bytes still land. So it is asked until it is over.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.transports.ucx.bindings import bindings
+from protocol.errors import ProtocolError
+
+Indices = npt.NDArray[np.int32]
+
+_PROGRESS_DELAY_US = 100_000
+"""How long NIXL's progress thread sleeps at most when nothing happens.
+
+It waits in `poll` for UCX's event descriptor and wakes as soon as something arrives, so this delays nothing;
+it is there for transports whose events UCX misses. NIXL's own default of 0 never sleeps: it costs a core.
+"""
+
+ENGINE_CONFIG = "PROTO_EMULATION_ENABLE=n,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
+"""UCX settings that differ from its defaults; the environment (`UCX_PROTO_EMULATION_ENABLE=y`) still wins.
+
+Where the wire has no one-sided read (plain TCP), UCX lets the peer's process answer it, and in that code a
+failed send is fatal: a reader that dies at the wrong moment takes the sender's process with it. A pair that
+has nothing better is refused, and our own `tcp` serves it. For those who want it all the same, larger
+segments make such a read as fast as a write or faster; a receiver's must not be less than the sender's.
+"""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`num_blocks` blocks of `block_bytes` bytes from `address` on, in host memory or on a CUDA device."""
+
+    address: int
+    block_bytes: int
+    num_blocks: int
+    kind: Literal["cpu", "cuda"] = "cpu"
+    device_id: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.block_bytes * self.num_blocks
+
+
+def _errors_of(nixl: Any) -> tuple[type[Exception], ...]:
+    """What its calls raise: a class for each status, with no base of their own."""
+    kinds = [kind for kind in vars(nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    return (RuntimeError, *kinds)
+
+
+class AgentClosedError(OSError):
+    """What there was to undo is undone."""
+
+
+class Remote:
+    """Another agent, from `Agent.connect` to the last `Agent.disconnect`."""
+
+    def __init__(self, name: str, metadata: bytes) -> None:
+        self.name = name
+        self.metadata = metadata
+        self.lost = False
+        self.users = 0
+        self.in_flight = 0
+
+
+class Transfer:
+    """A read that was begun. `is_over` is what `Agent.poll` has last found."""
+
+    def __init__(self, handle: int, remote: Remote) -> None:
+        self.handle = handle
+        self.remote = remote
+        self.is_over = False
+
+
+class Agent:
+    """For use from every thread. Raises OSError for whatever NIXL can't do.
+
+    After `close` what undoes something has no effect, and everything else raises AgentClosedError.
+
+    `name` must never be used again by any agent of the cluster.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._nixl = bindings()
+        self._errors = _errors_of(self._nixl)
+        self._lock = threading.Lock()
+        self._remotes: dict[str, Remote] = {}
+        self._transfers: set[Transfer] = set()
+        self._users: dict[Memory, int] = {}
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_DELAY_US
+        config.useListenThread = False
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
+        try:
+            self._agent = self._nixl.nixlAgent(name, config)
+            parameters, _ = self._agent.getPluginParams("UCX")
+            self._backend = self._agent.createBackend("UCX", {**parameters, "engine_config": ENGINE_CONFIG})
+        except self._errors as error:
+            chosen = os.environ.get("UCX_TLS", "all")
+            raise OSError(
+                f"UCX does not work with UCX_TLS={chosen} ({error}); it needs tcp or RDMA among them, "
+                "since shared memory alone does not notice a peer's death"
+            ) from error
+
+    def register(self, memory: Memory) -> None:
+        """Let UCX use this memory. To be undone by `deregister` as many times."""
+        with self._calling("cannot register memory") as agent:
+            if not self._users.get(memory):
+                agent.registerMem(self._region(memory), [self._backend])
+            self._users[memory] = self._users.get(memory, 0) + 1
+
+    def deregister(self, memory: Memory) -> None:
+        with suppress(AgentClosedError), self._calling("cannot deregister memory") as agent:
+            self._users[memory] -= 1
+            if not self._users[memory]:
+                del self._users[memory]
+                agent.deregisterMem(self._region(memory), [self._backend])
+
+    def metadata(self) -> bytes:
+        """What other agents have to know to read what is registered now."""
+        with self._calling("cannot describe this agent") as agent:
+            return bytes(agent.getLocalMD())
+
+    def connect(self, name: str, metadata: bytes) -> Remote:
+        """Get to know another agent; no byte is exchanged with it yet. To be undone by `disconnect`."""
+        with self._calling(f"cannot use the metadata of {name}") as agent:
+            remote = self._remotes.get(name)
+            if remote is not None and remote.lost:
+                if remote.in_flight:
+                    raise ConnectionResetError(f"earlier reads from {name} are not over yet")
+                agent.invalidateRemoteMD(name)
+                remote = None
+            if remote is None:
+                loaded = bytes(agent.loadRemoteMD(metadata)).decode(errors="replace")
+                if loaded != name:
+                    raise ProtocolError(f"the metadata of {name} is that of {loaded}")
+                remote = self._remotes[name] = Remote(name, metadata)
+            elif remote.metadata != metadata:
+                raise ProtocolError(f"{name} has changed its metadata")
+            remote.users += 1
+            return remote
+
+    def disconnect(self, remote: Remote) -> None:
+        with suppress(AgentClosedError), self._calling(f"cannot forget {remote.name}") as agent:
+            remote.users -= 1
+            if not remote.users and self._remotes.get(remote.name) is remote:
+                del self._remotes[remote.name]
+                agent.invalidateRemoteMD(remote.name)
+
+    def prepare(self, memory: Memory, remote: Remote | None = None) -> int:
+        """A list of the blocks of our own or of a remote memory, for `read`; `release` frees it."""
+        blocks = [memory.address, memory.block_bytes, memory.device_id, memory.block_bytes, memory.num_blocks]
+        owner = self._nixl.NIXL_INIT_AGENT if remote is None else remote.name
+        with self._calling("cannot prepare a list of blocks") as agent:
+            self._check(remote)
+            strided = np.array([blocks], dtype=np.uint64)
+            return int(agent.prepXferDlist(owner, self._segment(memory), strided, [self._backend]))
+
+    def release(self, prepared: int) -> None:
+        with suppress(AgentClosedError), self._calling("cannot release a list of blocks") as agent:
+            agent.releasedDlistH(prepared)
+
+    def read(self, remote: Remote, theirs: int, sources: Indices, ours: int, targets: Indices) -> Transfer:
+        """Begin to read the blocks `sources` of one prepared list into the blocks `targets` of another.
+
+        NIXL merges blocks that follow each other on both sides by itself.
+        """
+        with self._calling(f"cannot read from {remote.name}") as agent:
+            self._check(remote)
+            operation = self._nixl.NIXL_READ
+            handle = agent.makeXferReq(operation, ours, targets, theirs, sources, b"", [self._backend], False)
+            transfer = Transfer(handle, remote)
+            self._transfers.add(transfer)
+            remote.in_flight += 1
+            try:
+                agent.postXferReq(handle)
+            except self._errors as error:
+                raise self._failed(transfer, error) from error
+            return transfer
+
+    def poll(self, transfer: Transfer) -> bool:
+        """Whether the transfer is over; never blocks. Raises ConnectionResetError when it has failed.
+
+        Either way nothing is written by it any more once `transfer.is_over`.
+        """
+        with self._calling(f"cannot ask for a read from {transfer.remote.name}") as agent:
+            if transfer.is_over:
+                return True
+            try:
+                if agent.getXferStatus(transfer.handle) == self._nixl.NIXL_IN_PROG:
+                    return False
+            except self._errors as error:
+                raise self._failed(transfer, error) from error
+            self._forget(transfer)
+            return True
+
+    def close(self) -> None:
+        """End every transfer, connection and thread of the agent. Nothing is written after it. Idempotent."""
+        with self._lock:
+            if self._agent is None:
+                return
+            for transfer in list(self._transfers):
+                self._forget(transfer)
+            self._agent = None  # its destructor closes the connections, joins the threads, unpins the memory
+
+    def _failed(self, transfer: Transfer, error: Exception) -> ConnectionResetError:
+        transfer.remote.lost = True
+        self._forget(transfer)
+        return ConnectionResetError(f"reading from {transfer.remote.name} failed: {error}")
+
+    def _forget(self, transfer: Transfer) -> None:
+        transfer.is_over = True
+        transfer.remote.in_flight -= 1
+        self._transfers.discard(transfer)
+        self._agent.releaseXferReq(transfer.handle)
+
+    def _check(self, remote: Remote | None) -> None:
+        if remote is not None and remote.lost:
+            raise ConnectionResetError(f"the connection to {remote.name} is lost")
+
+    def _segment(self, memory: Memory) -> Any:
+        return self._nixl.DRAM_SEG if memory.kind == "cpu" else self._nixl.VRAM_SEG
+
+    def _region(self, memory: Memory) -> Any:
+        extent = (memory.address, memory.nbytes, memory.device_id, "")
+        return self._nixl.nixlRegDList(self._segment(memory), [extent])
+
+    @contextmanager
+    def _calling(self, trouble: str) -> Iterator[Any]:
+        with self._lock:
+            if self._agent is None:
+                raise AgentClosedError("the ucx transport is closed")
+            try:
+                yield self._agent
+            except self._errors as error:
+                raise OSError(f"NIXL: {trouble}: {error}") from error

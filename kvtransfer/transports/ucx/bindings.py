@@ -1,0 +1,71 @@
+"""NIXL's compiled bindings, found without importing the Python package around them.
+
+That package sets up logging for the whole process when it is imported, which closes every handler that is
+there already; nothing in it is needed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvtransfer.interface import TransferError
+
+_PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
+"""NIXL is built once per CUDA release; `nixl` itself only picks one of these."""
+
+
+@functools.cache
+def bindings() -> Any:
+    """The module. Raises TransferError, which says what to install, where there is none that loads."""
+    reasons = []
+    for package in _PACKAGES:
+        try:
+            module = _load(package)
+        except (ImportError, OSError) as error:
+            reasons.append(f"{package}: {error}")
+            continue
+        if module is not None:
+            return module
+    why = "; ".join(reasons) or f"none of {', '.join(_PACKAGES)} is installed"
+    raise TransferError(
+        f"the ucx transport needs NIXL 1.5 or later ({why}); "
+        "install it with `pip install --no-deps nixl nixl-cu12`, or nixl-cu13 with CUDA 13"
+    )
+
+
+def _load(package: str) -> ModuleType | None:
+    """The package's bindings; None where it is not installed."""
+    name = f"{package}._bindings"
+    if name in sys.modules:
+        return sys.modules[name]
+    parent = importlib.util.find_spec(package)
+    if parent is None or parent.submodule_search_locations is None:
+        return None
+    spec = PathFinder.find_spec(name, parent.submodule_search_locations)
+    if spec is None or spec.loader is None:
+        raise ImportError("it has no bindings for this Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # the package, should anyone import it later, must find this one
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def preload() -> None:
+    """Load NIXL's libraries, if there are any: for a process that is going to fork those that use them."""
+    with contextlib.suppress(TransferError):
+        package = Path(bindings().__file__).parent
+        for plugin in package.parent.glob(f"{package.name}.libs/**/libplugin_UCX.so"):
+            with contextlib.suppress(OSError):  # NIXL reports it
+                ctypes.CDLL(str(plugin))

@@ -1,0 +1,67 @@
+"""Words of memory in which a sender tells readers whether it still stands by its blocks.
+
+Each connection has a word in the sender's memory. It holds the connection's token until the sender gives the
+connection up, which is before it reuses the blocks. A receiver reads the blocks of a piece, then the word: if
+the token is still there, the blocks were untouched when their read ended.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import threading
+
+import numpy as np
+
+from kvtransfer.transports.ucx.agent import Memory
+
+WORD_BYTES = 8
+MAX_WORDS = 8192
+
+
+class Words:
+    """A page of words. `memory`, all of them, is what has to be registered."""
+
+    def __init__(self) -> None:
+        self._values = np.frombuffer(mmap.mmap(-1, MAX_WORDS * WORD_BYTES), dtype=np.uint64)
+        self.memory = Memory(int(self._values.ctypes.data), WORD_BYTES, MAX_WORDS)
+        self._lock = threading.Lock()
+        self._free = list(range(MAX_WORDS))
+
+    def take(self) -> Word:
+        """Raises OSError if all are in use."""
+        with self._lock:
+            if not self._free:
+                raise OSError(f"more than {MAX_WORDS} connections")
+            return Word(self, self._values, self._free.pop())
+
+    def give_back(self, index: int) -> None:
+        with self._lock:
+            self._free.append(index)
+
+
+class Word:
+    """One of them, from `Words.take` to `release`. Its token was never used before."""
+
+    def __init__(self, words: Words, values: np.ndarray, index: int) -> None:
+        self.token = secrets.randbits(61) + 1
+        self.memory = Memory(words.memory.address + index * WORD_BYTES, WORD_BYTES, 1)
+        self._words = words
+        self._values = values
+        self._index = index
+        self._lock = threading.Lock()
+        self._held = True
+
+    def write(self, value: int) -> None:
+        self._values[self._index] = value
+
+    def read(self) -> int:
+        return int(self._values[self._index])
+
+    def release(self) -> None:
+        """Zero the word, for others to use. Idempotent, for any thread."""
+        with self._lock:
+            if self._held:
+                self._held = False
+                self.write(0)
+                self._words.give_back(self._index)

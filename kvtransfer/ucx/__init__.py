@@ -1,5 +1,0 @@
-"""The `ucx` transport: NIXL with its UCX backend, for RDMA, NVLink and whatever else UCX speaks."""
-
-from kvtransfer.ucx.transport import UcxTransport
-
-__all__ = ["UcxTransport"]

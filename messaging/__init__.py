@@ -1,0 +1,1 @@
+"""What messages travel over: encrypted sockets, and the certificates of TLS connections."""

@@ -1,0 +1,145 @@
+"""One request on a prefill worker, from its arrival to the decode worker's acknowledgement."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from protocol.handoff import DraftState, HandoffManifest, SamplingState, SegmentInfo
+from protocol.ids import token_ids_digest
+from protocol.messages import EngineRequest, PeerAddress, Reserved
+from worker.requests import StagedRequest
+
+
+class Stage(enum.Enum):
+    WHOLE = "whole"
+    """No decode worker is to take it over: the engine here decodes it too."""
+    ASSIGNED = "assigned"
+    """A decode worker is named. It is asked for blocks when the engine begins with the prompt."""
+    RESERVING = "reserving"
+    """The decode worker was asked for blocks."""
+    PUSHING = "pushing"
+    """It granted them, and those that are computed are pushed."""
+    SENT = "sent"
+    """The last blocks and the manifest are on their way."""
+    SETTLING = "settling"
+    """The decode worker runs it; the wire has yet to acknowledge the last blocks."""
+    REDIRECTING = "redirecting"
+    """The decode worker did not take it over, and the router is to name another."""
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class PrefillRequest(StagedRequest[Stage]):
+    """A request whose prompt is computed here, and what became of its hand-over to `peer`.
+
+    | stage                    | what happens                                                | next        |
+    |--------------------------|-------------------------------------------------------------|-------------|
+    | (new)                    | `Generate` without a decode worker                          | WHOLE       |
+    | (new)                    | `Generate` with one                                         | ASSIGNED    |
+    | ASSIGNED                 | the engine begins with the prompt, or began before          | RESERVING   |
+    | RESERVING                | `Reserved`                                                  | PUSHING     |
+    | PUSHING                  | the first token is there: all blocks and the manifest go    | SENT        |
+    | SENT                     | `HandoffAck`                                                | SETTLING    |
+    | SETTLING                 | the wire's acknowledgement or failure, the deadline         | ENDED       |
+    | ASSIGNED to SENT         | the decode worker refuses, is gone, or lets the deadline    | REDIRECTING |
+    |                          | pass; or a `Redirect`                                       |             |
+    | REDIRECTING              | `Redirect` to a decode worker                               | ASSIGNED    |
+    | REDIRECTING              | `Redirect` to none                                          | WHOLE       |
+    | REDIRECTING              | the deadline                                                | ENDED       |
+    | any but SETTLING         | the last token, an error that no other worker mends         | ENDED       |
+    | any                      | `Abort`                                                     | ENDED       |
+
+    The engine owns the blocks in every stage; they stay until ENDED. The lease is the decode worker's, held
+    from PUSHING to SETTLING. `num_pushed` blocks, after those that the decode worker had cached, are queued
+    for it or there. `left_leases` were granted by decode workers that the request was taken back from.
+    """
+
+    next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
+        Stage.WHOLE: frozenset({Stage.ENDED}),
+        Stage.ASSIGNED: frozenset({Stage.RESERVING, Stage.REDIRECTING, Stage.ENDED}),
+        Stage.RESERVING: frozenset({Stage.PUSHING, Stage.REDIRECTING, Stage.ENDED}),
+        Stage.PUSHING: frozenset({Stage.SENT, Stage.REDIRECTING, Stage.ENDED}),
+        Stage.SENT: frozenset({Stage.SETTLING, Stage.REDIRECTING, Stage.ENDED}),
+        Stage.SETTLING: frozenset({Stage.ENDED}),
+        Stage.REDIRECTING: frozenset({Stage.ASSIGNED, Stage.WHOLE, Stage.ENDED}),
+        Stage.ENDED: frozenset(),
+    }
+
+    request: EngineRequest
+    stage: Stage
+    peer: PeerAddress | None = None
+    lease_id: str | None = None
+    deadline: float | None = None
+    taken_up: bool = False
+    """The engine has begun with the prompt."""
+    first_token: int | None = None
+    reserving_since: float = 0.0
+    reserve_s: float = 0.0
+    renew_at: float = 0.0
+    grant: Reserved | None = None
+    num_pushed: int = 0
+    delivered: bool = False
+    """The wire has acknowledged all blocks."""
+    left_leases: set[str] = field(default_factory=set)
+
+    @property
+    def decode(self) -> PeerAddress:
+        """The decode worker of a request that is not WHOLE."""
+        assert self.peer is not None
+        return self.peer
+
+    @property
+    def granted(self) -> Reserved:
+        """The decode worker's blocks, from PUSHING on."""
+        assert self.grant is not None
+        return self.grant
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the decode worker holds something for the request, or was asked to."""
+        return self.stage in (Stage.RESERVING, Stage.PUSHING, Stage.SENT)
+
+    @property
+    def waits_for_engine(self) -> bool:
+        """The decode worker has done its part so far; the next chunk of the prompt is missing."""
+        return self.stage is Stage.PUSHING and self.first_token is None
+
+    def first_pushed(self, block_size: int) -> int:
+        """Which of our blocks, of `block_size` tokens, is the first that the decode worker lacks some of."""
+        return self.granted.cached_blocks * self.granted.block_size // block_size
+
+    def leave_peer(self, deadline: float) -> None:
+        """Forget what `peer` granted and got. The router is to name another before the deadline."""
+        self.enter(Stage.REDIRECTING)
+        self.grant = None
+        self.num_pushed = 0
+        self.delivered = False
+        self.deadline = deadline
+
+    def manifest(
+        self, worker_id: str, incarnation: str, segments: list[SegmentInfo], draft: DraftState
+    ) -> HandoffManifest:
+        """Describes the hand-over once all blocks are pushed and the first token is sampled."""
+        assert self.first_token is not None
+        return HandoffManifest(
+            request_id=self.request_id,
+            lease_id=self.held_lease,
+            prefill_worker=worker_id,
+            prefill_incarnation=incarnation,
+            decode_incarnation=self.granted.incarnation,
+            num_tokens=self.num_tokens,
+            token_ids_digest=token_ids_digest(self.token_ids),
+            segments=segments,
+            block_ids=self.granted.block_ids,
+            pushed_blocks=self.num_pushed,
+            first_token=self.first_token,
+            first_token_position=self.num_tokens,
+            sampling=SamplingState(
+                seed=self.request.sampling.seed, num_output_tokens=len(self.request.output_token_ids) + 1
+            ),
+            draft=draft,
+            reserve_s=self.reserve_s,
+        )

@@ -1,0 +1,228 @@
+"""Every metric, declared once: what `/metrics` exposes and `docs/metrics.md` lists.
+
+Names follow vLLM's where vLLM has the metric, and get `tandem_` in front on `/metrics`. The unit is in the
+name: seconds or bytes. Workers report theirs with each heartbeat, as `name` or `name{label="value"}`; what is
+not declared here is not exposed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+PREFIX = "tandem_"
+Kind = Literal["counter", "gauge", "histogram"]
+
+_NAME = re.compile(r"([a-z][a-z0-9_]{0,99})(?:\{([^{}]*)\})?\Z")
+_LABEL = re.compile(r'\s*([a-z][a-z0-9_]*)="?([^",]*)"?\s*\Z')
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """`labels` are those beside the ones that all metrics of its group have."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    kind: Kind
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name, text, labels, "counter")
+
+
+def _gauge(name: str, text: str, *labels: str) -> Metric:
+    return Metric(name, text, labels, "gauge")
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(name, text, (), "histogram", buckets)
+
+
+_FIRST = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3),
+    *(0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST = (
+    *(0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TRANSFER = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 10.0, 30.0),
+)
+_BYTES = tuple(float(4**power) for power in range(6, 19))
+
+ROUTER = (
+    _counter("prompt_tokens_total", "Prompt tokens of requests that started."),
+    _counter("generation_tokens_total", "Tokens generated."),
+    _counter("request_success_total", "Sequences finished.", "finished_reason"),
+    _counter("request_failures_total", "Requests that failed.", "kind"),
+    _counter("messages_dropped_total", "Messages from workers that the router did not take.", "reason"),
+    _counter("placements_total", "Placement decisions.", "kind"),
+    _counter("requests_placed_anew_total", "Requests given to other workers, with their tokens.", "reason"),
+    _counter("handoff_redirects_total", "Hand-offs sent on to another decode worker.", "reason"),
+    _counter("handoff_takeovers_total", "Requests that their prefill worker decodes itself.", "reason"),
+    _counter("role_fallbacks_total", "Requests served by one worker as the other role has none.", "missing"),
+    _counter("requests_parked_total", "Requests that had to wait for a worker to start."),
+    _gauge("num_requests_parked", "Requests that wait for a worker to start."),
+    _counter("http_responses_total", "HTTP responses.", "status"),
+    _histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST),
+    _histogram("inter_token_latency_seconds", "Between a sequence's outputs.", _TOKEN),
+    _histogram("request_time_per_output_token_seconds", "Mean per sequence, without the first.", _TOKEN),
+    _histogram("e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST),
+    _histogram("request_queue_time_seconds", "Waiting at a worker before the first chunk.", _REQUEST),
+    _histogram("request_prefill_time_seconds", "From the first chunk to the first token.", _REQUEST),
+    _histogram("request_kv_reserve_time_seconds", "Asking the decode worker for blocks.", _TRANSFER),
+    _histogram("request_kv_transfer_time_seconds", "From the first push to the last block.", _TRANSFER),
+    _histogram(
+        "request_kv_transfer_exposed_time_seconds", "The transfer's part after the prefill.", _TRANSFER
+    ),
+    _histogram("request_kv_transfer_wait_time_seconds", "Pieces waiting for their turn.", _TRANSFER),
+    _histogram("request_kv_handoff_time_seconds", "From the last block to the first decode step.", _TRANSFER),
+    _histogram("request_kv_transfer_bytes", "What the wire carried of a prompt.", _BYTES),
+)
+"""Of the router itself, with the label `model_name`."""
+
+WORKER = (
+    _gauge("num_requests_running", "Requests in the running batch."),
+    _gauge("num_requests_waiting", "Requests in the queue."),
+    _gauge("kv_cache_usage_perc", "Share of the KV pool that requests hold, 0 to 1."),
+    _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
+    _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    _counter("num_preemptions_total", "Requests preempted."),
+    _counter("engine_steps_total", "Steps run."),
+)
+"""Of each worker, from its load, with the labels `worker`, `role` and `model_name`."""
+
+WORKER_COUNTERS = (
+    _counter("handoffs_total", "Hand-offs acknowledged (prefill) or taken over (decode)."),
+    _counter("handoff_seconds_total", "Time from asking for blocks to the acknowledgement."),
+    _counter("handoff_failures_total", "Hand-offs that failed."),
+    _counter("handoffs_expired_total", "Hand-offs given up for lack of progress."),
+    _counter("handoffs_redirected_total", "Hand-offs sent to another decode worker."),
+    _counter("handoffs_kept_total", "Requests that the prefill worker went on with itself."),
+    _counter("reservations_total", "Reservations of blocks granted."),
+    _counter("reservation_wait_seconds_total", "Time that reservations waited for room."),
+    _counter("reservations_refused_total", "Reservations refused."),
+    _counter("reservations_expired_total", "Reservations whose lease ran out."),
+    _counter("reservations_released_total", "Reservations given back by the prefill worker."),
+    _counter("kv_transfer_failures_total", "Transfers that failed."),
+    _counter("kv_blocks_pushed_total", "Blocks pushed."),
+    _counter("kv_blocks_skipped_total", "Blocks that the decode worker had already."),
+    _counter("prefix_fetches_total", "Prefixes asked of other workers."),
+    _counter("prefix_fetch_failures_total", "Prefixes asked for that did not come."),
+    _counter("prefix_fetch_seconds_total", "Time from asking for a prefix to having it."),
+    _counter("prefix_blocks_fetched_total", "Blocks fetched from other workers."),
+    _counter("prefix_blocks_lent_total", "Blocks pushed to workers that asked."),
+    _counter("stale_messages_total", "Messages for an earlier incarnation."),
+    _counter("dropped_messages_total", "Messages that could not be sent or read."),
+    _counter("duplicate_messages_total", "Messages that came twice."),
+    _counter("step_failures_total", "Steps that failed."),
+    _counter("loop_seconds_total", "Time in the worker's loop beside steps."),
+    _counter("engine_seconds_total", "Time in steps."),
+    _counter("computed_tokens_total", "Tokens computed."),
+)
+"""What `worker.counters` counts; the same labels."""
+
+REPORTED = (
+    *WORKER_COUNTERS,
+    _gauge("kv_host_blocks", "Blocks that fit into the host tier."),
+    _gauge("kv_host_used_blocks", "Blocks in the host tier."),
+    _counter("kv_host_hit_blocks_total", "Blocks loaded from the host tier."),
+    _counter("kv_host_miss_blocks_total", "Blocks looked up in the host tier in vain."),
+    _counter("kv_host_saved_blocks_total", "Blocks saved to the host tier."),
+    _counter("kv_host_saved_bytes_total", "Bytes saved to the host tier."),
+    _counter("kv_host_save_seconds_total", "Time spent on saving to the host tier."),
+    _counter("kv_host_loaded_bytes_total", "Bytes loaded from the host tier."),
+    _counter("kv_host_load_seconds_total", "Time spent on loading from the host tier."),
+    _counter("kv_host_evicted_blocks_total", "Blocks evicted from the host tier."),
+    _gauge("kv_disk_blocks", "Blocks that fit into the disk tier."),
+    _gauge("kv_disk_used_blocks", "Blocks in the disk tier."),
+    _gauge("kv_disk_queued_blocks", "Blocks that the disk tier is to read or write."),
+    _counter("kv_disk_hit_blocks_total", "Blocks read from the disk tier."),
+    _counter("kv_disk_miss_blocks_total", "Blocks looked up in the disk tier in vain."),
+    _counter("kv_disk_written_blocks_total", "Blocks written to the disk tier."),
+    _counter("kv_disk_written_bytes_total", "Bytes written to the disk tier."),
+    _counter("kv_disk_write_seconds_total", "Time spent on writing to the disk tier."),
+    _counter("kv_disk_read_bytes_total", "Bytes read from the disk tier."),
+    _counter("kv_disk_read_seconds_total", "Time spent on reading from the disk tier."),
+    _counter("kv_disk_evicted_blocks_total", "Blocks evicted from the disk tier."),
+    _counter("kv_disk_dropped_blocks_total", "Blocks lost because the disk was too slow or full."),
+    _counter("kv_disk_corrupt_blocks_total", "Blocks on the disk whose checksum was wrong."),
+    _counter("kv_disk_foreign_files_total", "Files in the disk tier's folder of another model or format."),
+    _counter("kv_disk_io_errors_total", "Reads and writes of the disk tier that failed."),
+    _counter("kv_disk_fetch_timeouts_total", "Reads of the disk tier that took too long."),
+    _counter("kv_connections_made_total", "Connections for KV made to other workers."),
+    _counter("kv_connections_accepted_total", "Connections for KV taken from other workers."),
+    _counter("kv_handshakes_refused_total", "Handshakes for KV refused."),
+    _counter("kv_handshakes_dropped_total", "Handshakes for KV dropped because too many ran."),
+    _counter("kv_leases_completed_total", "Leases whose blocks all arrived."),
+    _counter("kv_leases_failed_total", "Leases that the sender gave up."),
+    _counter("kv_leases_lost_total", "Leases that ended with their connection."),
+    _counter("kv_lease_seconds_total", "Time that completed leases took."),
+    _counter("spec_decode_num_drafts_total", "Drafts verified: one for each request and step.", "method"),
+    _counter("spec_decode_num_draft_tokens_total", "Drafted tokens that were verified.", "method"),
+    _counter("spec_decode_num_accepted_tokens_total", "Drafted tokens that became output.", "method"),
+    _counter(
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "Accepted tokens by place in the draft, from 0.",
+        "method",
+        "position",
+    ),
+    _counter("spec_decode_draft_seconds_total", "Time spent on drafting.", "method"),
+    _counter("spec_decode_choices_total", "Decisions to draft k tokens for up to 64 steps.", "method", "k"),
+    _counter("spec_decode_steps_total", "Steps with drafts to verify (`yes`) and without (`no`).", "drafts"),
+    _counter("spec_decode_verify_seconds_total", "Time of forwards that verified drafts, with the sampling."),
+    _counter("spec_decode_lost_drafts_total", "Requests that lost the drafter's state in their hand-off."),
+    _counter(
+        "spec_acceptance_collapsed_total", "Falls below half of the usual acceptance.", "method", "origin"
+    ),
+)
+"""What workers report in all; the same labels."""
+
+PAIR_STATE = (
+    _gauge("kv_transport", "1 for the transport over which a worker sends to its peer."),
+    _gauge("kv_transport_refused", "1 for a transport that can't serve the pair, or anybody.", "reason"),
+    _gauge("kv_transfer_overlap_ratio", "Share of busy time in which the prompt was still being computed."),
+)
+PAIR_COUNTERS = (
+    _counter("kv_transfer_bytes_total", "Bytes that the wire carried to the peer."),
+    _counter("kv_transfer_pieces_total", "Pieces that the peer acknowledged."),
+    _counter("kv_transfer_extents_total", "Runs of adjacent blocks in the pieces."),
+    _counter("kv_transfer_wire_seconds_total", "Time in which some piece was on its way."),
+    _counter("kv_transfer_wait_seconds_total", "Time that pieces waited for their turn, summed."),
+    _counter("kv_transfers_total", "Prompts handed over, from the first push to the last acknowledgement."),
+    _counter("kv_transfers_failed_total", "Prompts whose transfer to the peer was given up."),
+    _counter("kv_transfer_seconds_total", "Time that transfers took, summed."),
+    _counter("kv_transfer_busy_seconds_total", "Time in which some of a prompt was on its way."),
+    _counter("kv_transfer_hidden_seconds_total", "Busy time in which the prompt was still being computed."),
+    _counter("kv_transfer_resent_pieces_total", "Pieces sent again."),
+    _counter("kv_transfer_fallbacks_total", "Changes to this transport because a better one failed."),
+    _counter("kv_transfer_recoveries_total", "Changes back to this transport from a worse one."),
+    _counter("kv_transfer_leases_expired_total", "Hand-offs given up because nothing moved."),
+    _counter("kv_transfer_errors_total", "Errors on the wire; most are repaired by sending again.", "kind"),
+    _counter("kv_receive_bytes_total", "Bytes taken from the peer."),
+    _counter("kv_receive_pieces_total", "Pieces taken from the peer."),
+    _counter("kv_receive_seconds_total", "From each piece's announcement to its place in the pool, summed."),
+)
+"""Of each worker's transfers with a peer: also with the labels `peer` and `transport`."""
+
+
+def reported(key: str, metrics: dict[str, Metric]) -> tuple[Metric, list[str]] | None:
+    """The metric that `name{label="value",...}` means and its labels' values; None for an undeclared one."""
+    match = _NAME.match(key)
+    metric = metrics.get(match[1]) if match else None
+    if match is None or metric is None:
+        return None
+    labels = [_LABEL.match(part) for part in filter(None, (match[2] or "").split(","))]
+    values = {label[1]: label[2] for label in labels if label is not None}
+    if len(labels) != len(metric.labels) or set(values) != set(metric.labels):
+        return None
+    return metric, [values[name] for name in metric.labels]

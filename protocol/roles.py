@@ -1,0 +1,63 @@
+"""The roles of workers. A new role is one entry in `ROLES`, its option here, and a package with its loop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Task = Literal["prefill", "decode"]
+"""What a worker does for a request: compute the prompt and hand it over, or generate the tokens."""
+
+_Replicas = Annotated[int, Meta(ge=1)]
+
+
+class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command-line options that say how many workers of each role there are."""
+
+    prefill_replicas: Annotated[_Replicas, Meta(description="Prefill workers.")] = 1
+    decode_replicas: Annotated[_Replicas, Meta(description="Decode workers.")] = 1
+
+
+class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One role. Pure data: the launcher sends it to each worker's process.
+
+    `loop` names the class of its engine loop, as "module:class". `replicas` is the option with the number of
+    its workers. A worker may be asked for any of `tasks`; the first is its purpose, the others are for when
+    no worker with that purpose is left. It pushes blocks to workers of the roles in `pushes_to`, and connects
+    to them before the first request. With a `shared` pool, other processes of its host can map the pool.
+    """
+
+    name: str
+    loop: str
+    replicas: str
+    tasks: tuple[Task, ...]
+    pushes_to: tuple[str, ...] = ()
+    pool: Literal["shared", "private"] = "private"
+    needs_disaggregation: bool = False
+
+    @property
+    def purpose(self) -> Task:
+        return self.tasks[0]
+
+
+_SPECS = (
+    RoleSpec(
+        name="prefill",
+        loop="prefill_worker.loop:PrefillLoop",
+        replicas="prefill_replicas",
+        tasks=("prefill", "decode"),
+        pushes_to=("decode",),
+        pool="shared",
+        needs_disaggregation=True,
+    ),
+    RoleSpec(
+        name="decode",
+        loop="decode_worker.loop:DecodeLoop",
+        replicas="decode_replicas",
+        tasks=("decode",),
+    ),
+)
+
+ROLES: dict[str, RoleSpec] = {spec.name: spec for spec in _SPECS}

@@ -1,0 +1,73 @@
+"""`/openapi.json`: every endpoint, and every field of the typed request bodies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from protocol.version import version
+from router.errors import ErrorBody
+from router.middleware import PROTECTED
+
+_REF = "#/components/schemas/{name}"
+
+
+class Operation(NamedTuple):
+    """One endpoint, for routing and for its description. `answer` says what a 200 holds."""
+
+    method: str
+    path: str
+    endpoint: Any
+    summary: str
+    answer: str
+    body: type[msgspec.Struct] | None = None
+
+
+def openapi(operations: Sequence[Operation], needs_key: bool) -> dict[str, Any]:
+    """The document, by OpenAPI 3.1."""
+    bodies = [each.body for each in operations if each.body is not None]
+    _, schemas = msgspec.json.schema_components([*bodies, ErrorBody], ref_template=_REF)
+    paths: dict[str, Any] = {}
+    for each in operations:
+        path = re.sub(r"\{(\w+):path\}", r"{\1}", each.path)
+        paths.setdefault(path, {})[each.method.lower()] = _described(each, path, needs_key)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tandem",
+            "version": version(),
+            "description": "OpenAI's API, with vLLM's extensions.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _described(operation: Operation, path: str, needs_key: bool) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": operation.answer},
+            "default": {"description": "What went wrong", "content": _json_of(ErrorBody)},
+        },
+    }
+    names = re.findall(r"\{(\w+)\}", path)
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": _json_of(operation.body)}
+    if needs_key and path.startswith(PROTECTED):
+        described["security"] = [{"bearer": []}]
+    return described
+
+
+def _json_of(body: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=body.__name__)}}}

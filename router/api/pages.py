@@ -1,0 +1,84 @@
+"""`/`, `/docs` and `/openapi.json`. The pages load nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from protocol.version import version
+from router.api.openapi import Operation
+
+_POLICY = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+
+def page_operations(model: str, description: Callable[[], dict[str, Any]]) -> list[Operation]:
+    """`description` is the OpenAPI document of all operations, these among them."""
+
+    async def index(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            paths = description()["paths"]
+            return _page("index.html", model=model, version=version(), paths=paths, url=request.base_url)
+        about = {"name": "tandem", "version": version(), "model": model}
+        links = {"docs": "/docs", "openapi": "/openapi.json", "api": "/v1", "workers": "/workers"}
+        return JSONResponse({**about, **links, "metrics": "/metrics"}, headers={"vary": "accept"})
+
+    async def docs(request: Request) -> Response:
+        return _page("docs.html", **description())
+
+    async def document(request: Request) -> Response:
+        return JSONResponse(description())
+
+    return [
+        Operation("GET", "/", index, "What this is and where to look.", "HTML for browsers, else JSON"),
+        Operation("GET", "/docs", docs, "This API, for people.", "HTML"),
+        Operation("GET", "/openapi.json", document, "This API, for programs.", "OpenAPI 3.1"),
+    ]
+
+
+def _page(template: str, **variables: Any) -> Response:
+    text = _templates().get_template(template).render(variables)
+    return HTMLResponse(text, headers={**_POLICY, "vary": "accept"})
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    folder = Path(__file__).parent / "pages"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(code=_code, kind=_kind, limits=_limits)
+    return environment
+
+
+def _code(text: str) -> Markup:
+    """`word` as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _kind(schema: dict[str, Any]) -> Markup:
+    """A field's type in words, with links to described ones."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return Markup('<a href="#{0}">{0}</a>').format(name)
+    if "anyOf" in schema:
+        kinds = [_kind(each) for each in schema["anyOf"] if each.get("type") != "null"]
+        return Markup(" or ").join(dict.fromkeys(kinds))
+    if schema.get("type") == "array":
+        return Markup("array of {}").format(_kind(schema["items"]))
+    return escape(schema.get("type", "any"))
+
+
+def _limits(schema: dict[str, Any]) -> str:
+    """A field's bounds in words."""
+    found = {}
+    for part in (schema, *schema.get("anyOf", ())):
+        found.update({name: part[name] for name in part if name.startswith(("min", "max", "exclusive"))})
+    return ", ".join(f"{name} {value}" for name, value in found.items())

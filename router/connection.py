@@ -1,0 +1,162 @@
+"""uvicorn's HTTP connection, with limits on what a client may hold without asking for anything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from router.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 8192
+MAX_HEADERS = 128
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 10.0
+"""From a connection's start, or from the first byte of its next request, to the end of the headers."""
+DISCARD_S = 2.0
+LOG_INTERVAL_S = 10.0
+
+
+class Connections:
+    """All connections of a server. `idle` are those that wait for a request's headers, oldest first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.idle: dict[Connection, None] = {}
+        self._next_log = 0.0
+
+    def close_oldest_idle(self) -> bool:
+        """Make room for one more connection; False when every other one has a request."""
+        if time.monotonic() >= self._next_log:
+            logger.warning(
+                "%d HTTP connections are open, the limit: the one idle longest is closed", self.limit
+            )
+            self._next_log = time.monotonic() + LOG_INTERVAL_S
+        oldest = next(iter(self.idle), None)
+        if oldest is None:
+            return False
+        del self.idle[oldest]
+        oldest.transport.abort()
+        return True
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files as far as needed; returns how many connections may be open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * MAX_CONNECTIONS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return min(MAX_CONNECTIONS, limit * 3 // 4)
+
+
+class Connection(HttpToolsProtocol):
+    """One client. It is refused with OpenAI's error shape, also for what is no HTTP."""
+
+    def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._all = connections
+        self._refusal: ApiError | None = None
+        self._is_refused = False
+        self._in_head = False
+        self._head_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._all.limit and not self._all.close_oldest_idle():
+            self._refuse(ApiError(503, "too many connections", retry_after_s=1.0))
+            transport.close()
+            return
+        self._all.idle[self] = None
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.idle.pop(self, None)
+        self._cancel_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        was_in_head = self._in_head
+        super().data_received(data)
+        if was_in_head and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(_too_large())
+        if self._deadline is None and not self._has_request and not self._is_refused:
+            self._await_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._cancel_deadline()
+        self._all.idle.pop(self, None)
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._has_request and not self.transport.is_closing():
+            self._all.idle[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal or ApiError(400, msg))
+
+    @property
+    def _has_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
+            self._refusal = _too_large()
+            raise self._refusal  # the parser stops and `send_400_response` is called
+
+    def _await_head(self) -> None:
+        self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _head_is_late(self) -> None:
+        self._refuse(ApiError(408, f"the headers did not come within {HEAD_TIMEOUT_S:g} s"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer and close, but read on for a moment: else the client may not get to see the answer."""
+        self._is_refused = True
+        self._cancel_deadline()
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing():
+            return
+        if self._has_request:
+            self.transport.abort()
+            return
+        body = error.body()
+        headers = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close")
+        head = STATUS_LINE[error.status] + b"\r\n".join(headers)
+        self.transport.write(head + b"\r\n\r\n" + body)
+        self.transport.write_eof()
+        self._deadline = self.loop.call_later(DISCARD_S, self.transport.abort)
+
+
+def _too_large() -> ApiError:
+    return ApiError(431, f"more than {MAX_HEADERS} headers, or than {MAX_HEAD_BYTES} bytes of them")

@@ -1,0 +1,133 @@
+"""JSON to a typed request body. What does not fit becomes an `ApiError` 400 that names the field."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from protocol.errors import InvalidRequestError
+from router.errors import ApiError
+from router.openai_types import (
+    MAX_RAW_BYTES,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationBody,
+    Unsupported,
+)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_HARMLESS_BYTES = 64
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "documents": ([],),
+    "echo": (False,),
+    "logits_processors": ([],),
+    "tool_calls": ([],),
+}
+"""Values of unsupported fields that change nothing."""
+
+_UNSUPPORTED: dict[type, tuple[str, ...]] = {
+    body: tuple(field.name for field in msgspec.structs.fields(body) if field.type is Unsupported)
+    for body in (CompletionBody, ChatBody, ChatMessage)
+}
+
+_AT = re.compile(r" - at (`key` in )?`\$\.?(.*?)`$")
+
+
+def decode_body(raw: bytes, body_type: type[T]) -> T:
+    """Raises `ApiError`, also for what is no JSON."""
+    return _decoded(raw, body_type, "")
+
+
+def decode_field(raw: Raw | bytes, field: str, kind: Any) -> Any:
+    """Decode a field that was kept as JSON text; None when it was not given or is null."""
+    return _decoded(bytes(raw) or b"null", kind | None, field)
+
+
+def decode_object(raw: Raw, field: str) -> dict[str, Any] | None:
+    """The same for a free-form object, whose size is bounded."""
+    if len(bytes(raw)) > MAX_RAW_BYTES:
+        raise InvalidRequestError(field, f"at most {MAX_RAW_BYTES} bytes of JSON")
+    fields: dict[str, Any] | None = decode_field(raw, field, dict[str, Any])
+    return fields
+
+
+def refuse_unsupported(body: GenerationBody | ChatMessage, at: str = "") -> None:
+    """Raises `InvalidRequestError` for the first field that asks for what this server can't do."""
+    for name in _UNSUPPORTED[type(body)]:
+        raw = bytes(getattr(body, name))
+        if raw and not _is_harmless(name, raw, body):
+            raise InvalidRequestError(at + name, "is not supported")
+
+
+def _is_harmless(name: str, raw: bytes, body: GenerationBody | ChatMessage) -> bool:
+    if len(raw) > MAX_HARMLESS_BYTES:
+        return False
+    value = _decoded(raw, Any, name)
+    if name == "best_of" and isinstance(body, GenerationBody) and value == (body.n or 1):
+        return True
+    return value is None or value in _HARMLESS.get(name, ())
+
+
+def _decoded(raw: bytes, kind: Any, field: str) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _type_error(str(error), field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _syntax_error(raw, error, field) from error
+
+
+def _type_error(text: str, field: str) -> ApiError:
+    reason = _AT.sub("", text).replace("`", "")
+    match = _AT.search(text)
+    missing = re.search(r"missing required field (\w+)", reason)
+    path = match.group(2) if match else missing.group(1) if missing else ""
+    param = f"{field}.{path}".strip(".").replace(".[", "[") or None
+    reason = reason[0].lower() + reason[1:]
+    return ApiError(400, f"{param or 'body'}: {reason}", param=param, code="invalid_type")
+
+
+def _syntax_error(raw: bytes, error: Exception, field: str) -> ApiError:
+    non_finite = _non_finite_field(raw)
+    if non_finite is not None:
+        return ApiError(400, f"{non_finite}: must be a finite number", param=non_finite, code="invalid_value")
+    return ApiError(
+        400, f"{field or 'the body'} is not valid JSON: {error}", param=field or None, code="invalid_json"
+    )
+
+
+def _non_finite_field(raw: bytes) -> str | None:
+    """Python's own parser takes NaN and Infinity, so it can tell which field has one."""
+    try:
+        body = json.loads(raw) if len(raw) <= MAX_RAW_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(body, dict):
+        for name, value in body.items():
+            if _has_non_finite(value):
+                return str(name)
+    return None
+
+
+def _has_non_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(_has_non_finite(item) for item in value.values())
+    return isinstance(value, list) and any(_has_non_finite(item) for item in value)

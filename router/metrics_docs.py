@@ -1,0 +1,50 @@
+"""Writes `docs/metrics.md` from the declarations: `python -m router.metrics_docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, PREFIX, REPORTED, ROUTER, WORKER
+
+TARGET = Path(__file__).parents[1] / "docs" / "metrics.md"
+_HEAD = """\
+# Metrics
+
+All that `/metrics` exposes. This file is generated from [protocol/metrics.py](../protocol/metrics.py) by
+`python -m router.metrics_docs` (held by
+`tests/router/test_metrics_declared.py::test_the_document_is_up_to_date`). Times are in seconds, sizes in
+bytes. Counters start at 0 with their process.
+"""
+_GROUPS = {
+    "The router": ("Label of all: `model_name`.", ROUTER),
+    "Workers": (
+        "Labels of all: `worker`, `role`, `model_name`. A lost worker has none.",
+        (*WORKER, *REPORTED),
+    ),
+    "Pairs of workers": (
+        "KV transfer from `worker` to `peer`. Labels of all: `worker`, `role`, `model_name`, `peer`, "
+        "`transport`. A pair has none once one of its workers is lost.",
+        (*PAIR_STATE, *PAIR_COUNTERS),
+    ),
+}
+
+
+def render() -> str:
+    """The document's text."""
+    lines = [_HEAD]
+    for title, (about, metrics) in _GROUPS.items():
+        lines += [
+            f"## {title}\n",
+            f"{about}\n",
+            "| metric | type | labels | what it says |",
+            "|---|---|---|---|",
+        ]
+        for metric in metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines.append(f"| `{PREFIX}{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render())

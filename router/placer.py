@@ -1,0 +1,227 @@
+"""Gives requests to workers as the placement policy says, and parks those that must wait for a worker."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from protocol.config import ServeConfig
+from protocol.messages import Abort, Generate
+from protocol.roles import Task
+from router.journal import Journal, LiveRequest
+from router.metrics import Metrics
+from router.placement.interface import Placement, PlacementPolicy, Refusal, RequestFacts
+from router.prefixes import PrefixDirectory
+from router.registry import Registry, Worker
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[Worker, msgspec.Struct], bool]
+
+
+class Placer:
+    """Runs on the event loop alone. `send` queues a message and says whether the worker can be reached.
+
+    A request that no worker can take is parked in the journal as long as a worker is being started. Parked
+    requests are placed first come, first served. While further workers are awaited, those that are ready get
+    no more than fills their batches, so that the first one to come back does not get everything.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        journal: Journal,
+        registry: Registry,
+        policy: PlacementPolicy,
+        metrics: Metrics,
+        send: Send,
+    ) -> None:
+        self._config = config
+        self._journal = journal
+        self._registry = registry
+        self._policy = policy
+        self._metrics = metrics
+        self._send = send
+        self._parked: dict[LiveRequest, None] = {}
+        self._missing: Task | None = None
+        self.prefixes = PrefixDirectory()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def place(self, request: LiveRequest) -> Refusal | None:
+        """Write it in the journal and send it to workers, or park it. Refused, it is in neither place."""
+        request.start_placement()
+        self._journal.add(request)
+        refusal = None if self._parked else self._offer(request)
+        if self._parked or (refusal is not None and self._registry.awaited()):
+            self._park(request)
+            return None
+        if refusal is not None:
+            self._journal.remove(request)
+        return refusal
+
+    def resume(self) -> tuple[LiveRequest, Refusal] | None:
+        """Place what is parked, as far as that goes. Returns a request that nobody will come for, if any."""
+        while self._parked:
+            request = next(iter(self._parked))
+            refusal = self._offer(request)
+            if refusal is not None and self._registry.awaited():
+                return None
+            self._unpark(request)
+            if refusal is not None:
+                return request, refusal
+        return None
+
+    def withdraw(self, requests: Iterable[LiveRequest]) -> None:
+        """Take the unfinished ones out of the journal, and out of their workers."""
+        unfinished = [request for request in requests if self._journal.remove(request)]
+        self.abort(unfinished)
+        for request in unfinished:
+            self._unpark(request)
+            self.release(request)
+
+    def abort(self, requests: Iterable[LiveRequest]) -> None:
+        by_worker: dict[Worker, list[str]] = defaultdict(list)
+        for request in requests:
+            for worker in request.holders:
+                by_worker[worker].append(request.request_id)
+        for worker, request_ids in by_worker.items():
+            self._send(worker, Abort(request_ids=request_ids))
+
+    def release(self, request: LiveRequest) -> None:
+        """Give back its share of the load counts."""
+        for worker in request.holders:
+            worker.outstanding_requests -= 1
+        if not request.has_answered and request.holders:
+            request.holders[0].outstanding_prefill_tokens -= request.num_prefill_tokens
+        request.assigned = {}
+
+    def next_decode(self, request: LiveRequest, prefill: Worker, workers: list[Worker]) -> Worker:
+        """Who of `workers` is to decode what `prefill` has computed; itself if there is nobody."""
+        snapshots = [worker.snapshot() for worker in (prefill, *workers)]
+        placement = self._policy(self._facts(request), snapshots)
+        if isinstance(placement, Refusal):
+            return prefill
+        return self._registry.named(placement.workers["decode"])
+
+    def note_prefix(self, request: LiveRequest) -> None:
+        """What its workers hold from now on; nobody computes the KV of an answer's last token."""
+        if not self._shares_prefix(request):
+            return
+        salt = request.generation.cache_salt
+        decode = request.assigned.get("decode")
+        if decode is not None:
+            self.prefixes.add(decode.key, request.token_ids[:-1], salt)
+        if request.prefilled_by is not None:
+            self.prefixes.add(request.prefilled_by.key, request.choice.prompt.token_ids, salt)
+
+    # --- parking ----------------------------------------------------------------------------------
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
+    def _park(self, request: LiveRequest) -> None:
+        if not self._parked:
+            awaited = ", ".join(self._registry.awaited())
+            logger.warning("no worker can take requests: they wait for %s", awaited or "their turn")
+        self._parked[request] = None
+        self._metrics.parked(len(self._parked))
+
+    def _unpark(self, request: LiveRequest) -> None:
+        if request not in self._parked:
+            return
+        del self._parked[request]
+        self._metrics.num_parked.set(len(self._parked))
+        if not self._parked:
+            logger.info("no request waits for a worker any more")
+
+    def _has_room(self) -> bool:
+        limit = self._config.max_num_seqs
+        return any(
+            worker.is_ready and worker.outstanding_requests < limit for worker in self._registry.live()
+        )
+
+    # --- placement --------------------------------------------------------------------------------
+
+    def _offer(self, request: LiveRequest) -> Refusal | None:
+        """Send it to the workers that the policy names, and to others when those can't be reached."""
+        if self._parked and self._registry.awaited() and not self._has_room():
+            return Refusal("every ready worker is busy")
+        unreachable: Refusal | None = None
+        while True:
+            placement = self._decide(request)
+            if isinstance(placement, Refusal):
+                return unreachable or placement
+            first = self._assign(request, placement)
+            if self._dispatch(request, first, placement.prefix):
+                logger.debug("request %s: %s", request.request_id, placement)
+                self._metrics.placed("prefill" in placement.workers)
+                self._note_fallback(placement)
+                return None
+            first.is_reachable = False
+            unreachable = Refusal(f"worker {first.key.worker_id} cannot be reached")
+            self.release(request)
+
+    def _decide(self, request: LiveRequest) -> Placement | Refusal:
+        live = self._registry.live()
+        workers = [worker for worker in live if worker.key.incarnation not in request.failed] or live
+        return self._policy(self._facts(request), [worker.snapshot() for worker in workers])
+
+    def _facts(self, request: LiveRequest) -> RequestFacts:
+        holder = request.prefilled_by
+        return RequestFacts(
+            num_prompt_tokens=request.num_prefill_tokens,
+            disaggregate=self._config.disaggregation,
+            prefix_at=holder.key.worker_id if holder is not None and holder.live else None,
+            cached_tokens=self._cached_tokens(request),
+        )
+
+    def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:
+        if not self._shares_prefix(request):
+            return {}
+        found = self.prefixes.find(request.token_ids, request.generation.cache_salt)
+        return {key.worker_id: tokens for key, tokens in found.items() if self._registry.current(*key)}
+
+    def _shares_prefix(self, request: LiveRequest) -> bool:
+        return self._config.enable_prefix_caching and request.sampling.prompt_logprobs is None
+
+    def _assign(self, request: LiveRequest, placement: Placement) -> Worker:
+        """Write the placement down; returns the worker that begins."""
+        request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
+        first = request.holders[0]
+        if first.role.purpose == "prefill":
+            request.prefilled_by = first
+        for worker in request.holders:
+            worker.outstanding_requests += 1
+        first.outstanding_prefill_tokens += request.num_prefill_tokens
+        return first
+
+    def _dispatch(self, request: LiveRequest, worker: Worker, prefix: str | None) -> bool:
+        left = request.generation.deadline - time.monotonic()
+        message = Generate(
+            incarnation=worker.key.incarnation,
+            request=request.engine_request(max(left, 0.0)),
+            decode=request.assigned["decode"].address if "prefill" in request.assigned else None,
+            prefix=self._registry.named(prefix).address if prefix is not None else None,
+        )
+        return self._send(worker, message)
+
+    def _note_fallback(self, placement: Placement) -> None:
+        """Count, and log at each change, requests that one worker serves alone for lack of another role."""
+        missing = placement.missing
+        is_there = any(worker.role.purpose == missing for worker in self._registry.live())
+        if is_there or missing not in self._registry.known_purposes:
+            missing = None
+        if missing is not None:
+            self._metrics.role_fallback(missing)
+        if missing != self._missing:
+            if missing is not None:
+                logger.warning("no %s worker is left: the others serve whole requests", missing)
+            else:
+                logger.warning("there is a %s worker again", self._missing)
+            self._missing = missing

@@ -1,0 +1,341 @@
+"""From a request's body to what is served.
+
+`completion` and `chat` read top to bottom: decode, check, sampling parameters, tokenize, choices. Nothing
+here waits, so it runs in the event loop for small bodies and in a thread for large ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from protocol.config import ServeConfig
+from protocol.errors import InvalidRequestError
+from protocol.sampling import SamplingParams, check_sampling_params
+from protocol.speculation import check_request_speculation, parse_request_speculation
+from router.choice import Choice, Prompt, TextOptions
+from router.decoding import decode_body, decode_object, refuse_unsupported
+from router.errors import ApiError
+from router.formats import OutputOptions
+from router.journal import Generation
+from router.openai_types import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+)
+from router.prompts import check_prompt, check_token_ids, decode_prompts, plain_messages
+from router.registry import ModelFacts
+from router.tokenizer import Tokenizer
+
+V = TypeVar("V")
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class Built(NamedTuple):
+    """A generation that is ready to start, and what the client wants to see of it."""
+
+    generation: Generation
+    output: OutputOptions
+
+
+class RequestBuilder:
+    """Checks every limit. Raises `ApiError` or `InvalidRequestError`, which name the field."""
+
+    def __init__(self, config: ServeConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def completion(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
+        body = decode_body(raw, CompletionBody)
+        check_model(self._config, body.model)
+        refuse_unsupported(body)
+        only_prompt = bool(body.echo) and body.max_tokens == 0
+        output = _output_options(body, body.logprobs, echo=bool(body.echo), only_prompt=only_prompt)
+        prompt_logprobs = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+        params = self._sampling_params(body, model, body.logprobs, prompt_logprobs)
+        sources = decode_prompts(bytes(body.prompt), lambda count: self._check_number(body, count))
+        prompts = [self._prompt(source, body.add_special_tokens is not False, model) for source in sources]
+        asked = 1 if only_prompt else body.max_tokens
+        limited = [
+            (prompt, _limited(params, asked, DEFAULT_MAX_TOKENS, prompt, "max_tokens", model))
+            for prompt in prompts
+        ]
+        return Built(self._generation(body, limited, output, arrival), output)
+
+    def chat(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
+        body = decode_body(raw, ChatBody)
+        check_model(self._config, body.model)
+        refuse_unsupported(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequestError("top_logprobs", "only allowed with logprobs=true")
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
+        output = _output_options(body, num_top)
+        try:
+            params = self._sampling_params(body, model, num_top, body.prompt_logprobs)
+        except InvalidRequestError as error:
+            field = "top_logprobs" if error.field == "logprobs" else error.field
+            raise InvalidRequestError(field, error.message) from error
+        self._check_number(body, 1)
+        if body.continue_final_message and body.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message", "cannot be combined with add_generation_prompt"
+            )
+        text = self._render(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            variables=body.chat_template_kwargs,
+        )
+        special = bool(body.add_special_tokens)
+        prompt = Prompt(self._tokenizer.encode_prompt(text, special, model.max_model_len, "messages"), text)
+        check_prompt(prompt, "messages", model)
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        limited = [(prompt, _limited(params, getattr(body, field), None, prompt, field, model))]
+        return Built(self._generation(body, limited, output, arrival), output)
+
+    def tokenize(self, raw: bytes, model: ModelFacts) -> bytes:
+        body = decode_body(raw, TokenizeBody)
+        check_model(self._config, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("prompt", "either prompt or messages is required, not both")
+        field, text, special = "prompt", body.prompt or "", body.add_special_tokens is not False
+        if body.messages is not None:
+            field, special = "messages", bool(body.add_special_tokens)
+            text = self._render(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                variables=body.chat_template_kwargs,
+            )
+        token_ids = self._tokenizer.encode_prompt(text, special, model.max_model_len, field)
+        strings = None
+        if body.return_token_strs:
+            strings = [self._tokenizer.token_string(token_id) for token_id in token_ids]
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": model.max_model_len,
+            "tokens": token_ids,
+            "token_strs": strings,
+        }
+        return msgspec.json.encode(answer)
+
+    def detokenize(self, raw: bytes, model: ModelFacts) -> bytes:
+        body = decode_body(raw, DetokenizeBody)
+        check_model(self._config, body.model)
+        if len(body.tokens) > model.max_model_len:
+            raise InvalidRequestError("tokens", f"at most {model.max_model_len}, got {len(body.tokens)}")
+        check_token_ids("tokens", body.tokens, model)
+        return msgspec.json.encode({"prompt": self._tokenizer.decode(body.tokens, False)})
+
+    # --- prompts ------------------------------------------------------------------------------------
+
+    def _prompt(self, source: str | list[int], add_special_tokens: bool, model: ModelFacts) -> Prompt:
+        if isinstance(source, str):
+            limit = model.max_model_len
+            token_ids = self._tokenizer.encode_prompt(source, add_special_tokens, limit, "prompt")
+            prompt = Prompt(token_ids, source)
+        else:
+            prompt = Prompt(source)
+        check_prompt(prompt, "prompt", model)
+        if prompt.text is None:
+            check_token_ids("prompt", prompt.token_ids, model)
+        return prompt
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Raw,
+    ) -> str:
+        return self._tokenizer.chat_template.render(
+            plain_messages(messages),
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            variables=decode_object(variables, "chat_template_kwargs"),
+        )
+
+    # --- parameters ---------------------------------------------------------------------------------
+
+    def _check_number(self, body: GenerationBody, num_prompts: int) -> None:
+        n = body.n or 1
+        if n * num_prompts > self._config.max_n:
+            raise InvalidRequestError(
+                "n" if num_prompts == 1 else "prompt",
+                f"{num_prompts} prompts times n={n} exceed the limit of {self._config.max_n} sequences "
+                "(--max-n)",
+            )
+
+    def _sampling_params(
+        self, body: GenerationBody, model: ModelFacts, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """All but `max_tokens` and the seeds of further choices."""
+        allowed = body.allowed_token_ids
+        params = SamplingParams(
+            max_tokens=model.max_model_len,
+            seed=secrets.randbits(63) if body.seed is None else body.seed,
+            temperature=_or(body.temperature, 1.0),
+            top_k=_or(body.top_k, 0),
+            top_p=_or(body.top_p, 1.0),
+            min_p=_or(body.min_p, 0.0),
+            repetition_penalty=_or(body.repetition_penalty, 1.0),
+            presence_penalty=_or(body.presence_penalty, 0.0),
+            frequency_penalty=_or(body.frequency_penalty, 0.0),
+            logit_bias=body.logit_bias or {},
+            banned_token_sequences=self._bad_words(body.bad_words or []),
+            allowed_token_ids=None if allowed is None else sorted(set(allowed)),
+            min_tokens=_or(body.min_tokens, 0),
+            stop_token_ids=body.stop_token_ids or [],
+            ignore_eos=bool(body.ignore_eos),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        check_sampling_params(params, model.vocab_size, self._config.max_logprobs)
+        return params
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as spelled on its own and, where that is another token, after a space."""
+        sequences = []
+        for word in words:
+            stripped = word.lstrip(" ")
+            if not stripped:
+                raise InvalidRequestError("bad_words", "each must have a character other than a space")
+            bare = self._tokenizer.encode(stripped, add_special_tokens=False)
+            spaced = self._tokenizer.encode(" " + stripped, add_special_tokens=False)
+            sequences.append(bare)
+            if spaced[0] != bare[0] and len(spaced) == len(bare):
+                sequences.append(spaced)
+        return sequences
+
+    def _generation(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[tuple[Prompt, SamplingParams]],
+        output: OutputOptions,
+        arrival: float,
+    ) -> Generation:
+        """`n` choices of each prompt, with the seeds that the prompt would get alone."""
+        speculation = parse_request_speculation(decode_object(body.speculative, "speculative"))
+        check_request_speculation(speculation, self._config.speculative_config)
+        text = _text_options(body)
+        skip = text.skip_special_tokens
+        choices: list[tuple[Choice, SamplingParams]] = []
+        for prompt, params in prompts:
+            offset = 0
+            if output.echo and output.keep_details:
+                offset = len(prompt.text or self._tokenizer.decode(prompt.token_ids, skip))
+            for index in range(body.n or 1):
+                choice = Choice(
+                    len(choices),
+                    prompt,
+                    text,
+                    self._tokenizer.detokenizer(prompt.token_ids, skip),
+                    keep_details=output.keep_details,
+                    offset=offset,
+                )
+                seed = params.seed if index == 0 else derived_seed(params.seed, index)
+                choices.append((choice, msgspec.structs.replace(params, seed=seed)))
+        return Generation(
+            choices,
+            arrival=arrival,
+            timeout_s=self._config.request_timeout,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            speculation=speculation,
+        )
+
+
+def check_model(config: ServeConfig, name: str | None) -> None:
+    """Raises `ApiError` 404 for a model that isn't served."""
+    if name is not None and name != config.model_name:
+        raise ApiError(
+            404,
+            f"the model {name!r} does not exist; this server has {config.model_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of a further choice: deterministic and well spread, in [0, 2**63)."""
+    digest = hashlib.blake2b(struct.pack("<qQ", seed, index), digest_size=8, person=b"tandem-choice").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _output_options(
+    body: GenerationBody, num_top: int | None, *, echo: bool = False, only_prompt: bool = False
+) -> OutputOptions:
+    """`only_prompt`: `max_tokens` 0 with `echo` asks for the prompt, mostly for its log-probabilities."""
+    stream, options = bool(body.stream), body.stream_options
+    if options is not None and not stream:
+        raise InvalidRequestError("stream_options", "only allowed with stream=true")
+    if stream and body.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs", "is not available with stream=true")
+    include_usage = options is not None and bool(options.include_usage)
+    return OutputOptions(
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options and options.continuous_usage_stats),
+        echo=echo,
+        only_prompt=only_prompt,
+        num_top=num_top,
+        num_prompt_top=body.prompt_logprobs,
+        return_token_ids=bool(body.return_token_ids),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def _text_options(body: GenerationBody) -> TextOptions:
+    stops = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
+    return TextOptions(
+        stop=tuple(dict.fromkeys(stops)),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def _limited(
+    params: SamplingParams,
+    asked: int | None,
+    default: int | None,
+    prompt: Prompt,
+    field: str,
+    model: ModelFacts,
+) -> SamplingParams:
+    """With `max_tokens`. Asking for more than fits is an error, a default is cut to fit."""
+    room = model.max_model_len - len(prompt.token_ids)
+    if asked is None:
+        asked = room if default is None else min(default, room)
+    if asked < 1:
+        raise InvalidRequestError(field, f"must be at least 1, got {asked}")
+    if asked > room:
+        raise ApiError(
+            400,
+            f"{field}: the model's maximum context length is {model.max_model_len} tokens; "
+            f"{len(prompt.token_ids)} are in the prompt and {asked} were asked for",
+            param=field,
+            code="context_length_exceeded",
+        )
+    if params.min_tokens > asked:
+        raise InvalidRequestError(
+            "min_tokens", f"must be in [0, max_tokens={asked}], got {params.min_tokens}"
+        )
+    return msgspec.structs.replace(params, max_tokens=asked)
+
+
+def _or(value: V | None, default: V) -> V:
+    return default if value is None else value

@@ -1,0 +1,86 @@
+"""What the workers' heartbeats say, for Prometheus, read when somebody asks.
+
+A worker's samples are there as long as it lives, a pair's as long as both its workers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+
+from protocol.messages import PairState, WorkerState
+from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, PREFIX, REPORTED, WORKER, Metric, reported
+from router.registry import Worker
+
+_LOAD: dict[str, Callable[[WorkerState], float]] = {
+    "num_requests_running": lambda state: state.num_running,
+    "num_requests_waiting": lambda state: state.num_waiting,
+    "kv_cache_usage_perc": lambda state: (
+        1 - (state.free_blocks + state.cached_blocks) / state.total_blocks if state.total_blocks else 0.0
+    ),
+    "prefix_cache_queries_total": lambda state: state.prefix_query_tokens,
+    "prefix_cache_hits_total": lambda state: state.prefix_hit_tokens,
+    "num_preemptions_total": lambda state: state.num_preemptions,
+    "engine_steps_total": lambda state: state.steps,
+}
+_REPORTED = {metric.name: metric for metric in REPORTED}
+_PAIR_COUNTERS = {metric.name: metric for metric in PAIR_COUNTERS}
+_IN_USE, _REFUSED, _OVERLAP = PAIR_STATE
+
+
+class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
+    """Each metric's samples. `common` names the labels of all metrics of a group."""
+
+    def add(self, metric: Metric, common: Sequence[str], labels: Sequence[str], value: float) -> None:
+        family = self.get(metric.name)
+        if family is None:
+            kind = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+            names = [*common, *metric.labels]
+            family = self[metric.name] = kind(PREFIX + metric.name, metric.help, labels=names)
+        family.add_metric(labels, value)
+
+
+class WorkerCollector:
+    """All of the workers' metrics."""
+
+    def __init__(self, workers: Callable[[], Iterable[Worker]], model_name: str) -> None:
+        self._workers = workers
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Family]:
+        workers = [worker for worker in self._workers() if worker.live]
+        known = {worker.key.worker_id for worker in workers} | {""}
+        families = _Families()
+        for worker in workers:
+            labels = [worker.key.worker_id, worker.role.name, self._model_name]
+            _add_worker(families, worker.state, labels)
+            for pair in worker.state.pairs:
+                if pair.peer in known:
+                    _add_pair(families, pair, [*labels, pair.peer, pair.transport])
+        yield from families.values()
+
+
+def _add_worker(families: _Families, state: WorkerState, labels: list[str]) -> None:
+    common = ("worker", "role", "model_name")
+    for metric in WORKER:
+        families.add(metric, common, labels, _LOAD[metric.name](state))
+    for key, value in state.counters.items():
+        if found := reported(key, _REPORTED):
+            families.add(found[0], common, [*labels, *found[1]], value)
+
+
+def _add_pair(families: _Families, pair: PairState, labels: list[str]) -> None:
+    common = ("worker", "role", "model_name", "peer", "transport")
+    if pair.in_use:
+        families.add(_IN_USE, common, labels, 1)
+    if pair.refused:
+        families.add(_REFUSED, common, [*labels, pair.refused], 1)
+    busy_s = pair.counters.get("kv_transfer_busy_seconds_total", 0.0)
+    if busy_s > 0:
+        hidden_s = pair.counters.get("kv_transfer_hidden_seconds_total", 0.0)
+        families.add(_OVERLAP, common, labels, hidden_s / busy_s)
+    for key, value in pair.counters.items():
+        if found := reported(key, _PAIR_COUNTERS):
+            families.add(found[0], common, [*labels, *found[1]], value)

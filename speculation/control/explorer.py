@@ -1,0 +1,46 @@
+"""Spends a small share of the time on what seems to lose, since what is not tried is not learned about."""
+
+from __future__ import annotations
+
+from speculation.control.settings import Settings
+
+
+class Explorer:
+    """A budget of seconds, earned as a share of the time and charged with what trials really lost.
+
+    It saves for the next trial only. Trials of the whole batch, which then does the opposite of what seems
+    best, and of one request, where nobody else drafts, take turns.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._share = settings.trial_share
+        self._seconds = 0.0
+        self.tries_one = True
+        """Whether the next trial is of one request."""
+        self._rate = 0.0
+        """Of the trial that runs: the tokens a second that were given up for it."""
+
+    def passed(self, seconds: float, tokens: float) -> None:
+        """So much time has passed, in which so many tokens were generated."""
+        self._seconds += self._share * seconds
+        if self._rate:
+            self._seconds -= min(max(seconds - tokens / self._rate, 0.0), seconds)
+        self._rate = 0.0
+
+    def tries(self, price: float, rate: float) -> bool:
+        """Whether a trial starts that is expected to lose so many seconds; `rate` tokens a second are given
+        up for it.
+        """
+        self._seconds = min(self._seconds, price)
+        if self._seconds < price:
+            return False
+        self._rate = rate
+        self.tries_one = not self.tries_one
+        return True
+
+    def buys(self, seconds: float) -> bool:
+        """Whether so many seconds are there to be spent at once; then they are."""
+        if self._seconds < seconds:
+            return False
+        self._seconds -= seconds
+        return True

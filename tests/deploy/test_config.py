@@ -1,0 +1,190 @@
+"""Flags, environment and file make one configuration; what is wrong is named where it was said."""
+
+import math
+
+import msgspec
+import pytest
+
+from deploy.config import load_config
+from models.bundled import BUNDLED_MODEL
+from protocol.config import ServeConfig, field_docs, flag_name, transport_names
+from protocol.errors import ConfigError
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(text: str):
+        path = tmp_path / "tandem.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_defaults():
+    assert load_config(environ={}) == ServeConfig(model=str(BUNDLED_MODEL))
+
+
+def test_flag_then_environment_then_file_then_default(config_file):
+    path = config_file("port: 1\nmax-num-seqs: 1\nblock_size: 1\n")
+    environ = {"TANDEM_PORT": "2", "TANDEM_MAX_NUM_SEQS": "2"}
+    config = load_config({"port": 3, "max_num_seqs": None}, environ, path)
+    assert (config.port, config.max_num_seqs, config.block_size) == (3, 2, 1)
+    assert config.max_num_batched_tokens == ServeConfig().max_num_batched_tokens
+
+
+def test_the_process_environment_is_the_default(monkeypatch):
+    monkeypatch.setenv("TANDEM_BLOCK_SIZE", "32")
+    assert load_config().block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("TANDEM_DISAGGREGATION", "false", "disaggregation", False),
+        ("TANDEM_DISAGGREGATION", "0", "disaggregation", False),
+        ("TANDEM_TRUST_REMOTE_CODE", "1", "trust_remote_code", True),
+        ("TANDEM_GPU_MEMORY_UTILIZATION", "0.5", "gpu_memory_utilization", 0.5),
+        ("TANDEM_KV_CACHE_MEMORY_BYTES", "1000000", "kv_cache_memory_bytes", 1_000_000),
+        ("TANDEM_API_KEY", "12345", "api_key", "12345"),
+        ("TANDEM_API_KEY", "", "api_key", None),
+        ("TANDEM_KV_TRANSPORTS", "tcp", "kv_transports", "tcp"),
+    ],
+)
+def test_environment_values_are_read_by_the_fields_type(variable, text, field, value):
+    assert getattr(load_config(environ={variable: text}), field) == value
+
+
+def test_every_field_has_a_flag_a_variable_and_a_line_of_help():
+    docs = field_docs()
+    assert set(docs) == set(ServeConfig.__struct_fields__)
+    for field, (text, default) in docs.items():
+        assert text.endswith("."), field
+        assert default == getattr(ServeConfig(), field)
+    assert flag_name("max_model_len") == "--max-model-len"
+
+
+BAD = [
+    ("port", 65536),
+    ("port", -1),
+    ("port", "http"),
+    ("block_size", 0),
+    ("block_size", 1025),
+    ("max_model_len", 0),
+    ("max_num_seqs", 0),
+    ("max_num_batched_tokens", -1),
+    ("gpu_memory_utilization", 0.0),
+    ("gpu_memory_utilization", 1.5),
+    ("gpu_memory_utilization", "nan"),
+    ("kv_offloading_size", -1),
+    ("kv_offloading_size", "nan"),
+    ("kv_offloading_size", "inf"),
+    ("kv_disk_size", -0.5),
+    ("kv_disk_size", "big"),
+    ("prefill_replicas", 0),
+    ("decode_replicas", 1.5),
+    ("dtype", "int8"),
+    ("device", "tpu"),
+    ("load_format", "gguf"),
+    ("attention_backend", "flash"),
+    ("log_level", "loud"),
+    ("request_timeout", 0),
+    ("worker_timeout", -1),
+    ("handoff_timeout", "soon"),
+    ("handoff_timeout", 86401),
+    ("disaggregation", "perhaps"),
+    ("max_logprobs", 1001),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD)
+def test_a_bad_value_is_blamed_on_where_it_came_from(field, value, config_file):
+    def message(**sources) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_config(**{"environ": {}, **sources})
+        return str(caught.value)
+
+    assert message(flags={field: value}).startswith(flag_name(field) + ": ")
+    assert message(environ={f"TANDEM_{field.upper()}": str(value)}).startswith(f"TANDEM_{field.upper()}: ")
+    path = config_file(f"{flag_name(field)[2:]}: {value}\n")
+    assert message(config_file=path).startswith(f"{path}: {flag_name(field)[2:]}: ")
+
+
+def test_messages_name_the_limit_and_the_value():
+    with pytest.raises(ConfigError, match=r"--port: .*<= 65535.*got 70000"):
+        load_config({"port": 70000}, {})
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens: .*--max-num-seqs \(64\), got 8"):
+        load_config({"max_num_batched_tokens": 8}, {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        (
+            {"kv_offloading_size": 1, "enable_prefix_caching": False},
+            "--kv-offloading-size: .*--enable-prefix-caching",
+        ),
+        ({"kv_disk_path": "x", "kv_disk_size": 1}, "--kv-disk-path: .*--kv-offloading-size"),
+        ({"kv_disk_path": "x", "kv_offloading_size": 1}, "--kv-disk-size: "),
+        ({"kv_disk_size": 1, "kv_offloading_size": 1}, "--kv-disk-size: .*--kv-disk-path"),
+    ],
+)
+def test_the_tiers_options_fit_together(flags, flag):
+    with pytest.raises(ConfigError, match=f"^{flag}"):
+        load_config(flags, {})
+
+
+def test_a_later_source_hides_an_earlier_bad_value(config_file):
+    assert load_config({"port": 5}, {"TANDEM_PORT": "x"}, config_file("port: y")).port == 5
+
+
+@pytest.mark.parametrize("name", ["nope", "max-model-length"])
+def test_an_unknown_option_in_the_file(config_file, name):
+    path = config_file(f"{name}: 1\n")
+    with pytest.raises(ConfigError, match=f"{name}: there is no such option"):
+        load_config(environ={}, config_file=path)
+
+
+@pytest.mark.parametrize(
+    "text", ["- a list\n", "just text", "", "a: [1\n", "\x00", "a: !!python/object:os.system {}"]
+)
+def test_a_file_that_is_no_mapping(config_file, text):
+    with pytest.raises(ConfigError, match="--config: "):
+        load_config(environ={}, config_file=config_file(text))
+
+
+def test_a_file_that_is_not_there_or_no_text(tmp_path):
+    with pytest.raises(ConfigError, match="--config: cannot read"):
+        load_config(environ={}, config_file=tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match="--config: cannot read"):
+        load_config(environ={}, config_file=tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize("transports", ["", " , ", "rdma", "shm,carrier_pigeon"])
+def test_transports_are_checked(transports):
+    with pytest.raises(ConfigError, match="--kv-transports: "):
+        load_config({"kv_transports": transports}, {})
+
+
+def test_transport_names_keep_their_order():
+    assert transport_names(load_config({"kv_transports": " tcp , shm"}, {})) == ["tcp", "shm"]
+
+
+def test_it_travels_as_msgpack():
+    config = load_config({"model": "m", "request_timeout": 5, "max_model_len": 77}, {})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ServeConfig) == config
+    assert not math.isnan(config.gpu_memory_utilization)
+
+
+def test_the_models_name_in_the_api(tmp_path):
+    assert load_config({"model": str(tmp_path)}, {}).model_name == tmp_path.name
+    assert load_config({"model": "org/model"}, {}).model_name == "org/model"
+    assert load_config({"model": "org/model", "served_model_name": "x"}, {}).model_name == "x"
+
+
+def test_a_mistyped_variable_is_told(caplog):
+    load_config(environ={"TANDEM_MAX_NUM_SEQ": "3", "TANDEM_URL": "http://127.0.0.1:8000"})
+    assert [record.message for record in caplog.records] == [
+        "TANDEM_MAX_NUM_SEQ is no option; is TANDEM_MAX_NUM_SEQS meant?"
+    ]

@@ -1,0 +1,43 @@
+"""When a worker is started again, and after which deaths that takes longer and longer."""
+
+from __future__ import annotations
+
+from deploy.supervisor import LONGEST_BACKOFF_S, STABLE_S, _Slot
+from protocol.roles import ROLES
+
+
+class Life:
+    """A worker's place; each death is followed by the next start."""
+
+    def __init__(self) -> None:
+        self.slot = _Slot("decode-0", ROLES["decode"])
+        self.now = 100.0
+
+    def die(self, *, vanished: bool, after_s: float | None) -> float:
+        """After so many seconds of being ready, or before it was. Returns the pause until the next start."""
+        self.slot.ready_since = self.now if after_s is not None else None
+        self.now += after_s or 1.0
+        return self.slot.note_death(vanished, self.now)
+
+
+def test_kills_from_outside_cost_no_pause() -> None:
+    life = Life()
+    assert [life.die(vanished=True, after_s=7.0) for _ in range(10)] == [0.0] * 10
+    assert life.slot.failures == 0
+
+
+def test_one_failure_costs_no_pause() -> None:
+    assert Life().die(vanished=False, after_s=10.0) == 0.0
+
+
+def test_failures_in_a_row_cost_more_and_more() -> None:
+    life = Life()
+    pauses = [life.die(vanished=False, after_s=10.0) for _ in range(10)]
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_BACKOFF_S] * 3]
+    assert life.die(vanished=False, after_s=STABLE_S + 1) == 0.0, "it had recovered"
+
+
+def test_a_process_that_vanishes_as_soon_as_it_is_ready_or_before_has_failed() -> None:
+    life = Life()
+    assert [life.die(vanished=True, after_s=after) for after in (1.0, None, 1.0)] == [0.0, 0.5, 1.0]
+    assert life.die(vanished=True, after_s=7.0) == 1.0, "a kill adds nothing, and forgives nothing"

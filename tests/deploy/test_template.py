@@ -1,0 +1,197 @@
+"""A host's template: it forks workers, holds their weights once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from transformers import LlamaConfig
+
+from deploy.launch import Launch
+from deploy.resources import thread_environment
+from deploy.template.client import TemplateClient, WorkerProcess
+from protocol.config import ServeConfig
+from protocol.ids import new_incarnation
+from protocol.messages import Generate
+from protocol.roles import ROLES
+from tests.worker.harness import Cluster, request, tiny_config
+
+PROMPT = list(range(1, 40))
+RESTART_S = 4.0
+"""On an idle machine it takes a quarter of a second."""
+
+
+class Host:
+    """A host's workers on one template, and the router's side of them."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster()
+        self.name = f"test-{secrets.token_hex(8)}"
+        self.workers: list[WorkerProcess] = []
+        self.clients: list[TemplateClient] = []
+        self.num_requests = 0
+
+    def client(self) -> TemplateClient:
+        client = TemplateClient(self.name, thread_environment(1), own_stderr=True)
+        self.clients.append(client)
+        return client
+
+    def spawn(
+        self, worker_id: str, config: ServeConfig, client: TemplateClient | None = None
+    ) -> WorkerProcess:
+        launch = Launch(
+            role=ROLES["decode"],
+            worker_id=worker_id,
+            incarnation=new_incarnation(),
+            router_endpoint=self.cluster.endpoint,
+            config=config,
+            keys=self.cluster.keys,
+        )
+        self.cluster.registered.pop(worker_id, None)
+        worker = (client or self.client()).spawn(msgspec.msgpack.encode(launch))
+        self.workers.append(worker)
+        return worker
+
+    def wait_ready(self, *worker_ids: str, timeout_s: float = 30.0) -> None:
+        self.cluster.wait(lambda: all(each in self.cluster.registered for each in worker_ids), timeout_s)
+
+    def tokens(self, worker_id: str) -> list[int]:
+        self.num_requests += 1
+        name = f"request-{self.num_requests}"
+        incarnation = self.cluster.registered[worker_id].address.incarnation
+        self.cluster.send(worker_id, Generate(incarnation=incarnation, request=request(name, PROMPT)))
+        self.cluster.run(name)
+        return self.cluster.tokens(name)
+
+    def template(self) -> psutil.Process:
+        parent = psutil.Process(self.workers[-1].pid).parent()
+        assert parent is not None
+        return parent
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.cluster.close()
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    """With a template that has imported everything."""
+    with closing(Host()) as host:
+        host.client().connect()
+        yield host
+
+
+def test_a_killed_worker_comes_back_at_once_and_serves_the_same_tokens(host: Host, tiny_folder: Path) -> None:
+    config, client = tiny_config(tiny_folder), host.client()
+    worker = host.spawn("decode-0", config, client)
+    host.wait_ready("decode-0")
+    before = host.tokens("decode-0")
+    os.kill(worker.pid, signal.SIGKILL)
+    ended = worker.wait()
+    assert ended.signal == signal.SIGKILL and "SIGKILL" in ended.reason
+    started = time.monotonic()
+    again = host.spawn("decode-0", config, client)
+    host.wait_ready("decode-0", timeout_s=RESTART_S)
+    assert time.monotonic() - started < RESTART_S
+    assert host.tokens("decode-0") == before
+    assert host.template().num_threads() == 1
+    again.stop()
+    ended = again.wait()
+    assert (ended.reason, ended.signal) == ("", None)
+
+
+def test_a_frozen_worker_is_killed(host: Host, tiny_folder: Path) -> None:
+    worker = host.spawn("decode-1", tiny_config(tiny_folder))
+    host.wait_ready("decode-1")
+    os.kill(worker.pid, signal.SIGSTOP)
+    worker.kill()
+    assert worker.wait().signal == signal.SIGKILL
+    worker.kill()  # nobody else gets it
+
+
+@pytest.mark.slow
+def test_five_come_back_together(host: Host, tiny_folder: Path) -> None:
+    config = tiny_config(tiny_folder)
+    names = [f"five-{index}" for index in range(5)]
+    clients = [host.client() for _ in names]
+    workers = [host.spawn(name, config, client) for name, client in zip(names, clients, strict=True)]
+    host.wait_ready(*names)
+    for worker in workers:
+        worker.kill()
+    assert [worker.wait().signal for worker in workers] == [signal.SIGKILL] * 5
+    for name, client in zip(names, clients, strict=True):
+        host.spawn(name, config, client)
+    host.wait_ready(*names, timeout_s=3 * RESTART_S)
+
+
+def test_what_cannot_be_loaded_is_the_worker_s_report(host: Host, tmp_path: Path) -> None:
+    ended = host.spawn("decode-0", tiny_config(tmp_path)).wait()
+    assert "--model" in ended.reason and ended.signal is None
+
+
+def test_a_worker_goes_with_its_client(host: Host, tiny_folder: Path) -> None:
+    client = host.client()
+    worker = psutil.Process(host.spawn("decode-2", tiny_config(tiny_folder), client).pid)
+    client.close()
+    assert psutil.wait_procs([worker], timeout=10)[0]
+
+
+def test_two_workers_hold_their_weights_once(host: Host, tmp_path: Path) -> None:
+    LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, vocab_size=8192
+    ).save_pretrained(tmp_path)
+    config = tiny_config(tmp_path, dtype="bfloat16", load_format="dummy", compile="auto", max_model_len=64)
+    used: list[int] = []
+    workers: list[WorkerProcess] = []
+    for worker_id in ("memory-0", "memory-1"):
+        workers.append(host.spawn(worker_id, config))
+        host.wait_ready(worker_id, timeout_s=60)
+        host.tokens(worker_id)
+        used.append(sum(map(proportional_bytes, [host.template().pid, *(each.pid for each in workers)])))
+    assert used[0] > 400e6, "the weights are there"
+    assert used[1] <= 1.15 * used[0]
+
+
+def proportional_bytes(pid: int) -> int:
+    """A process' memory; of what it shares with others its share."""
+    line = next(x for x in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if x.startswith("Pss:"))
+    return 1024 * int(line.split()[1])
+
+
+def test_live_workers_outlast_the_template_and_a_new_one_takes_its_place(
+    host: Host, tiny_folder: Path
+) -> None:
+    config, client = tiny_config(tiny_folder), host.client()
+    old = host.spawn("decode-3", config, client)
+    host.wait_ready("decode-3")
+    template = host.template()
+    template.kill()
+    psutil.wait_procs([template], timeout=10)
+    before = host.tokens("decode-3")
+    host.spawn("decode-4", config)
+    host.wait_ready("decode-4")
+    assert host.template() != template
+    assert host.tokens("decode-4") == before
+    old.stop()
+    assert old.wait().reason == ""
+    host.spawn("decode-3", config, client)
+    host.wait_ready("decode-3")
+    assert host.tokens("decode-3") == before
+
+
+def test_nothing_is_left(host: Host) -> None:
+    """Last in this module: it ends the shared template."""
+    left = [host.template(), *(psutil.Process(w.pid) for w in host.workers if psutil.pid_exists(w.pid))]
+    assert len(left) >= 3
+    host.close()
+    assert not psutil.wait_procs(left, timeout=15)[1]
+    assert host.name not in Path("/proc/net/unix").read_text()

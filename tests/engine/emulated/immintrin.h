@@ -1,0 +1,137 @@
+// Stands in for the compiler's <immintrin.h> on any CPU: what the bfloat16 kernels use of AVX-512 and AMX, in plain C++.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+typedef float __m512 __attribute__((vector_size(64)));
+typedef int32_t __m512i __attribute__((vector_size(64)));
+typedef uint16_t __m512bh __attribute__((vector_size(64)));
+typedef uint16_t __m256i __attribute__((vector_size(32)));
+typedef uint16_t __m256bh __attribute__((vector_size(32)));
+typedef uint16_t __mmask16;
+
+inline float emulated_widen(uint16_t value) {
+    const uint32_t bits = uint32_t(value) << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+inline uint16_t emulated_narrow(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (value != value) return uint16_t(bits >> 16 | 0x40);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <class Vector> Vector emulated_load(const void* from) {
+    Vector loaded;
+    memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+inline __m512 _mm512_setzero_ps() { return __m512{}; }
+inline __m512 _mm512_add_ps(__m512 a, __m512 b) { return a + b; }
+inline __m512 _mm512_loadu_ps(const void* from) { return emulated_load<__m512>(from); }
+inline __m512i _mm512_loadu_si512(const void* from) { return emulated_load<__m512i>(from); }
+inline __m512 _mm512_castsi512_ps(__m512i value) { return (__m512)value; }
+inline __m512i _mm512_set1_epi32(int32_t value) { return __m512i{} + value; }
+inline __m512i _mm512_slli_epi32(__m512i value, int by) { return value << by; }
+inline __m512i _mm512_cvtepu16_epi32(__m256i value) { return __builtin_convertvector(value, __m512i); }
+
+inline __m256i _mm256_maskz_loadu_epi16(__mmask16 mask, const void* from) {
+    __m256i loaded{};
+    for (int i = 0; i < 16; i++)
+        if (mask >> i & 1) loaded[i] = static_cast<const uint16_t*>(from)[i];
+    return loaded;
+}
+
+inline void _mm256_mask_storeu_epi16(void* to, __mmask16 mask, __m256i value) {
+    for (int i = 0; i < 16; i++)
+        if (mask >> i & 1) static_cast<uint16_t*>(to)[i] = value[i];
+}
+
+inline __m256bh _mm512_cvtneps_pbh(__m512 value) {
+    __m256bh narrow;
+    for (int i = 0; i < 16; i++) narrow[i] = emulated_narrow(value[i]);
+    return narrow;
+}
+
+inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
+    for (int i = 0; i < 16; i++) {
+        sums[i] += emulated_widen(a[2 * i + 1]) * emulated_widen(b[2 * i + 1]);
+        sums[i] += emulated_widen(a[2 * i]) * emulated_widen(b[2 * i]);
+    }
+    return sums;
+}
+
+// A thread's eight tile registers: as the configuration shapes them, at most 16 rows of 64 bytes.
+struct EmulatedTiles {
+    bool configured = false;
+    int rows[8], row_bytes[8];
+    uint8_t data[8][16][64];
+};
+
+inline EmulatedTiles& emulated_tiles() {
+    static thread_local EmulatedTiles tiles;
+    return tiles;
+}
+
+// A CPU faults where a tile is used without a shape, or with one that does not fit.
+inline void emulated_check(bool fits) {
+    if (!fits) abort();
+}
+
+inline void _tile_loadconfig(const void* from) {
+    const auto* bytes = static_cast<const uint8_t*>(from);
+    EmulatedTiles& tiles = emulated_tiles();
+    emulated_check(bytes[0] == 1 && bytes[1] == 0);
+    for (int tile = 0; tile < 8; tile++) {
+        uint16_t row_bytes;
+        memcpy(&row_bytes, bytes + 16 + 2 * tile, 2);
+        tiles.row_bytes[tile] = row_bytes, tiles.rows[tile] = bytes[48 + tile];
+        emulated_check(row_bytes <= 64 && row_bytes % 4 == 0 && tiles.rows[tile] <= 16);
+    }
+    memset(tiles.data, 0, sizeof tiles.data);
+    tiles.configured = true;
+}
+
+inline void _tile_release() { emulated_tiles().configured = false; }
+
+inline void _tile_zero(int tile) {
+    emulated_check(emulated_tiles().configured);
+    memset(emulated_tiles().data[tile], 0, sizeof emulated_tiles().data[tile]);
+}
+
+inline void _tile_loadd(int tile, const void* from, int64_t stride) {
+    EmulatedTiles& tiles = emulated_tiles();
+    emulated_check(tiles.configured);
+    for (int row = 0; row < tiles.rows[tile]; row++)
+        memcpy(tiles.data[tile][row], static_cast<const uint8_t*>(from) + row * stride, tiles.row_bytes[tile]);
+}
+
+inline void _tile_stored(int tile, void* to, int64_t stride) {
+    const EmulatedTiles& tiles = emulated_tiles();
+    emulated_check(tiles.configured);
+    for (int row = 0; row < tiles.rows[tile]; row++)
+        memcpy(static_cast<uint8_t*>(to) + row * stride, tiles.data[tile][row], tiles.row_bytes[tile]);
+}
+
+// Row m of a holds pairs of inputs, row k of b the same pairs of each output's weights.
+inline void _tile_dpbf16ps(int sums, int a, int b) {
+    EmulatedTiles& tiles = emulated_tiles();
+    emulated_check(tiles.configured && tiles.rows[sums] == tiles.rows[a]);
+    emulated_check(tiles.row_bytes[a] == 4 * tiles.rows[b] && tiles.row_bytes[sums] == tiles.row_bytes[b]);
+    for (int m = 0; m < tiles.rows[a]; m++) {
+        const auto inputs = emulated_load<__m512bh>(tiles.data[a][m]);
+        auto row = emulated_load<__m512>(tiles.data[sums][m]);
+        for (int k = 0; k < tiles.rows[b]; k++) {
+            const auto weights = emulated_load<__m512bh>(tiles.data[b][k]);
+            const __m512i pairs = (__m512i)inputs;
+            row = _mm512_dpbf16_ps(row, weights, (__m512bh)_mm512_set1_epi32(pairs[k]));
+        }
+        memcpy(tiles.data[sums][m], &row, sizeof row);
+    }
+}

@@ -1,0 +1,17 @@
+// engine/linear/product.cpp for a CPU with AMX-BF16 and AVX512-BF16, whose instructions are emulated on any other.
+#include "immintrin.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define syscall(...) 0  // Linux grants the tile registers
+#undef __AVX512F__      // what else there is of AVX-512 is not emulated
+#undef __AVX512BW__
+#ifndef __AVX512BF16__
+#define __AVX512BF16__
+#endif
+#ifndef __AMX_BF16__
+#define __AMX_BF16__
+#endif
+
+#include "../../../engine/linear/product.cpp"

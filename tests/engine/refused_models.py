@@ -1,0 +1,53 @@
+"""Models that are refused at load: a small shape of each, and a word of the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba2": {"hidden_size": 32, "head_dim": 16, "num_heads": 4, "n_groups": 1, "state_size": 16},
+    "qwen3_next": {
+        "head_dim": 16,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+    },
+}
+
+_BY_TYPE: list[tuple[str, dict[str, Any], str]] = [
+    ("mamba2", RECURRENT["mamba2"], "mamba2"),
+    ("gpt_oss", {"head_dim": 16, "num_local_experts": 2}, "sinks"),
+    ("bloom", {"n_layer": 2, "n_head": 2}, "bloom"),
+    (
+        "deepseek_v3",
+        {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        }
+        | {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+        "head_dim|MLA",
+    ),
+    ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "encoder-decoder"),
+    ("qwen3_next", RECURRENT["qwen3_next"], r"recurrent state|linear|qwen3_next"),
+    (
+        "falcon_h1",
+        {"head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
+        "falcon_h1: tokens influence each other outside",
+    ),
+]
+
+REFUSED = [(model_type, {**TINY, **changes}, reason) for model_type, changes, reason in _BY_TYPE]

@@ -1,0 +1,125 @@
+"""The load probe accepts what is served right, in any dtype, and refuses by name what is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine import probe as probe_module
+from engine.attention import transformers_hook
+from engine.errors import UnsupportedModelError
+from engine.pool_layout import Group, Segment
+from engine.probe import probe
+from tests.e2e.architectures import ARCHITECTURES, config_of
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+GEMMA3N = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+}
+FALCON_H1 = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32}
+
+
+def build(model_type: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+    transformers_hook.register()
+    torch.manual_seed(0)
+    config = config_of(model_type, **changes)
+    name = transformers_hook.NAME
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=name).eval()
+
+
+def check(model: PreTrainedModel) -> Group:
+    return probe(model, model.dtype, model.config.num_hidden_layers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_accepts_what_is_served_right(model_type: str, dtype: torch.dtype) -> None:
+    group = check(build(model_type, dtype))
+    heads = 4 if model_type in ("gpt2", "gpt_neox", "opt") else 2
+    assert group.segments == (Segment(3, heads, 16, dtype),)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accepts_layers_that_share_their_keys(dtype: torch.dtype) -> None:
+    assert check(build("gemma3n_text", dtype, **GEMMA3N)).segments[0].num_layers == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_refuses_recurrent_state_beside_attention(dtype: torch.dtype) -> None:
+    """In bfloat16 the leak is smaller than rounding errors."""
+    with pytest.raises(UnsupportedModelError, match="falcon_h1: tokens influence each other outside"):
+        check(build("falcon_h1", dtype, initializer_range=0.02, **FALCON_H1))
+
+
+def test_refuses_what_leaks_by_its_logits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("falcon_h1", torch.float32, initializer_range=0.02, **FALCON_H1)
+    monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: (2, 16))
+    with pytest.raises(UnsupportedModelError, match="falcon_h1: a text in chunks"):
+        check(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_refuses_a_convolution_over_keys(dtype: torch.dtype) -> None:
+    """Logits do not show it while attention is off."""
+    model = build("llama", dtype)
+    project = model.model.layers[1].self_attn.k_proj
+    project.register_forward_hook(lambda _, __, keys: keys + keys.roll(1, 1) * 1e-6)
+    with pytest.raises(UnsupportedModelError, match="llama: tokens influence each other outside"):
+        check(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_refuses_positions_by_row(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model is right only for a whole text alone."""
+    model = build("llama", dtype)
+
+    def by_row(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position_ids: Tensor = kwargs["position_ids"]
+        rows = torch.arange(position_ids.shape[1]).expand_as(position_ids)
+        return args, kwargs | {"position_ids": rows}
+
+    model.model.rotary_emb.register_forward_pre_hook(by_row, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match="llama: a token's state depends on its row"):
+        check(model)
+    if dtype is torch.float32:
+        monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: (2, 16))
+        with pytest.raises(UnsupportedModelError, match="llama: a text in chunks"):
+            check(model)
+
+
+def test_refuses_attention_unlike_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backends do not know of would be wrong for a whole text too."""
+    model = build("llama", torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 1.0
+    forward = transformers_hook.paged_attention_forward
+
+    def ignores_scaling(*args: Any, scaling: float, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(transformers_hook, "paged_attention_forward", ignores_scaling)
+    transformers_hook.register()
+    monkeypatch.undo()
+    try:
+        with pytest.raises(UnsupportedModelError, match="llama: a text in chunks"):
+            check(model)
+    finally:
+        transformers_hook.register()
+
+
+def test_leaves_the_model_ready_to_serve() -> None:
+    model = build("llama", torch.float32)
+    check(model)
+    assert model.config._attn_implementation == transformers_hook.NAME
+    assert not model.get_input_embeddings()._forward_hooks

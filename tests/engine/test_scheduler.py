@@ -1,0 +1,100 @@
+"""Who gives its blocks up when they run out, and who is admitted: the scheduler without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.block_manager import BlockManager
+from engine.scheduler import ScheduledStep, Scheduler
+from engine.sequence import SequenceState, Stage
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+
+BLOCK_SIZE = 4
+
+
+def make_scheduler(num_blocks: int, budget: int = 64) -> Scheduler:
+    return Scheduler(
+        BlockManager(num_blocks, BLOCK_SIZE),
+        model="m",
+        kv_format="f",
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+        copy_blocks=lambda copies: None,
+    )
+
+
+def add(
+    scheduler: Scheduler, order: int, length: int, *, priority: int = 0, prefill_only: bool = False
+) -> SequenceState:
+    request = EngineRequest(
+        request_id=f"r{order}",
+        prompt_token_ids=[order * 1000 + place for place in range(length)],
+        sampling=SamplingParams(max_tokens=1000),
+        priority=priority,
+    )
+    sequence = SequenceState(request, order, prefill_only)
+    scheduler.add_waiting(sequence)
+    return sequence
+
+
+def step(scheduler: Scheduler) -> ScheduledStep:
+    """Schedule, and pretend that the forward ran."""
+    scheduled = scheduler.schedule()
+    for sequence, count in zip(scheduled.sequences, scheduled.num_tokens, strict=True):
+        sequence.num_computed += count
+        if sequence.num_uncomputed == 0:
+            sequence.append(7)
+    return scheduled
+
+
+def step_until_preempted(scheduler: Scheduler) -> None:
+    for _ in range(50):
+        step(scheduler)
+        if scheduler.num_preemptions:
+            return
+    raise AssertionError("the blocks do not run out")
+
+
+@pytest.mark.parametrize("priorities", [(0, 0), (0, 1), (-1, 0)])
+def test_who_would_run_last_is_preempted(priorities: tuple[int, int]) -> None:
+    scheduler = make_scheduler(num_blocks=7)
+    old = add(scheduler, 0, 8, priority=priorities[0])
+    young = add(scheduler, 1, 8, priority=priorities[1])
+    step_until_preempted(scheduler)
+    assert scheduler.running == [old] and scheduler.waiting == [young]
+    assert young.table is None and young.num_computed == 0
+
+
+def test_an_older_one_of_less_priority_is_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=7)
+    unimportant = add(scheduler, 0, 8, priority=5)
+    important = add(scheduler, 1, 8)
+    step_until_preempted(scheduler)
+    assert scheduler.running == [important] and scheduler.waiting == [unimportant]
+
+
+def test_a_prompt_that_is_handed_over_is_never_preempted() -> None:
+    """Its blocks may be on the wire. The other one has to wait, though it is older."""
+    scheduler = make_scheduler(num_blocks=11, budget=2)
+    old = add(scheduler, 0, 8)
+    handed_over = add(scheduler, 1, 24, prefill_only=True)
+    while handed_over.stage is Stage.WAITING:
+        step(scheduler)
+    assert handed_over.table is not None
+    blocks = list(handed_over.table.block_ids)
+    step_until_preempted(scheduler)
+    assert handed_over.stage is Stage.RUNNING, "it is still being computed"
+    assert handed_over.table is not None and handed_over.table.block_ids == blocks
+    assert scheduler.waiting == [old]
+
+
+@pytest.mark.parametrize(("num_blocks", "admitted"), [(5, 1), (6, 2)])
+def test_a_newcomer_leaves_a_block_for_each_running_sequence(num_blocks: int, admitted: int) -> None:
+    """Or the next token of a running one would preempt it at once."""
+    scheduler = make_scheduler(num_blocks)
+    add(scheduler, 0, 8)
+    step(scheduler)
+    add(scheduler, 1, 8)
+    step(scheduler)
+    assert len(scheduler.running) == admitted

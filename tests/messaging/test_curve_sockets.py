@@ -1,0 +1,124 @@
+"""Only who has the cluster's keys gets a word in, or out."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+import zmq
+
+from messaging.sockets import ClusterKeys, bind_router, connect_dealer, start_authenticator
+
+PATIENCE_MS = 10_000
+SILENCE_MS = 600
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def cluster(context):
+    keys = ClusterKeys.generate()
+    authenticator = start_authenticator(context, keys)
+    router, endpoint = bind_router(context, keys, "127.0.0.1")
+    yield keys, router, endpoint
+    router.close()
+    authenticator.stop()
+
+
+def hears(socket: zmq.Socket, milliseconds: int = SILENCE_MS) -> bool:
+    return bool(socket.poll(milliseconds))
+
+
+def try_to_say(stranger: zmq.Socket, message: bytes) -> None:
+    """One that was turned away already has nowhere to send it."""
+    with contextlib.suppress(zmq.Again):
+        stranger.send(message, zmq.NOBLOCK)
+
+
+def test_a_member_is_heard_and_answered(context, cluster):
+    keys, router, endpoint = cluster
+    with connect_dealer(context, keys, endpoint, "worker-0") as dealer:
+        dealer.send(b"hello")
+        assert hears(router, PATIENCE_MS)
+        assert router.recv_multipart() == [b"worker-0", b"hello"]
+        router.send_multipart([b"worker-0", b"welcome"])
+        assert hears(dealer, PATIENCE_MS)
+        assert dealer.recv() == b"welcome"
+
+
+def replaced(keys: ClusterKeys, *fields: str) -> ClusterKeys:
+    stranger = ClusterKeys.generate()
+    return msgspec.structs.replace(keys, **{field: getattr(stranger, field) for field in fields})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("client_public", "client_secret"),
+        ("server_public", "server_secret"),
+        ("client_secret",),
+        ("server_public", "server_secret", "client_public", "client_secret"),
+    ],
+    ids=["another client pair", "another server key", "a secret that does not fit", "another cluster"],
+)
+def test_a_stranger_gets_nothing(context, cluster, wrong):
+    keys, router, endpoint = cluster
+    with connect_dealer(context, replaced(keys, *wrong), endpoint, "worker-0") as stranger:
+        try_to_say(stranger, b"hello")
+        assert not hears(router)
+        router.send_multipart([b"worker-0", b"secret"])
+        assert not hears(stranger)
+
+
+def test_no_encryption_no_entry(context, cluster):
+    _, router, endpoint = cluster
+    with context.socket(zmq.DEALER) as plain:
+        plain.linger = 0
+        plain.identity = b"worker-0"
+        plain.connect(endpoint)
+        try_to_say(plain, b"hello")
+        assert not hears(router)
+        assert not hears(plain)
+
+
+def test_a_stranger_cannot_take_a_members_place(context, cluster):
+    """The router lets a reconnecting worker take over its own name: a stranger must not reach that point."""
+    keys, router, endpoint = cluster
+    with connect_dealer(context, keys, endpoint, "worker-0") as member:
+        member.send(b"hello")
+        assert hears(router, PATIENCE_MS)
+        router.recv_multipart()
+        with connect_dealer(context, ClusterKeys.generate(), endpoint, "worker-0") as stranger:
+            try_to_say(stranger, b"it is me")
+            assert not hears(router)
+            router.send_multipart([b"worker-0", b"for the member"])
+            assert hears(member, PATIENCE_MS)
+            assert member.recv() == b"for the member"
+            assert not hears(stranger, 100)
+
+
+def test_a_restarted_member_takes_over_its_name(context, cluster):
+    keys, router, endpoint = cluster
+    with connect_dealer(context, keys, endpoint, "worker-0") as first:
+        first.send(b"first")
+        assert hears(router, PATIENCE_MS)
+        router.recv_multipart()
+        with connect_dealer(context, keys, endpoint, "worker-0") as second:
+            second.send(b"second")
+            assert hears(router, PATIENCE_MS)
+            assert router.recv_multipart()[-1] == b"second"
+            router.send_multipart([b"worker-0", b"answer"])
+            assert hears(second, PATIENCE_MS)
+            assert second.recv() == b"answer"
+
+
+def test_keys_travel_as_msgpack_and_differ_each_time():
+    keys = ClusterKeys.generate()
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(keys), type=ClusterKeys) == keys
+    assert ClusterKeys.generate().transfer_key != keys.transfer_key

@@ -1,0 +1,11 @@
+"""The loop of a role that only the tests have: it serves whole requests, and takes none over."""
+
+from __future__ import annotations
+
+from decode_worker.loop import DecodeLoop
+from protocol.messages import PeerRequest
+
+
+class PlainLoop(DecodeLoop):
+    def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
+        self.counters.add("dropped_messages_total")

@@ -1,0 +1,113 @@
+"""`/`, `/docs` and `/openapi.json`: complete, valid, and without anything from the network."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from router import openai_types
+from router.errors import ErrorBody, ErrorDetail
+
+PATHS = {
+    "/": "get",
+    "/docs": "get",
+    "/openapi.json": "get",
+    "/v1/completions": "post",
+    "/v1/chat/completions": "post",
+    "/v1/models": "get",
+    "/v1/models/{model_id}": "get",
+    "/tokenize": "post",
+    "/detokenize": "post",
+    "/health": "get",
+    "/ready": "get",
+    "/version": "get",
+    "/metrics": "get",
+    "/workers": "get",
+}
+BODIES = [
+    each
+    for each in vars(openai_types).values()
+    if isinstance(each, type) and issubclass(each, msgspec.Struct) and each is not openai_types.GenerationBody
+]
+HTML = {"accept": "text/html,application/xhtml+xml"}
+
+
+@pytest.fixture(scope="module")
+def document(router) -> dict[str, Any]:
+    return router.http.get("/openapi.json").json()
+
+
+def references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        found = [value["$ref"]] if "$ref" in value else []
+        return found + [each for item in value.values() for each in references(item)]
+    return [each for item in value for each in references(item)] if isinstance(value, list) else []
+
+
+def test_every_endpoint_is_described_and_there(router, document):
+    assert document["openapi"] == "3.1.0"
+    assert {path: [*methods] for path, methods in document["paths"].items()} == {
+        path: [method] for path, method in PATHS.items()
+    }
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert operation["summary"].endswith(".") and operation["responses"]["200"]["description"]
+            answer = router.http.request(method, path.replace("{model_id}", "test-model"))
+            assert answer.status_code == (400 if method == "post" else 200)
+            assert ("requestBody" in operation) == (method == "post")
+
+
+def test_the_schemas_are_valid_and_say_what_is_accepted(document):
+    schemas = document["components"]["schemas"]
+    for reference in references(document):
+        assert reference.removeprefix("#/components/schemas/") in schemas
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator({**document, "$ref": "#/components/schemas/ChatBody"})
+    assert validator.is_valid({"messages": [{"role": "user", "content": "x"}], "stop": ["a"], "top_p": None})
+    assert not validator.is_valid({"messages": [{"role": "user", "content": 5}]})
+    assert not validator.is_valid({"messages": [], "stop": ["x"] * 65})
+    assert not validator.is_valid({"messages": [], "temperature": "hot"})
+
+
+@pytest.mark.parametrize("body", [*BODIES, ErrorBody, ErrorDetail])
+def test_every_field_of_the_typed_bodies_is_described(document, body):
+    schema = document["components"]["schemas"][body.__name__]
+    assert schema["description"]
+    assert list(schema["properties"]) == list(body.__struct_fields__)
+    if body in BODIES:
+        assert all("description" in field for field in schema["properties"].values())
+
+
+def test_only_what_needs_the_key_says_so(make_router, document):
+    assert "security" not in document["paths"]["/v1/completions"]["post"]
+    paths = make_router(api_key="secret").http.get("/openapi.json").json()["paths"]
+    protected = {path for path, method in PATHS.items() if "security" in paths[path][method]}
+    assert protected == {path for path in PATHS if path.startswith(("/v1", "/tokenize", "/detokenize"))}
+
+
+def test_the_pages_name_everything_and_load_nothing(router):
+    docs, index = (router.http.get(path, headers=HTML) for path in ("/docs", "/"))
+    for page in (docs, index):
+        assert page.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert not re.search(r"<script|src=|@import|https?://(?!127)", page.text)
+    for path in PATHS:
+        assert f"<code>{path}</code>" in docs.text and f"<code>{path}</code>" in index.text
+    for name in {name for body in BODIES for name in body.__struct_fields__}:
+        assert f"<code>{name}</code>" in docs.text
+    anchors = set(re.findall(r' id="([^"]+)"', docs.text))
+    links = re.findall(r'href="(?:/docs)?#([^"]+)"', docs.text + index.text)
+    assert links and set(links) <= anchors
+
+
+def test_the_root_says_what_this_is(router):
+    answer = router.http.get("/").json()
+    assert (answer["name"], answer["model"]) == ("tandem", "test-model")
+    for name in ("docs", "openapi", "workers", "metrics"):
+        assert router.http.get(answer[name]).status_code == 200
+    assert "test-model" in router.http.get("/", headers=HTML).text

@@ -1,0 +1,149 @@
+"""Clients that connect and then say nothing, too little or too much."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from router import connection
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+def connect(router) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", router.server.port), timeout=10)
+
+
+def answer(client: socket.socket) -> tuple[int, dict]:
+    """Status and error of what comes until the server closes."""
+    received = b""
+    while part := client.recv(1 << 16):
+        received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("begun", [b"", b"\r\n", HEAD, HEAD + b"x-header: "])
+def test_headers_have_a_deadline(make_router, monkeypatch, begun):
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    router = make_router()
+    with connect(router) as client:
+        client.sendall(begun)
+        status, error = answer(client)
+    assert (status, error["type"]) == (408, "timeout_error")
+    assert router.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("begun", [b"\r\n", HEAD])
+def test_the_next_request_of_a_connection_has_a_deadline_too(make_router, monkeypatch, begun):
+    router = make_router()
+    with connect(router) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200 OK" in client.recv(1 << 16)
+        monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+        client.sendall(begun)
+        assert answer(client)[0] == 408
+
+
+def test_a_slow_body_is_no_slow_header(make_router, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    router = make_router()
+    worker = router.add_worker()
+    worker.hold.set()
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    with connect(router) as client:
+        client.sendall(HEAD + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
+        client.settimeout(0.6)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        client.sendall(body)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        worker.hold.clear()
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+
+
+HEADS = {
+    "too many": b"".join(b"x-%d: y\r\n" % i for i in range(129)) + b"\r\n",
+    "too long": b"x: " + b"y" * 70_000 + b"\r\n\r\n",
+    "too long and never ends": b"x: " + b"y" * 2_000_000,
+    "too much": b"".join(b"x-%d: %b\r\n" % (i, b"y" * 1000) for i in range(100)) + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_headers_are_limited(router, head):
+    with connect(router) as client:
+        client.sendall(HEAD + head)
+        status, error = answer(client)
+    assert (status, error["type"]) == (431, "invalid_request_error")
+    assert "128 headers" in error["message"]
+
+
+def test_a_long_url_is_refused(router):
+    with connect(router) as client:
+        client.sendall(b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert answer(client)[0] == 431
+
+
+def test_usual_headers_pass(router):
+    headers = {f"x-{i}": "y" * 400 for i in range(110)}
+    assert router.http.get("/health", headers=headers).status_code == 200
+
+
+def test_what_is_no_http_gets_an_error_in_openais_shape(router):
+    with connect(router) as client:
+        client.sendall(b"hello there\r\n\r\n")
+        status, error = answer(client)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+def test_idle_connections_shut_nobody_out(make_router, monkeypatch, caplog):
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 20)
+    router = make_router()
+    with caplog.at_level(logging.WARNING):
+        clients = [connect(router) for _ in range(60)]
+        for _ in range(10):
+            assert httpx.get(router.url + "/health").status_code == 200
+    assert len(router.server._server.server_state.connections) <= 20
+    assert [
+        record.getMessage() for record in caplog.records if "HTTP connections" in record.getMessage()
+    ] == ["20 HTTP connections are open, the limit: the one idle longest is closed"]
+    for client in clients:
+        client.close()
+
+
+def test_running_requests_are_not_closed_for_new_connections(make_router, monkeypatch, pool):
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 4)
+    router = make_router()
+    worker = router.add_worker()
+    worker.hold.set()
+    body = {"prompt": "x", "max_tokens": 2}
+    running = [pool.submit(httpx.post, router.url + "/v1/completions", json=body) for _ in range(4)]
+    while len(worker.jobs) < 4:
+        pass
+    with connect(router) as client:
+        status, error = answer(client)
+    assert (status, error["code"]) == (503, "service_unavailable")
+    worker.hold.clear()
+    assert {future.result(10).status_code for future in running} == {200}
+
+
+def test_the_soft_limit_of_open_files_is_raised() -> None:
+    code = (
+        "import resource\n"
+        "from router.connection import raise_file_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 1024))\n"
+        "print(raise_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    )
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 1024
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "768 (1024, 1024)\n"

@@ -1,0 +1,134 @@
+"""What one client can take of the router: time of the event loop, memory, threads."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from router_clients import eventually
+
+from protocol.config import ServeConfig
+from protocol.errors import InvalidRequestError
+from router.tokenizer import INLINE_BYTES, PIECE_CHARACTERS, Tokenizer
+
+MB = 1_000_000
+USER = b'{"role":"user","content":"x"}'
+HOSTILE = {
+    "lists": ("/v1/completions", b'{"prompt":[' + b",".join([b"[1]"] * 4 * MB) + b"]}"),
+    "lists after a text": ("/v1/completions", b'{"prompt":["a",' + b",".join([b"[1]"] * 4 * MB) + b"]}"),
+    "texts": ("/v1/completions", b'{"prompt":[' + b",".join([b'"a"'] * 4 * MB) + b"]}"),
+    "token ids": ("/detokenize", b'{"tokens":[' + b",".join([b"1"] * 8 * MB) + b"]}"),
+    "template variables": (
+        "/v1/chat/completions",
+        b'{"messages":[%b],"chat_template_kwargs":{' % USER
+        + b",".join(b'"k%d":1' % i for i in range(MB))
+        + b"}}",
+    ),
+    "tools": (
+        "/v1/chat/completions",
+        b'{"messages":[%b],"tools":[' % USER + b",".join([b"[]"] * 5 * MB) + b"]}",
+    ),
+    "messages": ("/v1/chat/completions", b'{"messages":[' + b",".join([USER] * 480_000) + b"]}"),
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+def test_a_large_body_does_not_hold_up_the_event_loop(router, hostile):
+    """Neither in the loop's thread nor, by holding Python's lock, in another one."""
+    path, body = hostile
+    clock = time.pthread_getcpuclockid(router.thread.ident)
+    before, of_all = time.clock_gettime(clock), time.process_time()
+    answer = router.http.post(path, content=body)
+    in_loop, of_all = time.clock_gettime(clock) - before, time.process_time() - of_all
+    assert answer.status_code == 400
+    assert in_loop < 0.4
+    assert of_all < 1.5
+
+
+def test_bad_words_are_tokenized_beside_the_event_loop(router, monkeypatch):
+    seen = set()
+    encode = router.server.state.tokenizer.encode
+
+    def noting(*arguments, **options):
+        seen.add(threading.get_ident())
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(router.server.state.tokenizer, "encode", noting)
+    body = {"prompt": "x", "max_tokens": 1, "bad_words": ["some words"] * 1000}
+    assert router.http.post("/v1/completions", json=body).status_code == 200
+    assert seen and router.thread.ident not in seen
+
+
+def test_tokenizing_runs_twice_at_once_at_most(router, monkeypatch):
+    running, most = set(), []
+    tokenizer = router.server.state.tokenizer
+
+    def slow(*arguments):
+        running.add(threading.get_ident())
+        most.append(len(running))
+        threading.Event().wait(0.05)
+        running.remove(threading.get_ident())
+        return [1]
+
+    monkeypatch.setattr(tokenizer, "encode_prompt", slow)
+    body = {"prompt": "x" * INLINE_BYTES}
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: router.http.post("/tokenize", json=body), range(8)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert max(most) == 2
+
+
+def test_a_text_of_too_many_tokens_is_never_tokenized_as_a_whole(model_folder, monkeypatch):
+    tokenizer = Tokenizer.load(ServeConfig(model=str(model_folder)))
+    encode, lengths = tokenizer.encode, []
+
+    def noting(text, *arguments):
+        lengths.append(len(text))
+        return encode(text, *arguments)
+
+    monkeypatch.setattr(tokenizer, "encode", noting)
+    monkeypatch.setattr("router.tokenizer.SAFE_CHARACTERS_PER_TOKEN", 1)
+    with pytest.raises(InvalidRequestError, match=r"prompt: it exceeds .* 300000 tokens"):
+        tokenizer.encode_prompt("x" * 1_000_000, True, 300_000, "prompt")
+    assert max(lengths) == PIECE_CHARACTERS
+    words = "the quick " * 100_000
+    assert tokenizer.encode_prompt(words, True, 500_000, "prompt") == encode(words)
+
+
+def send_part(port: int, size: int) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=10)
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (size + 1))
+    client.sendall(b" " * size)
+    return client
+
+
+def test_bodies_are_limited_in_sum(make_router):
+    router = make_router(max_body_bytes=1000)
+    router.add_worker()
+    clients = [send_part(router.server.port, 990) for _ in range(17)]
+    by_status = [client for client in clients if _answers(client)]
+    assert len(by_status) == 1
+    assert by_status[0].recv(4096).startswith(b"HTTP/1.1 503 ")
+    for client in clients:
+        client.close()
+    body = json.dumps({"prompt": "x" * 800, "max_tokens": 1})
+    eventually(lambda: router.http.post("/v1/completions", content=body).status_code == 400)
+
+
+def _answers(client: socket.socket) -> bool:
+    """Whether anything comes back soon."""
+    client.settimeout(0.3)
+    try:
+        return bool(client.recv(1, socket.MSG_PEEK))
+    except TimeoutError:
+        return False
+
+
+def test_the_key_is_checked_before_the_body_is_read(make_router):
+    router = make_router(api_key="secret")
+    with send_part(router.server.port, 10) as client:
+        assert client.recv(4096).startswith(b"HTTP/1.1 401 ")

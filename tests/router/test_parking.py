@@ -1,0 +1,200 @@
+"""Requests wait for workers that are being started, and go on with the same tokens."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from router_clients import emitted, eventually, is_idle, lose, make_pair, post
+
+PROMPT = "naïve 🙂 日本語 text 👩‍👩‍👧 and more"
+FIELDS = {"prompt": PROMPT, "max_tokens": 40, "return_token_ids": True}
+
+
+def parked(router) -> int:
+    return int(router.metric("tandem_num_requests_parked"))
+
+
+def content(response) -> dict:
+    assert response.status_code == 200, response.text
+    return {key: value for key, value in response.json().items() if key not in ("id", "created")}
+
+
+@pytest.fixture
+def router(make_router):
+    """Its launcher keeps two workers running."""
+    router = make_router()
+    router.server.expect(["prefill-0", "decode-0"])
+    return router
+
+
+@pytest.fixture
+def expected(make_router):
+    other = make_router()
+    other.add_worker()
+    return content(post(other, **FIELDS))
+
+
+def test_all_workers_die_and_come_back(router, pool, expected):
+    """A running request, one that is in prefill, and one that comes while nobody is there."""
+    prefill, decode = make_pair(router)
+    decode.stall_after = 7
+    running = pool.submit(post, router, **FIELDS)
+    eventually(lambda: emitted(router) == [7])
+    prefill.hold.set()
+    queued = pool.submit(post, router, **FIELDS)
+    eventually(lambda: len(prefill.generated) == 2)
+    lose(router, decode)
+    lose(router, prefill)
+    eventually(lambda: parked(router) == 2)
+    late = pool.submit(post, router, **FIELDS)
+    eventually(lambda: parked(router) == 3)
+    assert sorted(emitted(router)) == [0, 0, 7]
+    assert not (running.done() or queued.done() or late.done())
+    decode = router.add_worker("decode-0")
+    router.add_worker("prefill-0", "prefill", peers={"decode-0": decode})
+    assert [content(future.result(5)) for future in (running, queued, late)] == [expected] * 3
+    assert parked(router) == 0
+    assert router.metric("tandem_requests_parked_total") == 3
+    assert router.metric("tandem_request_failures_total") == 0
+    eventually(lambda: is_idle(router))
+
+
+def test_ready_tells_the_truth(router, pool):
+    worker = router.add_worker("decode-0")
+    worker.hold.set()
+    future = pool.submit(post, router, max_tokens=3)
+    eventually(lambda: worker.generated)
+    assert router.http.get("/ready").status_code == 200
+    lose(router, worker)
+    eventually(lambda: parked(router) == 1)
+    answer = router.http.get("/ready")
+    assert answer.status_code == 503
+    assert answer.json()["reason"] == "no worker is ready; 1 requests wait for prefill-0, decode-0 to start"
+    assert router.http.get("/health").status_code == 200
+    router.add_worker("decode-0")
+    assert future.result(5).status_code == 200
+    assert router.http.get("/ready").status_code == 200
+
+
+def test_the_deadline_holds_for_parked_requests(make_router, pool):
+    router = make_router(request_timeout=0.6)
+    router.server.expect(["decode-0"])
+    lose(router, router.add_worker("decode-0"))
+    eventually(lambda: router.http.get("/ready").status_code == 503)
+    asked = time.monotonic()
+    assert post(router, max_tokens=3).status_code == 504
+    assert 0.5 < time.monotonic() - asked < 3
+    assert (parked(router), len(router.server.state.journal)) == (0, 0)
+
+
+def test_the_timeout_is_not_restarted_by_a_new_placement(make_router, pool):
+    router = make_router(request_timeout=30.0)
+    router.server.expect(["decode-0"])
+    first = router.add_worker("decode-0")
+    first.stall_after = 3
+    future = pool.submit(post, router, **FIELDS)
+    eventually(lambda: emitted(router) == [3])
+    time.sleep(0.3)  # the time that the second placement must not get back
+    lose(router, first)
+    second = router.add_worker("decode-0")
+    assert future.result(5).status_code == 200
+    assert first.generated[0].timeout_s <= 30.0
+    assert second.generated[0].timeout_s <= first.generated[0].timeout_s - 0.3
+
+
+def test_the_queue_limit_holds_for_parked_requests(make_router, pool):
+    router = make_router(max_queued_requests=2)
+    router.server.expect(["decode-0"])
+    lose(router, router.add_worker("decode-0"))
+    eventually(lambda: router.http.get("/ready").status_code == 503)
+    waiting = [pool.submit(post, router, max_tokens=3) for _ in range(2)]
+    eventually(lambda: parked(router) == 2)
+    refused = post(router, max_tokens=3)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    router.add_worker("decode-0")
+    assert [future.result(5).status_code for future in waiting] == [200, 200]
+
+
+def test_when_the_launcher_gives_up_what_is_parked_fails(router, pool):
+    worker = router.add_worker("decode-0")
+    worker.stall_after = 3
+    future = pool.submit(post, router, **FIELDS)
+    eventually(lambda: emitted(router) == [3])
+    lose(router, worker)
+    eventually(lambda: parked(router) == 1)
+    router.server.expect([])
+    response = future.result(5)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    later = post(router, max_tokens=3)
+    assert (later.status_code, later.headers["retry-after"]) == (503, "1")
+    assert (parked(router), len(router.server.state.journal)) == (0, 0)
+
+
+def test_a_client_that_leaves_is_no_longer_waited_for(router):
+    lose(router, router.add_worker("decode-0"))
+    eventually(lambda: router.http.get("/ready").status_code == 503)
+    with pytest.raises(Exception, match="timed out"):
+        router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}, timeout=0.3)
+    eventually(lambda: parked(router) == 0 and not len(router.server.state.journal))
+
+
+def test_a_silent_worker_that_speaks_again_gets_what_is_parked(make_router, pool, expected):
+    router = make_router(worker_timeout=0.5)
+    router.server.expect(["decode-0"])
+    worker = router.add_worker("decode-0")
+    worker.stall_after = 7
+    future = pool.submit(post, router, **FIELDS)
+    eventually(lambda: emitted(router) == [7])
+    worker.mute.set()
+    eventually(lambda: parked(router) == 1)
+    worker.stall_after = 2**31
+    worker.mute.clear()
+    assert content(future.result(5)) == expected
+
+
+def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool):
+    """What exceeds its batch waits for the others, as long as there are others to come."""
+    router = make_router(max_num_seqs=2)
+    router.server.expect(["decode-0", "decode-1"])
+    lose(router, router.add_worker("decode-0"))
+    eventually(lambda: router.http.get("/ready").status_code == 503)
+    futures = [pool.submit(post, router, max_tokens=3) for _ in range(6)]
+    eventually(lambda: parked(router) == 6)
+    first = router.add_worker("decode-0")
+    first.hold.set()
+    eventually(lambda: parked(router) == 4)
+    assert len(first.generated) == 2
+    second = router.add_worker("decode-1")
+    eventually(lambda: parked(router) == 0)
+    first.hold.clear()
+    assert [future.result(5).status_code for future in futures] == [200] * 6
+    assert (len(first.generated), len(second.generated)) == (3, 3)
+
+
+def test_a_worker_whose_connection_is_gone_is_awaited_before_the_launcher_tells(router, pool):
+    worker = router.add_worker("decode-0")
+    router.kill(worker)
+
+    def is_unreachable() -> bool:
+        return not router.server.state.registry.live()
+
+    futures = [pool.submit(post, router, max_tokens=3)]
+    eventually(is_unreachable)
+    eventually(lambda: parked(router) == 1)
+    again = router.add_worker("decode-0")
+    assert futures[0].result(5).status_code == 200
+    assert len(again.generated) == 1
+
+
+def test_room_at_the_only_worker_is_used_as_soon_as_it_is_there(make_router, pool, monkeypatch):
+    """While others are awaited, and without waiting for the next sweep."""
+    monkeypatch.setattr("router.state.SWEEP_INTERVAL_S", 60.0)
+    router = make_router(max_num_seqs=1)
+    router.server.expect(["decode-0", "decode-1"])
+    lose(router, router.add_worker("decode-0"))
+    eventually(lambda: router.http.get("/ready").status_code == 503)
+    futures = [pool.submit(post, router, max_tokens=2) for _ in range(5)]
+    eventually(lambda: parked(router) == 5)
+    router.add_worker("decode-0")
+    assert [future.result(5).status_code for future in futures] == [200] * 5

@@ -1,0 +1,94 @@
+"""What is trained on: texts from files, windows in a repeatable order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from protocol.errors import ConfigError
+from tests.speculation.tiny_trained import END, write_tiny_model
+from training.data import Windows, encode, read_texts
+
+
+def test_a_file_a_folder_and_lines_of_json(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.py").write_text("one")
+    (tmp_path / "deep" / "b.txt").write_text("two")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    (tmp_path / "c.jsonl").write_text('{"text": "three"}\n\n{"text": "four", "id": 4}\n')
+    assert sorted(read_texts(tmp_path)) == ["four", "one", "three", "two"]
+    assert read_texts(tmp_path) == read_texts(tmp_path)
+    assert read_texts(tmp_path / "a.py") == ["one"]
+    assert sorted(read_texts(tmp_path / "c.jsonl")) == ["four", "three"]
+
+
+def test_the_order_does_not_follow_the_names(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text(f"text {number:02}")
+    texts = read_texts(tmp_path)
+    assert texts != sorted(texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.txt", b"\xff\xfe", "x.txt cannot be read as UTF-8"),
+        ("x.txt", b" \n", "has no text"),
+        ("x.jsonl", b'{"text": "a"}\nnope\n', "x.jsonl, line 2: not JSON"),
+        ("x.jsonl", b'{"text": 3}\n', 'x.jsonl, line 1: has no string "text"'),
+        ("x.jsonl", b"[]\n", 'x.jsonl, line 1: has no string "text"'),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        read_texts(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"--held-out: .*missing does not exist"):
+        read_texts(tmp_path / "missing", "--held-out")
+
+
+def test_texts_are_ended(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    stream = encode(["ab", "c"], tokenizer)
+    assert stream.dtype == torch.int32
+    assert stream.tolist() == [*tokenizer("ab").input_ids, END, *tokenizer("c").input_ids, END]
+
+
+def test_each_epoch_has_every_window_once() -> None:
+    windows = Windows(torch.arange(1000, dtype=torch.int32), length=16, batch=4, seed=1)
+    epoch = torch.cat([windows[step] for step in range(windows.steps_per_epoch)])
+    starts = sorted(epoch[:, 0].tolist())
+    assert len(set(starts)) == len(starts) == windows.steps_per_epoch * 4
+    assert len({start % 16 for start in starts}) == 1
+    assert torch.equal(epoch, epoch[:, :1] + torch.arange(16))
+    assert epoch.max() < 1000
+    assert epoch[:, 0].tolist() != starts
+
+
+def test_a_batch_depends_on_its_step_alone() -> None:
+    stream = torch.arange(5000, dtype=torch.int32)
+    first, second, other = (Windows(stream, 32, 4, seed) for seed in (1, 1, 2))
+    per_epoch = first.steps_per_epoch
+    in_order = [first[step] for step in range(2 * per_epoch)]
+    assert torch.equal(second[per_epoch + 3], in_order[per_epoch + 3])
+    assert torch.equal(second[2], in_order[2])
+    assert not torch.equal(other[2], in_order[2])
+    assert not torch.equal(in_order[per_epoch], in_order[0])
+
+
+def test_too_little_text() -> None:
+    with pytest.raises(ConfigError, match="--data: has 100 tokens for training; a step takes 128"):
+        Windows(torch.zeros(100, dtype=torch.int32), 32, 4, 0)
+
+
+def test_lines_of_json_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in ("a\nb", "ü\u2028x"))
+    )
+    assert sorted(read_texts(path)) == ["a\nb", "ü\u2028x"]

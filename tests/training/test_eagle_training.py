@@ -1,0 +1,208 @@
+"""EAGLE-3 heads in training: what is learned, and that serving drafts what training unrolled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from protocol.errors import ConfigError
+from speculation.eagle.head import Mlp, Projections
+from tests.speculation import eagle_files as files
+from tests.speculation.eagle_engine import Watched
+from training.heads.contract import HeadOptions, Target
+from training.heads.eagle import LARGEST_SHARE, Eagle3Training, _captured, _shape, build_eagle3
+from training.heads.learner import hidden_states
+
+OFFICIAL = {
+    "fc.weight",
+    "norm.weight",
+    "d2t",
+    "t2d",
+    *(f"midlayer.{norm}.weight" for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+    *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    files.write_target(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    return Target("tiny", model, torch.arange(files.VOCAB).flip(0))
+
+
+def small(target: Target, own_lm_head: bool = False, depth: int = 3) -> Eagle3Training:
+    torch.manual_seed(0)
+    built = build_eagle3(target, HeadOptions(draft_vocab_size=100))
+    head = Eagle3Training(target, built._shape, depth, own_lm_head)
+    for parameter in head.module.parameters():
+        if parameter.ndim == 2 and parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return head
+
+
+def windows(target: Target, count: int = 4, length: int = 24) -> tuple[Tensor, Tensor]:
+    """The target's own greedy text."""
+    starts = torch.randint(1, files.VOCAB, (count, 4), generator=torch.Generator().manual_seed(1))
+    token_ids = target.model.generate(
+        starts, max_new_tokens=length - 4, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return token_ids, hidden_states(target, token_ids, small(target).hidden_layers)
+
+
+@pytest.mark.parametrize("own_lm_head", [False, True])
+def test_serving_drafts_what_training_unrolls(
+    own_lm_head: bool, folder: Path, target: Target, tmp_path: Path
+) -> None:
+    head = small(target, own_lm_head)
+    head.save(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == OFFICIAL | (
+        {"lm_head.weight"} if own_lm_head else set()
+    )
+    watched = Watched(folder, tmp_path, num_tokens=3)
+    watched.ask("a", [5, 17, 99, 3, 42, 8, 120, 33, 7, 61, 2], 12)
+    watched.run()
+    checked = 0
+    for _, token_ids, drafted in watched.drafts:
+        if len(drafted) == head.depth:
+            ids = torch.tensor([token_ids])
+            place = torch.tensor([len(token_ids) - 2])
+            chain = head.draft(ids, hidden_states(target, ids, head.hidden_layers), place)
+            assert chain[0, 0].tolist() == drafted
+            checked += 1
+    assert checked > 3
+
+
+def test_draft_does_not_look_at_later_tokens(target: Target) -> None:
+    head = small(target)
+    token_ids, hidden = windows(target)
+    whole = head.draft(token_ids, hidden, torch.arange(22))
+    for place in range(22):
+        cut = slice(place + 2)
+        alone = head.draft(token_ids[:, cut], hidden[:, cut], torch.tensor([place]))
+        assert torch.equal(whole[:, place], alone[:, 0])
+
+
+def test_loss_is_the_cross_entropy_where_the_target_goes_on_so(target: Target) -> None:
+    """Against the chains that `draft` unrolls one by one, for text that the target says only in part."""
+    head = small(target, depth=2)
+    token_ids, _ = windows(target, count=2, length=12)
+    token_ids[0, 6] = (token_ids[0, 6] + 1) % files.VOCAB
+    hidden = hidden_states(target, token_ids, head.hidden_layers)
+    teacher = target.logits(hidden[..., -files.WIDTH :]).softmax(-1)
+    sums, counts = [0.0, 0.0], [0, 0]
+    for window in range(2):
+        for place in range(11):
+            chain = _forced_logits(head, token_ids[window], hidden[window], place)
+            for step, logits in enumerate(chain):
+                at = place + 1 + step
+                if at < 12 and (step == 0 or teacher[window, place + 1].argmax() == token_ids[window, at]):
+                    log_q = logits.log_softmax(-1)
+                    sums[step] -= float((teacher[window, at, head.draft_ids] * log_q).sum())
+                    counts[step] += 1
+    assert 0 < counts[1] < counts[0] - 2
+    expected = (sums[0] / counts[0] + 0.8 * sums[1] / counts[1]) / 1.8
+    assert head.loss(token_ids, hidden).item() == pytest.approx(expected, rel=1e-4)
+
+
+@torch.no_grad()
+def _forced_logits(head: Eagle3Training, token_ids: Tensor, hidden: Tensor, place: int) -> list[Tensor]:
+    """Of each step from one place, with the text's tokens: rows up to that place alone."""
+    features = hidden[None, : place + 2, : head._shape.feature_size]
+    later = torch.cat([token_ids, token_ids.new_zeros(4)])
+    steps = head._unroll(features, lambda step, _: later[None, 1 + step : place + 2 + step])
+    return [head._logits(scored[0, place]) for scored in steps]
+
+
+def test_training_makes_the_head_agree_with_the_target(target: Target) -> None:
+    torch.manual_seed(0)
+    head = build_eagle3(target, HeadOptions(draft_vocab_size=files.VOCAB))
+    token_ids, hidden = windows(target, count=8)
+    places = torch.arange(4, 20)
+
+    def agreement() -> float:
+        drafted = head.draft(token_ids, hidden, places)[..., 0]
+        return (drafted == token_ids[:, places + 2]).float().mean().item()
+
+    optimizer = torch.optim.AdamW(head.module.parameters(), lr=5e-3)
+    before = agreement()
+    for _ in range(80):
+        optimizer.zero_grad()
+        head.loss(token_ids, hidden).backward()
+        optimizer.step()
+    assert agreement() > before + 0.3
+
+
+def test_saved_maps_are_the_official_ones(target: Target, tmp_path: Path) -> None:
+    head = small(target)
+    head.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    most_frequent = target.token_counts.argsort(descending=True)[:100].sort().values
+    assert torch.equal(torch.arange(100) + tensors["d2t"], most_frequent)
+    assert torch.equal(tensors["t2d"].nonzero()[:, 0], most_frequent)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            LlamaConfig(num_key_value_heads=8, vocab_size=128_256),
+            (32, 8, 11008),
+        ),  # 7B: a layer of its own size
+        (
+            LlamaConfig(
+                vocab_size=4096,
+                hidden_size=384,
+                intermediate_size=1024,
+                num_hidden_layers=4,
+                num_attention_heads=6,
+                num_key_value_heads=2,
+            ),
+            (2, 1, 256),
+        ),
+    ],
+)
+def test_a_head_is_a_small_part_of_its_target(config: LlamaConfig, expected: tuple[int, int, int]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    room = model.num_parameters() * LARGEST_SHARE
+    shape = _shape(Target("a", model, torch.ones(config.vocab_size)), 4000, room)
+    assert (shape.num_heads, shape.num_kv_heads, shape.intermediate_size) == expected
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in Projections(shape).parameters())
+        size += sum(parameter.numel() for parameter in Mlp(shape).parameters())
+    assert size + shape.feature_size * shape.hidden_size <= 1.05 * room
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "captured"),
+    [(1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 2)), (4, (1, 2, 3)), (8, (2, 4, 5)), (32, (2, 16, 29))],
+)
+def test_the_last_layer_is_not_captured_where_others_are_there(
+    num_layers: int, captured: tuple[int, ...]
+) -> None:
+    """So no step computes more of that layer than what its logits need."""
+    assert _captured(num_layers) == captured
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (HeadOptions(num_layers=2), r"--num-layers: an EAGLE-3 head has one, got 2"),
+        (HeadOptions(draft_vocab_size=200), r"--draft-vocab-size: 200 exceeds the model's 160 tokens"),
+    ],
+)
+def test_options_that_do_not_fit(options: HeadOptions, complaint: str, target: Target) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        build_eagle3(target, options)

@@ -1,0 +1,338 @@
+"""The training harness: checkpoints, held-out acceptance; Medusa heads from the command line to serving."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from protocol.errors import ConfigError
+from protocol.speculation import Method
+from speculation.medusa.weights import read_heads
+from tests.speculation.medusa_engine import ask, make_engine, run, tokens
+from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_model
+from training.data import Windows
+from training.heads.command import head_schedule
+from training.heads.contract import HeadOptions, Target
+from training.heads.evaluation import Continuations, acceptance, continue_greedily
+from training.heads.learner import HeadLearner, hidden_states
+from training.heads.medusa import MedusaTraining, build
+from training.loop import Schedule, Trainer
+
+LENGTH, BATCH, STEPS = 24, 4, 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def target(model: PreTrainedModel) -> Target:
+    return Target("tiny", model, torch.arange(VOCAB_SIZE))
+
+
+def stream() -> Tensor:
+    return torch.randint(0, VOCAB_SIZE, (2000,), generator=torch.Generator().manual_seed(0)).int()
+
+
+SETTINGS = {"data": "x", "steps": STEPS, "options": {}}
+
+
+def trainer_of(
+    head: Any, target: Target, checkpoint: Path, save_every_s: float = 1e9, **changes: Any
+) -> Trainer:
+    learner = HeadLearner(head, target, Windows(stream(), LENGTH, BATCH, 0), learning_rate=0.01)
+    schedule = Schedule(STEPS, warm_up=1, decay=STEPS)
+    return Trainer(learner, schedule, SETTINGS | changes, checkpoint, save_every_s)
+
+
+# --- the loop ---------------------------------------------------------------------------------------
+
+
+class TextHead:
+    """Learns the next token from the hidden state of the first layer, whatever the text is."""
+
+    hidden_layers = (1,)
+    depth = 1
+
+    def __init__(self, target: Target) -> None:
+        torch.manual_seed(1)
+        self.module: nn.Module = nn.Linear(target.hidden_size, target.vocab_size)
+
+    def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        return F.cross_entropy(self.module(hidden[:, :-1]).flatten(0, 1), token_ids[:, 1:].flatten())
+
+
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, target: Target) -> None:
+    unbroken, broken, resumed = (TextHead(target) for _ in range(3))
+    losses: list[float] = []
+    trainer_of(unbroken, target, tmp_path / "a").run(lambda step: losses.append(step.loss))
+    trainer_of(broken, target, tmp_path / "b").run(lambda step: None, until=3)
+    again = trainer_of(resumed, target, tmp_path / "b")
+    assert again.first_step == 3
+    later: list[float] = []
+    again.run(lambda step: later.append(step.loss))
+    assert later == losses[3:]
+    for one, other in zip(unbroken.module.parameters(), resumed.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(next(unbroken.module.parameters()), next(TextHead(target).module.parameters()))
+
+
+def test_checkpoints_are_written_by_the_clock(tmp_path: Path, target: Target) -> None:
+    seen: list[bool] = []
+    trainer = trainer_of(TextHead(target), target, tmp_path / "c", save_every_s=0.0)
+    trainer.run(lambda step: seen.append((tmp_path / "c").exists()))
+    assert seen == [False] + [True] * (STEPS - 1)
+
+
+@pytest.mark.parametrize("change", [{"steps": 9}, {"data": "y"}, {"options": {"depth": 3}}])
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, target: Target, change: dict[str, Any]
+) -> None:
+    trainer_of(TextHead(target), target, tmp_path / "c").run(lambda step: None, until=1)
+    with pytest.raises(ConfigError, match=f"--output: .* is of a run with {next(iter(change))}"):
+        trainer_of(TextHead(target), target, tmp_path / "c", **change)
+
+
+def test_the_learning_rate_rises_and_falls_to_nothing() -> None:
+    schedule = head_schedule(100)
+    scales = [schedule.scale(step) for step in range(100)]
+    assert scales[4] == max(scales) == 1.0
+    assert scales[0] == pytest.approx(0.2)
+    assert scales[4:] == sorted(scales[4:], reverse=True)
+    assert 0 < scales[-1] < 0.02
+
+
+def test_hidden_states_are_numbered_as_in_transformers(target: Target) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    expected = target.model(input_ids=ids, output_hidden_states=True).hidden_states
+    found = hidden_states(target, ids, (2, 0))
+    assert torch.equal(found, torch.cat([expected[2], expected[0]], dim=-1))
+    torch.testing.assert_close(target.logits(expected[-1]), target.model(input_ids=ids).logits)
+
+
+# --- what a head is worth -----------------------------------------------------------------------------
+
+
+class Foresight:
+    """Drafts what the target says itself, but the token at `wrong`, from the tokens it may know alone."""
+
+    hidden_layers = (2,)
+
+    def __init__(self, target: Target, depth: int, wrong: int | None = None) -> None:
+        self.module: nn.Module = nn.Identity()
+        self.depth = depth
+        self._target = target
+        self._wrong = wrong
+        self.calibrated: list[int] = []
+
+    def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
+        chains = [continue_greedily(self._target, token_ids[:, : p + 2], self.depth) for p in places.tolist()]
+        drafts = torch.stack([chain.token_ids[:, -self.depth :] for chain in chains], dim=1)
+        if self._wrong is not None:
+            drafts[..., self._wrong] += 1
+        return drafts
+
+    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
+        self.calibrated = places.tolist()
+
+
+@pytest.fixture(scope="module")
+def held_out(target: Target) -> Continuations:
+    prompts = torch.randint(0, VOCAB_SIZE, (3, 10), generator=torch.Generator().manual_seed(4))
+    return continue_greedily(target, prompts, 12)
+
+
+def test_continuations_are_what_the_target_says(target: Target, held_out: Continuations) -> None:
+    said = target.model(input_ids=held_out.token_ids).logits.argmax(dim=-1)
+    assert held_out.token_ids.shape == (3, 22)
+    assert torch.equal(said[:, 9:-1], held_out.token_ids[:, 10:])
+
+
+@pytest.mark.parametrize(("wrong", "expected"), [(None, [1, 1, 1]), (0, [0, 0, 0]), (1, [1, 0, 0])])
+def test_acceptance(
+    target: Target, held_out: Continuations, wrong: int | None, expected: list[float]
+) -> None:
+    head = Foresight(target, 3, wrong)
+    assert acceptance(head, target, held_out) == expected  # type: ignore[arg-type]
+    assert head.calibrated == list(range(9, 18))
+
+
+# --- Medusa -------------------------------------------------------------------------------------------
+
+
+def plain_loss(head: MedusaTraining, target: Target, token_ids: Tensor, kept: Tensor) -> float:
+    """Place by place: each head's cross-entropy with the target where the tokens between are the target's."""
+    logits = target.model(input_ids=token_ids).logits
+    hidden = target.model(input_ids=token_ids, output_hidden_states=True).hidden_states[-1]
+    blocks, lm_head = head.module.blocks, head.module.lm_heads[0].weight
+    total = 0.0
+    for number in range(head.depth):
+        losses = []
+        for window in range(len(token_ids)):
+            for place in range(token_ids.shape[1] - 1 - number):
+                between = range(place, place + number + 1)
+                if any(logits[window, at].argmax() != token_ids[window, at + 1] for at in between):
+                    continue
+                state = hidden[window, place]
+                for layer in blocks[number].layers:
+                    state = state + F.silu(layer.weight @ state)
+                wanted = logits[window, place + 1 + number].softmax(dim=-1)[kept]
+                losses.append(-(wanted * (lm_head @ state).log_softmax(dim=-1)).sum().item())
+        total += sum(losses) / max(1, len(losses))
+    return total / head.depth
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 100])
+def test_the_loss_is_that_of_the_places_that_the_target_would_reach(
+    target: Target, held_out: Continuations, draft_vocab_size: int | None
+) -> None:
+    head = build(target, HeadOptions(depth=3, num_layers=2, draft_vocab_size=draft_vocab_size))
+    for parameter in head.module.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
+    token_ids = held_out.token_ids.clone()
+    token_ids[:, 14] += 1  # a text goes another way now and then
+    hidden = hidden_states(target, token_ids, head.hidden_layers)
+    kept = torch.arange(VOCAB_SIZE - (draft_vocab_size or VOCAB_SIZE), VOCAB_SIZE)  # counts ascend
+    assert head.loss(token_ids, hidden).item() == pytest.approx(
+        plain_loss(head, target, token_ids, kept), rel=1e-4
+    )
+
+
+def test_untrained_heads_say_what_the_target_says_next(target: Target, held_out: Continuations) -> None:
+    head = build(target, HeadOptions(depth=2))
+    hidden = hidden_states(target, held_out.token_ids, head.hidden_layers)
+    places = torch.arange(9, 19)
+    drafted = head.draft(held_out.token_ids, hidden, places)
+    assert torch.equal(drafted, held_out.token_ids[:, places + 1].unsqueeze(-1).expand(-1, -1, 2))
+
+
+def test_shapes_that_make_no_sense(target: Target) -> None:
+    with pytest.raises(ConfigError, match="--depth: at most 16"):
+        build(target, HeadOptions(depth=17))
+    with pytest.raises(ConfigError, match="--draft-vocab-size: 258 exceeds the model's 257"):
+        build(target, HeadOptions(draft_vocab_size=258))
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Heads from the command line, and what it printed."""
+    root = tmp_path_factory.mktemp("trained")
+    write_text(root / "texts")
+    output = root / "heads"
+    printed = CliRunner().invoke(app, command(folder, root / "texts", output))
+    assert printed.exit_code == 0, printed.output
+    return output, printed.output
+
+
+def command(model: Path, data: Path, output: Path, *more: str) -> list[str]:
+    fixed = ["speculate", "train", "--method", "medusa", "--depth", "3", "--device", "cpu"]
+    where = ["--model", str(model), "--data", str(data), "--output", str(output)]
+    size = ["--length", "128", "--batch-tokens", "512", "--steps", "12", "--learning-rate", "0.02"]
+    return [*fixed, *where, *size, *more]
+
+
+def test_the_command_reports_and_writes_a_card(trained: tuple[Path, str]) -> None:
+    output, printed = trained
+    rates = re.findall(r"\d+\.\d%", printed)
+    assert len(rates) == 3
+    card = (output / "README.md").read_text()
+    assert all(f"| {number} | {rate} |" in card for number, rate in enumerate(rates, start=1))
+    assert '"method": "medusa"' in card
+    assert sorted(path.name for path in output.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_trained_heads_are_in_vllms_layout_and_serve(trained: tuple[Path, str], folder: Path) -> None:
+    output, _ = trained
+    tensors = load_file(output / "model.safetensors")
+    assert set(tensors) == {f"blocks.{head}.layers.0.weight" for head in range(3)} | {"lm_heads.0.weight"}
+    config = json.loads((output / "config.json").read_text())
+    assert (config["num_heads"], config["num_hidden_layers"], config["original_lm_head"]) == (3, 1, True)
+    assert read_heads(str(output), 32, VOCAB_SIZE).rank_acceptance is not None
+    assert_serve(folder, output, "medusa", tree=True)
+
+
+def assert_serve(folder: Path, heads: Path, method: Method, **options: Any) -> None:
+    """With these heads the model says what it says without, and they do draft."""
+    requests = [ask("r", list(range(30, 60)), 30), ask("s", [9, 8, 7], 30, temperature=0.7, seed=1)]
+    results = []
+    options["num_speculative_tokens"] = 3
+    for engine in (make_engine(folder), make_engine(folder, heads, method=method, **options)):
+        for request in requests:
+            engine.add(request)
+        results.append(run(engine))
+    assert tokens(results[0]) == tokens(results[1])
+    assert sum(found.drafted_tokens for outputs in results[1].values() for found in outputs) > 0
+
+
+def test_eagle3_heads_from_the_same_command_serve(folder: Path, tmp_path: Path) -> None:
+    write_text(tmp_path / "texts")
+    options = ["--method", "eagle3", "--draft-vocab-size", "100"]
+    printed = CliRunner().invoke(app, command(folder, tmp_path / "texts", tmp_path / "heads", *options))
+    assert printed.exit_code == 0, printed.output
+    assert '"method": "eagle"' in (tmp_path / "heads" / "README.md").read_text()
+    assert_serve(folder, tmp_path / "heads", "eagle")
+
+
+def test_finished_heads_are_not_trained_over(trained: tuple[Path, str], folder: Path, tmp_path: Path) -> None:
+    printed = CliRunner().invoke(app, command(folder, tmp_path, trained[0]))
+    assert printed.exit_code == 1
+    assert "has finished heads already" in printed.output
+
+
+def test_the_command_goes_on_from_a_checkpoint(
+    trained: tuple[Path, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, output = trained[0].parent / "texts", tmp_path / "heads"
+    run_all = Trainer.run
+    monkeypatch.setattr(Trainer, "run", lambda self, report: stop_after_five(run_all, self, report))
+    stopped = CliRunner().invoke(app, command(folder, texts, output))
+    assert isinstance(stopped.exception, Stopped)
+    monkeypatch.undo()
+    printed = CliRunner().invoke(app, command(folder, texts, output))
+    assert printed.exit_code == 0, printed.output
+    assert "going on from step 5" in printed.output
+    whole, resumed = (load_file(path / "model.safetensors") for path in (trained[0], output))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+class Stopped(Exception):  # noqa: N818
+    pass
+
+
+def stop_after_five(run_all: Any, trainer: Trainer, report: Any) -> None:
+    run_all(trainer, report, until=5)
+    raise Stopped
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--data", "/nowhere"], "--data: /nowhere does not exist"),
+        (["--model", "/nowhere"], "--model: cannot load '/nowhere'"),
+        (["--length", "100000"], "--length: 100000 exceeds the"),
+    ],
+)
+def test_bad_options(folder: Path, tmp_path: Path, more: list[str], said: str) -> None:
+    write_text(tmp_path / "texts", 8)
+    printed = CliRunner().invoke(app, command(folder, tmp_path / "texts", tmp_path / "heads", *more))
+    assert printed.exit_code == 1
+    assert said in " ".join(printed.output.split())

@@ -1,0 +1,472 @@
+"""Every message in every stage of a request on a decode worker: a real engine, no sockets, no sleeping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from decode_worker.loop import DecodeLoop
+from decode_worker.request import DecodeRequest, Stage
+from engine.engine import Engine
+from kvtransfer.interface import Failed, Progress
+from protocol.codec import encode, peer_request
+from protocol.handoff import DraftState, HandoffManifest, SamplingState, SegmentInfo
+from protocol.ids import token_ids_digest
+from protocol.messages import (
+    ANY_LEASE,
+    Abort,
+    EngineRequest,
+    Handoff,
+    HandoffAck,
+    PeerRequest,
+    Release,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Stale,
+)
+from protocol.speculation import SpeculativeConfig
+from tests.worker.light_loop import OURS, STALE, LightLoop, ask, small_engine
+from tests.worker.tiny_model import VOCAB_SIZE
+from worker.requests import IllegalTransitionError
+
+NUM_BLOCKS = 12
+PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "again": range(1, 101)}
+"""`long` and `again` share blocks. There is no room for all at once."""
+WORKERS = {"prefill-0": "b" * 16, "prefill-1": "c" * 16}
+
+MOSTLY = st.sampled_from([True, True, True, True, False])
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Engine:
+    return small_engine(model_folder, NUM_BLOCKS)
+
+
+@contextmanager
+def decode_loop(engine: Engine) -> Iterator[LightLoop]:
+    light = LightLoop(DecodeLoop, engine, "decode")
+    try:
+        yield light
+    finally:  # the next one has the same engine
+        light.finish()
+    assert engine.blocks.num_available == NUM_BLOCKS
+
+
+@pytest.fixture
+def light(engine: Engine) -> Iterator[LightLoop]:
+    with decode_loop(engine) as light:
+        yield light
+
+
+def identity_of(worker: str) -> bytes:
+    return f"{worker}:{WORKERS[worker]}".encode()
+
+
+def prompt_request(name: str) -> EngineRequest:
+    return ask(name, PROMPTS[name])
+
+
+def reserve_message(engine: Engine, name: str, worker: str, incarnation: str = OURS) -> Reserve:
+    return Reserve(
+        incarnation=incarnation,
+        request=prompt_request(name),
+        prefill_worker=worker,
+        prefill_incarnation=WORKERS[worker],
+        segments=engine.pool.segments,
+        ttl_s=10.0,
+    )
+
+
+def manifest_of(engine: Engine, grant: Reserved, worker: str) -> HandoffManifest:
+    request = prompt_request(grant.request_id)
+    tokens = request.prompt_token_ids
+    return HandoffManifest(
+        request_id=grant.request_id,
+        lease_id=grant.lease_id,
+        prefill_worker=worker,
+        prefill_incarnation=WORKERS[worker],
+        decode_incarnation=grant.incarnation,
+        num_tokens=len(tokens),
+        token_ids_digest=token_ids_digest(tokens),
+        segments=engine.pool.segments,
+        block_ids=list(grant.block_ids),
+        pushed_blocks=len(grant.block_ids) - grant.cached_blocks,
+        first_token=7,
+        first_token_position=len(tokens),
+        sampling=SamplingState(seed=request.sampling.seed, num_output_tokens=1),
+    )
+
+
+class DecodeStages(RuleBasedStateMachine):
+    """What the router, two prefill workers and the wires may do to a decode worker, in any order."""
+
+    engine: Engine
+
+    @initialize()
+    def start(self) -> None:
+        assert self.engine.blocks.num_available == NUM_BLOCKS
+        self.light = LightLoop(DecodeLoop, self.engine, "decode")
+        self.grants: dict[str, tuple[str, Reserved]] = {}
+        """By lease: who got it first, and the grant."""
+        self.seen: dict[DecodeRequest, None] = {}
+        self.ran: set[DecodeRequest] = set()
+        self.leases: dict[DecodeRequest, str] = {}
+        self.withdrawn: set[DecodeRequest] = set()
+        """Those that the router or a prefill worker took back: nobody waits for their answer."""
+
+    # --- the router -------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(list(PROMPTS)))
+    def generate(self, name: str) -> None:
+        self.light.generate(prompt_request(name))
+        assert name in self.light.table
+
+    @rule(name=st.sampled_from(list(PROMPTS)))
+    def abort(self, name: str) -> None:
+        with self.withdrawing(name):
+            self.light.loop._on_router_message(Abort(request_ids=[name]))
+        assert name not in self.light.table
+
+    @contextmanager
+    def withdrawing(self, name: str) -> Iterator[None]:
+        before = self.light.table.get(name)
+        yield
+        if before is not None and self.light.table.get(name) is not before:
+            self.withdrawn.add(before)
+
+    # --- the prefill workers ----------------------------------------------------------------------
+
+    @rule(
+        name=st.sampled_from(list(PROMPTS)),
+        worker=st.sampled_from(list(WORKERS)),
+        fresh=MOSTLY,
+    )
+    def reserve(self, name: str, worker: str, fresh: bool) -> None:
+        incarnation = OURS if fresh else STALE
+        with self.withdrawing(name):
+            self.say(worker, reserve_message(self.engine, name, worker, incarnation))
+
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data(), fits=MOSTLY)
+    def hand_off(self, data: st.DataObject, fits: bool) -> None:
+        worker, grant = self.grants[data.draw(st.sampled_from(list(self.grants)))]
+        manifest = manifest_of(self.engine, grant, worker)
+        if not fits:
+            manifest = msgspec.structs.replace(manifest, num_tokens=1)
+        self.say(worker, Handoff(manifest=manifest))
+
+    @rule(
+        name=st.sampled_from(list(PROMPTS)),
+        worker=st.sampled_from(list(WORKERS)),
+        data=st.data(),
+        fresh=MOSTLY,
+    )
+    def release(self, name: str, worker: str, data: st.DataObject, fresh: bool) -> None:
+        lease = data.draw(st.sampled_from([ANY_LEASE, *self.grants]))
+        if lease in self.grants:
+            name = self.grants[lease][1].request_id
+        with self.withdrawing(name):
+            incarnation = OURS if fresh else STALE
+            self.say(worker, Release(incarnation=incarnation, lease_id=lease, request_id=name))
+
+    def say(self, worker: str, message: PeerRequest) -> None:
+        self.light.loop.on_peer_request(identity_of(worker), message)
+
+    # --- the wires --------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.light.receiver.open_leases)
+    @rule(data=st.data(), event=st.sampled_from(["all", "some", "failed", "write"]))
+    def a_lease_is_used(self, data: st.DataObject, event: str) -> None:
+        receiver = self.light.receiver
+        lease = data.draw(st.sampled_from(list(receiver.open_leases)))
+        count = len(receiver.open_leases[lease])
+        match event:
+            case "all":
+                receiver.tell(Progress(lease, count, complete=True))
+            case "some":
+                receiver.tell(Progress(lease, count - 1))
+            case "failed":
+                receiver.tell(Failed(lease, "the sender is gone"))
+            case "write" if lease not in receiver.written:
+                receiver.begin_write(lease)
+
+    @precondition(lambda self: self.light.receiver.written)
+    @rule(data=st.data())
+    def a_write_ends(self, data: st.DataObject) -> None:
+        self.light.receiver.end_write(data.draw(st.sampled_from(list(self.light.receiver.written))))
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    @rule()
+    def deliver(self) -> None:
+        self.light.deliver()
+
+    @rule()
+    def step(self) -> None:
+        self.light.step()
+
+    @rule()
+    def time_passes(self) -> None:
+        self.light.loop.expire(time.monotonic() + 1000)
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    @invariant()
+    def note(self) -> None:
+        for identity, reply in self.light.inbox.replies:
+            if isinstance(reply, Reserved) and reply.lease_id not in self.grants:
+                fixed = msgspec.structs.replace(reply, block_ids=list(reply.block_ids))
+                self.grants[reply.lease_id] = identity.decode().partition(":")[0], fixed
+        for request in self.light.requests:
+            self.seen[request] = None
+            if request.stage is Stage.RUNNING:
+                self.ran.add(request)
+            if request.lease_id is not None:
+                self.leases[request] = request.lease_id
+
+    @invariant()
+    def no_block_is_used_while_it_may_be_written(self) -> None:
+        blocks, receiver = self.engine.blocks, self.light.receiver
+        computing = self.light.computing_blocks()
+        for written in (receiver.open_leases | receiver.written).values():
+            assert all(blocks._references[block] == 1 for block in written)
+            assert all(blocks._identity_of[block] is None for block in written)
+            assert not computing & set(written)
+
+    @invariant()
+    def every_used_block_has_an_owner(self) -> None:
+        owned = self.light.computing_blocks()
+        for request in self.light.requests:
+            if request.stage in (Stage.RESERVED, Stage.CLOSING, Stage.ABANDONED):
+                owned |= set(request.granted.block_ids)
+        assert self.light.used_blocks() == owned
+
+    @invariant()
+    def the_stage_says_what_is_held(self) -> None:
+        for request in self.light.requests:
+            assert request.stage is not Stage.ENDED
+            handed = request.reserve is not None
+            assert (request.lease_id is not None) == (handed and request.stage is not Stage.QUEUED)
+            assert (request.deadline is None) == (request.stage is Stage.RUNNING)
+            assert (request in self.light.loop._queue) == (request.stage is Stage.QUEUED)
+            assert (self.light.table.get(request.request_id) is request) == (
+                request.stage is not Stage.ABANDONED
+            )
+        running = {each.request_id for each in self.light.requests if each.stage is Stage.RUNNING}
+        assert running == set(self.engine._sequences)
+        reserved = {each.lease_id for each in self.light.requests if each.stage is Stage.RESERVED}
+        assert set(self.light.receiver.open_leases) <= reserved
+
+    def teardown(self) -> None:
+        if not hasattr(self, "light"):
+            return
+        self.light.finish(self.note)
+        self.note()
+        assert self.engine.blocks.num_available == NUM_BLOCKS, "blocks leaked"
+        assert not self.light.requests and not self.light.loop._queue and not self.light.loop._unstepped
+        assert all(request.stage is Stage.ENDED for request in self.seen)
+        self.every_request_was_answered_once()
+
+    def every_request_was_answered_once(self) -> None:
+        replies = [reply for _, reply in self.light.inbox.replies]
+        refusals = [reply for reply in replies if isinstance(reply, ReserveRefused)]
+        refused = [each.request_id for each in refusals if "runs here already" not in each.reason]
+        acks = [reply for reply in replies if isinstance(reply, HandoffAck)]
+        acks = [ack for ack in acks if "unknown here" not in (ack.error or "")]
+        for name in PROMPTS:
+            awaited = [each for each in self.seen if each.request_id == name and each not in self.withdrawn]
+            assert self.light.num_ends(name) == sum(each in self.ran for each in awaited)
+            assert refused.count(name) == sum(
+                each not in self.leases and each not in self.ran for each in awaited
+            )
+        for request, lease in self.leases.items():
+            if request not in self.withdrawn:
+                errors = [ack.error for ack in acks if ack.lease_id == lease]
+                assert len(set(errors)) == 1 and (errors[0] is None) == (request in self.ran)
+
+
+def test_every_message_in_every_stage(engine: Engine) -> None:
+    DecodeStages.engine = engine
+    run_state_machine_as_test(
+        DecodeStages,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("before", Stage)
+def test_only_transitions_of_the_table_are_legal(before: Stage) -> None:
+    for after in Stage:
+        request = DecodeRequest(prompt_request("short"), before)
+        if after in DecodeRequest.next_stages[before]:
+            request.enter(after)
+            assert request.stage is after
+        else:
+            with pytest.raises(IllegalTransitionError, match=f"{before.name} -> {after.name}"):
+                request.enter(after)
+            assert request.stage is before
+
+
+def reserve(light: LightLoop, name: str = "short", worker: str = "prefill-0") -> Reserved:
+    light.loop.on_peer_request(identity_of(worker), reserve_message(light.engine, name, worker))
+    grant = light.inbox.replies[-1][1]
+    assert isinstance(grant, Reserved)
+    return msgspec.structs.replace(grant, block_ids=list(grant.block_ids))
+
+
+def hand_off(light: LightLoop, manifest: HandoffManifest) -> Any:
+    """Returns the answer, None if there is none yet."""
+    num_replies = len(light.inbox.replies)
+    handoff = peer_request.decode(encode(Handoff(manifest=manifest)))
+    light.loop.on_peer_request(identity_of("prefill-0"), handoff)
+    replies = light.inbox.replies[num_replies:]
+    return replies[0][1] if replies else None
+
+
+def arrive(light: LightLoop, grant: Reserved) -> None:
+    light.receiver.tell(Progress(grant.lease_id, len(grant.block_ids) - grant.cached_blocks, complete=True))
+    light.deliver()
+
+
+def test_an_aborted_requests_blocks_wait_for_the_last_write(light: LightLoop, engine: Engine) -> None:
+    grant = reserve(light)
+    light.receiver.begin_write(grant.lease_id)
+    light.loop._on_router_message(Abort(request_ids=["short"]))
+    again = reserve(light)
+    assert not set(again.block_ids) & set(grant.block_ids)
+    assert engine.blocks.num_available == NUM_BLOCKS - 4
+    light.receiver.end_write(grant.lease_id)
+    light.deliver()
+    assert engine.blocks.num_available == NUM_BLOCKS - 2
+
+
+def test_decoding_waits_for_the_last_write(light: LightLoop, engine: Engine) -> None:
+    grant = reserve(light)
+    light.receiver.begin_write(grant.lease_id)
+    arrive(light, grant)
+    for _ in range(2):
+        assert hand_off(light, manifest_of(engine, grant, "prefill-0")) is None
+        assert not engine.has_work()
+    light.receiver.end_write(grant.lease_id)
+    light.deliver()
+    assert light.inbox.replies[-1][1] == HandoffAck(request_id="short", lease_id=grant.lease_id)
+    light.run()
+    assert light.num_ends("short") == 1 and not light.requests
+
+
+def test_a_manifest_of_another_incarnation_is_stale(light: LightLoop, engine: Engine) -> None:
+    manifest = manifest_of(engine, reserve(light), "prefill-0")
+    assert isinstance(hand_off(light, msgspec.structs.replace(manifest, decode_incarnation=STALE)), Stale)
+    assert light.table.get("short").manifest is None
+
+
+def test_a_running_request_is_not_reserved_for_another_prefill_worker(light: LightLoop) -> None:
+    light.generate(prompt_request("short"))
+    light.loop.on_peer_request(identity_of("prefill-0"), reserve_message(light.engine, "short", "prefill-0"))
+    [(_, refused)] = light.inbox.replies
+    assert isinstance(refused, ReserveRefused) and refused.error_kind == "transfer"
+
+
+CARRIED = DraftState(kind="carried", method="eagle")
+OTHER_VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "version": st.integers(2, 99),
+    "request_id": st.text(max_size=9),
+    "lease_id": st.text(max_size=9),
+    "prefill_worker": st.text(max_size=9),
+    "prefill_incarnation": st.text(max_size=9),
+    "num_tokens": st.integers(1, 2**40),
+    "token_ids_digest": st.binary(max_size=20),
+    "segments": st.lists(
+        st.builds(SegmentInfo, name=st.just("target"), dtype=st.text(max_size=9), shape=st.just((2, 2)))
+    ),
+    "block_ids": st.lists(st.integers(0, 2**40), max_size=4),
+    "pushed_blocks": st.integers(0, 2**40),
+    "first_token": st.integers(VOCAB_SIZE, 2**40),
+    "first_token_position": st.integers(1, 2**40),
+    "sampling.seed": st.integers(-(2**60), 2**60),
+    "sampling.num_output_tokens": st.integers(0, 2**40),
+    "draft.method": st.text(max_size=9),
+    "draft.num_tokens": st.integers(21, 2**31 - 1),
+    "draft.feature": st.binary(min_size=1, max_size=99),
+    "reserve_s": st.floats(min_value=1e6, allow_infinity=True),
+}
+"""Values that the fields of a manifest for `short` must not have."""
+
+
+def leaf_fields(struct: msgspec.Struct, prefix: str = "") -> set[str]:
+    leaves = set()
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        leaves |= leaf_fields(value, f"{name}.") if isinstance(value, msgspec.Struct) else {prefix + name}
+    return leaves
+
+
+def changed(manifest: HandoffManifest, field: str, value: Any) -> HandoffManifest:
+    outer, _, inner = field.partition(".")
+    if inner:
+        whole = CARRIED if outer == "draft" else getattr(manifest, outer)
+        value = msgspec.structs.replace(whole, **{inner: value})
+    return msgspec.structs.replace(manifest, **{outer: value})
+
+
+def test_every_field_of_a_manifest_is_mutated_below(light: LightLoop, engine: Engine) -> None:
+    fields = leaf_fields(manifest_of(engine, reserve(light), "prefill-0"))
+    assert fields == OTHER_VALUES.keys() | {"decode_incarnation", "draft.kind"}
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES)
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_wrong_field_is_refused_by_its_name(engine: Engine, field: str, data: st.DataObject) -> None:
+    with decode_loop(engine) as light:
+        grant = reserve(light)
+        arrive(light, grant)
+        right = manifest_of(engine, grant, "prefill-0")
+        wrong = changed(right, field, data.draw(OTHER_VALUES[field]))
+        assume(wrong != right)
+        ack = hand_off(light, wrong)
+        assert isinstance(ack, HandoffAck) and ack.error
+        assert ack.field == ("lease_id" if field == "request_id" else field)
+        light.generate(prompt_request("other"))
+        light.run()
+        assert [output.error for output in light.router.outputs] == [None] * 4
+
+
+def test_a_draft_that_is_longer_than_its_prompt_ends_no_step(model_folder: Path) -> None:
+    speculative = SpeculativeConfig(method="draft_model", model=str(model_folder), num_speculative_tokens=2)
+    light = LightLoop(
+        DecodeLoop, small_engine(model_folder, 2 * NUM_BLOCKS, speculative_config=speculative), "decode"
+    )
+    drafts = DraftState(kind="carried", method="draft_model", num_tokens=20)
+    for num_tokens, field in ((100000, "draft.num_tokens"), (21, "draft.num_tokens"), (20, None)):
+        grant = reserve(light)
+        arrive(light, grant)
+        draft = msgspec.structs.replace(drafts, num_tokens=num_tokens)
+        manifest = msgspec.structs.replace(manifest_of(light.engine, grant, "prefill-0"), draft=draft)
+        assert hand_off(light, manifest).field == field
+        light.run()
+    assert light.num_ends("short") == 1
+    assert light.loop.counters["step_failures_total"] == 0
+    light.finish()

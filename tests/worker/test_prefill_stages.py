@@ -1,0 +1,357 @@
+"""Every message in every stage of a request on a prefill worker: a real engine, no sockets, no sleeping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.engine import Engine
+from kvtransfer.interface import Completed, Failed, Sent
+from prefill_worker.loop import PrefillLoop
+from prefill_worker.request import PrefillRequest, Stage
+from protocol.messages import (
+    ANY_LEASE,
+    Abort,
+    EngineRequest,
+    Handoff,
+    HandoffAck,
+    PeerReply,
+    Redirect,
+    Release,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Stale,
+)
+from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
+from worker.requests import IllegalTransitionError
+
+NUM_BLOCKS = 12
+PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "ends": range(60, 75)}
+"""`ends` is over with its first token. There is no room for all at once, and `long` takes several chunks."""
+DECODES = [address("decode-0", "d" * 16), address("decode-1", "e" * 16)]
+UNREACHABLE = address("decode-2", "f" * 16)
+NAMES = st.sampled_from(list(PROMPTS))
+MOSTLY = st.sampled_from([True, True, True, True, False])
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path) -> Engine:
+    return small_engine(model_folder, NUM_BLOCKS, max_num_batched_tokens=48)
+
+
+@pytest.fixture
+def light(engine: Engine) -> Iterator[LightLoop]:
+    light = LightLoop(PrefillLoop, engine, "prefill")
+    light.sender.unreachable.add(UNREACHABLE.incarnation)
+    yield light
+    light.finish()
+    assert engine.blocks.num_available == NUM_BLOCKS
+
+
+def prompt_request(name: str) -> EngineRequest:
+    return ask(name, PROMPTS[name], max_tokens=1 if name == "ends" else 4)
+
+
+def completed(lease_id: str) -> Completed:
+    return Completed(
+        lease_id, transport="tcp", nbytes=1, num_extents=1, seconds=0.1, busy_s=0.1, hidden_s=0.0, wait_s=0.0
+    )
+
+
+def grant(name: str, lease_id: str, cached: int = 0, missing: int = 0) -> Reserved:
+    blocks = list(range(-(-len(PROMPTS[name]) // 16) - missing))
+    return Reserved(
+        request_id=name,
+        lease_id=lease_id,
+        incarnation="d" * 16,
+        block_size=16,
+        block_ids=blocks,
+        cached_blocks=min(cached, len(blocks)),
+    )
+
+
+class PrefillStages(RuleBasedStateMachine):
+    """What the router, two decode workers and the wires may do to a prefill worker, in any order."""
+
+    engine: Engine
+
+    @initialize()
+    def start(self) -> None:
+        assert self.engine.blocks.num_available == NUM_BLOCKS
+        self.light = LightLoop(PrefillLoop, self.engine, "prefill")
+        self.light.sender.unreachable.add(UNREACHABLE.incarnation)
+        self.num_leases = 0
+        self.seen: dict[PrefillRequest, None] = {}
+        self.withdrawn: set[PrefillRequest] = set()
+        self.handed_over: set[PrefillRequest] = set()
+        self.unknown = 0
+
+    # --- the router -------------------------------------------------------------------------------
+
+    @rule(name=NAMES, decode=st.sampled_from([None, *DECODES, *DECODES, UNREACHABLE]))
+    def generate(self, name: str, decode: Any) -> None:
+        self.light.generate(prompt_request(name), decode)
+        assert self.light.loop.knows(name)
+
+    @rule(name=NAMES)
+    def abort(self, name: str) -> None:
+        before = self.light.table.get(name)
+        self.light.loop._on_router_message(Abort(request_ids=[name]))
+        assert name not in self.light.table
+        if before is not None:
+            self.withdrawn.add(before)
+
+    @rule(name=NAMES, decode=st.sampled_from([None, *DECODES, *DECODES, UNREACHABLE]), fresh=MOSTLY)
+    def redirect(self, name: str, decode: Any, fresh: bool) -> None:
+        self.unknown += fresh and not self.light.loop.knows(name)
+        incarnation = OURS if fresh else STALE
+        self.light.loop._on_router_message(Redirect(incarnation=incarnation, request_id=name, decode=decode))
+        self.light.flush()
+
+    # --- the decode workers -----------------------------------------------------------------------
+
+    @rule(name=NAMES, fits=MOSTLY, cached=st.integers(0, 2), same=st.booleans(), peer=st.booleans())
+    def reserved(self, name: str, fits: bool, cached: int, same: bool, peer: bool) -> None:
+        request = self.light.table.get(name)
+        self.num_leases += 1
+        lease = f"lease-{self.num_leases}"
+        if same and request is not None and request.lease_id is not None:
+            lease = request.lease_id
+        self.reply(name, grant(name, lease, cached, missing=not fits), peer)
+
+    @rule(name=NAMES, kind=st.sampled_from(["overloaded", "transfer", "invalid"]), peer=st.booleans())
+    def refused(self, name: str, kind: Any, peer: bool) -> None:
+        self.reply(name, ReserveRefused(request_id=name, error_kind=kind, reason="no"), peer)
+
+    @rule(name=NAMES, peer=st.booleans())
+    def stale(self, name: str, peer: bool) -> None:
+        self.reply(name, Stale(request_id=name, incarnation="9" * 16), peer)
+
+    @rule(name=NAMES, error=st.sampled_from([None, None, None, "no"]), right=MOSTLY, peer=MOSTLY)
+    def acknowledged(self, name: str, error: str | None, right: bool, peer: bool) -> None:
+        request = self.light.table.get(name)
+        lease = request.lease_id if request is not None and right else None
+        ack = HandoffAck(request_id=name, lease_id=lease or "unknown", error=error)
+        sent = request is not None and request.stage is Stage.SENT
+        self.reply(name, ack, peer)
+        if sent and lease and peer and error is None:
+            self.handed_over.add(request)
+            assert request.stage in (Stage.SETTLING, Stage.ENDED)
+
+    def reply(self, name: str, reply: PeerReply, peer: bool) -> None:
+        """From the request's own decode worker if `peer`, else from another one."""
+        request = self.light.table.get(name)
+        own = request.peer if request is not None and request.peer is not None else DECODES[0]
+        other = DECODES[0] if own is DECODES[1] else DECODES[1]
+        state = (request.stage, request.lease_id) if request is not None else None
+        self.light.loop.on_peer_reply(own if peer else other, reply)
+        self.light.flush()
+        if request is not None and not peer:
+            assert (request.stage, request.lease_id) == state, "another decode worker's reply changes nothing"
+
+    # --- the wires --------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.light.sender.read)
+    @rule(data=st.data(), event=st.sampled_from(["sent", "completed", "completed", "failed"]))
+    def a_push_goes_on(self, data: st.DataObject, event: str) -> None:
+        sender = self.light.sender
+        lease = data.draw(st.sampled_from(list(sender.read)))
+        match event:
+            case "sent":
+                sender.tell(Sent(lease, 1))
+            case "completed" if lease in sender.final:
+                sender.tell(completed(lease))
+            case "failed":
+                sender.tell(Failed(lease, "the peer is gone"))
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    @rule()
+    def deliver(self) -> None:
+        self.light.deliver()
+
+    @rule()
+    def step(self) -> None:
+        self.light.step()
+
+    @rule(seconds=st.sampled_from([2.0, 1000.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.light.loop.expire(time.monotonic() + seconds)
+        self.light.flush()
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    @invariant()
+    def note(self) -> None:
+        for request in self.light.requests:
+            self.seen[request] = None
+
+    @invariant()
+    def no_block_is_freed_while_it_may_be_read(self) -> None:
+        for lease, blocks in self.light.sender.read.items():
+            request = self.light.table.with_lease(lease)
+            assert request is not None and set(blocks) <= set(self.engine.block_ids(request.request_id))
+
+    @invariant()
+    def every_used_block_is_the_engines(self) -> None:
+        assert self.light.used_blocks() == self.light.computing_blocks()
+        assert set(self.engine._sequences) == {each.request_id for each in self.light.requests}
+
+    @invariant()
+    def the_stage_says_what_is_held(self) -> None:
+        for request in self.light.requests:
+            assert request.stage is not Stage.ENDED
+            has_lease = request.stage in (Stage.PUSHING, Stage.SENT, Stage.SETTLING)
+            assert (request.lease_id is not None) == (request.grant is not None) == has_lease
+            assert (request.deadline is None) == (request.stage in (Stage.WHOLE, Stage.ASSIGNED))
+            assert (request.peer is None) == (request.stage is Stage.WHOLE)
+            assert (request in self.light.loop._pushing.values()) == (request.stage is Stage.PUSHING)
+            if request.stage in (Stage.SENT, Stage.SETTLING):
+                assert request.first_token is not None
+
+    @invariant()
+    def who_was_asked_is_told(self) -> None:
+        """Each decode worker knows by its last message whether it is to go on with a request."""
+        last: dict[tuple[str, str], Any] = {}
+        for peer, message in self.light.peers.sent:
+            match message:
+                case Reserve():
+                    last[peer.incarnation, message.request.request_id] = message
+                case Release():
+                    last[peer.incarnation, message.request_id] = message
+                case Handoff():
+                    last[peer.incarnation, message.manifest.request_id] = message
+        asked = {(each.decode.incarnation, each.request_id) for each in self.light.requests if each.has_asked}
+        assert asked <= {key for key, message in last.items() if not isinstance(message, Release)}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "light"):
+            return
+        self.light.finish(self.note)
+        assert self.engine.blocks.num_available == NUM_BLOCKS, "blocks leaked"
+        assert not self.light.requests and not self.light.loop._pushing and not self.light.sender.read
+        assert all(request.stage is Stage.ENDED for request in self.seen)
+        unanswered = self.withdrawn | self.handed_over
+        ends = sum(self.light.num_ends(name) for name in PROMPTS)
+        assert ends == self.unknown + sum(each not in unanswered for each in self.seen)
+
+
+def test_every_message_in_every_stage(engine: Engine) -> None:
+    PrefillStages.engine = engine
+    run_state_machine_as_test(
+        PrefillStages,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("before", Stage)
+def test_only_transitions_of_the_table_are_legal(before: Stage) -> None:
+    for after in Stage:
+        request = PrefillRequest(prompt_request("short"), before)
+        if after in PrefillRequest.next_stages[before]:
+            request.enter(after)
+            assert request.stage is after
+        else:
+            with pytest.raises(IllegalTransitionError, match=f"{before.name} -> {after.name}"):
+                request.enter(after)
+            assert request.stage is before
+
+
+def test_blocks_stay_until_the_wire_has_acknowledged_them(light: LightLoop, engine: Engine) -> None:
+    """The decode worker's acknowledgement may be faster than the wire's."""
+    light.generate(prompt_request("short"), DECODES[0])
+    light.step()
+    light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
+    light.loop.on_peer_reply(DECODES[0], HandoffAck(request_id="short", lease_id="lease"))
+    assert engine.blocks.num_available == NUM_BLOCKS - 2
+    assert not light.loop.knows("short"), "it runs elsewhere"
+    light.sender.tell(completed("lease"))
+    light.deliver()
+    assert engine.blocks.num_available == NUM_BLOCKS
+    assert not any(isinstance(message, Release) for _, message in light.peers.sent)
+
+
+def test_a_request_that_settles_may_be_placed_here_again(light: LightLoop) -> None:
+    light.generate(prompt_request("short"), DECODES[0])
+    light.step()
+    light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
+    light.loop.on_peer_reply(DECODES[0], HandoffAck(request_id="short", lease_id="lease"))
+    light.generate(prompt_request("short"))
+    light.run()
+    assert [output.error for output in light.router.outputs if output.finish_reason is not None] == [None]
+
+
+def test_a_message_for_another_incarnation_changes_nothing(light: LightLoop) -> None:
+    light.generate(prompt_request("short"), DECODES[0], incarnation=STALE)
+    assert not light.loop.knows("short") and not light.engine.has_work()
+    [output] = light.router.outputs
+    assert (output.error_kind, output.finish_reason) == ("worker_lost", "error")
+    light.generate(prompt_request("short"), DECODES[0])
+    light.loop._on_router_message(Redirect(incarnation=STALE, request_id="short", decode=None))
+    assert light.table.get("short").stage is Stage.ASSIGNED
+    assert light.loop.counters["stale_messages_total"] == 2
+
+
+@pytest.mark.parametrize("stage", ["reserving", "sent"])
+def test_a_reply_of_another_incarnation_changes_nothing(light: LightLoop, stage: str) -> None:
+    """A decode worker that was started anew has the old one's id, and another incarnation."""
+    light.generate(prompt_request("short"), DECODES[0])
+    light.step()
+    again = address("decode-0", "7" * 16)
+    if stage == "sent":
+        light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
+    before = light.table.get("short").stage
+    for reply in (
+        grant("short", "foreign"),
+        ReserveRefused(request_id="short", error_kind="overloaded", reason="full"),
+        HandoffAck(request_id="short", lease_id="lease"),
+        HandoffAck(request_id="short", lease_id="lease", error="it does not fit"),
+        Stale(request_id="short", incarnation="7" * 16),
+    ):
+        light.loop.on_peer_reply(again, reply)
+    assert light.table.get("short").stage is before
+    assert not light.router.messages
+    [release] = [message for _, message in light.peers.sent if isinstance(message, Release)]
+    assert release.lease_id == "foreign", "a grant that nobody wants is given back"
+
+
+def test_an_acknowledgement_before_the_manifest_is_stale(light: LightLoop) -> None:
+    light.generate(prompt_request("long"), DECODES[0])
+    light.step()
+    light.loop.on_peer_reply(DECODES[0], grant("long", "lease"))
+    light.loop.on_peer_reply(DECODES[0], HandoffAck(request_id="long", lease_id="lease"))
+    assert light.table.get("long").stage is Stage.PUSHING
+    assert light.loop.counters["stale_messages_total"] == 1
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_an_aborted_request_is_taken_back_from_its_decode_worker(light: LightLoop, granted: bool) -> None:
+    light.generate(prompt_request("short"), DECODES[0])
+    light.step()
+    if granted:
+        light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
+    light.loop._on_router_message(Abort(request_ids=["short"]))
+    peer, message = light.peers.sent[-1]
+    assert peer is DECODES[0] and isinstance(message, Release)
+    assert message.lease_id == ("lease" if granted else ANY_LEASE)

@@ -1,0 +1,132 @@
+"""Both sides of a prefix fetch, without sockets: what becomes of the blocks however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decode_worker.loop import DecodeLoop
+from engine.engine import Engine
+from kvtransfer.interface import Arrival, Completed, Failed, Progress
+from protocol.ids import block_identities
+from protocol.messages import Abort, EngineRequest, Fetch, FetchRefused
+from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
+
+NUM_BLOCKS = 12
+HOLDER = address("prefill-1", "b" * 16)
+PROMPT = range(1, 71)
+NUM_FULL = len(PROMPT) // 16
+
+
+@pytest.fixture
+def engine(model_folder: Path) -> Engine:
+    return small_engine(model_folder, NUM_BLOCKS)
+
+
+@pytest.fixture
+def light(engine: Engine) -> Iterator[LightLoop]:
+    light = LightLoop(DecodeLoop, engine, "decode")
+    yield light
+    light.finish()
+    assert engine.blocks.num_available == NUM_BLOCKS
+
+
+def request() -> EngineRequest:
+    return ask("r", PROMPT)
+
+
+def fetch(light: LightLoop) -> str:
+    """Ask the holder; returns the lease."""
+    light.generate(request(), prefix=HOLDER)
+    [(peer, message)] = light.peers.sent
+    assert peer == HOLDER and isinstance(message, Fetch)
+    assert len(message.identities) == NUM_FULL
+    return message.lease_id
+
+
+def arrival(foreign_formats: frozenset[str] = frozenset()) -> Arrival:
+    return Arrival(
+        0.0, "tcp", nbytes=1, seconds=0.1, exposed_s=0.0, wait_s=0.0, foreign_formats=foreign_formats
+    )
+
+
+def cached_tokens(light: LightLoop) -> int | None:
+    """Run the request to its end; how much of its prompt it found in the cache."""
+    light.run()
+    assert light.num_ends("r") == 1
+    return next(output.cached_tokens for output in light.router.outputs)
+
+
+def test_what_came_is_cached(light: LightLoop) -> None:
+    lease = fetch(light)
+    light.receiver.tell(Progress(lease, 3, complete=True, arrival=arrival()))
+    light.deliver()
+    assert cached_tokens(light) == 3 * 16
+
+
+def test_values_that_the_wire_changed_are_not_used(light: LightLoop) -> None:
+    lease = fetch(light)
+    changed = arrival(frozenset({"float32 through int8"}))
+    light.receiver.tell(Progress(lease, NUM_FULL, complete=True, arrival=changed))
+    light.deliver()
+    assert cached_tokens(light) == 0
+    assert light.loop.counters["prefix_fetch_failures_total"] == 1
+
+
+@pytest.mark.parametrize("how", ["abort", "fails", "time"])
+def test_blocks_wait_for_the_last_write(light: LightLoop, engine: Engine, how: str) -> None:
+    lease = fetch(light)
+    light.receiver.begin_write(lease)
+    match how:
+        case "abort":
+            light.loop._on_router_message(Abort(request_ids=["r"]))
+        case "fails":
+            light.receiver.tell(Failed(lease, "gone"))
+            light.deliver()
+        case "time":
+            light.loop._fetcher.expire(1e12)
+    if how != "abort":
+        assert cached_tokens(light) == 0
+    assert not set(light.receiver.written[lease]) & light.computing_blocks()
+    assert len(light.used_blocks()) == NUM_FULL
+    light.receiver.end_write(lease)
+    light.deliver()
+    assert not light.used_blocks() and not len(light.loop._fetcher.fetches)
+
+
+def lend(light: LightLoop, engine: Engine, incarnation: str = OURS) -> None:
+    root = engine._scheduler.root("")
+    message = Fetch(
+        incarnation=incarnation,
+        request_id="theirs",
+        lease_id="lease",
+        first_block=0,
+        identities=list(block_identities(root, list(PROMPT), 16)),
+        receiver=HOLDER,
+    )
+    light.loop._on_fetch(b"asker", message)
+
+
+@pytest.mark.parametrize("how", ["completed", "failed"])
+def test_lent_blocks_are_given_back(light: LightLoop, engine: Engine, how: str) -> None:
+    light.generate(request())
+    light.run()
+    lend(light, engine)
+    assert len(light.used_blocks()) == NUM_FULL and light.sender.final == {"lease"}
+    lend(light, engine)
+    assert light.loop.counters["duplicate_messages_total"] == 1
+    if how == "failed":
+        light.sender.tell(Failed("lease", "gone"))
+    else:
+        light.sender.tell(Completed("lease", "tcp", 1, 1, 0.1, 0.1, 0.0, 0.0))
+    light.deliver()
+    assert not light.used_blocks() and not light.loop._holder._lent
+
+
+def test_another_incarnation_lends_nothing(light: LightLoop, engine: Engine) -> None:
+    lend(light, engine, STALE)
+    [(_, refused)] = light.inbox.replies
+    assert isinstance(refused, FetchRefused) and "restarted" in refused.reason
+    assert not light.sender.final

@@ -1,0 +1,1 @@
+"""Draft heads for a frozen model, trained from text by `tandem speculate train`."""

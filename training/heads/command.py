@@ -1,0 +1,169 @@
+"""`tandem speculate train`: from a model and texts to heads with a card that says what they are worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from engine.loader import choose_device, choose_dtype
+from protocol.errors import ConfigError
+from training.data import Windows, encode, read_texts
+from training.heads import card
+from training.heads.contract import HeadOptions, Target
+from training.heads.evaluation import acceptance, continue_greedily
+from training.heads.learner import HeadLearner
+from training.heads.methods import TrainableMethod, builder
+from training.loop import Schedule, Step, Trainer
+
+HELD_OUT_SHARE = 0.05
+CONTINUED_TOKENS = 96
+_CHECKPOINT = "checkpoint.safetensors"
+_LOG_EVERY_S = 60.0
+_WARM_UP = 0.05
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The command's options by their names. `steps` None: once through the data."""
+
+    method: TrainableMethod
+    model: str
+    data: Path
+    output: Path
+    held_out: Path | None = None
+    head: HeadOptions = field(default_factory=HeadOptions)
+    steps: int | None = None
+    batch_tokens: int = 4096
+    length: int = 512
+    learning_rate: float = 1e-3
+    seed: int = 0
+    device: str = "auto"
+    held_out_windows: int = 64
+    save_every_s: float = 60.0
+
+
+def train(options: TrainOptions, console: Console) -> list[float]:
+    """Train, measure, save; returns the held-out acceptance of each drafted position.
+
+    A run that was stopped goes on from its checkpoint when the same command is given again. Raises
+    `ConfigError` that names the option.
+    """
+    if (options.output / "config.json").exists():
+        raise ConfigError(f"--output: {options.output} has finished heads already; choose another folder")
+    tokenizer = _load(AutoTokenizer, options.model)
+    stream, held_out = _streams(options, tokenizer)
+    prompts = _prompts(held_out, options)
+    target = _target(options, stream)
+    head = builder(options.method)(target, options.head)
+    windows = Windows(stream, options.length, max(1, options.batch_tokens // options.length), options.seed)
+    run = _describe(options, windows, stream)
+    checkpoint = options.output / _CHECKPOINT
+    learner = HeadLearner(head, target, windows, options.learning_rate)
+    schedule, settings = head_schedule(run.steps), dataclasses.asdict(run)
+    trainer = Trainer(learner, schedule, settings, checkpoint, options.save_every_s)
+    parameters = sum(p.numel() for p in head.module.parameters())
+    console.print(
+        f"{options.method} heads for {options.model}: {parameters:,} parameters, {len(stream):,} tokens of "
+        f"text, {run.steps} steps of {windows.batch_tokens} tokens on {target.device}"
+    )
+    if trainer.first_step:
+        console.print(f"going on from step {trainer.first_step} of {checkpoint}")
+    _run(trainer, run.steps, console)
+    rates = acceptance(head, target, continue_greedily(target, prompts, CONTINUED_TOKENS))
+    head.save(options.output)
+    card.write(options.output, run, rates, parameters, len(prompts))
+    checkpoint.unlink()
+    console.print(_table(rates))
+    console.print(f"saved in {options.output}")
+    return rates
+
+
+def _load(kind: Any, model: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(model, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: cannot load {model!r}: {error}") from error
+
+
+def _streams(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """The tokens to train on, and those held out: another text's, or a part of the same."""
+    stream = encode(read_texts(options.data), tokenizer)
+    if options.held_out is not None:
+        return stream, encode(read_texts(options.held_out, "--held-out"), tokenizer)
+    kept = len(stream) - int(len(stream) * HELD_OUT_SHARE)
+    return stream[:kept], stream[kept:]
+
+
+def _target(options: TrainOptions, stream: Tensor) -> Target:
+    device = choose_device(options.device)
+    model = _load(AutoModelForCausalLM, options.model, dtype="auto")
+    model = model.to(device, choose_dtype("auto", model.config, device)).eval().requires_grad_(False)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    return Target(options.model, model, torch.bincount(stream.long(), minlength=vocab_size))
+
+
+def head_schedule(steps: int) -> Schedule:
+    """The rate rises in the first twentieth of the steps, then falls to zero at the end of the last one."""
+    warm_up = max(1, round(steps * _WARM_UP))
+    return Schedule(steps, warm_up, decay=steps - warm_up + 1)
+
+
+def _describe(options: TrainOptions, windows: Windows, stream: Tensor) -> card.Run:
+    return card.Run(
+        method=options.method,
+        model=options.model,
+        data=hashlib.blake2b(stream.numpy().tobytes(), digest_size=8).hexdigest(),
+        steps=options.steps or windows.steps_per_epoch,
+        batch_tokens=windows.batch_tokens,
+        length=options.length,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+        options=dataclasses.asdict(options.head),
+    )
+
+
+def _run(trainer: Trainer, steps: int, console: Console) -> None:
+    """Show a bar; where nobody watches, a line every minute."""
+    columns = (TextColumn("{task.fields[state]}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=steps, completed=trainer.first_step, state="training")
+        logged = 0.0
+
+        def report(step: Step) -> None:
+            nonlocal logged
+            state = f"loss {step.loss:.3f}, {step.tokens / step.seconds:,.0f} tokens/s"
+            progress.update(task, completed=step.number, state=state)
+            if not console.is_terminal and step.seconds - logged > _LOG_EVERY_S:
+                logged = step.seconds
+                console.print(f"step {step.number} of {steps}: {state}")
+
+        trainer.run(report)
+
+
+def _prompts(held_out: Tensor, options: TrainOptions) -> Tensor:
+    """Windows spread evenly over the held-out tokens, with room for a continuation: int64 [n, length]."""
+    windows = held_out[: len(held_out) // options.length * options.length].view(-1, options.length)
+    if not len(windows):
+        raise ConfigError(
+            f"--length: {options.length} exceeds the {len(held_out)} tokens held out; give more text, or less"
+        )
+    chosen = torch.linspace(0, len(windows) - 1, min(options.held_out_windows, len(windows))).long()
+    return windows[chosen, : max(1, options.length - CONTINUED_TOKENS)].long()
+
+
+def _table(rates: list[float]) -> Table:
+    table = Table(title="held-out acceptance, greedy")
+    for number in range(len(rates)):
+        table.add_column(f"token {number + 1}", justify="right")
+    table.add_row(*(f"{rate:.1%}" for rate in rates))
+    return table

@@ -1,0 +1,141 @@
+"""Medusa heads in training: residual layers on the target's final hidden state, and one LM head for all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from protocol.errors import ConfigError
+from training.heads.contract import HeadOptions, Target
+
+DEFAULT_DEPTH = 4
+MAX_DEPTH = 16
+NUM_RANKS = 10
+
+
+def build(target: Target, options: HeadOptions) -> MedusaTraining:
+    """Raises `ConfigError` that names the option."""
+    depth = options.depth or DEFAULT_DEPTH
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"--depth: at most {MAX_DEPTH} Medusa heads, got {depth}")
+    size = options.draft_vocab_size or target.vocab_size
+    if size > target.vocab_size:
+        raise ConfigError(f"--draft-vocab-size: {size} exceeds the model's {target.vocab_size} tokens")
+    return MedusaTraining(target, depth, options.num_layers or 1, size)
+
+
+class MedusaTraining:
+    """Implements `training.heads.contract.TrainableHead`.
+
+    The heads have residual layers of their own and share an LM head that begins as the target's, with the
+    rows of the `draft_vocab_size` most frequent tokens. A head learns the target's whole distribution of its
+    token, given the text before that (self-distillation, Cai et al. 2024, section 2.3.2), at the places where
+    the tokens between are what the target itself would say: a head does not see them, and only there are its
+    tokens verified.
+    """
+
+    def __init__(self, target: Target, depth: int, num_layers: int, draft_vocab_size: int) -> None:
+        self.depth = depth
+        self.hidden_layers: tuple[int, ...] = (target.num_layers,)
+        self._target = target
+        self._num_layers = num_layers
+        frequent = target.token_counts.topk(draft_vocab_size).indices
+        self._token_map = frequent.sort().values.to(target.device)
+        lm_head = target.model.get_output_embeddings().weight[self._token_map] * target.logit_scale
+        self._heads = ResidualHeads(depth, num_layers, lm_head)
+        self.module: nn.Module = self._heads
+        self._rank_acceptance: Tensor | None = None
+
+    def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher = self._target.logits(hidden)
+            said = teacher[:, :-1].argmax(dim=-1) == token_ids[:, 1:]
+        total = torch.zeros((), device=hidden.device)
+        reached = torch.ones_like(said[:, :1]).expand(*said.shape[:1], said.shape[1] + 1)
+        for head in range(self.depth):
+            reached = reached[:, :-1] & said[:, head:]
+            student = self._heads(head, hidden[:, : reached.shape[1]][reached])
+            wanted = self._probabilities(teacher[:, 1 + head :][reached])
+            total = total + F.cross_entropy(student.float(), wanted, reduction="sum") / max(1, len(wanted))
+        return total / self.depth
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        return logits.float().softmax(dim=-1)[..., self._token_map]
+
+    def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
+        return self._ranked(hidden[:, places], 1)[..., 0]
+
+    def _ranked(self, hidden: Tensor, count: int) -> Tensor:
+        """The best tokens of each head: [windows, places, heads, count]."""
+        best = [self._heads(head, hidden).topk(count).indices for head in range(self.depth)]
+        return self._token_map[torch.stack(best, dim=2)]
+
+    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
+        """How often each rank of each head is right, which is what a static tree is chosen by."""
+        ranked = self._ranked(hidden[:, places], min(NUM_RANKS, len(self._token_map)))
+        ahead = places.unsqueeze(1) + 2 + torch.arange(self.depth, device=places.device)
+        right = ranked == token_ids[:, ahead].unsqueeze(-1)
+        self._rank_acceptance = right.float().mean(dim=(0, 1))
+
+    def save(self, folder: Path) -> None:
+        """vLLM's layout with one LM head, which it calls `original_lm_head`. `rank_acceptance` is ours."""
+        tensors = {
+            name: parameter.detach().to("cpu", self._target.dtype).contiguous()
+            for name, parameter in self.module.named_parameters()
+        }
+        config: dict[str, object] = {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": self._target.hidden_size,
+            "vocab_size": self._target.vocab_size,
+            "truncated_vocab_size": len(self._token_map),
+            "num_heads": self.depth,
+            "num_hidden_layers": self._num_layers,
+            "medusa_fc_bias": False,
+            "original_lm_head": True,
+        }
+        if len(self._token_map) < self._target.vocab_size:
+            tensors["token_map"] = self._token_map.cpu()
+        if self._rank_acceptance is not None:
+            config["rank_acceptance"] = [
+                [round(share, 4) for share in head] for head in self._rank_acceptance.tolist()
+            ]
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class ResidualHeads(nn.Module):
+    """Float32 weights by vLLM's names. The layers are zero and the LM head is the target's at first."""
+
+    def __init__(self, num_heads: int, num_layers: int, lm_head: Tensor) -> None:
+        super().__init__()
+        rows, hidden_size = lm_head.shape
+        device = lm_head.device
+        self.blocks = nn.ModuleList(ResidualBlock(num_layers, hidden_size, device) for _ in range(num_heads))
+        self.lm_heads = nn.ModuleList([nn.Linear(hidden_size, rows, bias=False, device=device)])
+        self.lm_heads[0].weight.data.copy_(lm_head)
+
+    def forward(self, head: int, hidden: Tensor) -> Tensor:
+        """Logits [..., rows] in the dtype of `hidden` [..., hidden_size]."""
+        return F.linear(self.blocks[head](hidden), self.lm_heads[0].weight.to(hidden.dtype))
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, num_layers: int, hidden_size: int, device: torch.device) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(hidden_size, hidden_size, bias=False, device=device) for _ in range(num_layers)
+        )
+        for layer in self.layers:
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + F.silu(F.linear(hidden, layer.weight.to(hidden.dtype)))
+        return hidden

@@ -1,0 +1,160 @@
+"""The training loop: warm-up, constant rate, linear decay; checkpoints by the clock; resuming."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim import Optimizer
+
+from protocol.errors import ConfigError
+
+CLIP_NORM = 1.0
+
+
+class Learner(Protocol):
+    """What is trained.
+
+    `module` holds the float32 parameters that `optimizers` step, by their names in a checkpoint. Each
+    optimizer's learning rate at its making is the highest of the run.
+    """
+
+    module: nn.Module
+    batch_tokens: int
+
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]: ...
+
+    def backward(self, step: int) -> float:
+        """Add the gradients of this step's batch to `module`'s parameters; returns the loss.
+
+        The batch depends on the step's number alone.
+        """
+        ...
+
+    def updated(self) -> None:
+        """The parameters have changed: by a step, or from a checkpoint."""
+        ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps in all, of rising learning rate at the start, of falling rate at the end."""
+
+    steps: int
+    warm_up: int
+    decay: int
+
+    def scale(self, step: int) -> float:
+        """The factor in (0, 1] on the learning rate at `step`."""
+        return min(1.0, (step + 1) / self.warm_up, (self.steps - step) / max(1, self.decay))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step. `tokens` and `seconds` count from the first step of this process."""
+
+    number: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+class Trainer:
+    """Trains in place and writes a checkpoint every `save_every_s` seconds.
+
+    A run goes on from `checkpoint` if it exists and has the same `settings`.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        schedule: Schedule,
+        settings: Mapping[str, Any],
+        checkpoint: Path,
+        save_every_s: float = 60.0,
+    ) -> None:
+        self._learner = learner
+        self._schedule = schedule
+        self._settings = settings
+        self._checkpoint = checkpoint
+        self._save_every_s = save_every_s
+        self._parameters = [p for p in learner.module.parameters() if p.requires_grad]
+        self._rates = {name: each.defaults["lr"] for name, each in learner.optimizers.items()}
+        self.first_step = self._resume() if checkpoint.exists() else 0
+
+    def run(self, report: Callable[[Step], None], until: int | None = None) -> None:
+        """Train to the schedule's end or to step `until`; then, and every so often, write a checkpoint."""
+        started = saved = time.monotonic()
+        end = self._schedule.steps if until is None else until
+        self._learner.module.train()
+        for step in range(self.first_step, end):
+            loss = self._step(step)
+            now = time.monotonic()
+            tokens = (step + 1 - self.first_step) * self._learner.batch_tokens
+            report(Step(step + 1, loss, tokens, now - started))
+            if step + 1 == end or now - saved > self._save_every_s:
+                self._save(step + 1)
+                saved = now
+        self.first_step = end
+        self._learner.module.eval()
+
+    def _step(self, step: int) -> float:
+        loss = self._learner.backward(step)
+        torch.nn.utils.clip_grad_norm_(self._parameters, CLIP_NORM)
+        for name, optimizer in self._learner.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = self._rates[name] * self._schedule.scale(step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._learner.updated()
+        return loss
+
+    def _save(self, step: int) -> None:
+        tensors = {f"module/{name}": value for name, value in self._learner.module.state_dict().items()}
+        for kind, optimizer in self._learner.optimizers.items():
+            for index, state in optimizer.state_dict()["state"].items():
+                tensors |= {f"{kind}/{index}/{key}": value for key, value in state.items()}
+        metadata = {"step": str(step), "settings": json.dumps(self._settings)}
+        partial = self._checkpoint.with_suffix(".partial")
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        # safetensors refuses tied tensors: each one is written as a tensor of its own.
+        save_file({name: value.clone() for name, value in tensors.items()}, partial, metadata=metadata)
+        partial.replace(self._checkpoint)
+
+    def _resume(self) -> int:
+        path = self._checkpoint
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata()
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"--output: the checkpoint {path} cannot be read: {error}") from error
+        self._check_same(json.loads(metadata["settings"]))
+        module = {n.removeprefix("module/"): t for n, t in tensors.items() if n.startswith("module/")}
+        self._learner.module.load_state_dict(module)
+        for kind, optimizer in self._learner.optimizers.items():
+            content: dict[str, Any] = optimizer.state_dict()
+            for name, value in tensors.items():
+                if name.startswith(f"{kind}/"):
+                    _, index, key = name.split("/")
+                    content["state"].setdefault(int(index), {})[key] = value
+            optimizer.load_state_dict(content)
+        self._learner.updated()
+        return int(metadata["step"])
+
+    def _check_same(self, before: dict[str, Any]) -> None:
+        for name, now in self._settings.items():
+            if before.get(name) != now:
+                raise ConfigError(
+                    f"--output: {self._checkpoint} is of a run with {name} {before.get(name)!r}, this has "
+                    f"{now!r}: give the same options to resume it, or another --output"
+                )

@@ -1,0 +1,51 @@
+"""What a template process loads for the workers that are forked from it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from engine.attention.select import select_backend
+from engine.held import hold, holds
+from engine.loader import LoadedModel, load_model
+from engine.select_forward import pack_model
+from protocol.config import ServeConfig
+from speculation.draft_model import draft_config
+from worker.setup import build_kernels, set_up_logging
+
+log = logging.getLogger(__name__)
+
+
+def preload(config: ServeConfig) -> bool:
+    """Load and pack the model of a configuration, and its draft model, unless they are here already.
+
+    Whether anything was loaded. What cannot be loaded is left to the workers, which say why.
+    """
+    if config.device != "cpu" or holds(config):
+        return False  # a GPU's memory cannot be had before the fork
+    hold([])
+    torch.set_num_threads(1)  # a fork would not take more of them along
+    set_up_logging(config, "template")
+    build_kernels()
+    try:
+        target = _load(config)
+        models = [(config, target)]
+        options = config.speculative_config
+        if options is not None and options.method == "draft_model" and options.model is not None:
+            draft = draft_config(config, options.model, target)
+            models.append((draft, _load(draft)))
+    except Exception as error:
+        log.warning("the model is loaded by each worker, as the template could not: %s", error)
+        return False
+    hold(models)
+    return True
+
+
+def _load(config: ServeConfig) -> LoadedModel:
+    loaded = load_model(config)
+    for parameter in loaded.model.parameters():
+        # Transformers may leave it in the mapped file, which somebody could overwrite.
+        parameter.data = parameter.data.clone()
+    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    return pack_model(loaded, config.compile, backend)

@@ -1,0 +1,110 @@
+"""What the request objects of a worker have in common: a stage, and a place in a table.
+
+Each role has one class of requests. An object of it owns what the request holds on this worker: its lease,
+its blocks and its deadline.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+from protocol.messages import EngineRequest
+
+Stage = TypeVar("Stage", bound=enum.Enum)
+
+
+class IllegalTransitionError(Exception):
+    """A request was moved to a stage that cannot follow its present one. Always a bug of this worker."""
+
+
+class StagedRequest(Generic[Stage]):
+    """A request in one of the stages of its class. `next_stages` is the table of legal transitions.
+
+    `deadline` is in monotonic seconds; None while nothing is awaited from another worker.
+    """
+
+    next_stages: ClassVar[Mapping[Any, frozenset[Any]]]
+    request: EngineRequest
+    stage: Stage
+    lease_id: str | None = None
+    deadline: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def held_lease(self) -> str:
+        """The lease of a request that is in a stage with one."""
+        assert self.lease_id is not None
+        return self.lease_id
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens whose KV is handed over: the prompt, and what was emitted before a failover."""
+        return self.request.prompt_token_ids + self.request.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+
+    def enter(self, stage: Stage) -> None:
+        """Raises `IllegalTransitionError`, with nothing changed."""
+        if stage not in self.next_stages[self.stage]:
+            raise IllegalTransitionError(f"{self.request_id}: {self.stage.name} -> {stage.name}")
+        self.stage = stage
+
+    def is_overdue(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
+
+
+Request = TypeVar("Request", bound=StagedRequest[Any])
+
+
+class RequestTable(Generic[Request]):
+    """Requests by their id and by their lease.
+
+    A request that is given up may keep its lease longer than its id: until nobody writes to its blocks any
+    more. A newer request may have the id by then.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Request] = {}
+        self._by_lease: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id.keys() | {request.request_id for request in self._by_lease.values()})
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def __iter__(self) -> Iterator[Request]:
+        """The requests that have their id, oldest first. The table may change meanwhile."""
+        return iter(list(self._by_id.values()))
+
+    def get(self, request_id: str) -> Request | None:
+        return self._by_id.get(request_id)
+
+    def with_lease(self, lease_id: str) -> Request | None:
+        return self._by_lease.get(lease_id)
+
+    def insert(self, request: Request) -> None:
+        assert request.request_id not in self._by_id
+        self._by_id[request.request_id] = request
+
+    def release_id(self, request: Request) -> None:
+        """Another request may have the id from now on. Idempotent."""
+        if self._by_id.get(request.request_id) is request:
+            del self._by_id[request.request_id]
+
+    def grant_lease(self, request: Request, lease_id: str) -> None:
+        request.lease_id = lease_id
+        self._by_lease[lease_id] = request
+
+    def drop_lease(self, request: Request) -> None:
+        """Idempotent."""
+        if request.lease_id is not None:
+            del self._by_lease[request.lease_id]
+            request.lease_id = None
