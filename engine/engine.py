@@ -25,10 +25,9 @@ from engine.pool_layout import DRAFT, TARGET, Group, PoolLayout
 from engine.prefix import PrefixRoom, find_room, keep
 from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
-from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
-from engine.select_forward import build_forward
+from engine.select_forward import build_runner
 from engine.sequence import SequenceState, Stage
 from engine.speculator import Speculator
 from engine.tiers.build import build_tiers
@@ -87,8 +86,7 @@ class Engine:
         )
         backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         backend = backend_class(self.pool.layers(TARGET))
-        forward = build_forward(loaded, backend, config.compile, hidden_layers)
-        self._runner = Runner(forward, backend, config.block_size, loaded.device)
+        self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._scheduler = Scheduler(
             self.blocks,
@@ -112,8 +110,8 @@ class Engine:
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
             "attention": f"{backend.name} ({why})",
-            "forward": forward.choice,
-            "products": forward.products,
+            "forward": self._runner.choice,
+            "products": self._runner.products,
             "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB",
             "kv_tiers": self.tiers.describe() if self.tiers is not None else "none",
             "threads": str(torch.get_num_threads()),

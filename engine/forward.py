@@ -11,14 +11,16 @@ import shutil
 import time
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.step_inputs import StepInputs
+from engine.attention.interface import AttentionBackend
+from engine.rows import SequenceRows
+from engine.runner import ForwardOutput
+from engine.step_inputs import begin_step, num_rows
 from protocol.errors import ConfigError
 
 logger = logging.getLogger("tandem.engine")
@@ -33,22 +35,21 @@ ONEDNN_MIN_ROWS = 4
 """oneDNN's matrix kernels take less time for four rows than for one or two."""
 
 
-class ForwardOutput(NamedTuple):
-    """`logits` [rows asked for, vocab_size]. `hidden` [all rows, captured layers * hidden_size], if any."""
-
-    logits: Tensor
-    hidden: Tensor | None
-
-
 class RowsForward(ABC):
-    """A function of packed rows in torch, compiled where that pays.
+    """A `Runner` by a function of packed rows in torch, compiled where that pays."""
 
-    `choice` says whether it is compiled, and why, `products` how its linear layers multiply.
-    """
-
-    def __init__(self, device: torch.device, mode: str, *, products: str, packed: bool = False) -> None:
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        device: torch.device,
+        mode: str,
+        *,
+        products: str,
+        packed: bool = False,
+    ) -> None:
         """`packed`: the linear layers are ours (`engine.linear`)."""
         self.products = products
+        self._backend = backend
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
         self._device = device
         self._mode = mode
@@ -57,27 +58,23 @@ class RowsForward(ABC):
 
     def run(
         self,
-        inputs: StepInputs,
+        batch: Sequence[SequenceRows],
         logit_rows: list[int],
         *,
         wants_hidden: bool = True,
         before: Tensor | None = None,
     ) -> ForwardOutput:
         """As `Runner.run`."""
-        return self._execute(inputs, self.padded_rows(inputs.num_rows), logit_rows, wants_hidden, before)
+        padded = max(num_rows(batch), self._min_rows if self.compiled else 0)
+        logits, hidden = self._execute(batch, padded, logit_rows, before)
+        return ForwardOutput(logits, hidden if wants_hidden else None)
 
     @torch.inference_mode()
     def _execute(
-        self,
-        inputs: StepInputs,
-        num_rows: int,
-        logit_rows: list[int],
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
+        self, batch: Sequence[SequenceRows], padded: int, logit_rows: list[int], before: Tensor | None = None
     ) -> ForwardOutput:
-        token_ids, positions = inputs.begin(num_rows)
-        logits, hidden = self._call(token_ids, positions, logit_rows, before)
-        return ForwardOutput(logits, hidden if wants_hidden else None)
+        token_ids, positions = begin_step(batch, self._backend, self._device, padded)
+        return self._call(token_ids, positions, logit_rows, before)
 
     @abstractmethod
     def _call(
@@ -89,16 +86,12 @@ class RowsForward(ABC):
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """What is compiled."""
 
-    def padded_rows(self, total_tokens: int) -> int:
-        """How many rows the packed input should have for `total_tokens` real ones."""
-        return max(total_tokens, self._min_rows) if self.compiled else total_tokens
-
     def _index(self, logit_rows: list[int]) -> Tensor:
         """The rows that logits are wanted of, as many as the compiled function takes."""
         missing = (MIN_ROWS if self.compiled else 1) - len(logit_rows)
         return torch.tensor(logit_rows + [0] * missing, device=self._device)
 
-    def warm_up(self, padding: StepInputs) -> float:
+    def warm_up(self) -> float:
         """Compile by running padding rows; returns the seconds it took.
 
         A model that does not compile runs eagerly from now on; with `--compile on` that is a ConfigError.
@@ -107,7 +100,7 @@ class RowsForward(ABC):
             return 0.0
         start = time.monotonic()
         try:
-            self._execute(padding, WARM_UP_ROWS, [0, 1])
+            self._execute([], WARM_UP_ROWS, [0, 1])
         except torch._dynamo.exc.TorchDynamoException as error:
             if self._mode == "on":
                 raise ConfigError(f"--compile: the model does not compile: {error}") from error
@@ -123,7 +116,7 @@ class Forward(RowsForward):
     def __init__(
         self,
         model: PreTrainedModel,
-        device: torch.device,
+        backend: AttentionBackend,
         mode: str,
         hidden_layers: tuple[int, ...] = (),
         *,
@@ -131,7 +124,7 @@ class Forward(RowsForward):
         packed: bool = False,
     ) -> None:
         """`hidden_layers` are captured, numbered as in Transformers' `hidden_states`."""
-        super().__init__(device, mode, products=products, packed=packed)
+        super().__init__(backend, model.device, mode, products=products, packed=packed)
         self._model = model
         self._hidden_layers = hidden_layers
         self._can_capture = not hidden_layers

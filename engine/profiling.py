@@ -5,9 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from engine.block_manager import BlockManager, OutOfBlocksError
-from engine.forward import ForwardOutput
 from engine.packing import pack
-from engine.runner import Runner
+from engine.runner import ForwardOutput, Runner
 from engine.scheduler import ScheduledStep
 from engine.sequence import SequenceState, Stage
 from protocol.messages import EngineRequest

@@ -4,55 +4,34 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Protocol
-
-from torch import Tensor
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward, library
-from engine.forward import Forward, ForwardOutput
+from engine.forward import Forward
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.loader import LoadedModel
-from engine.step_inputs import StepInputs
+from engine.runner import Runner
 from native.build import BuildError
 
 logger = logging.getLogger("tandem.engine")
 
 
-class PackedForward(Protocol):
-    """What `Runner` runs. `choice` says what it is, `products` how it multiplies."""
-
-    choice: str
-    products: str
-
-    def warm_up(self, padding: StepInputs) -> float: ...
-
-    def run(
-        self,
-        inputs: StepInputs,
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput: ...
-
-
-def build_forward(
+def build_runner(
     loaded: LoadedModel, backend: AttentionBackend, compile: str, hidden_layers: tuple[int, ...] = ()
-) -> PackedForward:
+) -> Runner:
     """`compile` is the option's value. A model that is not packed yet is packed: see `pack_model`."""
     fault = kernel_fault(loaded.device, loaded.dtype)
     if fault is not None:
-        return Forward(loaded.model, loaded.device, compile, hidden_layers, products=fault)
+        return Forward(loaded.model, backend, compile, hidden_layers, products=fault)
     loaded = pack_model(loaded, compile, type(backend))
     if loaded.description is not None:
         assert isinstance(backend, CpuBackend)
         return DecoderForward(loaded.description, backend, hidden_layers)
     count = sum(isinstance(module, PackedLinear) for module in loaded.model.modules())
     packed = f"{count} packed layers, summed alike in every batch"
-    return Forward(loaded.model, loaded.device, compile, hidden_layers, products=packed, packed=True)
+    return Forward(loaded.model, backend, compile, hidden_layers, products=packed, packed=True)
 
 
 def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend]) -> LoadedModel:

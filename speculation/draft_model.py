@@ -19,9 +19,8 @@ from engine.kv_pool import KVPool
 from engine.loader import LoadedModel, load_model
 from engine.pool_layout import DRAFT, Segment
 from engine.rows import SequenceRows
-from engine.runner import Runner
 from engine.sampler import Sampler
-from engine.select_forward import build_forward
+from engine.select_forward import build_runner
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -77,13 +76,12 @@ class DraftModel:
         device = self._loaded.device
         backend_class, _ = select_backend(device, self._loaded.dtype, self._config.attention_backend)
         backend = backend_class(pool.layers(DRAFT))
-        forward = build_forward(self._loaded, backend, self._config.compile)
-        self._runner = Runner(forward, backend, pool.block_size, device)
+        self._runner = build_runner(self._loaded, backend, self._config.compile)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
         self._native: NativeChain | None = None
-        if isinstance(forward, DecoderForward):
-            self._native = NativeChain(forward, self._vocab_size, self._options.verification)
+        if isinstance(self._runner, DecoderForward):
+            self._native = NativeChain(self._runner, self._vocab_size, self._options.verification)
 
     def warm_up(self) -> None:
         self._runner.warm_up()

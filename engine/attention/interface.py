@@ -47,6 +47,7 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    block_size: int
 
     def __init__(self, layers: Sequence[Tensor]) -> None: ...
 

@@ -38,7 +38,7 @@ class TorchBackend:
     def __init__(self, layers: Sequence[Tensor]) -> None:
         self._layers = list(layers)
         self._device = layers[0].device
-        self._block_size = layers[0].shape[2]
+        self.block_size = layers[0].shape[2]
         self._sequences: list[_Sequence] = []
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -61,8 +61,8 @@ class TorchBackend:
         self._padding = slots < 0
         self._has_padding = bool(self._padding.any())
         self._rows = (slots >= 0).nonzero().squeeze(1)
-        self._blocks = slots[self._rows] // self._block_size
-        self._offsets = slots[self._rows] % self._block_size
+        self._blocks = slots[self._rows] // self.block_size
+        self._offsets = slots[self._rows] % self.block_size
 
     def forward(
         self,
@@ -101,7 +101,7 @@ class TorchBackend:
 
     def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
         """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
-        size = self._block_size
+        size = self.block_size
         first = sequence.first_key
         if window:
             first = max(first, sequence.first_position - window + 1)

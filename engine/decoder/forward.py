@@ -1,11 +1,11 @@
-"""The native decoder behind `PackedForward`, and drafting with it one token after the other."""
+"""The native decoder as a `Runner`, and drafting with it one token after the other."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import weakref
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,10 @@ from torch import Tensor
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.description import Description, NativeModel
 from engine.decoder.structs import Batch, Draft, Entry, Layer, Model, Rows, Weights
-from engine.forward import ForwardOutput
 from engine.linear.packed import kernel_address
-from engine.rows import RowArrays
-from engine.step_inputs import StepInputs
+from engine.rows import RowArrays, SequenceRows
+from engine.runner import ForwardOutput
+from engine.step_inputs import are_chains, begin_step, num_rows
 from native.build import load_library
 from native.openmp import gomp_parallel
 
@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL:
     return library
 
 
-class NativeDecoder(ABC):
+class NativeDecoder:
     """Runs the described model over rows of bfloat16 on the CPU; its KV lies in `backend`'s pool.
 
     Raises BuildError where the kernel cannot be built.
@@ -64,28 +64,13 @@ class NativeDecoder(ABC):
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
         weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)
 
-    def warm_up(self, padding: StepInputs) -> float:
+    def warm_up(self) -> float:
         """There is nothing to compile."""
         return 0.0
 
-    @abstractmethod
-    def run(
-        self,
-        inputs: StepInputs,
-        logit_rows: list[int],
-        *,
-        wants_hidden: bool = True,
-        before: Tensor | None = None,
-    ) -> ForwardOutput:
-        """As `Runner.run`. Raises ValueError where the batch is out of range."""
-
-    @staticmethod
-    def _rows(inputs: StepInputs) -> RowArrays | tuple[Tensor, Tensor]:
-        return inputs.arrays() if inputs.are_chains else inputs.begin(inputs.num_rows)
-
     def _forward(
         self,
-        rows: RowArrays | tuple[Tensor, Tensor],
+        batch: Sequence[SequenceRows],
         logit_rows: list[int],
         hidden_layers: Tensor | None = None,
         before: Tensor | None = None,
@@ -93,19 +78,25 @@ class NativeDecoder(ABC):
         """Logits of `logit_rows`, and hidden states.
 
         The hidden states are those of `hidden_layers`, [rows, layers, hidden_size]. A draft head takes those
-        `before` the rows instead, and returns those after `logit_rows`. `rows` are token ids and positions if
-        the backend's step has begun already.
+        `before` the rows instead, and returns those after `logit_rows`. Raises ValueError where the batch is
+        out of range.
         """
-        token_ids, positions = (rows.token_ids, None) if isinstance(rows, RowArrays) else rows
+        chains = RowArrays.of(batch) if are_chains(batch) else None
+        if chains is not None:
+            count, token_ids, positions = len(chains.token_ids), chains.token_ids.ctypes.data, None
+        else:
+            count = num_rows(batch)
+            inputs = begin_step(batch, self._backend, torch.device("cpu"), count)
+            token_ids, positions = (tensor.data_ptr() for tensor in inputs)
         before = None if before is None else before.contiguous()
         wanted = np.array(logit_rows)
         logits = torch.empty((len(logit_rows), self.vocab_size), dtype=torch.bfloat16)
-        count, captured = len(token_ids), 0 if hidden_layers is None else len(hidden_layers)
+        captured = 0 if hidden_layers is None else len(hidden_layers)
         shape = (count, captured) if before is None else (len(logit_rows),)
         hidden = torch.empty((*shape, self._hidden_size), dtype=torch.bfloat16)
         fields = Rows(
-            token_ids.ctypes.data if isinstance(token_ids, np.ndarray) else token_ids.data_ptr(),
-            None if positions is None else positions.data_ptr(),
+            token_ids,
+            positions,
             count,
             wanted.ctypes.data,
             len(logit_rows),
@@ -116,9 +107,9 @@ class NativeDecoder(ABC):
             None if before is None else before.data_ptr(),
             None if before is None else hidden.data_ptr(),
         )
-        if isinstance(rows, RowArrays):
-            batch = ctypes.byref(self._batch(rows))
-            _check(self._library.tandem_decoder_run(self._decoder, batch, ctypes.byref(fields)))
+        if chains is not None:
+            described = ctypes.byref(self._batch(chains))
+            _check(self._library.tandem_decoder_run(self._decoder, described, ctypes.byref(fields)))
         else:
             self._library.tandem_decoder_forward(self._decoder, ctypes.byref(fields))
         return logits, hidden
@@ -192,15 +183,15 @@ class DecoderForward(NativeDecoder):
 
     def run(
         self,
-        inputs: StepInputs,
+        batch: Sequence[SequenceRows],
         logit_rows: list[int],
         *,
         wants_hidden: bool = True,
         before: Tensor | None = None,
     ) -> ForwardOutput:
         if not (wants_hidden and self._order):
-            return ForwardOutput(self._forward(self._rows(inputs), logit_rows)[0], None)
-        logits, hidden = self._forward(self._rows(inputs), logit_rows, self._hidden_layers)
+            return ForwardOutput(self._forward(batch, logit_rows)[0], None)
+        logits, hidden = self._forward(batch, logit_rows, self._hidden_layers)
         if self._asked != sorted(self._asked):
             hidden = hidden[:, self._asked]
         return ForwardOutput(logits, hidden.flatten(1))

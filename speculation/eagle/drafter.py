@@ -15,14 +15,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
 from engine.draft import Draft
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import DRAFT, Segment
 from engine.rows import SequenceRows
-from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
@@ -30,8 +28,7 @@ from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Computed, HiddenRows
 from speculation.drawing import Chain, Drawing
 from speculation.eagle.native import NativeHead
-from speculation.eagle.paged import KVWriter, Steps
-from speculation.eagle.select import build_forward
+from speculation.eagle.select import build_runner
 from speculation.eagle.weights import load_head
 from speculation.native_chain import NativeChain
 from speculation.ranking import rank_drafted
@@ -75,24 +72,21 @@ class EagleDrafter:
         shape = self._loaded.head.shape
         self.segment: Segment | None = Segment(1, shape.num_kv_heads, shape.head_dim, target.dtype)
         self.hidden_layers: tuple[int, ...] = shape.captured
+        self._combine = self._loaded.head.combine
         self._known: dict[str, Known] = {}
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
-        self._backend: AttentionBackend = backend_class(pool.layers(DRAFT))
-        self._head, self._forward = build_forward(self._loaded, loaded, self._backend, self._config.compile)
-        self._runner = Runner(self._forward, self._backend, pool.block_size, device)
+        backend = backend_class(pool.layers(DRAFT))
+        self._runner = build_runner(self._loaded, loaded, backend, self._config.compile)
         self._native: NativeChain | None = None
-        if isinstance(self._forward, NativeHead):
-            self._native = NativeChain(self._forward, loaded.vocab_size, self._options.verification)
-            self._mixes_natively = self._forward.mixes
-        self._writer = KVWriter(self._head, pool.layers(DRAFT)[0])
+        if isinstance(self._runner, NativeHead):
+            self._native = NativeChain(self._runner, loaded.vocab_size, self._options.verification)
+            self._mixes_natively = self._runner.mixes
         self._sampler = Sampler(loaded.vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
         self._vocab_size = loaded.vocab_size
-        self._block_size = pool.block_size
-        self._device = device
         feature_size = self._loaded.head.shape.feature_size
         self._no_feature = HiddenRows(torch.zeros((1, feature_size), dtype=dtype, device=device), range(1))
 
@@ -110,23 +104,17 @@ class EagleDrafter:
     def _chains(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         rows, features = self._committed_rows(sequences)
         if self._native is not None and self._native.can_draft(sequences):
-            before = features if self._mixes_natively else self._head.head.combine(features)
+            before = features if self._mixes_natively else self._combine(features)
             return [*self._native.draft(sequences, rows, counts, before)]
-        logits, hidden = self._run(rows, self._head.head.combine(features))
+        logits, hidden = self._run(rows, self._combine(features))
         chains = [Chain(sequence) for sequence in sequences]
         wanted = dict(zip(sequences, counts, strict=True))
         self._drawing.extend(chains, self._whole(logits))
         growing = chains
         while still := [i for i, each in enumerate(growing) if len(each.token_ids) < wanted[each.sequence]]:
             growing, hidden = [growing[i] for i in still], hidden[still]
-            num_steps = min(wanted[each.sequence] - len(each.token_ids) for each in growing)
-            rows = [self._drafted_row(each) for each in growing]
-            steps = Steps(self._forward, self._backend, rows, num_steps, self._block_size, self._device)
-            hidden = steps.pad(hidden)
-            for _ in range(num_steps):
-                tokens = torch.tensor([each.token_ids[-1] for each in growing], device=self._device)
-                logits, hidden = steps.run(steps.pad(tokens), hidden)
-                self._drawing.extend(growing, self._whole(logits[: len(growing)]))
+            logits, hidden = self._run([self._drafted_row(each) for each in growing], hidden)
+            self._drawing.extend(growing, self._whole(logits))
         return [chain.draft() for chain in chains]
 
     def _drafted_row(self, chain: Chain) -> SequenceRows:
@@ -141,7 +129,7 @@ class EagleDrafter:
         with_noise = self._options.verification == "coupled"
         trees = DraftTrees(counts, self._options.max_speculative_tokens, TREE_WIDTH)
         rows, features = self._committed_rows(sequences)
-        logits, newest = self._run(rows, self._head.head.combine(features))
+        logits, newest = self._run(rows, self._combine(features))
         hidden = list(newest.split(1))  # of each tree's rows
         depths = [[0] for _ in sequences]
         while True:
@@ -238,11 +226,7 @@ class EagleDrafter:
             batch.append(SequenceRows(token_ids, start, block_ids, first_key=known.first))
             features.append(torch.cat([piece.cut() for piece in known.features])[:-1])
             known.written, known.features = end, [known.features[-1].newest()]
-        hidden = self._head.head.combine(torch.cat(features))
-        if self._native is not None:  # its whole layer takes less time than torch's part of it
-            self._runner.run(batch, [], before=hidden)
-        else:
-            self._writer.write(batch, hidden)
+        self._runner.run(batch, [], before=self._combine(torch.cat(features)))
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         place = sequence.num_computed

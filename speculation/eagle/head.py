@@ -111,11 +111,13 @@ class Head(nn.Module):
         `positions` [...].
         """
         shape = self.shape
-        heads = self.midlayer.self_attn(joined).unflatten(-1, (-1, shape.head_dim))
-        rotated, value = heads.split([shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], dim=-2)
-        cos, sin = self.rotary(rotated, positions)
-        rotated, _ = apply_rotary_pos_emb(rotated, rotated, cos, sin, unsqueeze_dim=-2)
-        query, key = rotated.split([shape.num_heads, shape.num_kv_heads], dim=-2)
+        attention = self.midlayer.self_attn
+        query, key, value = (
+            projection(joined).unflatten(-1, (-1, shape.head_dim))
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        cos, sin = self.rotary(query, positions)
+        query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=-2)
         return query, key, value
 
     def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
@@ -130,11 +132,6 @@ class Head(nn.Module):
             return hidden, hidden
         normed = self.norm(hidden)
         return normed, normed if self.shape.norm_output else hidden
-
-    def fuse(self) -> None:
-        """Multiply with several matrices at once from now on. The parameters' names change."""
-        self.midlayer.self_attn.fuse()
-        self.midlayer.mlp.fuse()
 
 
 class Layer(nn.Module):
@@ -158,17 +155,6 @@ class Projections(nn.Module):
         self.k_proj = _linear(shape, "midlayer.self_attn.k_proj", joined, keys)
         self.v_proj = _linear(shape, "midlayer.self_attn.v_proj", joined, keys)
         self.o_proj = _linear(shape, "midlayer.self_attn.o_proj", queries, shape.hidden_size)
-        self.qkv_proj: nn.Module | None = None
-
-    def forward(self, joined: Tensor) -> Tensor:
-        """Query, key and value side by side."""
-        if self.qkv_proj is not None:
-            return self.qkv_proj(joined)
-        return torch.cat([self.q_proj(joined), self.k_proj(joined), self.v_proj(joined)], dim=-1)
-
-    def fuse(self) -> None:
-        self.qkv_proj = _stack(self.q_proj, self.k_proj, self.v_proj)
-        del self.q_proj, self.k_proj, self.v_proj
 
 
 class Mlp(nn.Module):
@@ -178,33 +164,10 @@ class Mlp(nn.Module):
         self.gate_proj = _linear(shape, "midlayer.mlp.gate_proj", outer, inner)
         self.up_proj = _linear(shape, "midlayer.mlp.up_proj", outer, inner)
         self.down_proj = _linear(shape, "midlayer.mlp.down_proj", inner, outer)
-        self.gate_up_proj: nn.Module | None = None
         self.act = ACT2FN[shape.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate_up_proj is not None:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(self.act(gate) * up)
-
-    def fuse(self) -> None:
-        self.gate_up_proj = _stack(self.gate_proj, self.up_proj)
-        del self.gate_proj, self.up_proj
-
-
-def _stack(*layers: nn.Linear) -> nn.Linear:
-    """One layer that has these layers' outputs, side by side."""
-    weight = torch.cat([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers]
-    some = any(bias is not None for bias in biases)
-    stacked = nn.Linear(weight.shape[1], weight.shape[0], bias=some, device="meta")
-    stacked.weight = nn.Parameter(weight, requires_grad=False)
-    if some:
-        zeros = [weight.new_zeros(len(layer.weight)) for layer in layers]
-        given = [zero if bias is None else bias for zero, bias in zip(zeros, biases, strict=True)]
-        stacked.bias = nn.Parameter(torch.cat(given), requires_grad=False)
-    return stacked
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 def _linear(shape: HeadShape, name: str, in_features: int, out_features: int) -> nn.Linear:

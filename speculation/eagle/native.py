@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -10,8 +11,8 @@ from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.description import ROPE_TYPES, NativeModel
 from engine.decoder.forward import NativeDecoder
 from engine.decoder.structs import Entry, Layer, Model
-from engine.forward import ForwardOutput
-from engine.step_inputs import StepInputs
+from engine.rows import SequenceRows
+from engine.runner import ForwardOutput
 from speculation.eagle.head import Head
 
 
@@ -25,7 +26,7 @@ def unfit(head: Head) -> str | None:
 
 
 class NativeHead(NativeDecoder):
-    """For `Runner`, as `speculation.eagle.paged.HeadForward`. The weights are copied.
+    """Runs what `speculation.eagle.paged.HeadForward` runs. The weights are copied.
 
     Raises BuildError where the kernel cannot be built.
     """
@@ -43,7 +44,7 @@ class NativeHead(NativeDecoder):
 
     def run(
         self,
-        inputs: StepInputs,
+        batch: Sequence[SequenceRows],
         logit_rows: list[int],
         *,
         wants_hidden: bool = True,
@@ -51,14 +52,7 @@ class NativeHead(NativeDecoder):
     ) -> ForwardOutput:
         """`hidden` of the output has the rows of the logits, and no others."""
         assert before is not None
-        return ForwardOutput(*self._forward(self._rows(inputs), logit_rows, before=before))
-
-    def padded_rows(self, total_tokens: int) -> int:
-        return total_tokens
-
-    def every_row(self, token_ids: Tensor, places: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        every = list(range(len(token_ids)))
-        return self._forward((token_ids, places), every, before=hidden)
+        return ForwardOutput(*self._forward(batch, logit_rows, before=before))
 
 
 class _HeadDescription(NativeModel):

@@ -10,20 +10,17 @@ from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel
+from engine.runner import Runner
 from native.build import BuildError
 from speculation.eagle.native import NativeHead, unfit
-from speculation.eagle.paged import AnyHead, HeadForward, PagedHead
+from speculation.eagle.paged import HeadForward, PagedHead
 from speculation.eagle.weights import LoadedHead
 
 logger = logging.getLogger("tandem.speculation")
 
 
-def build_forward(
-    loaded: LoadedHead, target: LoadedModel, backend: AttentionBackend, compile: str
-) -> tuple[PagedHead, AnyHead]:
-    """The head in torch, and what runs its rows. `compile` is the option's value: "auto" prefers the native
-    decoder.
-    """
+def build_runner(loaded: LoadedHead, target: LoadedModel, backend: AttentionBackend, compile: str) -> Runner:
+    """`compile` is the option's value: "auto" prefers the native decoder."""
     fault = kernel_fault(target.device, target.dtype)
     embedding, lm_head = _tables(loaded, target)
     native = None
@@ -33,9 +30,9 @@ def build_forward(
     if fault is None:
         pack_linears(head)
     if native is not None:
-        return head, native
+        return native
     products = fault or "packed weights"
-    return head, HeadForward(head, target.device, compile, products=products, packed=fault is None)
+    return HeadForward(head, backend, target.device, compile, products=products, packed=fault is None)
 
 
 def _tables(loaded: LoadedHead, target: LoadedModel) -> tuple[nn.Module, nn.Module]:

@@ -16,10 +16,10 @@ from engine.attention import transformers_hook
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward
-from engine.forward import Forward, ForwardOutput
+from engine.forward import Forward
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.rows import RowArrays, SequenceRows
-from engine.runner import Runner
+from engine.runner import ForwardOutput
 
 CPU = torch.device("cpu")
 BLOCK, NUM_BLOCKS, POSITIONS = 16, 24, 256
@@ -92,11 +92,9 @@ class Both:
         assert unfit(model) is None
         ours, theirs = new_backend(model), new_backend(model)
         own = copy.deepcopy(model)
-        native = DecoderForward(Description(model, POSITIONS), ours, hidden_layers)
-        self.native = Runner(native, ours, BLOCK, CPU)
+        self.native = DecoderForward(Description(model, POSITIONS), ours, hidden_layers)
         pack_linears(own)
-        forward = Forward(own, CPU, "off", hidden_layers, products="packed", packed=True)
-        self.modules = Runner(forward, theirs, BLOCK, CPU)
+        self.modules = Forward(own, theirs, "off", hidden_layers, products="packed", packed=True)
 
     def run(self, batch: list[SequenceRows], logit_rows: list[int]) -> tuple[ForwardOutput, ForwardOutput]:
         return self.native.run(batch, logit_rows), self.modules.run(batch, logit_rows)

@@ -46,8 +46,7 @@ def reference(folder: Path) -> PreTrainedModel:
 def runner(folder: Path, request: pytest.FixtureRequest) -> Runner:
     loaded = load_model(ServeConfig(model=str(folder), dtype="float32", device="cpu", compile="off"))
     pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK_SIZE), 32, CPU, None)
-    forward = Forward(loaded.model, CPU, "off", products="torch")
-    return Runner(forward, BACKENDS[request.param](pool.layers(TARGET)), BLOCK_SIZE, CPU)
+    return Forward(loaded.model, BACKENDS[request.param](pool.layers(TARGET)), "off", products="torch")
 
 
 def path_to(node: int) -> list[int]:

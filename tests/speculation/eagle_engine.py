@@ -63,6 +63,7 @@ class Watched:
         self.engine.pool.segment("draft").fill_(1e3)  # nothing is to look at what was never written
         speculator = self.engine._speculator
         assert isinstance(speculator, BatchSpeculator)
+        self.target = speculator._loaded
         drafter = speculator._drafters["eagle"]
         assert isinstance(drafter, EagleDrafter)
         self.drafter = drafter

@@ -13,7 +13,8 @@ from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
 from speculation.eagle.native import NativeHead
-from speculation.eagle.paged import HeadForward
+from speculation.eagle.paged import HeadForward, PagedHead
+from speculation.eagle.select import _tables
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 
@@ -48,19 +49,21 @@ def prompt(seed: int, length: int) -> list[int]:
 def test_native_rows_are_those_of_torch(name: str, target: Path, tmp_path: Path) -> None:
     watched = native(target, HEADS[name](target).write(tmp_path / "head"))
     drafter = watched.drafter
-    assert isinstance(drafter._forward, NativeHead)
-    plain = HeadForward(drafter._head, torch.device("cpu"), "off", products="", packed=True)
+    native_head = drafter._runner
+    assert isinstance(native_head, NativeHead)
+    head = drafter._loaded.head
+    paged = PagedHead(head, *_tables(drafter._loaded, watched.target))
+    plain = HeadForward(paged, native_head._backend, torch.device("cpu"), "off", products="", packed=True)
     outputs = []
-    for forward in (drafter._forward, plain):
+    for runner in (native_head, plain):
         watched.engine.pool.segment("draft").zero_()
-        drafter._runner._forward = forward
         random = torch.Generator().manual_seed(3)
         parts = []
         for start, count in ((1, 9), (10, 1), (11, 3)):
-            width = drafter._head.head.shape.hidden_size
+            width = head.shape.hidden_size
             hidden = torch.randn(count, width, generator=random).bfloat16()
             rows = [watched.rows(prompt(start, count), start, [4, 2, 7])]
-            parts.append(drafter._runner.run(rows, list(range(count)), before=hidden))
+            parts.append(runner.run(rows, list(range(count)), before=hidden))
         outputs.append(parts)
     for ours, theirs in zip(*outputs, strict=True):
         for mine, other in ((ours.logits, theirs.logits), (ours.hidden, theirs.hidden)):

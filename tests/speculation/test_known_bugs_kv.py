@@ -14,10 +14,9 @@ import pytest
 from transformers import AutoConfig
 
 from engine.engine import Engine
-from engine.forward import Forward
+from engine.forward import RowsForward
 from engine.profiling import ProfilingRun
 from engine.rows import SequenceRows
-from engine.runner import Runner
 from engine.sequence import Stage
 from protocol.errors import ConfigError
 from protocol.messages import EngineRequest
@@ -40,9 +39,9 @@ def engine_with(model: Path, draft: Path, num_blocks: int = 128, **options: Any)
 @pytest.fixture
 def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a model runs, each row has a place in a block of its sequence's own."""
-    run_rows = Runner.run
+    run_rows = RowsForward.run
 
-    def checked(self: Runner, batch: list[SequenceRows], logit_rows: list[int], **options: Any) -> Any:
+    def checked(self: RowsForward, batch: list[SequenceRows], logit_rows: list[int], **options: Any) -> Any:
         written: list[int] = []
         for rows in batch:
             end = rows.start + len(rows.token_ids)
@@ -51,7 +50,7 @@ def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(written) == len(set(written))
         return run_rows(self, batch, logit_rows, **options)
 
-    monkeypatch.setattr(Runner, "run", checked)
+    monkeypatch.setattr(RowsForward, "run", checked)
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 48, CHUNK, CHUNK + 1])
@@ -108,9 +107,8 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     cached = [block for block, identity in enumerate(engine.blocks._identity_of) if identity is not None]
     assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
     before = engine.pool.blocks[cached].clone()
-    forward = engine._runner._forward
-    assert isinstance(forward, Forward)
-    forward._execute(engine._runner._inputs([]), 64, [0, 1])
+    assert isinstance(engine._runner, RowsForward)
+    engine._runner._execute([], 64, [0, 1])
     with ProfilingRun(engine.blocks, engine._runner, MAX_LEN) as profiling:
         sequences = profiling.sequences(3, 40, NUM_DRAFTED)
         assert sequences is not None
