@@ -23,9 +23,10 @@ def build_drafter(
 
             return NgramDrafter(options)
         case "suffix":
-            from speculation.weightless.suffix import SuffixDrafter
+            from speculation.weightless.ngram import NgramDrafter
+            from speculation.weightless.suffix import SuffixDrafter, compiled
 
-            return SuffixDrafter(options)
+            return NgramDrafter(options) if compiled() is None else SuffixDrafter(options)
         case "lookahead":
             from speculation.weightless.lookahead import LookaheadDrafter
 

@@ -42,16 +42,16 @@ class Corpus:
     """At most `max_outputs` outputs of all tenants together, of at most `capacity` (a power of two) symbols
     with the end of each; the oldest make room for new ones.
 
-    It takes 8 bytes a symbol, and 32 more for the chains of the compiled search, in which `enter` (corpus,
-    first place, number of symbols) puts an output.
+    It takes 40 bytes a symbol: most are for the chains of the search, in which `enter` (corpus, first place,
+    number of symbols) puts an output.
     """
 
-    def __init__(self, max_outputs: int, capacity: int, enter: Callable[..., None] | None = None) -> None:
+    def __init__(self, max_outputs: int, capacity: int, enter: Callable[..., None]) -> None:
         self._max_outputs = max_outputs
         self._capacity = capacity
         self._symbols = np.zeros(capacity, np.int64)
         self._enter = enter
-        self._chains = np.zeros((2, capacity if enter else 0, NUM_ORDERS), np.uint32)
+        self._chains = np.zeros((2, capacity, NUM_ORDERS), np.uint32)
         self._addresses = [int(array.ctypes.data) for array in (self._symbols, *self._chains)]
         self._outputs: deque[tuple[str, int]] = deque()
         self._tenants: dict[str, _Tenant] = {}
@@ -79,16 +79,11 @@ class Corpus:
         symbols[:-1] |= tenant.number << 32
         start, self._end = self._end, self._end + len(symbols)
         self._symbols[np.arange(start, self._end) % self._capacity] = symbols
-        if self._enter is not None:
-            self._enter(ctypes.byref(self.ring()), start % _MODULUS, len(output))
+        self._enter(ctypes.byref(self.ring()), start % _MODULUS, len(output))
         self._outputs.append((salt, len(symbols)))
 
     def ring(self) -> Ring:
         return Ring(*self._addresses, self._capacity - 1, self._oldest % _MODULUS, self._end % _MODULUS)
-
-    def symbols(self) -> np.ndarray:
-        """All of them, int64, the oldest first."""
-        return self._symbols[np.arange(self._oldest, self._end) % self._capacity]
 
     @property
     def _num_free(self) -> int:

@@ -1,30 +1,25 @@
-"""Suffix decoding: hand-checked drafts, both searches against counted substrings, and what is kept of earlier
+"""Suffix decoding: hand-checked drafts, the search against counted substrings, and what is kept of earlier
 outputs, for how long and for whom.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
+from speculation.methods import build_drafter
 from speculation.weightless import suffix
 from speculation.weightless.corpus import Corpus
 from speculation.weightless.suffix import SuffixDrafter
+from tests.speculation import suffix_reference
 from tests.speculation.decoding import chains, decoding
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "numpy":
-        monkeypatch.setattr(suffix, "compiled", lambda: None)
-    else:
-        assert suffix.compiled() is not None
-    return str(request.param)
 
 
 def drafter(**options: Any) -> SuffixDrafter:
@@ -66,11 +61,11 @@ def corpus(drafting: SuffixDrafter) -> Corpus:
         ([3], 4, []),
     ],
 )
-def test_the_likeliest_continuation(way: str, text: list[int], count: int, want: list[int]) -> None:
+def test_the_likeliest_continuation(text: list[int], count: int, want: list[int]) -> None:
     assert draft(drafter(), text, count) == want
 
 
-def test_the_better_of_text_and_earlier_outputs(way: str) -> None:
+def test_the_better_of_text_and_earlier_outputs() -> None:
     drafting = drafter()
     text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 3, 8, 1, 2]  # after "1 2" twice 3, once 4
     assert draft(drafting, text, 2) == [3, 8]
@@ -80,7 +75,7 @@ def test_the_better_of_text_and_earlier_outputs(way: str) -> None:
     assert draft(drafting, [0, 5, 1], 2) == [2, 6]
 
 
-def test_limits_of_a_draft(way: str) -> None:
+def test_limits_of_a_draft() -> None:
     text = [*range(1, 13), *range(1, 7)]  # six tokens match
     assert draft(drafter(), text, 32) == [7, 8, 9, 10, 11, 12]
     assert draft(drafter(max_spec_factor=0.5), text, 32) == [7, 8, 9]
@@ -135,7 +130,7 @@ def naive(
     return best
 
 
-def test_is_the_tree_of_all_suffixes(way: str) -> None:
+def test_is_the_tree_of_all_suffixes() -> None:
     texts = st.lists(st.integers(0, 2), min_size=2, max_size=40) | st.lists(
         st.integers(0, 8), min_size=2, max_size=40
     )
@@ -162,25 +157,32 @@ def test_is_the_tree_of_all_suffixes(way: str) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(2, 6), st.integers(2, 600), st.integers(2, 40), st.randoms(use_true_random=False))
-def test_compiled_and_plain_agree_where_much_repeats(
-    alphabet: int, length: int, depth: int, rng: Any
-) -> None:
+def test_is_the_plain_search_where_much_repeats(alphabet: int, length: int, depth: int, rng: Any) -> None:
     """More occurrences than are looked at."""
-    fast, plain = drafter(max_tree_depth=depth), drafter(max_tree_depth=depth)
-    plain._library = None
+    drafting = drafter(max_tree_depth=depth)
+    options = SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=depth)
     for size in (length, 300, 40):
         output = [rng.randrange(alphabet) for _ in range(size)]
-        keep(fast, output)
-        keep(plain, output)
+        keep(drafting, output)
+    known = corpus(drafting)
+    earlier = known._symbols[known._oldest : known._end]
     text = [rng.randrange(alphabet) for _ in range(length)]
     for count in (1, 8, 32):
-        assert draft(fast, text, count) == draft(plain, text, count)
+        want = suffix_reference.search(np.array(text, np.int32), count, options, earlier, known.tenant(""))
+        assert draft(drafting, text, count) == want
+
+
+def test_without_a_compiler_n_grams_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "compiled", lambda: None)
+    options = SpeculativeConfig(method="suffix")
+    made = build_drafter("suffix", options, ServeConfig(model=""), cast(Any, None))
+    assert chains(made.propose([decoding([1, 2, 5, 1, 2])], [2])) == [[5, 1]]
 
 
 # --- earlier outputs ---------------------------------------------------------------------------------
 
 
-def test_no_text_passes_from_one_tenant_to_another(way: str) -> None:
+def test_no_text_passes_from_one_tenant_to_another() -> None:
     drafting = drafter()
     keep(drafting, [1, 2, 3, 4, 5, 6], salt="one")
     assert draft(drafting, [9, 1, 2, 3], 8, salt="one") == [4, 5, 6]
@@ -192,7 +194,7 @@ def test_no_text_passes_from_one_tenant_to_another(way: str) -> None:
     assert draft(drafting, [9, 1, 2, 3], 8) == []
 
 
-def test_one_output_does_not_run_on_into_the_next(way: str) -> None:
+def test_one_output_does_not_run_on_into_the_next() -> None:
     drafting = drafter()
     keep(drafting, [1, 2, 3])
     keep(drafting, [4, 5, 6])
@@ -201,7 +203,7 @@ def test_one_output_does_not_run_on_into_the_next(way: str) -> None:
     assert draft(drafting, [0, 1, 2], 8) == [3]
 
 
-def test_only_outputs_are_kept(way: str) -> None:
+def test_only_outputs_are_kept() -> None:
     drafting = drafter()
     drafting.begin(decoding([1, 2, 3, 4], [7, 8, 9]), 0, None)
     drafting.forget("a")
@@ -209,7 +211,7 @@ def test_only_outputs_are_kept(way: str) -> None:
     assert draft(drafting, [0, 7, 8], 8) == [9]
 
 
-def test_what_was_decoded_up_to_the_end_is_kept(way: str) -> None:
+def test_what_was_decoded_up_to_the_end_is_kept() -> None:
     drafting, sequence = drafter(), decoding([1, 2, 3], [4, 5])
     drafting.propose([sequence], [3])
     for token in (6, 7):
@@ -220,7 +222,7 @@ def test_what_was_decoded_up_to_the_end_is_kept(way: str) -> None:
     assert draft(drafting, [0, 4, 5, 6], 8) == [7]
 
 
-def test_nothing_is_kept_if_so_configured(way: str) -> None:
+def test_nothing_is_kept_if_so_configured() -> None:
     drafting = drafter(max_cached_requests=0)
     keep(drafting, [1, 2, 3, 4])
     assert drafting._corpus is None
@@ -228,7 +230,7 @@ def test_nothing_is_kept_if_so_configured(way: str) -> None:
     assert draft(drafting, [1, 2, 5, 1, 2], 8) == [5, 1]
 
 
-def test_the_oldest_requests_go_first(way: str) -> None:
+def test_the_oldest_requests_go_first() -> None:
     drafting = drafter(max_cached_requests=2)
     for first in (10, 20, 30):
         keep(drafting, [first, first + 1, first + 2])
@@ -238,12 +240,11 @@ def test_the_oldest_requests_go_first(way: str) -> None:
     assert draft(drafting, [0, 30], 8) == [31]
 
 
-def test_the_ring_is_bounded_and_forgets_whole_outputs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ring_is_bounded_and_forgets_whole_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "CAPACITY", 64)
-    monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 64)
     drafting = drafter()
     arrays = corpus(drafting)._symbols, corpus(drafting)._chains
-    assert sum(array.nbytes for array in arrays) == 64 * (40 if way == "compiled" else 8)
+    assert sum(array.nbytes for array in arrays) == 64 * 40
     for number in range(100):
         keep(drafting, [1000 * number + i for i in range(20)], salt=str(number % 7))  # 21 with its end
         assert len(corpus(drafting)._outputs) == min(3, number + 1)
@@ -255,11 +256,8 @@ def test_the_ring_is_bounded_and_forgets_whole_outputs(way: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(("length", "stays"), [(15, True), (16, False)])
-def test_an_outputs_end_takes_room_too(
-    way: str, monkeypatch: pytest.MonkeyPatch, length: int, stays: bool
-) -> None:
+def test_an_outputs_end_takes_room_too(monkeypatch: pytest.MonkeyPatch, length: int, stays: bool) -> None:
     monkeypatch.setattr(suffix, "CAPACITY", 64)
-    monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 64)
     drafting = drafter()
     keep(drafting, list(range(100, 131)))
     keep(drafting, list(range(200, 215)))
@@ -268,9 +266,8 @@ def test_an_outputs_end_takes_room_too(
     assert draft(drafting, [0, 210], 1) == [211]
 
 
-def test_of_an_output_longer_than_the_ring_its_end_is_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_output_longer_than_the_ring_its_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "CAPACITY", 64)
-    monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 64)
     drafting = drafter()
     keep(drafting, list(range(1, 201)))
     assert draft(drafting, [0, 198, 199], 8) == [200]
@@ -278,9 +275,8 @@ def test_of_an_output_longer_than_the_ring_its_end_is_kept(way: str, monkeypatch
     assert draft(drafting, [0, 137], 8) == []
 
 
-def test_places_count_on_beyond_32_bits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_count_on_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "CAPACITY", 256)
-    monkeypatch.setattr(suffix, "PLAIN_CAPACITY", 256)
     fresh, late = drafter(), drafter()
     corpus(late)._oldest = corpus(late)._end = 2**32 - 300
     for number in range(60):
@@ -292,7 +288,7 @@ def test_places_count_on_beyond_32_bits(way: str, monkeypatch: pytest.MonkeyPatc
     assert corpus(late)._oldest > 2**32
 
 
-def test_a_batch_has_each_its_own(way: str) -> None:
+def test_a_batch_has_each_its_own() -> None:
     drafting = drafter()
     keep(drafting, [1, 2, 3, 4, 5, 6], salt="one")
     sequences = [

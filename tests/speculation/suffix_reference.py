@@ -1,4 +1,4 @@
-"""The search of `suffix.cpp` without a compiler: the same drafts, in some hundred times the time."""
+"""The search of `suffix.cpp` in numpy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def search(
     text: np.ndarray, count: int, options: SpeculativeConfig, earlier: np.ndarray, tenant: int | None
 ) -> list[int]:
     """At most `count` tokens that may follow `text` (int32 [length]), by it and by the tenant's `earlier`
-    outputs (int64 symbols, see `Corpus.symbols`).
+    outputs (int64 symbols, as in a `Corpus`).
     """
     best = _Best()
     last = text[::-1][: options.suffix_decoding_max_tree_depth - 1].astype(np.int64)
