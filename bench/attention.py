@@ -85,7 +85,10 @@ class Case:
 
 def measure(case: Case, names: list[str], seconds: float) -> dict[str, float]:
     """Best seconds of a step by backend, in interleaved runs."""
-    backends = {name: select_backend(case.pool.device, case.pool.dtype, name)[0](case.pool) for name in names}
+    backends = {
+        name: select_backend(case.pool.device, case.pool.dtype, name)[0](case.pool.unbind(1))
+        for name in names
+    }
     times: dict[str, list[float]] = {name: [] for name in names}
     for backend in backends.values():
         case.step(backend)

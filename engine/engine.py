@@ -85,7 +85,7 @@ class Engine:
             num_blocks, config.block_size, config.enable_prefix_caching, lower=self.tiers
         )
         backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
-        backend = backend_class(self.pool.layers(TARGET))
+        backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena)
         self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._scheduler = Scheduler(

@@ -42,7 +42,7 @@ class KVPool:
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.blocks = memory.view(num_blocks, self.block_bytes)
         self.segments = layout.describe()
-        self._groups = {group.name: group for group in layout.groups}
+        self.groups = {group.name: group for group in layout.groups}
         self._segments: dict[str, Tensor] = {}
         start = 0
         for name, segment in layout.segments().items():
@@ -62,7 +62,7 @@ class KVPool:
         """The view of each of the group's layers: [num_blocks, num_planes, block_size, num_kv_heads,
         head_dim].
         """
-        of = self._groups[group]
+        of = self.groups[group]
         return [self.segment(of.segment_name(place.segment))[:, place.index] for place in of.layers]
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:

@@ -47,11 +47,13 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class Group:
-    """The KV of one model. Layers that share their KV have the same place."""
+    """The KV of one model. Layers that share their KV have the same place. Groups of one arena share its
+    blocks."""
 
     name: str
     segments: tuple[Segment, ...]
     layers: tuple[LayerPlace, ...]
+    arena: int = 0
 
     @classmethod
     def uniform(cls, name: str, segment: Segment) -> Group:

@@ -10,7 +10,8 @@ import numpy as np
 
 @dataclass(slots=True, eq=False)
 class SequenceRows:
-    """Tokens of one sequence to run: the KV of `token_ids[i]` goes to place `start + i` of its blocks.
+    """Tokens of one sequence to run: the KV of `token_ids[i]` goes to place `start + i` of its blocks, of
+    which it has a list in each arena of the pool.
 
     With `masks` they are rows of a tree, which begins at place `tree_start`, by default `start`: see
     `AttentionMetadata.visible`. Keys before `first_key` are not looked at.
@@ -18,7 +19,7 @@ class SequenceRows:
 
     token_ids: Sequence[int]
     start: int
-    block_ids: list[int]
+    tables: Sequence[list[int]]
     masks: list[int] | None = None
     tree_start: int | None = None
     first_key: int = 0
@@ -27,8 +28,8 @@ class SequenceRows:
 @dataclass(slots=True, eq=False)
 class RowArrays:
     """Rows of chains. `token_ids` int64 [rows], one sequence after the other; `spans` int64 [2, sequences],
-    their first places and those after the last; `blocks` int32 [sequences, most blocks]; `first_keys` int32
-    [sequences], None for zeros.
+    their first places and those after the last; `blocks` int32 [sequences, most blocks], those of one arena;
+    `first_keys` int32 [sequences], None for zeros.
     """
 
     token_ids: np.ndarray
@@ -37,14 +38,14 @@ class RowArrays:
     first_keys: np.ndarray | None
 
     @classmethod
-    def of(cls, batch: Sequence[SequenceRows]) -> RowArrays:
+    def of(cls, batch: Sequence[SequenceRows], arena: int) -> RowArrays:
         starts = [rows.start for rows in batch]
         ends = [rows.start + len(rows.token_ids) for rows in batch]
         first_keys = [rows.first_key for rows in batch]
         return cls(
             token_ids=np.array([token for rows in batch for token in rows.token_ids], np.int64),
             spans=np.array([starts, ends], np.int64),
-            blocks=block_table([rows.block_ids for rows in batch]),
+            blocks=block_table([rows.tables[arena] for rows in batch]),
             first_keys=np.array(first_keys, np.int32) if any(first_keys) else None,
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend, AttentionMetadata
-from engine.rows import SequenceRows, block_table
+from engine.rows import RowArrays, SequenceRows
 
 
 def num_rows(batch: Sequence[SequenceRows]) -> int:
@@ -34,46 +34,30 @@ def begin_step(
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    block_size = backend.block_size
-    token_ids = np.zeros(padded, np.int64)
-    positions = np.zeros(padded, np.int64)
-    slots = np.full(padded, -1, np.int64)
+    rows, size = RowArrays.of(batch, backend.arena), backend.block_size
+    counts = rows.spans[1] - rows.spans[0]
     query_start = np.zeros(len(batch) + 1, np.int32)
-    context_len = np.empty(len(batch), np.int32)
-    table = block_table([rows.block_ids for rows in batch])
-    row = longest = 0
-    for index, rows in enumerate(batch):
-        start, count = rows.start, len(rows.token_ids)
-        if count == 1:
-            token_ids[row] = rows.token_ids[0]
-            positions[row] = start
-            slots[row] = rows.block_ids[start // block_size] * block_size + start % block_size
-        else:
-            token_ids[row : row + count] = rows.token_ids
-            span = np.arange(start, start + count)
-            positions[row : row + count] = span
-            slots[row : row + count] = (
-                table[index, span // block_size].astype(np.int64) * block_size + span % block_size
-            )
-        row += count
-        longest = max(longest, count)
-        query_start[index + 1] = row
-        context_len[index] = start + count
-    visible = tree_start = first_key = None
+    query_start[1:] = np.cumsum(counts)
+    owners = np.repeat(np.arange(len(batch)), counts)
+    places = np.arange(len(owners)) + (rows.spans[0] - query_start[:-1])[owners]
+    token_ids, positions = np.zeros((2, padded), np.int64)
+    token_ids[: len(owners)] = rows.token_ids
+    positions[: len(owners)] = places
+    slots = np.full(padded, -1, np.int64)
+    slots[: len(owners)] = rows.blocks[owners, places // size].astype(np.int64) * size + places % size
+    visible = tree_start = None
     if not are_chains(batch):
         visible, tree_start = map(tensor, _trees(batch, positions))
-    if any(rows.first_key for rows in batch):
-        first_key = tensor(np.array([rows.first_key for rows in batch], np.int32))
     metadata = AttentionMetadata(
         query_start=tensor(query_start),
-        context_len=tensor(context_len),
-        block_table=tensor(table),
+        context_len=tensor(rows.spans[1].astype(np.int32)),
+        block_table=tensor(rows.blocks),
         slot_mapping=tensor(slots),
-        max_query_len=longest,
-        max_context_len=int(context_len.max(initial=0)),
+        max_query_len=int(counts.max(initial=0)),
+        max_context_len=int(rows.spans[1].max(initial=0)),
         visible=visible,
         tree_start=tree_start,
-        first_key=first_key,
+        first_key=None if rows.first_keys is None else tensor(rows.first_keys),
     )
     backend.begin_step(metadata)
     transformers_hook.set_current_backend(backend)

@@ -75,7 +75,7 @@ class DraftModel:
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device = self._loaded.device
         backend_class, _ = select_backend(device, self._loaded.dtype, self._config.attention_backend)
-        backend = backend_class(pool.layers(DRAFT))
+        backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].arena)
         self._runner = build_runner(self._loaded, backend, self._config.compile)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
         self._drawing = Drawing(self._sampler, self._options.verification)
@@ -152,8 +152,8 @@ class DraftModel:
             if rows.token_ids:
                 assert sequence.table is not None
                 root = len(sequence.token_ids) - 1
-                start, blocks = root + rows.first, sequence.table.block_ids
-                batch.append(SequenceRows(rows.token_ids, start, blocks, rows.masks, root))
+                start, tables = root + rows.first, [sequence.table.block_ids]
+                batch.append(SequenceRows(rows.token_ids, start, tables, rows.masks, root))
                 self._computed[sequence.request_id] = start + len(rows.token_ids)
         every = range(sum(len(rows.token_ids) for rows in batch))
         return self._runner.run(batch, list(every)).logits[:, : self._vocab_size]
@@ -162,9 +162,9 @@ class DraftModel:
         assert sequence.table is not None
         if drafted:
             start = len(sequence.token_ids) + len(drafted) - 1
-            return SequenceRows(drafted[-1:], start, sequence.table.block_ids)
+            return SequenceRows(drafted[-1:], start, [sequence.table.block_ids])
         start = self._computed.get(sequence.request_id, 0)
-        return SequenceRows(sequence.token_ids[start:], start, sequence.table.block_ids)
+        return SequenceRows(sequence.token_ids[start:], start, [sequence.table.block_ids])
 
     def _run(self, batch: list[SequenceRows]) -> Tensor:
         ends, row = [], 0
@@ -179,7 +179,7 @@ class DraftModel:
         start = self._computed.get(sequence.request_id, 0)
         while start < end:
             tokens = sequence.token_ids[start : min(end, start + _READ_AT_ONCE)]
-            self._runner.run([SequenceRows(tokens, start, sequence.table.block_ids)], [0])
+            self._runner.run([SequenceRows(tokens, start, [sequence.table.block_ids])], [0])
             start += len(tokens)
         self._computed[sequence.request_id] = start
 

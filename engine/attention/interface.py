@@ -16,7 +16,10 @@ from torch import Tensor
 
 @dataclass
 class AttentionMetadata:
-    """One packed forward. Row j of a sequence with q query rows has key context_len - q + j."""
+    """One packed forward, and where its keys and values lie in one arena of the pool.
+
+    Row j of a sequence with q query rows has key context_len - q + j.
+    """
 
     query_start: Tensor
     """int32 [num_seqs + 1]: sequence s owns the packed rows query_start[s]:query_start[s + 1]."""
@@ -48,8 +51,10 @@ class AttentionBackend(Protocol):
 
     name: str
     block_size: int
+    arena: int
+    """Whose blocks the metadata name."""
 
-    def __init__(self, layers: Sequence[Tensor]) -> None: ...
+    def __init__(self, layers: Sequence[Tensor], arena: int = 0) -> None: ...
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of the coming step share."""

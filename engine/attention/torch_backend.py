@@ -35,7 +35,8 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, layers: Sequence[Tensor]) -> None:
+    def __init__(self, layers: Sequence[Tensor], arena: int = 0) -> None:
+        self.arena = arena
         self._layers = list(layers)
         self._device = layers[0].device
         self.block_size = layers[0].shape[2]

@@ -26,9 +26,8 @@ class Decoder {
     void forward(const Rows& rows) {
         int64_t n = rows.count;
         const int64_t hidden = m.hidden, queries = m.num_heads * m.head_dim;
-        const int64_t keys = m.num_kv_heads * m.head_dim, qkv = queries + 2 * keys;
         const int64_t room = std::max(n, rows.num_logits);  // a row's logits may be wanted twice
-        x.resize(room * hidden), normed.resize(room * hidden), product.resize(room * std::max(hidden, qkv));
+        x.resize(room * hidden), normed.resize(room * hidden);
         attended.resize(room * queries);
         threads = n * m.products < SERIAL_PRODUCTS ? 1 : m.threads;
         if (m.entry) {
@@ -42,9 +41,11 @@ class Decoder {
             const Layer& layer = layers[l];
             if (captured < rows.num_hidden && rows.hidden_layers[captured] == int64_t(l))
                 capture(rows, captured++, x.data());
+            const int64_t qkv = layer.qkv.out, keys = (qkv - queries) / 2;
+            product.resize(room * std::max(hidden, qkv));
             if (layer.input_norm) norm(layer.input_norm, n);
             multiply(normed.data(), layer.qkv, product.data(), n);
-            each_row(n, [&](int64_t r) { place_heads(layer, &product[r * qkv], rows.positions[r] - (m.entry ? 1 : 0)); });
+            each_row(n, [&](int64_t r) { place_heads(layer, queries + keys, &product[r * qkv], rows.positions[r] - (m.entry ? 1 : 0)); });
             const bf16* q = product.data();
             const Call call{q, q + queries, q + queries + keys, attended.data(), qkv, m.head_dim, qkv, m.head_dim,
                             qkv, m.head_dim, queries, m.head_dim, int64_t(l), m.num_heads, layer.window,
@@ -230,9 +231,9 @@ class Decoder {
     }
 
     // Norms, where the model has them, and rotation of a row's queries and keys.
-    void place_heads(const Layer& layer, bf16* row, int64_t position) {
+    void place_heads(const Layer& layer, int64_t width, bf16* row, int64_t position) {
         const bf16 *cosine = m.cosines + position * m.head_dim, *sine = m.sines + position * m.head_dim;
-        for (int64_t h = 0; h < m.num_heads + m.num_kv_heads; h++, row += m.head_dim) {
+        for (int64_t h = 0; h * m.head_dim < width; h++, row += m.head_dim) {
             const bf16* weight = h < m.num_heads ? layer.query_norm : layer.key_norm;
             if (weight) norm_row(row, weight, m.head_dim, m.norm_epsilon, row);
             rotate_head(row, cosine, sine, m.head_dim);

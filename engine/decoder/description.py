@@ -83,7 +83,6 @@ class Description(NativeModel):
             num_layers=len(layers),
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             vocab=model.lm_head.out_features,
             products=sum(p.numel() for p in model.parameters()) - embeddings.numel(),

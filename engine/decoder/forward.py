@@ -57,6 +57,7 @@ class NativeDecoder:
         self._backend = backend
         model = description.model
         self.vocab_size = model.vocab
+        self.arena = backend.arena
         self._hidden_size = model.hidden
         model.threads = torch.get_num_threads()
         model.attention, model.begin, model.attend = backend.addresses
@@ -81,7 +82,7 @@ class NativeDecoder:
         `before` the rows instead, and returns those after `logit_rows`. Raises ValueError where the batch is
         out of range.
         """
-        chains = RowArrays.of(batch) if are_chains(batch) else None
+        chains = RowArrays.of(batch, self.arena) if are_chains(batch) else None
         if chains is not None:
             count, token_ids, positions = len(chains.token_ids), chains.token_ids.ctypes.data, None
         else:

@@ -37,7 +37,7 @@ class Entry(Structure):
 class Model(Structure):
     _fields_ = (
         ("layers", c_void_p),
-        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "head_dim")),
         *((name, c_int64) for name in ("vocab", "threads", "products")),
         ("embeddings", c_void_p),
         ("final_norm", c_void_p),

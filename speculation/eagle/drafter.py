@@ -78,7 +78,7 @@ class EagleDrafter:
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device, dtype = loaded.device, loaded.dtype
         backend_class, _ = select_backend(device, dtype, self._config.attention_backend)
-        backend = backend_class(pool.layers(DRAFT))
+        backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].arena)
         self._runner = build_runner(self._loaded, loaded, backend, self._config.compile)
         self._native: NativeChain | None = None
         if isinstance(self._runner, NativeHead):
@@ -123,7 +123,7 @@ class EagleDrafter:
         assert sequence.table is not None
         place = len(sequence.token_ids) + len(chain.token_ids) - 1
         first = self._known[sequence.request_id].first
-        return SequenceRows(chain.token_ids[-1:], place, sequence.table.block_ids, first_key=first)
+        return SequenceRows(chain.token_ids[-1:], place, [sequence.table.block_ids], first_key=first)
 
     def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         with_noise = self._options.verification == "coupled"
@@ -152,7 +152,7 @@ class EagleDrafter:
         assert sequence.table is not None
         root, first_key = len(sequence.token_ids) - 1, self._known[sequence.request_id].first
         return SequenceRows(
-            rows.token_ids, root + rows.first, sequence.table.block_ids, rows.masks, root, first_key
+            rows.token_ids, root + rows.first, [sequence.table.block_ids], rows.masks, root, first_key
         )
 
     def _whole(self, logits: Tensor) -> Tensor:
@@ -179,8 +179,8 @@ class EagleDrafter:
             if not known.features:  # its last token was computed elsewhere, or unseen
                 known.written, known.features = newest, [self._no_feature]
             token_ids = sequence.token_ids[known.written :]
-            block_ids = sequence.table.block_ids
-            batch.append(SequenceRows(token_ids, known.written, block_ids, first_key=known.first))
+            tables = [sequence.table.block_ids]
+            batch.append(SequenceRows(token_ids, known.written, tables, first_key=known.first))
             features += [piece.cut() for piece in known.features]
             known.features = []
             known.written = len(sequence.token_ids)
@@ -222,8 +222,8 @@ class EagleDrafter:
         for sequence, known in waiting.items():
             assert sequence.table is not None
             start, end = known.written, known.end - 1
-            token_ids, block_ids = sequence.token_ids[start:end], sequence.table.block_ids
-            batch.append(SequenceRows(token_ids, start, block_ids, first_key=known.first))
+            token_ids, tables = sequence.token_ids[start:end], [sequence.table.block_ids]
+            batch.append(SequenceRows(token_ids, start, tables, first_key=known.first))
             features.append(torch.cat([piece.cut() for piece in known.features])[:-1])
             known.written, known.features = end, [known.features[-1].newest()]
         self._runner.run(batch, [], before=self._combine(torch.cat(features)))

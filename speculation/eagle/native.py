@@ -92,7 +92,6 @@ class _HeadDescription(NativeModel):
             num_layers=1,
             hidden=shape.hidden_size,
             num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             vocab=len(lm_head),
             products=sum(p.numel() for p in head.parameters()) + lm_head.numel(),

@@ -77,20 +77,20 @@ def make_model(name: str) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def new_backend(model: PreTrainedModel) -> CpuBackend:
+def new_backend(model: PreTrainedModel, arena: int = 0) -> CpuBackend:
     attention = model.model.layers[0].self_attn
     heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
     pool = torch.zeros(NUM_BLOCKS, layers, 2, BLOCK, heads, attention.head_dim, dtype=torch.bfloat16)
-    return CpuBackend(pool.unbind(1))
+    return CpuBackend(pool.unbind(1), arena)
 
 
 class Both:
     """The same model, natively and by its own modules, each with a pool of its own."""
 
-    def __init__(self, name: str, hidden_layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, name: str, hidden_layers: tuple[int, ...] = (), arena: int = 0) -> None:
         model = make_model(name)
         assert unfit(model) is None
-        ours, theirs = new_backend(model), new_backend(model)
+        ours, theirs = new_backend(model, arena), new_backend(model, arena)
         own = copy.deepcopy(model)
         self.native = DecoderForward(Description(model, POSITIONS), ours, hidden_layers)
         pack_linears(own)
@@ -117,11 +117,22 @@ def steps(seed: int = 0) -> list[tuple[list[SequenceRows], list[int]]]:
 
     one, other = list(range(8)), list(range(8, 16))
     return [
-        ([SequenceRows(tokens(70), 0, one)], [69]),
-        ([SequenceRows(tokens(1), 70, one), SequenceRows(tokens(33), 0, other)], [0, 33, 5]),
-        ([SequenceRows(tokens(5), 71, one), SequenceRows(tokens(1), 33, other)], [0, 1, 2, 3, 4, 5]),
-        ([SequenceRows(tokens(1), 76, one)], [0]),
+        ([SequenceRows(tokens(70), 0, [one])], [69]),
+        ([SequenceRows(tokens(1), 70, [one]), SequenceRows(tokens(33), 0, [other])], [0, 33, 5]),
+        ([SequenceRows(tokens(5), 71, [one]), SequenceRows(tokens(1), 33, [other])], [0, 1, 2, 3, 4, 5]),
+        ([SequenceRows(tokens(1), 76, [one])], [0]),
     ]
+
+
+def test_a_model_reads_and_writes_the_blocks_of_its_arena() -> None:
+    one, two = Both("llama"), Both("llama", arena=1)
+    for first, last in ((0, 40), (40, 41)):
+        token_ids = list(range(first, last))
+        blocks, elsewhere = [3, 1, 2], [NUM_BLOCKS] * 3
+        expected = one.run([SequenceRows(token_ids, first, [blocks])], [last - first - 1])
+        found = two.run([SequenceRows(token_ids, first, [elsewhere, blocks])], [last - first - 1])
+        for output, like in zip(found, expected, strict=True):
+            assert torch.equal(output.logits, like.logits)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -153,9 +164,9 @@ def test_trees_and_first_keys_too() -> None:
     both = Both("llama")
     generator = torch.Generator().manual_seed(5)
     prompt = torch.randint(0, 331, (40,), generator=generator).tolist()
-    both.run([SequenceRows(prompt, 0, list(range(5)))], [0])
+    both.run([SequenceRows(prompt, 0, [list(range(5))])], [0])
     masks = [0b1, 0b11, 0b101, 0b1011, 0b10101]
-    tree = SequenceRows([5, 6, 7, 8, 9], 40, list(range(5)), masks=masks, first_key=3)
+    tree = SequenceRows([5, 6, 7, 8, 9], 40, [list(range(5))], masks=masks, first_key=3)
     ours, theirs = both.run([tree], [0, 1, 2, 3, 4])
     assert_same(ours.logits, theirs.logits)
 
@@ -166,7 +177,7 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
     whole = both.native.run(prompt, list(range(70))).logits
     rows = prompt[0]
     for start, end in itertools.pairwise((0, 1, 2, 7, 40, 70)):
-        part = SequenceRows(rows.token_ids[start:end], start, list(range(16, 24)))
+        part = SequenceRows(rows.token_ids[start:end], start, [list(range(16, 24))])
         assert torch.equal(both.native.run([part], list(range(end - start))).logits, whole[start:end])
 
 
@@ -176,10 +187,10 @@ def test_logits_may_be_wanted_of_no_row_and_of_a_row_many_times(layers: tuple[in
     (prompt, _), *_ = steps(seed=3)
     whole = both.native.run(prompt, list(range(70)))
     rows, blocks = prompt[0], list(range(16, 24))
-    nothing = both.native.run([SequenceRows(rows.token_ids[:66], 0, blocks)], [])
+    nothing = both.native.run([SequenceRows(rows.token_ids[:66], 0, [blocks])], [])
     assert nothing.logits.shape == (0, 331)
     wanted = [3, 1, 3, 0, 2, 3, 3]
-    rest = both.native.run([SequenceRows(rows.token_ids[66:], 66, blocks)], wanted)
+    rest = both.native.run([SequenceRows(rows.token_ids[66:], 66, [blocks])], wanted)
     assert torch.equal(rest.logits, whole.logits[66:][wanted])
     if layers:
         assert whole.hidden is not None and nothing.hidden is not None and rest.hidden is not None
@@ -189,10 +200,10 @@ def test_logits_may_be_wanted_of_no_row_and_of_a_row_many_times(layers: tuple[in
 @pytest.mark.parametrize(
     ("rows", "field"),
     [
-        (SequenceRows([], 4, [3]), "starts"),
-        (SequenceRows([1, 2], BLOCK - 1, [3]), "block_table"),
-        (SequenceRows([1], 0, [NUM_BLOCKS]), "block_table"),
-        (SequenceRows([1], 0, [3], first_key=9), "first_key"),
+        (SequenceRows([], 4, [[3]]), "starts"),
+        (SequenceRows([1, 2], BLOCK - 1, [[3]]), "block_table"),
+        (SequenceRows([1], 0, [[NUM_BLOCKS]]), "block_table"),
+        (SequenceRows([1], 0, [[3]], first_key=9), "first_key"),
     ],
 )
 def test_rows_out_of_range_are_refused(rows: SequenceRows, field: str) -> None:
@@ -206,7 +217,7 @@ def test_rows_out_of_range_are_refused(rows: SequenceRows, field: str) -> None:
 def test_drafts_out_of_range_are_refused(start: int, counts: list[int], field: str) -> None:
     model = make_model("llama")
     decoder = DecoderForward(Description(model, POSITIONS), new_backend(model))
-    batch = RowArrays.of([SequenceRows([1], start, [block]) for block in (0, 1)])
+    batch = RowArrays.of([SequenceRows([1], start, [[block]]) for block in (0, 1)], 0)
     with pytest.raises(ValueError, match=f"{field} is out of range"):
         decoder.draft(batch, np.array([[0, 0], counts]), np.zeros(2, np.float32), 331)
 

@@ -65,11 +65,11 @@ def assert_nodes_right(model: PreTrainedModel, logits: Tensor, nodes: range) -> 
 
 def test_a_tree_beside_a_prompt_and_a_decode_row(runner: Runner, reference: PreTrainedModel) -> None:
     blocks, others, third = list(range(5)), list(range(8, 14)), [20, 21]
-    runner.run([SequenceRows(PROMPT[:-1], 0, blocks), SequenceRows(OTHER[:20], 0, third)], [])
+    runner.run([SequenceRows(PROMPT[:-1], 0, [blocks]), SequenceRows(OTHER[:20], 0, [third])], [])
     rows = [
-        SequenceRows(OTHER, 0, others),
-        SequenceRows([PROMPT[-1], *DRAFT.token_ids], len(PROMPT) - 1, blocks, DRAFT.masks()),
-        SequenceRows(OTHER[20:21], 20, third),
+        SequenceRows(OTHER, 0, [others]),
+        SequenceRows([PROMPT[-1], *DRAFT.token_ids], len(PROMPT) - 1, [blocks], DRAFT.masks()),
+        SequenceRows(OTHER[20:21], 20, [third]),
     ]
     first, last = len(OTHER), len(OTHER) + 1 + len(PARENTS)
     logits = runner.run(rows, [first - 1, *range(first, last), last]).logits
@@ -83,10 +83,10 @@ def test_a_tree_that_grows(runner: Runner, reference: PreTrainedModel) -> None:
     blocks, root = [9, 3, 4, 1, 0], len(PROMPT) - 1
     masks = DRAFT.masks()
     assert masks is not None
-    runner.run([SequenceRows(PROMPT, 0, blocks)], [])
+    runner.run([SequenceRows(PROMPT, 0, [blocks])], [])
     for nodes in (range(4), range(4, len(PARENTS))):
         tokens = [DRAFT.token_ids[node] for node in nodes]
-        rows = SequenceRows(tokens, root + 1 + nodes[0], blocks, [masks[node + 1] for node in nodes], root)
+        rows = SequenceRows(tokens, root + 1 + nodes[0], [blocks], [masks[node + 1] for node in nodes], root)
         logits = runner.run([rows], list(range(len(nodes)))).logits
         assert_nodes_right(reference, logits, nodes)
 
@@ -95,9 +95,9 @@ def test_keys_before_the_first_are_not_looked_at(runner: Runner) -> None:
     """What lies there makes no difference, whether a chain or a tree looks on."""
     results = []
     for before in (PROMPT[:3], OTHER[:3]):
-        rows = SequenceRows(PROMPT[3:], 3, [0, 1, 2], first_key=3)
-        runner.run([SequenceRows(before, 0, [0, 1, 2])], [])
+        rows = SequenceRows(PROMPT[3:], 3, [[0, 1, 2]], first_key=3)
+        runner.run([SequenceRows(before, 0, [[0, 1, 2]])], [])
         chain = runner.run([rows], [0, 33]).logits
-        drafted = SequenceRows(DRAFT.token_ids, 37, [0, 1, 2], DRAFT.masks()[1:], 36, first_key=3)
+        drafted = SequenceRows(DRAFT.token_ids, 37, [[0, 1, 2]], DRAFT.masks()[1:], 36, first_key=3)
         results.append(torch.cat([chain, runner.run([drafted], list(range(11))).logits]))
     assert torch.equal(*results)

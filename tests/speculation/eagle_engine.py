@@ -104,7 +104,7 @@ class Watched:
 
     @staticmethod
     def rows(token_ids: list[int], start: int, block_ids: list[int]) -> SequenceRows:
-        return SequenceRows(token_ids, start, block_ids, first_key=1)
+        return SequenceRows(token_ids, start, [block_ids], first_key=1)
 
     def run_steps(self, count: int) -> dict[str, list[int]]:
         outputs: dict[str, list[int]] = {}

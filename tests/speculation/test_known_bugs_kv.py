@@ -45,8 +45,8 @@ def checked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         written: list[int] = []
         for rows in batch:
             end = rows.start + len(rows.token_ids)
-            assert end <= len(rows.block_ids) * BLOCK_SIZE
-            written += rows.block_ids[rows.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
+            assert end <= len(rows.tables[0]) * BLOCK_SIZE
+            written += rows.tables[0][rows.start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
         assert len(written) == len(set(written))
         return run_rows(self, batch, logit_rows, **options)
 

@@ -24,7 +24,8 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, layers: Sequence[Tensor]) -> None:
+    def __init__(self, layers: Sequence[Tensor], arena: int = 0) -> None:
+        self.arena = arena
         first = layers[0]
         if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the cpu attention backend takes float32 and bfloat16 pools, not {first.dtype}")
