@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
-MACHINE_WIDE = ("tests/deploy", "tests/faults", "tests/kvtransfer", "tests/e2e/test_object_store_serving.py")
-"""They look at what is left on the machine, in /dev/shm and elsewhere: one after the other."""
+STARTS_RAY = (
+    "tests/deploy/test_serve.py",
+    "tests/e2e/test_object_store_serving.py",
+    "tests/kvtransfer/test_object_store.py",
+)
+"""One after the other: Rays that start at the same moment may choose the same ports."""
+
+FIRST = ("ray",)
+"""What takes longest begins first, so that it does not end last and alone."""
 
 
 class ByModule(LoadScopeScheduling):
@@ -16,7 +24,14 @@ class ByModule(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "machine" if nodeid.startswith(MACHINE_WIDE) else nodeid.partition("::")[0]
+        module = nodeid.partition("::")[0]
+        return "ray" if module in STARTS_RAY else module
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        waiting = [scope for scope in FIRST if scope in self.workqueue]
+        if waiting:
+            self.workqueue.move_to_end(waiting[0], last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByModule:

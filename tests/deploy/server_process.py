@@ -19,6 +19,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 150.0
 END_S = 60.0
+GONE_S = 5.0
 
 
 def tandem_command(*arguments: str) -> list[str]:
@@ -33,7 +34,6 @@ class ServerProcess:
         defaults += ["--kv-cache-memory-bytes", "8000000", "--worker-timeout", "3"]
         self._log = log
         self._options = options
-        self.temporary_before = set(Path("/tmp").glob("tandem-*"))
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -98,8 +98,18 @@ class ServerProcess:
         body = {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True} | parameters
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=30)
 
+    def has_begun(self, name: str) -> bool:
+        """Whether a descendant with this in its name was seen."""
+        return any(_is_running(each) and name in each.name() for each in self.seen.values())
+
     def leftovers(self) -> list[str]:
-        """Processes and directories that should be gone."""
+        """Processes and directories that do not go; a killed process may take a moment."""
+        deadline = time.monotonic() + GONE_S
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def _left(self) -> list[str]:
         left = [f"process {p.pid} {_name(p)}" for p in self.seen.values() if _is_running(p)]
         left += [str(path) for path in set(Path("/tmp").glob(f"tandem-{self.process.pid}-*"))]
         return left
@@ -137,6 +147,12 @@ def listening_ports(processes: list[psutil.Process]) -> set[int]:
             if connection.status == psutil.CONN_LISTEN:
                 ports.add(connection.laddr.port)
     return ports
+
+
+def shared_files(processes: list[psutil.Process]) -> set[str]:
+    """Paths in /dev/shm that these processes have mapped."""
+    paths = {mapped.path for process in processes for mapped in process.memory_maps()}
+    return {path for path in paths if path.startswith("/dev/shm/")}
 
 
 def read_events(response: httpx.Response) -> list[dict[str, Any]]:

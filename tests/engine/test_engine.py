@@ -313,6 +313,7 @@ def test_a_reservation_is_activated_or_freed(
     again = decode.reserve(ask("b", prompt))
     assert again is not None
     assert again.cached_blocks == 2
+    assert (decode.stats().prefix_query_tokens, decode.stats().prefix_hit_tokens) == (80, 32)
     assert not decode.abort("b")
     decode.blocks.free(again.table)
     assert_empty(decode)

@@ -67,20 +67,19 @@ def layers(in_features: int, out_features: int, bias: bool = True) -> tuple[nn.L
 
 
 @pytest.mark.usefixtures("any_kernel")
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("out_features", [1, 15, 16, 63, 64, 65, 200])
 @pytest.mark.parametrize("in_features", [2, 34, 512])
-@pytest.mark.parametrize("rows", [1, 5, 6, 7, 16, 17, 32, 33, 200, 500])
-def test_a_product_is_the_exact_one_rounded(
-    rows: int, in_features: int, out_features: int, bias: bool
-) -> None:
-    linear, ours = layers(in_features, out_features, bias)
-    x = torch.randn(rows, in_features).bfloat16()
-    exact = x.double() @ linear.weight.double().T
-    if bias:
-        exact += linear.bias.double()
-    scale = x.double().abs() @ linear.weight.double().abs().T + 1
-    assert ((ours(x).double() - exact).abs() <= exact.abs() * 2**-8 + scale * 2**-20).all()
+def test_a_product_is_the_exact_one_rounded(in_features: int, out_features: int) -> None:
+    for bias in (False, True):
+        linear, ours = layers(in_features, out_features, bias)
+        for rows in (1, 5, 6, 7, 16, 17, 32, 33, 200, 500):
+            x = torch.randn(rows, in_features).bfloat16()
+            exact = x.double() @ linear.weight.double().T
+            if bias:
+                exact += linear.bias.double()
+            scale = x.double().abs() @ linear.weight.double().abs().T + 1
+            error = (ours(x).double() - exact).abs()
+            assert (error <= exact.abs() * 2**-8 + scale * 2**-20).all(), (rows, bias)
 
 
 @pytest.mark.usefixtures("any_kernel")

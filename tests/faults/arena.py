@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from protocol.messages import PeerAddress
-from tests.faults.leftovers import orphaned_segments, shared_segments
+from tests.faults.leftovers import shared_segments, wait_no_orphans
 from tests.faults.points import Point, points_over
 from tests.faults.processes import SMALL, Child, DiedError, Stock
 from tests.faults.proxy import Damage, Proxy
@@ -248,9 +248,7 @@ class Arena:
             for child in others:
                 if child.role:
                     self._expect_nothing(child, "left")
-        deadline = time.monotonic() + 5
-        while left := orphaned_segments(self._segments):
-            assert time.monotonic() < deadline, left
+        wait_no_orphans(self._segments)
 
     def _serve_next(self, *survivors: Child) -> None:
         """Pairs of survivors serve each other; one without a fellow gets a fresh one."""

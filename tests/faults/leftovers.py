@@ -8,6 +8,9 @@ import os
 import time
 from pathlib import Path
 
+ORPHANED_S = 10.0
+"""For which shared memory may be nobody's: while it is being made, or its last process dies."""
+
 
 def held() -> dict[str, int]:
     """What this process has that could be left behind, counted."""
@@ -53,7 +56,15 @@ def shared_segments() -> set[str]:
     return files | {f"SYSV {row[1]}" for row in rows}
 
 
-def orphaned_segments(before: set[str]) -> set[str]:
+def wait_no_orphans(before: set[str]) -> None:
+    """Until no process has left shared memory behind that was made since: what living ones map is theirs."""
+    deadline = time.monotonic() + ORPHANED_S
+    while left := _orphaned_segments(before):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def _orphaned_segments(before: set[str]) -> set[str]:
     """New shared memory that no living process has mapped."""
     new = shared_segments() - before
     if not new:

@@ -120,6 +120,7 @@ def test_a_receiver_that_acknowledges_nonsense_is_dropped(
     sender.push(raw_receiver.peer, "lease", [0], final=False)
     raw = closing(raw_receiver.accept())
     raw_receiver.piece(raw)
+    raw_receiver.close()  # the sender comes again, and need not wait for an answer
     raw.send_bytes(answer)
     assert isinstance(sender.wait_for(lambda event: isinstance(event, Failed))[-1], Failed)
     assert sender.sender.counters()["failures_malformed"] == 1

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.faults.leftovers import shared_segments, wait_no_orphans
 from tests.kvtransfer.ucx_processes import (
     WAIT_S,
     Process,
     Receiver,
     Sender,
     join,
-    shared_memory_of_ucx,
-    wait_no_more_than,
 )
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
@@ -144,7 +143,7 @@ def test_a_sender_that_is_killed_while_frozen_frees_the_blocks(closing: Closing)
 
 
 def test_close_does_not_wait_for_a_frozen_sender(closing: Closing) -> None:
-    shared = shared_memory_of_ucx()
+    shared = shared_segments()
     sender, receiver = side(closing, Sender, "tcp", 1), side(closing, Receiver, "tcp", 2)
     join(sender, receiver, NUM_BLOCKS, 0.2)
     sender.signal(signal.SIGSTOP)
@@ -160,7 +159,7 @@ def test_close_does_not_wait_for_a_frozen_sender(closing: Closing) -> None:
     with suppress(OSError, EOFError):  # with plain TCP, UCX may end a sender whose reader is gone
         sender.ask("digest")
     assert receiver.ask("digest") == before
-    wait_no_more_than(shared)
+    wait_no_orphans(shared)
 
 
 def test_joining_a_frozen_sender_fails_in_bounded_time(closing: Closing) -> None:

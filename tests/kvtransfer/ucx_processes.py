@@ -37,22 +37,6 @@ def held() -> dict[str, list[str]]:
     }
 
 
-def shared_memory_of_ucx() -> set[str]:
-    """Every name of UCX's in the file system of POSIX shared memory, and every System V segment."""
-    segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    files = {name for name in os.listdir("/dev/shm") if name.startswith("ucx")}
-    return files | {f"sysv {line.split()[1]}" for line in segments}
-
-
-def wait_no_more_than(before: set[str]) -> None:
-    """Until all that was made since is gone: of other processes' segments, which come and go, too."""
-    new = shared_memory_of_ucx() - before
-    deadline = time.monotonic() + WAIT_S
-    while left := new & shared_memory_of_ucx():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
 def hello_of(num_blocks: int, block_bytes: int) -> Any:
     from kvtransfer.framing.messages import WIRE_VERSION, Hello
 

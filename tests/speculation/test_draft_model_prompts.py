@@ -1,4 +1,7 @@
-"""When a draft model reads prompts: not before a draft is wanted, and not too much of them at once."""
+"""When a draft model reads prompts: not before a draft is wanted, and not too much of them at once.
+
+And what is said when there is no draft model to read them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import msgspec
 import pytest
 
 from engine.engine import Engine
+from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation import draft_model
 from speculation.speculator import speculate
@@ -54,3 +58,10 @@ def test_a_long_one_over_several_steps(pair: tuple[Path, Path], monkeypatch: pyt
     assert found == plain
     assert drafted[:4] == [0] * 4, "a prompt, and three steps of 16 tokens"
     assert any(drafted)
+
+
+def test_a_draft_that_cannot_be_loaded_is_blamed_on_its_option(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="--speculative-config: model: cannot load"):
+        engine_with((pair[0], tmp_path))
