@@ -1,6 +1,6 @@
 """Moves KV blocks between the pools of two workers, whatever the wire."""
 
-from kvtransfer.blocks.memory import PoolMemory, allocate
+from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import (
     Closed,
     Completed,
@@ -28,5 +28,4 @@ __all__ = [
     "Sender",
     "Sent",
     "TransferError",
-    "allocate",
 ]

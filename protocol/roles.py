@@ -26,7 +26,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     `loop` names the class of its engine loop, as "module:class". `replicas` is the option with the number of
     its workers. A worker may be asked for any of `tasks`; the first is its purpose, the others are for when
     no worker with that purpose is left. It pushes blocks to workers of the roles in `pushes_to`, and connects
-    to them before the first request. With a `shared` pool, other processes of its host can map the pool.
+    to them before the first request.
     """
 
     name: str
@@ -34,7 +34,6 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     replicas: str
     tasks: tuple[Task, ...]
     pushes_to: tuple[str, ...] = ()
-    pool: Literal["shared", "private"] = "private"
     needs_disaggregation: bool = False
 
     @property
@@ -49,7 +48,6 @@ _SPECS = (
         replicas="prefill_replicas",
         tasks=("prefill", "decode"),
         pushes_to=("decode",),
-        pool="shared",
         needs_disaggregation=True,
     ),
     RoleSpec(

@@ -69,7 +69,7 @@ def run_worker(
     heartbeat.start()
     link = RouterLink(context, keys, router_endpoint, worker_id, parts.incarnation, parts.counters)
     try:
-        engine, parts.pool = build_engine(config, role)
+        engine, parts.pool = build_engine(config)
         parts.engine = engine
         name = f"{worker_id} {parts.incarnation}"
         parts.wires = open_wires(config, parts.pool, name, parts.pairs, carrier)

@@ -12,7 +12,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from engine.engine import Engine
-from kvtransfer.blocks.memory import PoolMemory, allocate
+from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
 from kvtransfer.transports.object_store import Carrier
@@ -21,7 +21,6 @@ from kvtransfer.transports.transport import Transport
 from messaging.tls import tls_files
 from native.build import build_all
 from protocol.config import ServeConfig, transport_names
-from protocol.roles import RoleSpec
 from speculation.speculator import speculate
 
 _ROOT = Path(__file__).parents[1]
@@ -59,19 +58,18 @@ def build_kernels() -> None:
     build_all(_ROOT / package for package in ("engine", "kvtransfer", "speculation"))
 
 
-def build_engine(config: ServeConfig, role: RoleSpec) -> tuple[Engine, RegisteredPool]:
+def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool]:
     """Load the model and make its pool in memory that transfers can reach.
 
-    With `shm` the receiver reads the sender's pool, so only a sender's must be shared memory. A pool in a
-    GPU's memory is reached through the host's. Raises what the engine raises for a model that it cannot
-    serve.
+    With `shm` the receiver maps the sender's pool, and any worker may have to send. A pool in a GPU's memory
+    is reached through the host's. Raises what the engine raises for a model that it cannot serve.
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
-    shared = role.pool == "shared" and "shm" in transport_names(config)
+    shared = config.num_workers > 1 and "shm" in transport_names(config)
 
     def allocate_pool(nbytes: int) -> memoryview:
-        memory.append(allocate(nbytes, shared=shared))
+        memory.append(PoolMemory(nbytes, shared=shared))
         return memory[0].buffer
 
     build_kernels()

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from bench.transfer.process import Remote, RemoteObject
-from kvtransfer import Completed, Failed, Receiver, RegisteredPool, Sender, allocate
+from kvtransfer import Completed, Failed, PoolMemory, Receiver, RegisteredPool, Sender
 from kvtransfer.blocks.memory import map_peer_pool
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.tcp import TcpTransport
@@ -45,7 +45,7 @@ class Side:
         options: TransportOptions = TransportOptions(),
     ) -> None:
         self.name = name
-        self.memory = allocate(block_bytes * num_blocks)
+        self.memory = PoolMemory(block_bytes * num_blocks)
         np.frombuffer(self.memory.buffer, dtype=np.uint8).fill(1)  # touches every page
         self.pool = RegisteredPool(self.memory.buffer, block_bytes, num_blocks, memory_fd=self.memory.fd)
         self.address = address_of(self.memory.buffer)

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import kvtransfer.blocks.extents
-from kvtransfer import Closed, Completed, Failed, Progress, Receiver, RegisteredPool, Sender, Sent, allocate
+from kvtransfer import Closed, Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender, Sent
 from kvtransfer.blocks.checksum import Mode
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport
@@ -423,7 +423,7 @@ class Process:
         )
         logging.basicConfig(level=logging.DEBUG, handlers=[handler], force=True)
         kvtransfer.blocks.extents.BATCH_BYTES = CALL_BYTES
-        self._memory = allocate(num_blocks * block_bytes)
+        self._memory = PoolMemory(num_blocks * block_bytes)
         self._pool = RegisteredPool(self._memory.buffer, block_bytes, num_blocks, memory_fd=self._memory.fd)
         self._points = FaultPoints(SENDER_POINTS, report, self._cut)
         self._more_points = FaultPoints(RECEIVER_POINTS, report, self._cut)

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtransfer.blocks.memory import allocate, map_peer_pool
+from kvtransfer.blocks.memory import PoolMemory, map_peer_pool
 
-NBYTES = 8 * 1024 * 1024
+MIB = 1024 * 1024
+NBYTES = 8 * MIB
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def mapping_flags(address: int) -> list[str]:
-    """The kernel's flags of the mapping that holds `address`."""
-    inside = False
+def details(memory: memoryview) -> dict[str, list[str]]:
+    """What the kernel says of a mapping, by the names that it gives that."""
+    address, inside, found = int(np.frombuffer(memory, np.uint8).ctypes.data), False, {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            start, end = (int(part, 16) for part in first.split("-"))
+        name, *values = line.split()
+        if not name.endswith(":"):
+            start, end = (int(part, 16) for part in name.split("-"))
             inside = start <= address < end
-        elif inside and first == "VmFlags:":
-            return line.split()[1:]
-    raise AssertionError("no such mapping")
+        elif inside:
+            found[name[:-1]] = values
+    return found
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_memory_is_zeroed_and_writable(shared: bool) -> None:
-    memory = allocate(NBYTES, shared=shared)
+    memory = PoolMemory(NBYTES, shared=shared)
     assert memory.buffer.nbytes == NBYTES
     assert not np.frombuffer(memory.buffer, dtype=np.uint8).any()
     memory.buffer[-1] = 7
@@ -41,7 +44,7 @@ def test_memory_is_zeroed_and_writable(shared: bool) -> None:
 
 
 def test_only_the_owner_writes_to_shared_memory() -> None:
-    memory = allocate(NBYTES)
+    memory = PoolMemory(NBYTES)
     assert memory.fd is not None
     theirs = map_peer_pool(memory.fd, NBYTES)
     memory.buffer[5] = 9
@@ -54,7 +57,49 @@ def test_only_the_owner_writes_to_shared_memory() -> None:
     memory.close()
 
 
+def test_the_descriptor_goes_with_the_last_view() -> None:
+    memory = PoolMemory(NBYTES)
+    descriptor, view = memory.fd, memory.buffer[5:]
+    assert descriptor is not None
+    memory.close()
+    del memory
+    os.fstat(descriptor)
+    del view
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
 @pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")
 def test_huge_pages_are_asked_for() -> None:
-    memory = allocate(NBYTES, shared=False)
-    assert "hg" in mapping_flags(np.frombuffer(memory.buffer, dtype=np.uint8).ctypes.data)
+    memory = PoolMemory(NBYTES, shared=False)
+    assert "hg" in details(memory.buffer)["VmFlags"]
+
+
+@pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")
+def test_what_is_used_of_shared_memory_gets_huge_pages() -> None:
+    """What lies beyond is not allocated; what was written stays."""
+    memory = PoolMemory(64 * MIB)
+    content = np.random.default_rng(0).integers(0, 256, 18 * MIB, dtype=np.uint8)
+    values = np.frombuffer(memory.buffer, dtype=np.uint8)
+    values[: 18 * MIB] = content
+    deadline = time.monotonic() + 20
+    while details(memory.buffer)["ShmemPmdMapped"][0] != str(32 * 1024):
+        assert time.monotonic() < deadline, details(memory.buffer)
+        time.sleep(0.05)
+    assert np.array_equal(values[: 18 * MIB], content)
+    assert not values[18 * MIB : 32 * MIB].any()
+    assert details(memory.buffer)["Rss"][0] == str(32 * 1024)
+
+
+def test_a_kernel_that_has_none_for_shared_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvtransfer.blocks.memory._MADV_COLLAPSE", -1)
+    memory = PoolMemory(NBYTES)
+    memory.buffer[0] = 1
+    deadline = time.monotonic() + 20
+    while not caplog.messages:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "stays on small pages" in caplog.messages[0]

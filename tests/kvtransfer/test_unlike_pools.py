@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtransfer import Completed, Progress, RegisteredPool, allocate
+from kvtransfer import Completed, PoolMemory, Progress, RegisteredPool
 from kvtransfer.blocks.layout import DTYPES, block_bytes
 from kvtransfer.transports.registry import TransportOptions
 from protocol.handoff import SegmentInfo
@@ -33,7 +33,7 @@ def pool(dtype: str, block_size: int, device: str | None = None) -> tuple[Regist
         tensor = torch.full(shape, UNTOUCHED, dtype=DTYPES[dtype], device=device)
         blocks = tensor.view(torch.uint8).view(NUM_BLOCKS, nbytes)
         return RegisteredPool(memoryview(bytearray()), nbytes, NUM_BLOCKS, (segment,), device=blocks), tensor
-    memory = allocate(NUM_BLOCKS * nbytes)
+    memory = PoolMemory(NUM_BLOCKS * nbytes)
     tensor = torch.frombuffer(memory.buffer, dtype=DTYPES[dtype]).view(NUM_BLOCKS, *segment.shape)
     tensor.fill_(UNTOUCHED)
     return RegisteredPool(memory.buffer, nbytes, NUM_BLOCKS, (segment,), memory.fd), tensor

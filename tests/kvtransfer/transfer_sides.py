@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer import Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender, allocate
+from kvtransfer import Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender
 from kvtransfer.blocks.checksum import Mode
 from kvtransfer.framing.channel import Channel, Wake
 from kvtransfer.framing.messages import Ack, Piece
@@ -29,7 +29,7 @@ _memories: list[PoolMemory] = []
 
 
 def make_pool(num_blocks: int = 64, block_bytes: int = 4096, seed: int = 0) -> RegisteredPool:
-    memory = allocate(num_blocks * block_bytes)
+    memory = PoolMemory(num_blocks * block_bytes)
     memory.buffer[:] = np.random.default_rng(seed).bytes(num_blocks * block_bytes)
     _memories.append(memory)
     return RegisteredPool(memory.buffer, block_bytes, num_blocks, memory_fd=memory.fd)

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool, Sent
 from protocol.messages import ANY_LEASE, Abort, Handoff, HandoffAck, Reserved, ReserveRefused, Stale
-from protocol.roles import ROLES
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import PrefillEnd, closing
 from tests.worker.tiny_model import VOCAB_SIZE, greedy
@@ -27,7 +26,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module")
 def source(model_folder: Path) -> tuple[Engine, RegisteredPool]:
-    return build_engine(tiny_config(model_folder), ROLES["prefill"])
+    return build_engine(tiny_config(model_folder))
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvtransfer.transports.registry import TransportOptions
-from protocol.roles import ROLES
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import PrefillEnd, closing
 from tests.worker.test_worker_handoff import prompt
@@ -61,7 +60,7 @@ def test_blocks_that_were_quantized_against_expectation_are_not_kept(
 ) -> None:
     """As when the wire that was expected broke, and the next one quantizes."""
     decode = cluster.start("decode", "decode-0", tiny_config(model_folder, kv_transports="tcp"))
-    engine, pool = build_engine(tiny_config(model_folder), ROLES["prefill"])
+    engine, pool = build_engine(tiny_config(model_folder))
     options = TransportOptions(wire_dtype="int8")
     for peer in closing(
         PrefillEnd(cluster, decode.address, engine, pool, transports=["tcp"], wire_options=options)

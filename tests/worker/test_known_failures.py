@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
 from protocol.messages import Handoff, Reserve
-from protocol.roles import ROLES
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import DecodeEnd, closing
 from tests.worker.test_worker_handoff import prompt
@@ -25,7 +24,7 @@ ROOM = 24
 
 @pytest.fixture(scope="module")
 def source(model_folder: Path) -> tuple[Engine, RegisteredPool]:
-    return build_engine(tiny_config(model_folder), ROLES["prefill"])
+    return build_engine(tiny_config(model_folder))
 
 
 def started(cluster: Cluster, name: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvtransfer.blocks.memory import allocate
+from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import Progress, RegisteredPool
 from protocol.handoff import SegmentInfo
 from protocol.messages import (
@@ -45,7 +45,7 @@ def prefill(cluster: Cluster, model_folder: Path) -> RunningWorker:
 
 @pytest.fixture
 def peer(cluster: Cluster) -> Iterator[DecodeEnd]:
-    memory = allocate(100 * BLOCK_BYTES)
+    memory = PoolMemory(100 * BLOCK_BYTES)
     pool = RegisteredPool(
         buffer=memory.buffer,
         block_bytes=BLOCK_BYTES,

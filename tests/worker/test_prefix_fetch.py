@@ -76,6 +76,7 @@ def test_a_conversation_comes_back_from_its_decode_worker(
     held = (len(conversation) - 1) // BLOCK_SIZE
     assert fresh.counter("prefix_blocks_fetched_total") == held
     assert fresh.counter("kv_blocks_skipped_total") == held, "the decode worker has them still"
+    cluster.wait(lambda: decode.state.transports == {"prefill-1": "shm"})
 
 
 def test_a_decode_worker_fetches_too(
