@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import select
+import socket
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from kvtransfer.pairs import Pairs
 from kvtransfer.streams.connection import Connection, ReceiverCore
 from kvtransfer.streams.handshake import Identity
 from kvtransfer.transports.host import host_id
-from kvtransfer.transports.transport import Listener, Transport
+from kvtransfer.transports.transport import Transport
 from protocol.messages import TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -74,7 +75,7 @@ class Receiver:
             handshake_timeout_s=handshake_timeout_s,
         )
         self._connections: list[Connection] = []
-        self._listeners: dict[int, tuple[Listener, Transport]] = {}
+        self._listeners: dict[int, tuple[socket.socket, Transport]] = {}
         self.offers: list[TransferOffer] = []
         for transport in transports:
             listener, address = transport.listen(host)
@@ -172,7 +173,7 @@ class Receiver:
             self._emit(Failed(lease_id, "the sender is gone"))
         return look_again
 
-    def _accept_one(self, listener: Listener, transport: Transport) -> None:
+    def _accept_one(self, listener: socket.socket, transport: Transport) -> None:
         try:
             accepted, _ = listener.accept()
         except (BlockingIOError, ConnectionError):

@@ -50,7 +50,7 @@ class Gather:
         nbytes = len(sources) * self._block_bytes
         if self._compiled is None or nbytes < GIL_FREE_BYTES:
             for source, target, length in _ranges(sources, targets, self._block_bytes, first, last):
-                self._copy_range(source, target, length)
+                self._target[target : target + length] = self._source[source : source + length]
             return
         sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
         self._compiled(
@@ -64,12 +64,6 @@ class Gather:
             last,
             nbytes >= PAST_CACHES_BYTES,
         )
-
-    def _copy_range(self, source: int, target: int, nbytes: int) -> None:
-        if nbytes < GIL_FREE_BYTES:
-            self._target[target : target + nbytes] = self._source[source : source + nbytes]
-        else:
-            ctypes.memmove(self._target_address + target, self._source_address + source, nbytes)
 
 
 def _ranges(

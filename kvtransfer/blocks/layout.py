@@ -139,11 +139,6 @@ def wire_segments(segments: Sequence[SegmentInfo], wire_dtype: str) -> tuple[Seg
     return wire
 
 
-def wire_block_bytes(segments: Sequence[SegmentInfo], pool_block_bytes: int, wire_dtype: str) -> int:
-    """Bytes that a block of such a pool, be it opaque, takes on the wire. Raises LayoutError."""
-    return pool_block_bytes if wire_dtype == "auto" else block_bytes(wire_segments(segments, wire_dtype))
-
-
 def needs_conversion(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> bool:
     """Whether blocks of the wire are anything but blocks of our pool."""
     return tuple(wire) != tuple(ours)

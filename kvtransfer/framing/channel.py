@@ -7,12 +7,12 @@ import os
 import select
 import socket
 import time
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import xxhash
 
-from kvtransfer.framing.tls_socket import TlsSocket
 from protocol.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -24,6 +24,7 @@ _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 """How an alert and a handshake begin. With the next two bytes they are no length of ours."""
 
 T = TypeVar("T")
+Buffer: TypeAlias = memoryview | bytearray
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -108,33 +109,27 @@ def frame_length(header: bytes | bytearray) -> int:
 
 
 class Channel:
-    """Frames and bytes over a non-blocking `socket`. Deadlines are values of `time.monotonic()`."""
+    """Frames and bytes over a non-blocking `socket`. Deadlines are values of `time.monotonic()`.
 
-    def __init__(self, sock: socket.socket, wake: Wake) -> None:
+    A connection on which nothing moves for `progress_timeout_s` seconds in the middle of something is broken.
+    """
+
+    def __init__(self, sock: socket.socket, wake: Wake, progress_timeout_s: float) -> None:
         sock.setblocking(False)
         self.socket = sock
-        self._tls = sock if isinstance(sock, TlsSocket) else None
+        self.progress_timeout_s = progress_timeout_s
         self._wake = wake
         self._poll = select.poll()
         self._poll.register(sock, 0)
         self._poll.register(wake, select.POLLIN)
         self._events = 0
 
+    def progress_deadline(self) -> float:
+        """When the peer must have moved, if it moves now for the last time."""
+        return time.monotonic() + self.progress_timeout_s
+
     def wait(self, events: int, deadline: float | None) -> int:
         """Wait for poll events of the socket; 0 when woken. Raises TimeoutError, StoppedError."""
-        if self._tls is not None:
-            return self._wait_tls(self._tls, events, deadline)
-        return self._wait(events, deadline)
-
-    def _wait_tls(self, tls: TlsSocket, events: int, deadline: float | None) -> int:
-        """What the connection is ready for may be another thing than what the caller can do."""
-        polled = tls.events_to_poll(events)
-        if not polled:
-            return select.POLLIN
-        ready = self._wait(polled, deadline)
-        return events | ready if ready else 0
-
-    def _wait(self, events: int, deadline: float | None) -> int:
         if events != self._events:
             self._poll.modify(self.socket, events)
             self._events = events
@@ -158,41 +153,12 @@ class Channel:
         if error:
             raise OSError(error, os.strerror(error))
 
-    def shutdown(self) -> None:
-        """End the connection from another thread; the owner of the channel sees it as lost."""
+    def hung_up(self) -> bool:
+        """Whether the peer has closed its side, whatever is left to read. Raises StoppedError."""
         try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it has ended already
-
-    def send_all(self, data: bytes, deadline: float) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[self.socket.send(view) :]
-            except BlockingIOError:
-                self.wait(select.POLLOUT, deadline)
-
-    def recv_exact(self, nbytes: int, deadline: float) -> bytearray:
-        """Raises ConnectionError when the peer closes first."""
-        data = bytearray(nbytes)
-        view = memoryview(data)
-        while view:
-            try:
-                received = self.socket.recv_into(view)
-            except BlockingIOError:
-                self.wait(select.POLLIN, deadline)
-                continue
-            if received == 0:
-                raise ConnectionResetError("the peer closed the connection")
-            view = view[received:]
-        return data
-
-    def recv_frame(self, deadline: float) -> bytearray:
-        """The next frame's payload."""
-        length = self.recv_exact(LENGTH_BYTES, deadline)
-        rest = self.recv_exact(CHECK_BYTES + frame_length(length), deadline)
-        return unframe(length + rest)
+            return bool(self.wait(select.POLLRDHUP, time.monotonic()))
+        except TimeoutError:
+            return False
 
     def at_end(self) -> bool:
         """Whether the peer has closed its side, nothing being left to read."""
@@ -201,11 +167,64 @@ class Channel:
         except BlockingIOError:
             return False
 
+    def shutdown(self) -> None:
+        """End the connection from another thread; the owner of the channel sees it as lost."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has ended already
+
+    def close(self) -> None:
+        self.socket.close()
+
+    # --- bytes ------------------------------------------------------------------------------------
+
+    def write(self, buffers: Sequence[Buffer]) -> int:
+        """How many bytes of the buffers the connection took at once; maybe 0."""
+        try:
+            return self.socket.sendmsg(buffers)
+        except BlockingIOError:
+            return 0
+
+    def receive(self, buffers: Sequence[Buffer]) -> int:
+        """How many bytes were there for the buffers; maybe 0. Raises ConnectionResetError at the end."""
+        try:
+            received = self.socket.recvmsg_into(buffers)[0]
+        except BlockingIOError:
+            return 0
+        if received == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        return received
+
+    def send_all(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            sent = self.write([view])
+            view = view[sent:]
+            if not sent:
+                self.wait(select.POLLOUT, deadline)
+
+    def recv_exact(self, nbytes: int, deadline: float) -> bytearray:
+        """Raises ConnectionResetError when the peer closes first."""
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            received = self.receive([view])
+            view = view[received:]
+            if not received:
+                self.wait(select.POLLIN, deadline)
+        return data
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def recv_frame(self, deadline: float) -> bytearray:
+        """The next frame's payload."""
+        length = self.recv_exact(LENGTH_BYTES, deadline)
+        rest = self.recv_exact(CHECK_BYTES + frame_length(length), deadline)
+        return unframe(length + rest)
+
     def send(self, message: msgspec.Struct, deadline: float) -> None:
         self.send_all(frame(encode(message)), deadline)
 
     def recv(self, message_type: type[T], deadline: float) -> T:
         return decode(self.recv_frame(deadline), message_type)
-
-    def close(self) -> None:
-        self.socket.close()

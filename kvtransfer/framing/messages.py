@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvtransfer.blocks.extents import MAX_PIECE_BLOCKS, PARTS_AT_ONCE, RUN_BYTES
+from protocol.errors import ProtocolError
 from protocol.handoff import SegmentInfo
 from protocol.messages import Id
 
@@ -48,6 +49,15 @@ TRANSIENT = {STILL_WRITTEN, CHECKSUM_MISMATCH}
 def failure_kind(refusal: str) -> str:
     """Bounded in number, whatever a peer answers."""
     return REFUSALS.get(refusal, "refused")
+
+
+def error_kind(error: Exception) -> str:
+    """As what a connection that ended by this error is counted; `internal` is a defect of ours."""
+    if isinstance(error, ProtocolError):
+        return "malformed"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    return "lost" if isinstance(error, OSError) else "internal"
 
 
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]

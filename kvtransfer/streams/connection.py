@@ -14,7 +14,7 @@ from kvtransfer.blocks.checksum import piece_checksum
 from kvtransfer.blocks.convert import RangeError
 from kvtransfer.blocks.extents import Blocks, blocks_per_part, from_wire
 from kvtransfer.counters import TransferCounters
-from kvtransfer.framing.channel import Channel, StoppedError, Wake, decode
+from kvtransfer.framing.channel import StoppedError, Wake
 from kvtransfer.framing.messages import (
     CHECKSUM_MISMATCH,
     GIVEN_UP,
@@ -24,19 +24,23 @@ from kvtransfer.framing.messages import (
     Ack,
     Hello,
     Piece,
+    error_kind,
     failure_kind,
 )
 from kvtransfer.interface import Progress, ReceiveEvent
 from kvtransfer.leases.arrivals import PieceArrival
+from kvtransfer.leases.gate import WriteGate
 from kvtransfer.leases.lease import Lease
 from kvtransfer.leases.table import LeaseTable
 from kvtransfer.pairs import Pairs
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, examine
 from kvtransfer.streams.incoming import Incoming, incoming
 from kvtransfer.transports.transport import PieceReader, Transport
-from protocol.errors import ProtocolError
 
 logger = logging.getLogger("tandem.kvtransfer")
+
+_CLOSED = WriteGate()
+_CLOSED.close()
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Connection(threading.Thread):
         super().__init__(name=f"kv-receive-{transport.name}", daemon=True)
         self.authenticated = False
         self._peer = ""
-        self._channel = Channel(accepted, core.stop)
+        self._channel = transport.channel(accepted, core.stop, core.progress_timeout_s, accepted=True)
         self._transport = transport
         self._core = core
 
@@ -73,21 +77,13 @@ class Connection(threading.Thread):
         except HandshakeRefusedError as error:
             self._core.counters.add("handshakes_refused")
             logger.warning("refused a %s connection: %s", self._transport.name, str(error))
-        except ProtocolError as error:
-            self._count("malformed", error)
-        except TimeoutError as error:
-            self._count("timeout", error)
-        except OSError as error:
-            self._count("lost", error)
         except Exception as error:
-            logger.exception("a %s connection ended by a defect", self._transport.name)
-            self._count("internal", error)
+            kind = error_kind(error)
+            self._failed(kind)
+            defect = error if kind == "internal" else None
+            logger.warning("a %s connection was lost: %s", self._transport.name, error, exc_info=defect)
         finally:
             self._channel.close()
-
-    def _count(self, kind: str, error: Exception) -> None:
-        self._failed(kind)
-        logger.warning("a %s connection was lost: %s", self._transport.name, str(error))
 
     def _failed(self, kind: str) -> None:
         self._core.counters.add(f"failures_{kind}")
@@ -100,7 +96,7 @@ class Connection(threading.Thread):
         hello = examine(self._channel, core.identity, self._transport.name, deadline)
         max_blocks = blocks_per_part(hello.block_bytes) * self._transport.parts_at_once
         inlet = incoming(core.identity.pool, hello, max_blocks, self._transport.reaches_devices)
-        reader = self._transport.reader(self._channel, inlet.target, hello, deadline, core.progress_timeout_s)
+        reader = self._transport.reader(self._channel, inlet.target, hello, deadline)
         sender = f"{hello.worker_id} {hello.incarnation}"
         core.leases.connected(sender)
         try:
@@ -122,16 +118,16 @@ class Connection(threading.Thread):
         started = time.monotonic()
         if channel.at_end():
             return False
-        piece = decode(channel.recv_frame(started + core.progress_timeout_s), Piece)
+        piece = channel.recv(Piece, channel.progress_deadline())
         blocks = sources, positions = from_wire(piece.runs, hello.num_blocks, inlet.max_blocks)
         lease, refusal = core.leases.admit(piece, positions, sender, _block_size(hello))
         if lease is None:
-            reader.read(sources, positions, None)
+            reader.read(sources, positions, _CLOSED)
         else:
             refusal = self._take(reader, inlet, hello, piece, blocks, lease)
         # Before anything is believed: a sender that has given us up has closed the connection first.
         ack = Ack(piece.sequence, refusal, again=refusal in TRANSIENT)
-        channel.send(ack, time.monotonic() + core.progress_timeout_s)
+        channel.send(ack, channel.progress_deadline())
         if refusal:
             self._failed(failure_kind(refusal))
             logger.warning("piece %d of lease %s from %s: %s", piece.index, piece.lease_id, sender, refusal)
@@ -150,7 +146,7 @@ class Connection(threading.Thread):
         sources, positions = blocks
         gate, refusal = lease.attempt(piece, time.monotonic() + self._core.progress_timeout_s / 2)
         if gate is None:
-            reader.read(sources, positions, None)
+            reader.read(sources, positions, _CLOSED)
             return refusal
         targets = inlet.targets(positions, lease)
         if reader.read(sources, targets, gate):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 
@@ -17,48 +15,37 @@ from kvtransfer.leases.gate import WriteGate
 from kvtransfer.leases.lease import Lease
 
 
-class Incoming(Protocol):
-    target: RegisteredPool
-    """Where the connection's reader writes to."""
-    foreign_format: str
-    """`layout.foreign_format` of what comes."""
-    max_blocks: int
-    """The most of the sender's blocks in one piece."""
+class Incoming:
+    """The sender's blocks look like ours, and go straight to their places."""
+
+    def __init__(self, target: RegisteredPool, max_blocks: int, foreign: str = "") -> None:
+        self.target = target
+        """Where the connection's reader writes to."""
+        self.max_blocks = max_blocks
+        """The most of the sender's blocks in one piece."""
+        self.foreign_format = foreign
+        """`layout.foreign_format` of what comes."""
 
     def targets(self, positions: BlockIndices, lease: Lease) -> BlockIndices:
         """The blocks of `target` that the reader is to bring a piece into."""
-
-    def place(self, positions: BlockIndices, lease: Lease, gate: WriteGate) -> bool:
-        """Bring it from there into the lease's blocks, if the gate is open still."""
-
-
-class Direct:
-    """The sender's blocks look like ours."""
-
-    def __init__(self, pool: RegisteredPool, max_blocks: int) -> None:
-        self.target = pool
-        self.foreign_format = ""
-        self.max_blocks = max_blocks
-
-    def targets(self, positions: BlockIndices, lease: Lease) -> BlockIndices:
         return lease.blocks[positions]
 
     def place(self, positions: BlockIndices, lease: Lease, gate: WriteGate) -> bool:
+        """Bring it from there into the lease's blocks; whether the gate was open for that."""
         return True
 
 
-class Converting:
+class Converting(Incoming):
     """The sender's blocks have another size or dtype, are quantized on the wire, or go to a GPU's memory."""
 
     def __init__(self, pool: RegisteredPool, hello: Hello, max_blocks: int) -> None:
         wire_bytes = block_bytes(hello.wire)
-        self.max_blocks = max_blocks
         self._device = pool.device.device if pool.device is not None else torch.device("cpu")
         staging = pinned(max_blocks * wire_bytes, self._device)
-        self.target = RegisteredPool(staging, wire_bytes, max_blocks, tuple(hello.wire))
+        target = RegisteredPool(staging, wire_bytes, max_blocks, tuple(hello.wire))
+        super().__init__(target, max_blocks, foreign_format(hello.wire, pool.segments))
         blocks = pool.buffer if pool.device is None else pool.device
         self._converter = Converter(hello.wire, pool.segments, blocks)
-        self.foreign_format = foreign_format(hello.wire, pool.segments)
 
     def targets(self, positions: BlockIndices, lease: Lease) -> BlockIndices:
         return np.arange(len(positions))
@@ -80,4 +67,4 @@ def incoming(pool: RegisteredPool, hello: Hello, max_blocks: int, reaches_device
         return Converting(pool, hello, max_blocks)
     if pool.device is not None and not (reaches_devices and hello.checksum == "off"):
         return Converting(pool, hello, max_blocks)
-    return Direct(pool, max_blocks)
+    return Incoming(pool, max_blocks)

@@ -256,21 +256,25 @@ class Link(threading.Thread):
         now, reasons = time.monotonic(), []
         hopeful = [candidate for candidate in self._candidates if not candidate.is_hopeless(now)]
         for candidate in sorted(hopeful, key=lambda candidate: candidate.try_at > now):
-            try:
-                self._open(candidate)
+            reason = self._try(candidate)
+            if not reason:
                 return True
-            except (OSError, TransferError, ProtocolError) as error:
-                reasons.append(f"{candidate.transport.name}: {error}")
-                self._put_off(candidate, error)
+            reasons.append(reason)
         self._failed("connect", "")
         self._reason = "; ".join(reasons) or self._reason
         return False
 
-    def _put_off(self, candidate: Candidate, error: Exception) -> None:
-        peer, name = self.peer.worker_id, candidate.transport.name
-        if self._core.pairs.refuse(peer, name, _refusal(error), str(error)):
-            logger.warning("cannot reach %s over %s: %s", peer, name, str(error))
-        candidate.try_at = time.monotonic() + self._core.retry_interval_s
+    def _try(self, candidate: Candidate) -> str:
+        """Open streams over it, or put it off; returns why it can't be had, or an empty string."""
+        try:
+            self._open(candidate)
+        except (OSError, TransferError, ProtocolError) as error:
+            peer, name = self.peer.worker_id, candidate.transport.name
+            if self._core.pairs.refuse(peer, name, _refusal(error), str(error)):
+                logger.warning("cannot reach %s over %s: %s", peer, name, str(error))
+            candidate.try_at = time.monotonic() + self._core.retry_interval_s
+            return f"{name}: {error}"
+        return ""
 
     def _open(self, candidate: Candidate) -> None:
         """All of a transport's streams, or as many as can be had; raises what the first one fails with."""
@@ -351,12 +355,6 @@ class Link(threading.Thread):
     def _better(self) -> list[Candidate]:
         assert self._active is not None
         return self._candidates[: self._candidates.index(self._active)]
-
-    def _try(self, candidate: Candidate) -> None:
-        try:
-            self._open(candidate)
-        except (OSError, TransferError, ProtocolError) as error:
-            self._put_off(candidate, error)
 
     def _close(self) -> None:
         with self.state:

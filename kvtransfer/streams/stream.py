@@ -9,11 +9,8 @@ import time
 from collections import deque
 from typing import Protocol
 
-import numpy as np
-
 from kvtransfer.blocks.checksum import piece_checksum
 from kvtransfer.blocks.extents import Buffers, ScatterList
-from kvtransfer.blocks.layout import wire_block_bytes
 from kvtransfer.blocks.quantize import NonFiniteError
 from kvtransfer.framing.channel import (
     LENGTH_BYTES,
@@ -27,7 +24,7 @@ from kvtransfer.framing.channel import (
     frame_length,
     unframe,
 )
-from kvtransfer.framing.messages import NOT_QUANTIZABLE, SPOILED, Ack, Piece
+from kvtransfer.framing.messages import NOT_QUANTIZABLE, SPOILED, Ack, Piece, error_kind
 from kvtransfer.streams.handshake import Identity, introduce
 from kvtransfer.streams.pieces import QueuedPiece
 from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceWriter, Transport
@@ -109,15 +106,18 @@ class Stream(threading.Thread):
     @property
     def wire_block_bytes(self) -> int:
         """What a block takes on the wire."""
-        pool = self._identity.pool
-        return wire_block_bytes(pool.segments, pool.block_bytes, self._transport.wire_dtype)
+        assert self._writer is not None
+        return self._writer.block_bytes
 
     # --- for any thread ---------------------------------------------------------------------------
 
     def open(self, offer: TransferOffer, deadline: float) -> None:
         """Connect and authenticate. Raises OSError, TransferError, ProtocolError or StoppedError."""
         try:
-            self._channel = channel = Channel(self._transport.connect(offer.address), self._wake)
+            sock = self._transport.connect(offer.address)
+            self._channel = channel = self._transport.channel(
+                sock, self._wake, self._progress_timeout_s, accepted=False
+            )
             channel.finish_connect(deadline)
             introduce(channel, self._identity, self._transport, self._peer.incarnation, deadline)
             self._writer = self._transport.writer(channel, self._identity.pool, deadline)
@@ -168,15 +168,10 @@ class Stream(threading.Thread):
             self._serve()
         except StoppedError:
             logger.debug("a %s stream to %s is closing", self.transport_name, self._peer.worker_id)
-        except ProtocolError as error:
-            kind, reason = "malformed", str(error)
-        except TimeoutError as error:
-            kind, reason = "timeout", str(error)
-        except OSError as error:
-            kind, reason = "lost", str(error)
         except Exception as error:
-            logger.exception("a stream to %s ended by a defect", self._peer.worker_id)
-            kind, reason = "internal", str(error)
+            kind, reason = error_kind(error), str(error)
+            if kind == "internal":
+                logger.exception("a stream to %s ended by a defect", self._peer.worker_id)
         finally:
             # First of all: the peer then believes no block that it has yet to copy.
             self.close()
@@ -222,8 +217,16 @@ class Stream(threading.Thread):
             payload: Buffers = []
             checksum, refusal = None, ""
             try:
-                payload = writer.payload(queued.blocks, queued.num_tokens)
-                checksum = self._checksum(writer, queued)
+                buffer, indices = writer.source(queued.blocks, queued.num_tokens)
+                checksum = piece_checksum(
+                    self._identity.checksum,
+                    buffer,
+                    writer.block_bytes,
+                    indices,
+                    queued.lease_id,
+                    queued.index,
+                )
+                payload = writer.payload(buffer, indices)
             except NonFiniteError as error:
                 refusal = str(error)
         if refusal:
@@ -251,22 +254,14 @@ class Stream(threading.Thread):
             self._wake.set()  # there may be more to take
         self._owner.acknowledged(self, queued, Ack(sequence, NOT_QUANTIZABLE))
 
-    def _checksum(self, writer: PieceWriter, queued: QueuedPiece) -> bytes | None:
-        """Of the piece's blocks as they travel."""
-        mode, buffer, blocks = self._identity.checksum, self._identity.pool.buffer, queued.blocks[0]
-        if writer.packed is not None:
-            buffer, blocks = writer.packed, np.arange(len(blocks))
-        return piece_checksum(mode, buffer, self.wire_block_bytes, blocks, queued.lease_id, queued.index)
-
     def _write(self, channel: Channel, writer: PieceWriter, transmission: _Transmission) -> bool:
         """Write some of the piece; False if the connection takes nothing now."""
         with self._reading:
             if not transmission.piece.wanted and not writer.remote_reads:
                 transmission.pad()
-            try:
-                sent = channel.socket.sendmsg(transmission.rest.batch())
-            except BlockingIOError:
-                return False
+            sent = channel.write(transmission.rest.batch())
+        if not sent:
+            return False
         transmission.rest.advance(sent)
         if not transmission.rest.remaining:
             self._current = None
@@ -274,13 +269,8 @@ class Stream(threading.Thread):
         return True
 
     def _read_acks(self, channel: Channel) -> None:
-        try:
-            received = channel.socket.recv(4096)
-        except BlockingIOError:
-            return
-        if not received:
-            raise ConnectionResetError("the peer closed the connection")
-        self._acks += received
+        received = memoryview(bytearray(4096))
+        self._acks += received[: channel.receive([received])]
         while len(self._acks) >= LENGTH_BYTES:
             end = PREFIX_BYTES + frame_length(self._acks)
             if len(self._acks) < end:

@@ -10,8 +10,6 @@ that is leaving.
 from __future__ import annotations
 
 import secrets
-import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +18,13 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from kvtransfer.blocks.extents import BlockIndices, Blocks, views
+from kvtransfer.blocks.extents import BlockIndices, Buffers, views
 from kvtransfer.framing.channel import Channel
 from kvtransfer.framing.messages import GOOD, Hello
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases.gate import WriteGate
-from kvtransfer.transports.sockets import connect_tcp, listen_tcp, tune
-from kvtransfer.transports.transport import MAX_IN_FLIGHT, Listener
+from kvtransfer.transports.sockets import tune
+from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceReader, PieceWriter, Transport
 from protocol.errors import ProtocolError
 from protocol.messages import Id
 
@@ -119,50 +117,35 @@ class Welcome(msgspec.Struct, frozen=True, tag="object-store"):
     inbox_id: Id
 
 
-class ObjectWriter:
-    remote_reads = False
-    packed = None
-
+class ObjectWriter(PieceWriter):
     def __init__(self, send: SendObject, pool: RegisteredPool) -> None:
+        super().__init__(pool)
         self._send = send
-        self._pool = pool
         self._sent = 0
 
-    def payload(self, blocks: Blocks, num_tokens: int) -> list[memoryview]:
-        if blocks.size:
-            memory = views(self._pool.buffer, self._pool.block_bytes, blocks[0])
-            self._send(self._sent, memory)
+    def payload(self, buffer: memoryview, indices: BlockIndices) -> Buffers:
+        if len(indices):
+            self._send(self._sent, views(buffer, self.block_bytes, indices))
             self._sent += 1
         return [memoryview(GOOD)]
 
-    def close(self) -> None:
-        return
 
-
-class ObjectReader:
-    def __init__(
-        self,
-        carrier: Carrier,
-        inbox: Inbox,
-        channel: Channel,
-        pool: RegisteredPool,
-        progress_timeout_s: float,
-    ) -> None:
+class ObjectReader(PieceReader):
+    def __init__(self, carrier: Carrier, channel: Channel, pool: RegisteredPool) -> None:
+        self.inbox = carrier.inboxes.open()
         self._carrier = carrier
-        self._inbox = inbox
         self._channel = channel
         self._pool = pool
-        self._progress_timeout_s = progress_timeout_s
 
-    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
-        deadline = time.monotonic() + self._progress_timeout_s
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
+        deadline = self._channel.progress_deadline()
         is_good = self._channel.recv_exact(len(GOOD), deadline) == GOOD
         if not len(targets):
-            return is_good and gate is not None
-        if gate is None or not is_good:
-            self._inbox.skip()
+            return is_good and gate.is_open
+        if not is_good or not gate.is_open:
+            self.inbox.skip()
             return False
-        reference = self._await(self._inbox.take, deadline)
+        reference = self._await(self.inbox.take, deadline)
         blocks = self._await(lambda timeout_s: self._carrier.get(reference, timeout_s), deadline)
         if sum(map(len, blocks)) != len(targets) * self._pool.block_bytes:
             raise ProtocolError("a piece's object has another size than its blocks")
@@ -170,7 +153,7 @@ class ObjectReader:
         return all(copy(source, target, gate) for source, target in aligned(blocks, memory))
 
     def close(self) -> None:
-        self._carrier.inboxes.close(self._inbox)
+        self._carrier.inboxes.close(self.inbox)
 
     def _await(self, get: Callable[[float], Any], deadline: float) -> Any:
         """What `get` returns once it returns something.
@@ -178,11 +161,7 @@ class ObjectReader:
         Raises ConnectionResetError if the sender has hung up, StoppedError if our own side is closing.
         """
         while (found := get(_LOOK_S)) is None:
-            try:
-                hung_up = self._channel.wait(select.POLLRDHUP, time.monotonic())
-            except TimeoutError:
-                hung_up = 0
-            if hung_up:
+            if self._channel.hung_up():
                 raise ConnectionResetError("the sender hung up before its blocks were here")
             if time.monotonic() > deadline:
                 raise TimeoutError("the object store made no progress in time")
@@ -212,46 +191,24 @@ def copy(source: memoryview, target: memoryview, gate: WriteGate) -> bool:
     return is_open
 
 
-class ObjectStoreTransport:
+class ObjectStoreTransport(Transport):
     """One per process. The caller owns the carrier."""
 
     name = "object_store"
-    same_host = False
-    reaches_devices = False
-    streams = 1
-    parts_at_once = 1
-    wire_dtype = "auto"
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-
-    def listen(self, host: str) -> tuple[Listener, str]:
-        return listen_tcp(host)
-
-    def connect(self, address: str) -> socket.socket:
-        return connect_tcp(address)
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> ObjectWriter:
         welcome = channel.recv(Welcome, deadline)
         return ObjectWriter(self._carrier.sender_to(welcome.address, welcome.inbox_id), pool)
 
-    def reader(
-        self,
-        channel: Channel,
-        target: RegisteredPool,
-        hello: Hello,
-        deadline: float,
-        progress_timeout_s: float,
-    ) -> ObjectReader:
+    def reader(self, channel: Channel, target: RegisteredPool, hello: Hello, deadline: float) -> ObjectReader:
         tune(channel.socket)
-        inbox = self._carrier.inboxes.open()
-        reader = ObjectReader(self._carrier, inbox, channel, target, progress_timeout_s)
+        reader = ObjectReader(self._carrier, channel, target)
         try:
-            channel.send(Welcome(self._carrier.address, inbox.inbox_id), deadline)
+            channel.send(Welcome(self._carrier.address, reader.inbox.inbox_id), deadline)
         except BaseException:
             reader.close()
             raise
         return reader
-
-    def close(self) -> None:
-        return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.blocks.checksum import Mode
@@ -36,40 +36,27 @@ class TransportOptions:
     carrier: Carrier | None = None
 
 
-def _shm(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
-    return ShmTransport()
+def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
+    match transport:
+        case "shm":
+            return ShmTransport()
+        case "ucx":
+            from kvtransfer.transports.ucx import UcxTransport
 
-
-def _ucx(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
-    from kvtransfer.transports.ucx import UcxTransport
-
-    if pool.device is not None and options.checksum != "off":
-        raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
-    return UcxTransport(pool, name)
-
-
-def _tcp(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
-    wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError where that can't be
-    if options.tls is not None:
-        return TlsTransport(options.tls, options.tcp_streams, options.wire_dtype)
-    return TcpTransport(options.tcp_streams, options.wire_dtype)
-
-
-def _object_store(pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
-    if options.carrier is None:
-        raise TransferError("the worker is no Ray actor")
-    if pool.device is not None:
-        raise TransferError("it does not send from a GPU's memory")
-    return ObjectStoreTransport(options.carrier)
-
-
-_OPEN: dict[str, Callable[[RegisteredPool, str, TransportOptions], Transport]] = {
-    "shm": _shm,
-    "ucx": _ucx,
-    "tcp": _tcp,
-    "object_store": _object_store,
-}
-assert set(_OPEN) == set(KV_TRANSPORTS)
+            if pool.device is not None and options.checksum != "off":
+                raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
+            return UcxTransport(pool, name)
+        case "tcp":
+            wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError where that can't be
+            if options.tls is not None:
+                return TlsTransport(options.tls, options.tcp_streams, options.wire_dtype)
+            return TcpTransport(options.tcp_streams, options.wire_dtype)
+        case _:
+            if options.carrier is None:
+                raise TransferError("the worker is no Ray actor")
+            if pool.device is not None:
+                raise TransferError("it does not send from a GPU's memory")
+            return ObjectStoreTransport(options.carrier)
 
 
 def open_transports(
@@ -84,14 +71,14 @@ def open_transports(
     One that cannot be had here is left out, logged, and noted in `pairs`. Raises ValueError for an unknown
     one, or a wire_dtype that the pool's values don't have, TransferError if none is left.
     """
-    unknown = [other for other in names if other not in _OPEN]
+    unknown = [other for other in names if other not in KV_TRANSPORTS]
     if unknown or not names:
-        known = ", ".join(_OPEN)
+        known = ", ".join(KV_TRANSPORTS)
         raise ValueError(f"transports must name some of {known}, not {', '.join(unknown) or 'none'}")
     opened, reasons = [], []
     for transport in dict.fromkeys(names):
         try:
-            opened.append(_OPEN[transport](pool, name, options))
+            opened.append(_open(transport, pool, name, options))
         except (TransferError, OSError) as error:
             reasons.append(f"{transport}: {error}")
             logger.warning("transport %s is not available: %s", transport, error)

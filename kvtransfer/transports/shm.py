@@ -15,40 +15,32 @@ import secrets
 import select
 import socket
 
-from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices, Blocks
+from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices
 from kvtransfer.blocks.gather import Gather, compiled
 from kvtransfer.blocks.memory import map_peer_pool
 from kvtransfer.framing.channel import Channel
 from kvtransfer.framing.messages import Hello
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases.gate import WriteGate
+from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport
 from protocol.errors import ProtocolError
 
 _SLICE_BYTES = 4 * 1024 * 1024
 """What is copied before the gate is looked at again: well under a millisecond's work."""
 
 
-class ShmWriter:
+class ShmWriter(PieceWriter):
     remote_reads = True
-    packed = None
-
-    def payload(self, blocks: Blocks, num_tokens: int) -> list[memoryview]:
-        return []
-
-    def close(self) -> None:
-        return
 
 
-class ShmReader:
+class ShmReader(PieceReader):
     def __init__(self, pool: RegisteredPool, mapping: mmap.mmap) -> None:
         self._pool = pool
         self._mapping = mapping
         self._source = memoryview(mapping)
         self._gather = Gather(self._source, pool.buffer, pool.block_bytes)
 
-    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
-        if gate is None:
-            return False
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
         nbytes = len(sources) * self._pool.block_bytes
         for start in range(0, nbytes, _SLICE_BYTES):
             with gate.writing() as is_open:
@@ -62,19 +54,13 @@ class ShmReader:
         self._mapping.close()
 
 
-class ShmTransport:
+class ShmTransport(Transport):
     name = "shm"
     same_host = True
-    reaches_devices = False
-    streams = 1
     parts_at_once = PARTS_AT_ONCE
-    wire_dtype = "auto"
 
     def __init__(self) -> None:
         compiled()  # now, not in the first piece
-
-    def close(self) -> None:
-        return
 
     def listen(self, host: str) -> tuple[socket.socket, str]:
         address = f"tandem-kv-{secrets.token_hex(16)}"
@@ -98,17 +84,15 @@ class ShmTransport:
             raise OSError("the pool is not in shared memory")
         channel.ready(select.POLLOUT, deadline)
         socket.send_fds(channel.socket, [b"\0"], [pool.memory_fd])
-        return ShmWriter()
+        return ShmWriter(pool)
 
-    def reader(
-        self, channel: Channel, pool: RegisteredPool, hello: Hello, deadline: float, progress_timeout_s: float
-    ) -> ShmReader:
+    def reader(self, channel: Channel, target: RegisteredPool, hello: Hello, deadline: float) -> ShmReader:
         channel.ready(select.POLLIN, deadline)
         _, fds, _, _ = socket.recv_fds(channel.socket, 1, 1)
         if not fds:
             raise ProtocolError("the sender passed no pool")
         try:
-            mapping = map_peer_pool(fds[0], hello.num_blocks * pool.block_bytes)
+            mapping = map_peer_pool(fds[0], hello.num_blocks * target.block_bytes)
         finally:
             os.close(fds[0])
-        return ShmReader(pool, mapping)
+        return ShmReader(target, mapping)

@@ -5,34 +5,180 @@ Both sides show a certificate of the same authority; the keyed challenge of the 
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
 import ssl
-from typing import Any
+from collections.abc import Sequence
+from typing import NoReturn
 
-from kvtransfer.framing.tls_socket import TlsSocket
+from kvtransfer.framing.channel import Buffer, Channel, Wake
 from kvtransfer.transports.tcp import TcpTransport
-from kvtransfer.transports.transport import Listener
 from messaging.tls import TlsFiles
+from protocol.errors import ProtocolError
+
+_CHUNK_BYTES = 128 * 1024
+"""Encrypted, and read from the socket, at a time: it stays in the cache, and spares calls of the kernel."""
+
+_PROTOCOL_VERSION_ALERT = bytes.fromhex("15 0301 0002 02 46")
+
+_NO_TLS = "TLS: the peer ended the handshake; it may have no TLS, or refuse our certificate"
 
 
-class TlsListener:
-    """Accepts connections of a listening socket as TLS ones."""
+class TlsChannel(Channel):
+    """The TLS handshake happens with the first bytes that are sent or received.
 
-    def __init__(self, listener: Listener, context: ssl.SSLContext) -> None:
-        self._listener = listener
-        self._context = context
+    Raises ProtocolError for a peer without TLS or without the right certificate, and for bytes that were
+    changed on the way.
+    """
 
-    def fileno(self) -> int:
-        return self._listener.fileno()
+    def __init__(
+        self, sock: socket.socket, wake: Wake, progress_timeout_s: float, tls: ssl.SSLContext, accepted: bool
+    ) -> None:
+        super().__init__(sock, wake, progress_timeout_s)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = tls.wrap_bio(self._incoming, self._outgoing, server_side=accepted)
+        self._peeked = b""
+        self._unsent = memoryview(b"")
+        self._owed = 0
+        """How much of the caller's data lies encrypted in `_unsent`, and is not reported as sent yet."""
+        self._sending_waits_for_input = False
 
-    def setblocking(self, flag: bool, /) -> None:
-        self._listener.setblocking(flag)
+    # --- waiting ----------------------------------------------------------------------------------
 
-    def accept(self) -> tuple[TlsSocket, Any]:
-        accepted, address = self._listener.accept()
-        return TlsSocket(accepted, self._context, server_side=True), address
+    def wait(self, events: int, deadline: float | None) -> int:
+        """What the connection is ready for may be another thing than what the caller can do."""
+        if events & select.POLLIN and self._has_plaintext():
+            return events
+        awaited = events
+        if events & select.POLLOUT and self._sending_waits_for_input:
+            awaited = events & ~select.POLLOUT | select.POLLIN
+        ready = super().wait(awaited, deadline)
+        return events | ready if ready else 0
 
-    def close(self) -> None:
-        self._listener.close()
+    def at_end(self) -> bool:
+        if self._has_plaintext():
+            return False
+        byte = bytearray(1)
+        try:
+            self._peeked = bytes(byte[: self._read(memoryview(byte))])
+        except BlockingIOError:
+            return False
+        return not self._peeked
+
+    def _has_plaintext(self) -> bool:
+        if not (self._peeked or self._tls.pending()) and self._incoming.pending:
+            try:
+                self._peeked = self._tls.read(1)
+            except ssl.SSLWantReadError:
+                return False
+            except ssl.SSLError as error:
+                self._fail(error)
+        return bool(self._peeked or self._tls.pending())
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    def write(self, buffers: Sequence[Buffer]) -> int:
+        """How much was sent. After a 0 some may lie encrypted here, and can't be taken back."""
+        try:
+            if not self._owed:
+                self._encrypt(buffers)
+            self._flush()
+        except BlockingIOError:
+            return 0
+        sent, self._owed = self._owed, 0
+        return sent
+
+    def _encrypt(self, buffers: Sequence[Buffer]) -> None:
+        while True:
+            try:
+                self._owed = self._encrypt_some(buffers)
+            except ssl.SSLWantReadError:  # before the first record there is the handshake
+                self._sending_waits_for_input = True
+                self._flush()
+                if not self._feed():
+                    raise ProtocolError(_NO_TLS) from None
+            except ssl.SSLError as error:
+                self._fail(error)
+            else:
+                self._sending_waits_for_input = False
+                return
+
+    def _encrypt_some(self, buffers: Sequence[Buffer]) -> int:
+        total = 0
+        for buffer in buffers:
+            rest = memoryview(buffer)
+            while rest and total < _CHUNK_BYTES:
+                written = self._tls.write(rest)
+                total += written
+                rest = rest[written:]
+        return total
+
+    def _flush(self) -> None:
+        while self._unsent or self._outgoing.pending:
+            if not self._unsent:
+                self._unsent = memoryview(self._outgoing.read())
+            self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+    # --- receiving --------------------------------------------------------------------------------
+
+    def receive(self, buffers: Sequence[Buffer]) -> int:
+        received = 0
+        for buffer in buffers:
+            rest = memoryview(buffer)
+            while rest:
+                try:
+                    some = self._read(rest)
+                except BlockingIOError:
+                    return received
+                if not some and not received:
+                    raise ConnectionResetError("the peer closed the connection")
+                if not some:
+                    return received
+                received += some
+                rest = rest[some:]
+        return received
+
+    def _read(self, target: memoryview) -> int:
+        """0 at the end of the connection; raises BlockingIOError if there is nothing to read yet."""
+        if self._peeked:
+            count = min(len(target), len(self._peeked))
+            target[:count] = self._peeked[:count]
+            self._peeked = self._peeked[count:]
+            return count
+        while True:
+            try:
+                return int(self._tls.read(len(target), target))  # type: ignore[arg-type, call-overload]
+            except ssl.SSLWantReadError:
+                self._flush()
+                if not self._feed():
+                    return self._end()
+            except ssl.SSLError as error:
+                self._fail(error)
+
+    def _feed(self) -> bool:
+        """Take in what has come; False at the end of the connection."""
+        try:
+            data = self.socket.recv(_CHUNK_BYTES)
+        except ConnectionError:
+            if self._tls.version() is not None:
+                raise
+            data = b""
+        self._incoming.write(data)
+        return bool(data)
+
+    def _end(self) -> int:
+        if self._tls.version() is None:
+            raise ProtocolError(_NO_TLS)
+        return 0
+
+    def _fail(self, error: ssl.SSLError) -> NoReturn:
+        """Raises ProtocolError; the peer is told as well."""
+        with contextlib.suppress(OSError):
+            self._flush()
+            if error.reason == "WRONG_VERSION_NUMBER":  # OpenSSL itself says nothing to such a peer
+                self.socket.send(_PROTOCOL_VERSION_ALERT)
+        raise ProtocolError(f"TLS: {_reason(error)}") from error
 
 
 class TlsTransport(TcpTransport):
@@ -40,12 +186,20 @@ class TlsTransport(TcpTransport):
 
     def __init__(self, files: TlsFiles, streams: int = 1, wire_dtype: str = "auto") -> None:
         super().__init__(streams, wire_dtype)
-        self._accepting = files.context(server_side=True)
-        self._connecting = files.context(server_side=False)
+        self._contexts = {accepted: files.context(server_side=accepted) for accepted in (False, True)}
 
-    def listen(self, host: str) -> tuple[Listener, str]:
-        listener, address = super().listen(host)
-        return TlsListener(listener, self._accepting), address
+    def channel(
+        self, sock: socket.socket, wake: Wake, progress_timeout_s: float, *, accepted: bool
+    ) -> TlsChannel:
+        return TlsChannel(sock, wake, progress_timeout_s, self._contexts[accepted], accepted)
 
-    def connect(self, address: str) -> TlsSocket:
-        return TlsSocket(super().connect(address), self._connecting, server_side=False)
+
+def _reason(error: ssl.SSLError) -> str:
+    reason = error.reason or str(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate is refused: {error.verify_message}"
+    if "ALERT" in reason:
+        return f"the peer refuses our certificate, or our TLS ({reason})"
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return f"the peer does not speak it ({reason})"
+    return reason

@@ -1,101 +1,107 @@
 """What a wire has to provide. Pieces, acks, leases and the handshake are the same for all of them.
 
-A new transport implements these three protocols and adds itself to the registry in `transports.py`.
+A new transport derives from `Transport`, says how it differs from a plain TCP stream, and adds itself to
+`registry.py`.
 """
 
 from __future__ import annotations
 
 import socket
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
-from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers
-from kvtransfer.framing.channel import Channel
-from kvtransfer.framing.messages import Hello
+from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, views
+from kvtransfer.framing.channel import Channel, Wake
+from kvtransfer.framing.messages import GOOD, Hello
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases.gate import WriteGate
+from kvtransfer.transports.sockets import connect_tcp, listen_tcp
 
 MAX_IN_FLIGHT = 3
 """Pieces sent and not acknowledged. It bounds memory on the way, and how long an abort has to wait."""
 
 
-class Listener(Protocol):
-    """What `Receiver` needs of a listening socket."""
+class PieceWriter:
+    """The sender's end of one connection: the pool's blocks follow their piece's message on it."""
 
-    def fileno(self) -> int: ...
-
-    def setblocking(self, flag: bool, /) -> None: ...
-
-    def accept(self) -> tuple[socket.socket, Any]: ...
-
-    def close(self) -> None: ...
-
-
-class PieceWriter(Protocol):
-    """The sender's end of one connection."""
-
-    remote_reads: bool
+    remote_reads = False
     """The peer reads our pool by itself, up to its acknowledgement of a piece."""
 
-    @property
-    def packed(self) -> memoryview | None:
-        """The last payload's blocks as they travel, where that is not as they lie in the pool."""
+    def __init__(self, pool: RegisteredPool, block_bytes: int | None = None) -> None:
+        self.block_bytes = block_bytes or pool.block_bytes
+        """What a block takes on the wire."""
+        self._pool = pool
 
-    def payload(self, blocks: Blocks, num_tokens: int) -> Buffers:
-        """What follows the piece's message on the connection: views of the source blocks, then a trailer.
+    def source(self, blocks: Blocks, num_tokens: int) -> tuple[memoryview, BlockIndices]:
+        """A buffer with the blocks as they travel, and where in it each one is; valid until the next call.
 
         `num_tokens` of the prompt are valid; what a block at its end holds beyond them means nothing.
         """
+        return self._pool.buffer, blocks[0]
+
+    def payload(self, buffer: memoryview, indices: BlockIndices) -> Buffers:
+        """What follows the piece's message on the connection: `source`'s blocks and a trailer, or nothing."""
+        if self.remote_reads:
+            return []
+        return [views(buffer, self.block_bytes, indices), memoryview(GOOD)]
 
     def close(self) -> None:
         """The sender gives the connection up. Idempotent, for any thread.
 
         A peer that reads our pool believes nothing whose read ends after this.
         """
+        return
 
 
-class PieceReader(Protocol):
+class PieceReader(ABC):
     """The receiver's end of one connection."""
 
-    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
-        """Bring the sender's blocks into our blocks while the gate is open.
+    @abstractmethod
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
+        """Bring the sender's blocks into our blocks while the gate is open; discard what comes after.
 
-        Without a gate they are discarded. Returns whether all of them are in place, as they were before the
-        sender gave the connection up; either way the connection stands before the next message. Raises
-        OSError for a broken wire, TimeoutError for one that stands.
+        Returns whether all of them are in place, as they were before the sender gave the connection up;
+        either way the connection stands before the next message. Raises OSError for a broken wire,
+        TimeoutError for one that stands.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
-class Transport(Protocol):
-    name: str
-    same_host: bool
-    streams: int
-    """Connections per pair of workers."""
-    parts_at_once: int
+class Transport(ABC):
+    name: ClassVar[str]
+    same_host = False
+    parts_at_once = 1
     """How many parts of a prompt make a piece."""
-    reaches_devices: bool
+    reaches_devices = False
     """Its readers write a GPU's memory by themselves."""
-    wire_dtype: str
+    streams = 1
+    """Connections per pair of workers."""
+    wire_dtype = "auto"
     """How values travel: `auto` as they lie in the pool, or quantized (`layout.wire_segments`)."""
 
-    def listen(self, host: str) -> tuple[Listener, str]:
-        """A listening socket, or what acts like one, and the address at which peers reach it."""
+    def listen(self, host: str) -> tuple[socket.socket, str]:
+        """A listening socket, and the address at which peers reach it."""
+        return listen_tcp(host)
 
     def connect(self, address: str) -> socket.socket:
         """Begin to connect, without blocking."""
+        return connect_tcp(address)
 
+    def channel(
+        self, sock: socket.socket, wake: Wake, progress_timeout_s: float, *, accepted: bool
+    ) -> Channel:
+        """For a socket of `connect`, or one that was `accepted`."""
+        return Channel(sock, wake, progress_timeout_s)
+
+    @abstractmethod
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> PieceWriter:
         """Right after the handshake, on the sender."""
 
-    def reader(
-        self,
-        channel: Channel,
-        target: RegisteredPool,
-        hello: Hello,
-        deadline: float,
-        progress_timeout_s: float,
-    ) -> PieceReader:
+    @abstractmethod
+    def reader(self, channel: Channel, target: RegisteredPool, hello: Hello, deadline: float) -> PieceReader:
         """Right after the handshake, on the receiver. `target` has blocks as the wire carries them."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return

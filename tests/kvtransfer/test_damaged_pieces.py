@@ -46,7 +46,7 @@ def damage(monkeypatch: pytest.MonkeyPatch, transport: str) -> Callable[[int], N
     read = reader.read
     left = 0
 
-    def damaging(self: Any, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
+    def damaging(self: Any, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
         nonlocal left
         in_place = bool(read(self, sources, targets, gate))
         if in_place and left:
@@ -189,7 +189,7 @@ def test_what_is_converted_is_checked_before(
     source.copy_(torch.randn(source.shape, generator=torch.Generator().manual_seed(1)))
     read, left = TcpReader.read, [1]
 
-    def damaging(self: Any, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
+    def damaging(self: Any, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
         in_place = read(self, sources, targets, gate)
         if left:
             left.pop()

@@ -16,7 +16,6 @@ from kvtransfer.blocks.layout import (
     conversion_problem,
     needs_conversion,
     tokens_in_blocks,
-    wire_block_bytes,
     wire_segments,
 )
 from protocol.handoff import SegmentInfo
@@ -67,14 +66,10 @@ def test_an_unknown_wire_dtype_is_refused_by_name(wire_dtype: str) -> None:
         wire_segments([TARGET], wire_dtype)
 
 
-def test_only_a_quantized_wire_changes_a_blocks_size() -> None:
-    assert wire_block_bytes((), 4096, "auto") == 4096
-    assert wire_block_bytes([TARGET], block_bytes([TARGET]), "auto") == block_bytes([TARGET])
-    assert wire_block_bytes([TARGET], block_bytes([TARGET]), "fp8") == plain_block_bytes(
-        wire_segments([TARGET], "fp8")
-    )
+def test_opaque_blocks_are_not_quantized() -> None:
+    assert wire_segments((), "auto") == ()
     with pytest.raises(LayoutError, match="opaque"):
-        wire_block_bytes((), 4096, "int8")
+        wire_segments((), "int8")
 
 
 def test_a_quantized_pool_is_not_quantized_again() -> None:

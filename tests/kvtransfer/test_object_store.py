@@ -177,10 +177,9 @@ def test_an_object_of_another_size_than_its_piece_is_refused(nbytes: int) -> Non
     wake, pool = Wake(), make_pool(4, BLOCK_BYTES, 1)
     before = bytes(pool.buffer)
     carrier = SimpleNamespace(inboxes=Inboxes(), get=lambda reference, timeout_s: [memoryview(reference)])
-    inbox = carrier.inboxes.open()
-    reader = ObjectReader(carrier, inbox, Channel(ours, wake), pool, PROMPT_S)  # type: ignore[arg-type]
+    reader = ObjectReader(carrier, Channel(ours, wake, PROMPT_S), pool)  # type: ignore[arg-type]
     theirs.send(GOOD)
-    carrier.inboxes.put(inbox.inbox_id, 0, bytes(nbytes))
+    carrier.inboxes.put(reader.inbox.inbox_id, 0, bytes(nbytes))
     with pytest.raises(ProtocolError, match="another size"):
         reader.read(np.array([0]), np.array([2]), WriteGate())
     assert pool.buffer == before

@@ -45,7 +45,7 @@ def test_errors_of_one_read_leave_the_others_served() -> None:
     wait_until(lambda: released == ["unreleasable"])
     over |= {failing, good}
     wait_until(lambda: sorted(released) == ["failing", "good", "unreleasable"])
-    wait_until(lambda: not any(thread.name == "kv-ucx-orphans" for thread in threading.enumerate()))
+    wait_until(lambda: not any(thread.name == "kv-ucx-orphan" for thread in threading.enumerate()))
     orphans.add(good, ExitStack())
     wait_until(lambda: not len(orphans))
     orphans.stop()

@@ -122,7 +122,7 @@ def test_a_transport_that_is_not_to_be_had_here_is_noted_for_nobody_in_particula
     def fail(*_: Any) -> None:
         raise OSError("no such device")
 
-    monkeypatch.setitem(open_transports.__globals__["_OPEN"], "ucx", fail)
+    monkeypatch.setattr("kvtransfer.transports.ucx.UcxTransport", fail)
     pairs = Pairs()
     assert [wire.name for wire in open_transports(["ucx", "tcp"], make_pool(), "here", pairs=pairs)] == [
         "tcp"

@@ -17,8 +17,9 @@ import pytest
 
 from bench.transfer.certificates import Authority
 from kvtransfer import Completed, Failed
-from kvtransfer.framing.tls_socket import TlsSocket
+from kvtransfer.framing.channel import Wake
 from kvtransfer.transports.registry import TransportOptions
+from kvtransfer.transports.tls import TlsTransport
 from messaging.tls import TlsFiles
 from protocol.messages import PeerAddress
 from tests.kvtransfer.transfer_sides import (
@@ -334,29 +335,27 @@ def test_garbage_harms_no_one(closing: Closing, tls: TransportOptions, seed: int
     assert "failures_internal" not in receiver.receiver.counters()
 
 
-# --- the socket ---------------------------------------------------------------------------------------
+# --- the channel --------------------------------------------------------------------------------------
 
 
-def test_a_blocked_send_goes_on_where_it_was(files: TlsFiles) -> None:
+def test_a_blocked_send_goes_on_where_it_was(closing: Closing, files: TlsFiles) -> None:
     """Nobody reads at first: what was encrypted by then is counted once, and only when it has gone out."""
+    wake, transport = closing(Wake()), TlsTransport(files)
     ours, theirs = (
-        TlsSocket(sock, files.context(server_side=bool(side)), server_side=bool(side))
+        closing(transport.channel(sock, wake, PROMPT_S, accepted=bool(side)))
         for side, sock in enumerate(socket.socketpair())
     )
-    data = random.Random(1).randbytes(3_000_000)
+    data = memoryview(random.Random(1).randbytes(3_000_000))
     sent, got, blocked = 0, bytearray(), 0
-    with ours, theirs:
-        while len(got) < len(data):
-            try:
-                while sent < len(data):
-                    sent += ours.sendmsg([data[sent : sent + 5], data[sent + 5 : sent + 200_000]])
-            except BlockingIOError:
+    while len(got) < len(data):
+        while sent < len(data):
+            some = ours.write([data[sent : sent + 5], data[sent + 5 : sent + 200_000]])
+            sent += some
+            if not some:
                 blocked += 1
-            buffers = [memoryview(bytearray(30_000)), memoryview(bytearray(7))]
-            try:
-                received = theirs.recvmsg_into(buffers)[0]
-            except BlockingIOError:
-                continue
-            got += b"".join(buffers)[:received]
-    assert bytes(got) == data
+                break
+        buffers = [memoryview(bytearray(30_000)), memoryview(bytearray(7))]
+        received = theirs.receive(buffers)
+        got += b"".join(buffers)[:received]
+    assert got == data
     assert blocked > 5

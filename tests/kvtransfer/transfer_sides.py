@@ -208,7 +208,8 @@ class RawPeer:
     def connect_only(cls, receiver: ReceiverEnd, transport: str) -> RawPeer:
         offer = next(offer for offer in receiver.receiver.offers if offer.transport == transport)
         wake = Wake()
-        channel = Channel(wire(transport, receiver.pool).connect(offer.address), wake)
+        carrying = wire(transport, receiver.pool)
+        channel = carrying.channel(carrying.connect(offer.address), wake, WAIT_S, accepted=False)
         raw = cls(channel, wake)
         channel.finish_connect(raw.deadline())
         return raw
@@ -256,13 +257,13 @@ class RawReceiver:
         self._listener.settimeout(WAIT_S)
         accepted, _ = self._listener.accept()
         wake = Wake()
-        return RawPeer(Channel(accepted, wake), wake)
+        return RawPeer(self._transport.channel(accepted, wake, WAIT_S, accepted=True), wake)
 
     def accept(self) -> RawPeer:
         raw = self.accept_unexamined()
         identity = Identity(KEY, "raw", "raw-1", self._pool)
         hello = examine(raw.channel, identity, self._transport.name, raw.deadline())
-        reader = self._transport.reader(raw.channel, self._pool, hello, raw.deadline(), WAIT_S)
+        reader = self._transport.reader(raw.channel, self._pool, hello, raw.deadline())
         reader.close()
         return raw
 

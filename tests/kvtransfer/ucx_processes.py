@@ -107,7 +107,7 @@ class Sender(Side):
         from kvtransfer.framing.channel import Channel
 
         deadline = time.monotonic() + WAIT_S
-        self.outgoing = Channel(self.transport.connect(address), self.wake)
+        self.outgoing = Channel(self.transport.connect(address), self.wake, WAIT_S)
         self.channels.append(self.outgoing)
         self.outgoing.finish_connect(deadline)
         self.transport.writer(self.outgoing, self.pool, deadline)
@@ -137,7 +137,7 @@ class Receiver(Sender):
 
         self.listener.settimeout(WAIT_S)
         accepted, _ = self.listener.accept()
-        self.channel = Channel(accepted, self.wake)
+        self.channel = Channel(accepted, self.wake, WAIT_S)
         self.channels.append(self.channel)
         self.channel.ready(select.POLLIN, time.monotonic() + WAIT_S)
 
@@ -147,7 +147,8 @@ class Receiver(Sender):
         started = time.monotonic()
         deadline = started + timeout_s
         try:
-            self.reader = self.transport.reader(self.channel, self.pool, hello, deadline, read_s)
+            self.channel.progress_timeout_s = read_s
+            self.reader = self.transport.reader(self.channel, self.pool, hello, deadline)
         except Exception:
             self.channel.close()
             raise
@@ -155,10 +156,14 @@ class Receiver(Sender):
 
     def begin(self, runs: list[tuple[int, int, int]], repeat: bool = False, gated: bool = True) -> None:
         from kvtransfer.blocks.extents import from_wire
+        from kvtransfer.leases.gate import WriteGate
         from tests.kvtransfer.test_leases import runs as on_the_wire
 
         blocks = from_wire(on_the_wire(*runs), 2**31, 2**31)
-        gate = self.gate if gated else None
+        gate = self.gate
+        if not gated:
+            gate = WriteGate()
+            gate.close()
 
         def read() -> None:
             started = time.monotonic()

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.interface import RegisteredPool
 from kvtransfer.transports.ucx.bindings import bindings
 from protocol.errors import ProtocolError
 
@@ -52,6 +53,16 @@ class Memory:
     num_blocks: int
     kind: Literal["cpu", "cuda"] = "cpu"
     device_id: int = 0
+
+    @classmethod
+    def of(cls, pool: RegisteredPool) -> Memory:
+        """Where a pool lies."""
+        if pool.device is None:
+            address = int(np.frombuffer(pool.buffer, np.uint8).ctypes.data)
+            return cls(address, pool.block_bytes, pool.num_blocks)
+        device = pool.device.device
+        kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+        return cls(pool.device.data_ptr(), pool.block_bytes, pool.num_blocks, kind, device.index or 0)
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import threading
 import time
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.framing.channel import Channel
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases.gate import WriteGate
+from kvtransfer.transports.transport import PieceReader
 from kvtransfer.transports.ucx.agent import Agent, Memory, Remote, Transfer
 from kvtransfer.transports.ucx.messages import Introduction
 from kvtransfer.transports.ucx.orphans import OrphanedReads
@@ -28,7 +28,7 @@ _LOOK_S = 10e-3
 _FIRST = np.zeros(1, dtype=np.int32)
 
 
-class UcxReader:
+class UcxReader(PieceReader):
     """Reads blocks of the sender's `source` into blocks of our `target`, and the sender's word into `word`.
 
     For one thread at a time. What it holds goes with `close`, or when its last transfer is over, whichever is
@@ -43,20 +43,18 @@ class UcxReader:
         sender: Introduction,
         source: Memory,
         pool: RegisteredPool,
-        target: Memory,
         word: Word,
-        progress_timeout_s: float,
     ) -> None:
         self._agent = agent
         self._pool = pool
         self._orphans = orphans
         self._channel = channel
-        self._progress_timeout_s = progress_timeout_s
         self._lock = threading.Lock()
         self._uses = 1
         self._source = source
         self._word = word
         self._token = sender.token
+        target = Memory.of(pool)
         with ExitStack() as undo:
             undo.callback(word.release)
             agent.register(target)
@@ -82,10 +80,8 @@ class UcxReader:
             self._finish(self._agent.read(self._remote, theirs, _FIRST, ours, _FIRST), held, deadline)
         self._confirm(deadline)
 
-    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate | None) -> bool:
-        if gate is None:
-            return False
-        deadline = time.monotonic() + self._progress_timeout_s
+    def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
+        deadline = self._channel.progress_deadline()
         with ExitStack() as held:
             if not held.enter_context(gate.writing()):
                 return False
@@ -146,15 +142,7 @@ class UcxReader:
                 raise TimeoutError("the peer made no progress in time")
             if now > look_at:
                 look_at = now + _LOOK_S
-                self._look()
+                if self._channel.hung_up():
+                    raise ConnectionResetError("the sender hung up during a read")
             time.sleep(pause)
             pause = min(pause * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
-
-    def _look(self) -> None:
-        """Raises ConnectionResetError if the sender has hung up, StoppedError if our own side is closing."""
-        try:
-            hung_up = self._channel.wait(select.POLLRDHUP, time.monotonic())
-        except TimeoutError:
-            return
-        if hung_up:
-            raise ConnectionResetError("the sender hung up during a read")

@@ -13,18 +13,14 @@ first one after the peer has hung up.
 from __future__ import annotations
 
 import secrets
-import socket
-from typing import Literal
-
-import numpy as np
 
 from kvtransfer.blocks.device import settle
-from kvtransfer.blocks.extents import PARTS_AT_ONCE, Blocks
+from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices, Blocks
 from kvtransfer.framing.channel import Channel
 from kvtransfer.framing.messages import Hello
 from kvtransfer.interface import RegisteredPool
-from kvtransfer.transports.sockets import connect_tcp, listen_tcp, tune
-from kvtransfer.transports.transport import Listener
+from kvtransfer.transports.sockets import tune
+from kvtransfer.transports.transport import PieceWriter, Transport
 from kvtransfer.transports.ucx.agent import Agent, Memory
 from kvtransfer.transports.ucx.messages import Introduction, Welcome
 from kvtransfer.transports.ucx.orphans import OrphanedReads
@@ -38,44 +34,29 @@ _NO_READ = (
 )
 
 
-def memory_of(pool: RegisteredPool) -> Memory:
-    """Where a pool lies."""
-    if pool.device is None:
-        return Memory(
-            int(np.frombuffer(pool.buffer, np.uint8).ctypes.data), pool.block_bytes, pool.num_blocks
-        )
-    device = pool.device.device
-    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-    return Memory(pool.device.data_ptr(), pool.block_bytes, pool.num_blocks, kind, device.index or 0)
-
-
-class UcxWriter:
+class UcxWriter(PieceWriter):
     remote_reads = True
-    packed = None
 
     def __init__(self, pool: RegisteredPool, word: Word) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._word = word
 
-    def payload(self, blocks: Blocks, num_tokens: int) -> list[memoryview]:
+    def source(self, blocks: Blocks, num_tokens: int) -> tuple[memoryview, BlockIndices]:
         settle(self._pool.device)
-        return []
+        return super().source(blocks, num_tokens)
 
     def close(self) -> None:
         self._word.release()
 
 
-class UcxTransport:
+class UcxTransport(Transport):
     """One per process and pool. `name` helps to tell agents apart in NIXL's messages.
 
     Raises TransferError where NIXL is not installed, OSError where it does not work.
     """
 
     name = "ucx"
-    same_host = False
-    streams = 1
     parts_at_once = PARTS_AT_ONCE
-    wire_dtype = "auto"
     reaches_devices = True
 
     def __init__(self, pool: RegisteredPool, name: str) -> None:
@@ -84,7 +65,7 @@ class UcxTransport:
         self._orphans = OrphanedReads(self._agent)
         self._words = Words()
         try:
-            self._agent.register(memory_of(pool))
+            self._agent.register(Memory.of(pool))
             self._agent.register(self._words.memory)
             self._metadata = self._agent.metadata()
         except BaseException:
@@ -96,16 +77,11 @@ class UcxTransport:
         """Reads that were given up but may still write."""
         return len(self._orphans)
 
-    def listen(self, host: str) -> tuple[Listener, str]:
-        return listen_tcp(host)
-
-    def connect(self, address: str) -> socket.socket:
-        return connect_tcp(address)
-
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> UcxWriter:
-        if memory_of(pool) != memory_of(self._pool):
+        memory = Memory.of(pool)
+        if memory != Memory.of(self._pool):
             raise OSError("the pool is not the one that this transport was opened for")
-        word, memory = self._words.take(), memory_of(pool)
+        word = self._words.take()
         word.write(word.token)
         try:
             channel.send(
@@ -128,14 +104,7 @@ class UcxTransport:
             raise
         return UcxWriter(pool, word)
 
-    def reader(
-        self,
-        channel: Channel,
-        target: RegisteredPool,
-        hello: Hello,
-        deadline: float,
-        progress_timeout_s: float,
-    ) -> UcxReader:
+    def reader(self, channel: Channel, target: RegisteredPool, hello: Hello, deadline: float) -> UcxReader:
         """Raises ProtocolError for a sender that describes itself badly, OSError if it can't be read from.
 
         UCX connects at the first read, so that one is made here. The sender waits for it.
@@ -144,17 +113,9 @@ class UcxTransport:
         if hello.block_bytes != target.block_bytes:
             raise ProtocolError(f"block_bytes is {hello.block_bytes}, expected {target.block_bytes}")
         sender = channel.recv(Introduction, deadline)
-        reader = UcxReader(
-            self._agent,
-            self._orphans,
-            channel,
-            sender,
-            Memory(sender.address, hello.block_bytes, hello.num_blocks, sender.kind, sender.device_id),
-            target,
-            memory_of(target),
-            self._words.take(),
-            progress_timeout_s,
-        )
+        source = Memory(sender.address, hello.block_bytes, hello.num_blocks, sender.kind, sender.device_id)
+        word = self._words.take()
+        reader = UcxReader(self._agent, self._orphans, channel, sender, source, target, word)
         try:
             reader.warm_up(deadline)
             channel.send(Welcome(), deadline)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import secrets
-import threading
+from contextlib import suppress
 
 import numpy as np
 
@@ -25,43 +25,36 @@ class Words:
     def __init__(self) -> None:
         self._values = np.frombuffer(mmap.mmap(-1, MAX_WORDS * WORD_BYTES), dtype=np.uint64)
         self.memory = Memory(int(self._values.ctypes.data), WORD_BYTES, MAX_WORDS)
-        self._lock = threading.Lock()
         self._free = list(range(MAX_WORDS))
 
     def take(self) -> Word:
         """Raises OSError if all are in use."""
-        with self._lock:
-            if not self._free:
-                raise OSError(f"more than {MAX_WORDS} connections")
-            return Word(self, self._values, self._free.pop())
-
-    def give_back(self, index: int) -> None:
-        with self._lock:
-            self._free.append(index)
+        try:
+            index = self._free.pop()
+        except IndexError:
+            raise OSError(f"more than {MAX_WORDS} connections") from None
+        return Word(self._values[index : index + 1], index, self._free)
 
 
 class Word:
     """One of them, from `Words.take` to `release`. Its token was never used before."""
 
-    def __init__(self, words: Words, values: np.ndarray, index: int) -> None:
+    def __init__(self, value: np.ndarray, index: int, free: list[int]) -> None:
         self.token = secrets.randbits(61) + 1
-        self.memory = Memory(words.memory.address + index * WORD_BYTES, WORD_BYTES, 1)
-        self._words = words
-        self._values = values
-        self._index = index
-        self._lock = threading.Lock()
-        self._held = True
+        self.memory = Memory(int(value.ctypes.data), WORD_BYTES, 1)
+        self._value = value
+        self._index = [index]
+        self._free = free
 
     def write(self, value: int) -> None:
-        self._values[self._index] = value
+        self._value[0] = value
 
     def read(self) -> int:
-        return int(self._values[self._index])
+        return int(self._value[0])
 
     def release(self) -> None:
         """Zero the word, for others to use. Idempotent, for any thread."""
-        with self._lock:
-            if self._held:
-                self._held = False
-                self.write(0)
-                self._words.give_back(self._index)
+        with suppress(IndexError):  # it is released already
+            index = self._index.pop()
+            self.write(0)
+            self._free.append(index)
