@@ -78,6 +78,7 @@ class DraftController:
     def plan(self, requests: Sequence[SpeculatingRequest]) -> None:
         """Set `granted` of all requests that decode in the coming step."""
         self.end_window()
+        self._explorer.end_trial()
         self._num_plans += 1
         groups: dict[Method, list[SpeculatingRequest]] = {}
         most = 0

@@ -8,7 +8,8 @@ from speculation.control.settings import Settings
 class Explorer:
     """A budget of seconds, earned as a share of the time and charged with what trials really lost.
 
-    It saves for the next trial only. Trials of the whole batch, which then does the opposite of what seems
+    A trial is paid in advance, since requests that come or go may leave its steps unmeasured. The budget saves
+    for the next trial only. Trials of the whole batch, which then does the opposite of what seems
     best, and of one request, where nobody else drafts, take turns.
     """
 
@@ -19,13 +20,19 @@ class Explorer:
         """Whether the next trial is of one request."""
         self._rate = 0.0
         """Of the trial that runs: the tokens a second that were given up for it."""
+        self._paid = 0.0
+        """In advance for the trial that runs, of which no window was measured yet."""
 
     def passed(self, seconds: float, tokens: float) -> None:
         """So much time has passed, in which so many tokens were generated."""
         self._seconds += self._share * seconds
         if self._rate:
-            self._seconds -= min(max(seconds - tokens / self._rate, 0.0), seconds)
-        self._rate = 0.0
+            self._seconds += self._paid - min(max(seconds - tokens / self._rate, 0.0), seconds)
+            self._paid = 0.0
+
+    def end_trial(self) -> None:
+        """Another plan begins."""
+        self._rate = self._paid = 0.0
 
     def tries(self, price: float, rate: float) -> bool:
         """Whether a trial starts that is expected to lose so many seconds; `rate` tokens a second are given
@@ -34,7 +41,8 @@ class Explorer:
         self._seconds = min(self._seconds, price)
         if self._seconds < price:
             return False
-        self._rate = rate
+        self._seconds -= price
+        self._rate, self._paid = rate, price
         self.tries_one = not self.tries_one
         return True
 

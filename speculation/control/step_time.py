@@ -47,7 +47,9 @@ class TargetTime:
 
     def seconds(self, num_sequences: int, rows: float) -> float:
         ratio = math.exp(np.interp(_width(num_sequences, rows), _WIDTHS, self._nearest(num_sequences)))
-        return float(np.interp(rows, range(len(self._curve)), self._curve)) * ratio
+        below = min(int(rows), len(self._curve) - 2)
+        rise = self._curve[below + 1] - self._curve[below]
+        return float(self._curve[below] + (rows - below) * rise) * ratio
 
     def with_drafts(self, num_sequences: int, most: int) -> list[float]:
         """Seconds with 0, 1, ... up to `most` drafted rows, fewer where the curve ends. Never falling."""
