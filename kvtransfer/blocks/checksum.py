@@ -10,50 +10,40 @@ blocks it is missed with a chance of about (1 - s)**n.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from hashlib import blake2b
+from hashlib import shake_128
 from typing import Literal
 
 import numpy as np
 import xxhash
 
-from kvtransfer.blocks.extents import BlockIndices, views
+from kvtransfer.blocks.extents import BlockIndices, Views, views
 
 Mode = Literal["off", "sampled", "full"]
 SHARES = 16
 
 
-def checksum(buffers: Iterable[memoryview]) -> bytes:
-    """Eight bytes of the buffers' bytes one after the other, however they are cut."""
-    state = xxhash.xxh3_64()
-    for buffer in buffers:
-        state.update(buffer)
-    return state.digest()
-
-
 def piece_checksum(
     mode: Mode, buffer: memoryview, block_bytes: int, blocks: BlockIndices, lease_id: str, index: int
 ) -> bytes | None:
-    """Of a piece, which sender and receiver each find in `blocks` of their `buffer`; None if `off`."""
+    """Eight bytes of a piece, which sender and receiver each find in `blocks` of their `buffer`.
+
+    None if `off`.
+    """
     if mode == "off":
         return None
-    if mode == "full":
-        return checksum(views(buffer, block_bytes, blocks))
-    shares = chosen_shares(lease_id, index, len(blocks))
-    starts = blocks * block_bytes + shares * block_bytes // SHARES
-    ends = blocks * block_bytes + (shares + 1) * block_bytes // SHARES
-    return checksum(buffer[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
+    parts = views(buffer, block_bytes, blocks)
+    if mode == "sampled":
+        shares = chosen_shares(lease_id, index, len(blocks))
+        starts = blocks * block_bytes + shares * block_bytes // SHARES
+        ends = blocks * block_bytes + (shares + 1) * block_bytes // SHARES
+        parts = Views(buffer, starts.tolist(), ends.tolist())
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.digest()
 
 
 def chosen_shares(lease_id: str, index: int, count: int) -> BlockIndices:
     """Which sixteenth of each of a piece's `count` blocks is looked at: int64 [count] in [0, 16)."""
-    key = blake2b(f"{index}/{lease_id}".encode(), digest_size=8).digest()
-    mixed = _mix(np.arange(count, dtype=np.uint64) + np.frombuffer(key, "<u8"))
-    return (mixed % np.uint64(SHARES)).astype(np.int64)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 (Steele et al. 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    stream = shake_128(f"{index}/{lease_id}".encode()).digest(count)
+    return np.frombuffer(stream, np.uint8).astype(np.int64) % SHARES

@@ -30,7 +30,7 @@ _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 * 1024 * 1024
 _COLLAPSE_BYTES = 16 * 1024 * 1024
-_LOOK_S = 0.25
+_LOOK_S = 0.5
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run, those of Python's `mmap` do not
 
@@ -38,10 +38,10 @@ _libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run, th
 class PoolMemory:
     """Anonymous memory: `buffer` is a writable view of `nbytes` zeros, `fd` the file behind it if `shared`.
 
-    It is physically allocated as it is first touched. It has no name in any file system, so that after a
-    SIGKILL nothing is left behind. The size is sealed, so that a peer
-    which maps it can't be hit by its truncation. Only `buffer` can write to it (from Linux 5.1 on). `fd` is
-    None where the platform has no `memfd_create`. The memory and `fd` go with the last view of `buffer`.
+    It is physically allocated as it is first touched. It has no name in any file system: after a SIGKILL
+    nothing is left behind. Its size is sealed, so that a peer which maps it can't be hit by its truncation,
+    and only `buffer` can write to it (from Linux 5.1 on). `fd` is None where the platform has no
+    `memfd_create`. The memory and `fd` go with the last view of `buffer`.
     """
 
     def __init__(self, nbytes: int, *, shared: bool = True) -> None:

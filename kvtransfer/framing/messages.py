@@ -12,7 +12,7 @@ from protocol.errors import ProtocolError
 from protocol.handoff import SegmentInfo
 from protocol.messages import Id
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 NONCE_BYTES = 32
 
 GOOD, SPOILED = b"good", b"void"

@@ -170,13 +170,9 @@ class Connection(threading.Thread):
         return GIVEN_UP if gate.is_open else UNKNOWN_LEASE
 
     def _account(self, nbytes: int, seconds: float) -> None:
-        counters, name = self._core.counters, self._transport.name
-        counters.add(f"{name}_bytes_received", nbytes)
-        counters.add(f"{name}_pieces_received")
-        counters.add(f"{name}_receive_seconds", seconds)
         self._core.pairs.add(
             self._peer,
-            name,
+            self._transport.name,
             {
                 "kv_receive_bytes_total": nbytes,
                 "kv_receive_pieces_total": 1,

@@ -143,8 +143,6 @@ class Link(threading.Thread):
         if not ack.error:
             self._candidate(stream).openings = 0
             nbytes = piece.num_blocks * stream.wire_block_bytes
-            self._core.counters.add(f"{stream.transport_name}_bytes_sent", nbytes)
-            self._core.counters.add(f"{stream.transport_name}_pieces_sent")
             self._core.pairs.add(
                 self.peer.worker_id,
                 stream.transport_name,

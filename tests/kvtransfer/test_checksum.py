@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvtransfer.blocks.checksum import SHARES, checksum, chosen_shares, piece_checksum
+from kvtransfer.blocks.checksum import SHARES, chosen_shares, piece_checksum
 
 BLOCK_BYTES = 256
 NUM_BLOCKS = 64
@@ -38,16 +38,23 @@ class Pair:
         return ours == theirs
 
 
+def full(data: bytes, block_bytes: int, blocks: list[int]) -> bytes:
+    places = np.array(blocks, dtype=np.int64)
+    found = piece_checksum("full", memoryview(data), block_bytes, places, "lease", 0)
+    assert found is not None
+    return found
+
+
 def test_the_algorithm_stays_what_peers_expect() -> None:
-    assert checksum([]).hex() == "2d06800538d394c2"
-    assert chosen_shares("lease", 7, 12).tolist() == [1, 8, 9, 8, 0, 12, 8, 7, 4, 8, 0, 1]
+    assert full(b"", 1, []).hex() == "2d06800538d394c2"
+    assert chosen_shares("lease", 7, 12).tolist() == [0, 13, 7, 15, 6, 11, 11, 6, 0, 9, 5, 11]
 
 
 def test_how_the_bytes_are_cut_does_not_matter_but_their_order_does() -> None:
     data = random.Random(1).randbytes(5000)
-    view = memoryview(data)
-    assert checksum([view]) == checksum([view[:1], view[1:4000], view[4000:4000], view[4000:]])
-    assert checksum([view[:1000], view[1000:]]) != checksum([view[1000:], view[:1000]])
+    assert full(data, 5000, [0]) == full(data, 1000, [0, 1, 2, 3, 4])
+    assert full(data, 5000, [0]) == full(data[1000:] + data[:1000], 1000, [4, 0, 1, 2, 3])
+    assert full(data, 5000, [0]) != full(data, 1000, [1, 0, 2, 3, 4])
 
 
 @pytest.mark.parametrize("mode", ["off", "sampled", "full"])

@@ -12,7 +12,7 @@ from kvtransfer.framing.messages import Piece
 from tests.kvtransfer import peer_process
 from tests.kvtransfer.peer_process import BLOCK_BYTES, NUM_BLOCKS, PeerProcess
 from tests.kvtransfer.test_leases import runs
-from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool, wait_until
+from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool, moved, wait_until
 
 Closing = Callable[[Any], Any]
 PROMPT_S = 2.0  # under a second on an idle machine
@@ -151,4 +151,4 @@ def test_pushes_after_a_failure_are_ignored_until_it_is_polled(closing: Closing,
     receiver.receiver.open("last", [])
     sender.push(receiver.peer, "last", [])
     assert isinstance(sender.wait_lease("last"), Completed)
-    assert sender.sender.counters()[f"{transport}_pieces_sent"] == 1
+    assert moved(sender.sender.pairs, transport, "kv_transfer_pieces_total") == 1

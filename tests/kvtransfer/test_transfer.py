@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtransfer import Completed, Progress, Sent
-from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, is_over, make_pool
+from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, is_over, make_pool, moved
 
 Closing = Callable[[Any], Any]
 
@@ -54,8 +54,8 @@ def test_every_pushed_block_is_equal_and_no_other_changes(
     assert progress == Progress("lease", len(extents), complete=True)
     expected = dict(enumerate(before)) | {target: block(sender.pool, source) for source, target in extents}
     assert all(block(receiver.pool, index) == content for index, content in expected.items())
-    assert sender.sender.counters()[f"{transport}_bytes_sent"] == len(extents) * block_bytes
-    assert receiver.receiver.counters()[f"{transport}_bytes_received"] == len(extents) * block_bytes
+    received = moved(receiver.receiver._core.pairs, transport, "kv_receive_bytes_total")
+    assert moved(sender.sender.pairs, transport) == received == len(extents) * block_bytes
     assert sender.sender.transports() == {"decode-0": transport}
 
 

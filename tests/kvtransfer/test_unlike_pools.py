@@ -14,7 +14,7 @@ from kvtransfer import Completed, PoolMemory, Progress, RegisteredPool
 from kvtransfer.blocks.layout import DTYPES, block_bytes
 from kvtransfer.transports.registry import TransportOptions
 from protocol.handoff import SegmentInfo
-from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd
+from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, moved
 
 Closing = Callable[[Any], Any]
 LAYERS, HEADS, HEAD_DIM, NUM_BLOCKS = 3, 2, 8, 24
@@ -108,7 +108,7 @@ def test_a_quantized_wire_halves_the_bytes(closing: Closing, wire_dtype: str) ->
     sent, arrived, sender = transfer(closing, "tcp", ("bfloat16", 16), ("bfloat16", 16), 75, 0, options)
     error = (arrived[:75] - sent[:75]).square().mean().sqrt() / sent[:75].square().mean().sqrt()
     assert 0 < error < (0.01 if wire_dtype == "int8" else 0.04)
-    nbytes = sender.sender.counters()["tcp_bytes_sent"]
+    nbytes = moved(sender.sender.pairs, "tcp")
     assert nbytes <= 0.54 * 5 * sender.pool.block_bytes  # blocks this small have a scale for every 128 values
 
 

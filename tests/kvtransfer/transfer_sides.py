@@ -14,6 +14,7 @@ from kvtransfer import Completed, Failed, PoolMemory, Progress, Receiver, Regist
 from kvtransfer.blocks.checksum import Mode
 from kvtransfer.framing.channel import Channel, Wake
 from kvtransfer.framing.messages import Ack, Piece
+from kvtransfer.pairs import Pairs
 from kvtransfer.streams.handshake import Identity, examine, introduce
 from kvtransfer.transports.host import host_id
 from kvtransfer.transports.registry import TransportOptions, open_transports
@@ -152,6 +153,12 @@ class SenderEnd(End):
         self, peer: PeerAddress, lease_id: str, blocks: Sequence[int], first: int = 0, *, final: bool = True
     ) -> None:
         self.sender.push(peer, lease_id, blocks, first, final=final)
+
+
+def moved(pairs: Pairs, transport: str, counter: str = "kv_transfer_bytes_total") -> float:
+    """What was counted over a transport, for all peers."""
+    states = [state for state in pairs.snapshot({}) if state.transport == transport]
+    return sum(state.counters.get(counter, 0.0) for state in states)
 
 
 def cut(sender: SenderEnd, stream: int = 0) -> None:

@@ -79,24 +79,24 @@ class AgentClosedError(OSError):
     """What there was to undo is undone."""
 
 
+@dataclass(eq=False)
 class Remote:
     """Another agent, from `Agent.connect` to the last `Agent.disconnect`."""
 
-    def __init__(self, name: str, metadata: bytes) -> None:
-        self.name = name
-        self.metadata = metadata
-        self.lost = False
-        self.users = 0
-        self.in_flight = 0
+    name: str
+    metadata: bytes
+    lost: bool = False
+    users: int = 0
+    in_flight: int = 0
 
 
+@dataclass(eq=False)
 class Transfer:
     """A read that was begun. `is_over` is what `Agent.poll` has last found."""
 
-    def __init__(self, handle: int, remote: Remote) -> None:
-        self.handle = handle
-        self.remote = remote
-        self.is_over = False
+    handle: int
+    remote: Remote
+    is_over: bool = False
 
 
 class Agent:
