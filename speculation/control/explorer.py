@@ -8,8 +8,8 @@ from speculation.control.settings import Settings
 class Explorer:
     """A budget of seconds, earned as a share of the time and charged with what trials really lost.
 
-    A trial is paid in advance, since requests that come or go may leave its steps unmeasured. The budget saves
-    for the next trial only. Trials of the whole batch, which then does the opposite of what seems
+    A trial is paid in advance, since requests that come or go may leave its steps unmeasured. The budget
+    saves for the next trial only. Trials of the whole batch, which then does the opposite of what seems
     best, and of one request, where nobody else drafts, take turns.
     """
 
