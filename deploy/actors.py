@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import ray
 
-from deploy.launch import Launch, forks_workers, run_launch
+from deploy.launch import forks_workers, run_launch
 from deploy.template.client import TemplateClient, TemplateError, WorkerExit, WorkerProcess
 from protocol.config import transport_names
+from worker.launch import Launch
 from worker.stop import StopHandle
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import fcntl
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -24,8 +23,7 @@ _LOCK = ".tandem-lock"
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that `end_descendants` finds them."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants(grace_s: float) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +35,15 @@ def fail(error: Exception | str) -> typer.Exit:
     return typer.Exit(1)
 
 
+@contextmanager
+def _failures() -> Iterator[None]:
+    """What Tandem raises on purpose ends the command with one line."""
+    try:
+        yield
+    except TandemError as error:
+        raise fail(error) from error
+
+
 @app.callback()
 def _interruptible(context: typer.Context) -> None:
     """`serve` has handlers of its own. Until then Ctrl-C just ends it: imports may lose an exception."""
@@ -58,10 +69,8 @@ def serve(
         if flags["model"] is not None:
             raise fail("--model: given twice, as an option and as an argument")
         flags["model"] = model_tag
-    try:
+    with _failures():
         checked = load_config(flags, config_file=config)
-    except TandemError as error:
-        raise fail(error) from error
     from deploy.serve import serve as run
 
     raise typer.Exit(run(checked))
@@ -78,7 +87,8 @@ def status(
     """Show workers, roles, load and KV usage, live."""
     from deploy.status import show_status
 
-    raise typer.Exit(show_status(url, api_key, once=once, as_json=as_json, interval_s=interval))
+    with _failures():
+        show_status(url, api_key, once=once, as_json=as_json, interval_s=interval)
 
 
 @app.command()
@@ -97,7 +107,8 @@ def complete(
 
     body = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
     text = sys.stdin.read() if prompt == "-" else prompt
-    raise typer.Exit(stream_completion(url, api_key, model, text, body))
+    with _failures():
+        stream_completion(url, api_key, model, text, body)
 
 
 @app.command(
@@ -167,10 +178,8 @@ def speculate_train(
         seed=seed,
         device=device,
     )
-    try:
+    with _failures():
         train(options, Console())
-    except TandemError as error:
-        raise fail(error) from error
 
 
 @app.command()

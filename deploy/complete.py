@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
+from protocol.errors import TandemError
+
 _CONNECT_TIMEOUT_S = 5.0
 
 
-class ServerError(Exception):
+class ServerError(TandemError):
     """The server could not be reached, or answered with an error; the text says which."""
 
 
-def client(url: str, api_key: str | None) -> httpx.Client:
+@contextmanager
+def client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
+    """Raises `ServerError` when the connection fails."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
-    return httpx.Client(base_url=url, headers=headers, timeout=timeout)
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
+            yield http
+    except httpx.HTTPError as error:
+        raise ServerError(f"{url}: {error}") from error
 
 
 def checked(response: httpx.Response) -> httpx.Response:
@@ -36,23 +44,14 @@ def checked(response: httpx.Response) -> httpx.Response:
 
 def stream_completion(
     url: str, api_key: str | None, model: str | None, prompt: str, parameters: Mapping[str, Any]
-) -> int:
-    """Print the completion as it comes; returns the exit code."""
-    try:
-        with client(url, api_key) as http:
-            name = model or checked(http.get("/v1/models")).json()["data"][0]["id"]
-            given = {key: value for key, value in parameters.items() if value is not None}
-            body = {"model": name, "prompt": prompt, "stream": True, **given}
-            for text in _texts(http, body):
-                print(text, end="", flush=True)
-        print()
-    except httpx.HTTPError as error:
-        print(f"tandem: {url}: {error}", file=sys.stderr)
-        return 1
-    except ServerError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return 1
-    return 0
+) -> None:
+    """Print the completion as it comes. Raises `ServerError`."""
+    with client(url, api_key) as http:
+        name = model or checked(http.get("/v1/models")).json()["data"][0]["id"]
+        given = {key: value for key, value in parameters.items() if value is not None}
+        for text in _texts(http, {"model": name, "prompt": prompt, "stream": True, **given}):
+            print(text, end="", flush=True)
+    print()
 
 
 def _texts(http: httpx.Client, body: Mapping[str, Any]) -> Iterator[str]:

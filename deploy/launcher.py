@@ -39,11 +39,9 @@ class Launcher(threading.Thread):
         self._server = server
         self._on_ready = on_ready
         self._on_failure = on_failure
-        self._cluster = RayCluster(config)
+        self.cluster = RayCluster(config)
         threads, _ = choose_threads(config, available_cores())
-        self._template = TemplateClient(
-            self._cluster.namespace, thread_environment(threads), own_stderr=False
-        )
+        self._template = TemplateClient(self.cluster.namespace, thread_environment(threads), own_stderr=False)
         self._stop_requested = threading.Event()
         self.failure: str | None = None
 
@@ -53,9 +51,9 @@ class Launcher(threading.Thread):
 
     def run(self) -> None:
         try:
-            if self._cluster.is_local and forks_workers(self._config):
+            if self.cluster.is_local and forks_workers(self._config):
                 self._template.connect()  # its imports take as long as Ray's start
-            self._cluster.start()
+            self.cluster.start()
             self._server.restore_signals()  # Ray's own handler prints a trace of the C stack at SIGTERM
             self._supervise()
         except TandemError as error:
@@ -66,12 +64,8 @@ class Launcher(threading.Thread):
         finally:
             if self.failure is not None and not self._stop_requested.is_set():
                 self._on_failure()
-            self._cluster.stop()
+            self.cluster.stop()
             self._template.close()
-
-    def remove_files(self) -> None:
-        """What `run` does at its end; for a run that had to be cut short."""
-        self._cluster.remove_files()
 
     def _supervise(self) -> None:
         if self._stop_requested.is_set():
@@ -79,13 +73,5 @@ class Launcher(threading.Thread):
         from deploy.supervisor import Supervisor
 
         Supervisor(
-            self._config,
-            self._keys,
-            self._server,
-            num_gpus=self._cluster.num_gpus(),
-            template=self._cluster.namespace,
-            is_local=self._cluster.is_local,
-            stop=self._stop_requested,
-            on_ready=self._on_ready,
-            check=self._cluster.check,
+            self._config, self._keys, self._server, self.cluster, self._stop_requested, self._on_ready
         ).run()

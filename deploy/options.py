@@ -11,10 +11,6 @@ import typer
 from protocol.config import ServeConfig, field_docs, flag_name
 
 
-def _field_types() -> dict[str, Any]:
-    return get_type_hints(ServeConfig)
-
-
 def _metavar(annotation: Any) -> str:
     """What the help shows for a value: its choices, or its type."""
     arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
@@ -29,13 +25,11 @@ def _parameter(field: str, annotation: Any, doc: str, default: Any) -> inspect.P
     flag = flag_name(field)
     shown = f"{doc} (default: {default})" if default is not None else doc
     option: Any
-    kind: Any
     if annotation is bool:
         option = typer.Option(None, f"{flag}/--no-{flag[2:]}", help=shown, show_default=False)
-        kind = bool | None
     else:
         option = typer.Option(None, flag, help=shown, show_default=False, metavar=_metavar(annotation))
-        kind = str | None
+    kind: Any = bool | None if annotation is bool else str | None
     return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
 
@@ -45,15 +39,14 @@ def with_config_options(function: Callable[..., None]) -> Callable[..., None]:
     The command gets them as keyword arguments, None meaning "not given". Values stay text: `load_config`
     checks them, whatever source they come from, and names the flag.
     """
-    docs, types = field_docs(), _field_types()
     hints = get_type_hints(function, include_extras=True)
     own = [
         parameter.replace(annotation=hints[parameter.name])
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
-    options = [_parameter(field, types[field], *docs[field]) for field in ServeConfig.__struct_fields__]
-    parameters = own + [option for option in options if option.name not in {mine.name for mine in own}]
+    docs, types = field_docs(), get_type_hints(ServeConfig)
+    parameters = own + [_parameter(field, kind, *docs[field]) for field, kind in types.items()]
 
     def command(**values: Any) -> None:
         function(**values)

@@ -112,7 +112,7 @@ def _end(launcher: Launcher, patience: _Patience) -> None:
         kill_descendants()
         launcher.join(DESCENDANTS_GRACE_S)
     end_descendants(DESCENDANTS_GRACE_S)
-    launcher.remove_files()
+    launcher.cluster.remove_files()
 
 
 def _check_paths(config: ServeConfig) -> None:

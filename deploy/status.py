@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -13,20 +14,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from deploy.complete import ServerError, checked, client
+from deploy.complete import checked, client
 from protocol.metrics import REPORTED, reported
 
-_COLUMNS = (
-    "worker",
-    "role",
-    "state",
-    "run",
-    "wait",
-    "KV used",
-    "cached",
-    "hits",
-    "transports",
-)
+_COLUMNS = ("worker", "role", "state", "run", "wait", "KV used", "cached", "hits", "transports")
 _COUNTERS = {
     metric.name: metric
     for metric in REPORTED
@@ -35,25 +26,15 @@ _COUNTERS = {
 _SPECULATION_COLUMNS = ("worker", "method", "drafts", "accepted", "tau", "K now")
 
 
-def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, interval_s: float) -> int:
-    """Print the workers; returns the exit code. Live until Ctrl-C, unless one look was asked for."""
-    try:
-        with client(url, api_key) as http:
-            if as_json:
-                print(json.dumps(_fetch(http), indent=2))
-            elif once or not sys.stdout.isatty():
-                Console().print(make_view(url, _fetch(http)))
-            else:
-                _live(http, url, interval_s)
-    except KeyboardInterrupt:
-        return 0
-    except httpx.HTTPError as error:
-        print(f"tandem: {url}: {error}", file=sys.stderr)
-        return 1
-    except ServerError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return 1
-    return 0
+def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
+    """Print the workers: live until Ctrl-C, unless one look was asked for. Raises `ServerError`."""
+    with contextlib.suppress(KeyboardInterrupt), client(url, api_key) as http:
+        if as_json:
+            print(json.dumps(_fetch(http), indent=2))
+        elif once or not sys.stdout.isatty():
+            Console().print(make_view(url, _fetch(http)))
+        else:
+            _live(http, url, interval_s)
 
 
 def _fetch(http: httpx.Client) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import ray
 from ray.exceptions import RayError
 
 from deploy.actors import CONCURRENCY, WorkerActor
-from deploy.launch import Launch, forks_workers
+from deploy.launch import forks_workers
+from deploy.ray_cluster import RayCluster
 from deploy.resources import available_cores, plan_workers, thread_environment
 from deploy.template.client import WorkerExit
 from messaging.sockets import ClusterKeys
@@ -26,6 +27,7 @@ from protocol.errors import TandemError
 from protocol.ids import new_incarnation
 from protocol.roles import ROLES, RoleSpec
 from router.server import RouterServer
+from worker.launch import Launch
 
 log = logging.getLogger(__name__)
 
@@ -93,39 +95,29 @@ def make_slots(config: ServeConfig) -> list[_Slot]:
 
 
 class Supervisor:
-    """Runs in the launcher's thread until `stop` is set.
-
-    `on_ready`: every worker has registered. `check` raises when Ray itself is gone.
-    """
+    """Runs in the launcher's thread until `stop` is set. `on_ready`: every worker has registered."""
 
     def __init__(
         self,
         config: ServeConfig,
         keys: ClusterKeys,
         router: RouterServer,
-        *,
-        num_gpus: float,
-        template: str,
-        is_local: bool,
+        cluster: RayCluster,
         stop: threading.Event,
         on_ready: Callable[[], None],
-        check: Callable[[], None],
     ) -> None:
         self._keys = keys
         self._router = router
-        self._cores = available_cores()
-        self._config, self._gpus = plan_workers(config, num_gpus, self._cores)
-        self._template = template
-        self._is_local = is_local
+        self._cluster = cluster
+        self._config, self._gpus = plan_workers(config, cluster.num_gpus(), available_cores())
         self._forks = forks_workers(self._config)
         self._stop = stop
         self._on_ready = on_ready
-        self._check = check
         self._announced = False
         self._slots = make_slots(config)
 
     def run(self) -> None:
-        """Keep the workers running until `stop`. Raises `StartUpError`."""
+        """Keep the workers running until `stop`. Raises `StartUpError`, and `RayDiedError`."""
         try:
             for slot in self._slots:
                 self._start(slot)
@@ -145,11 +137,11 @@ class Supervisor:
         environment = thread_environment(threads)
         slot.actor = actor_class.options(
             name=f"{slot.worker_id}-{slot.incarnation}",
-            num_cpus=0 if self._is_local else threads,
+            num_cpus=0 if self._cluster.is_local else threads,
             num_gpus=self._gpus,
-            scheduling_strategy="DEFAULT" if self._is_local else "SPREAD",
+            scheduling_strategy="DEFAULT" if self._cluster.is_local else "SPREAD",
             runtime_env={} if self._forks else {"env_vars": environment},
-        ).remote(self._template, environment, not self._is_local)
+        ).remote(self._cluster.namespace, environment, not self._cluster.is_local)
         slot.process, slot.pid_ref = None, slot.actor.pid.remote()
 
     def _start(self, slot: _Slot) -> None:
@@ -169,7 +161,7 @@ class Supervisor:
         slot.ready_since, slot.start_at = None, None
 
     def _watch(self) -> None:
-        self._check()
+        self._cluster.check()
         by_ref = {slot.ended: slot for slot in self._slots if slot.ended is not None}
         if by_ref:
             ended, _ = ray.wait(list(by_ref), timeout=WATCH_INTERVAL_S)
@@ -191,7 +183,7 @@ class Supervisor:
 
     def _look_at(self, slot: _Slot, now: float) -> None:
         """Take note of a worker that became ready, and end one that is silent or never becomes ready."""
-        if self._is_local and slot.process is None and ray.wait([slot.pid_ref], timeout=0)[0]:
+        if self._cluster.is_local and slot.process is None and ray.wait([slot.pid_ref], timeout=0)[0]:
             with contextlib.suppress(RayError, psutil.NoSuchProcess):
                 slot.process = psutil.Process(ray.get(slot.pid_ref))
         silence_s = self._router.silence_of(slot.worker_id, slot.incarnation)

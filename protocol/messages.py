@@ -27,7 +27,6 @@ Role = Annotated[str, Meta(min_length=1, max_length=64)]
 """A role's name in `protocol.roles.ROLES`."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorKind = Literal["invalid", "overloaded", "timeout", "worker_lost", "transfer", "internal"]
-Lifecycle = Literal["starting", "ready"]
 
 
 class TransferOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +127,6 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     worker_id: Id
     incarnation: Id
     role: Role
-    lifecycle: Lifecycle
     num_running: Count = 0
     num_waiting: Count = 0
     waiting_tokens: Count = 0
@@ -143,6 +141,12 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     transports: dict[Id, Id] = {}
     pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
     speculation: SpeculationState | None = None
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV pool that requests hold."""
+        free = self.free_blocks + self.cached_blocks
+        return 1 - free / self.total_blocks if self.total_blocks else 0.0
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):

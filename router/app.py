@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
@@ -10,8 +12,7 @@ from router.api.admin import admin_operations
 from router.api.generate import Generate
 from router.api.openapi import Operation, openapi
 from router.api.pages import page_operations
-from router.api.tokenize import Convert
-from router.exchange import Bodies, Endpoint, Handler
+from router.api.tokenize import converter
 from router.formats import ChatFormat, CompletionFormat
 from router.middleware import Envelope
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -24,14 +25,13 @@ STREAM = "JSON, or with `stream` server-sent events"
 def build_app(state: RouterState) -> Envelope:
     """All endpoints over the given state."""
     builder = RequestBuilder(state.config, state.tokenizer)
-    bodies = Bodies(state.config.max_body_bytes)
 
-    def post(path: str, body: type[msgspec.Struct], answer: str, handler: Handler) -> Operation:
-        return Operation("POST", path, Endpoint(handler, bodies), body.__doc__ or "", answer, body)
+    def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any) -> Operation:
+        return Operation("POST", path, endpoint, body.__doc__ or "", answer, body)
 
     completions = Generate(state, builder.completion, CompletionFormat)
     chat = Generate(state, builder.chat, ChatFormat)
-    tokenize, detokenize = Convert(state, builder.tokenize), Convert(state, builder.detokenize)
+    tokenize, detokenize = converter(state, builder.tokenize), converter(state, builder.detokenize)
     operations = [
         post("/v1/completions", CompletionBody, STREAM, completions),
         post("/v1/chat/completions", ChatBody, STREAM, chat),

@@ -205,7 +205,7 @@ class Dispatcher:
         prefill = request.assigned.get("prefill")
         if not request.has_answered:
             (prefill or worker).outstanding_prefill_tokens -= request.num_prefill_tokens
-        if not request.has_started:
+        if not request.output_token_ids:
             request.first_token_time = now
             self._metrics.first_token(request, now)
         else:

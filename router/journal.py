@@ -55,10 +55,6 @@ class LiveRequest:
         return self.choice.prompt.token_ids + self.output_token_ids
 
     @property
-    def has_started(self) -> bool:
-        return bool(self.output_token_ids)
-
-    @property
     def has_answered(self) -> bool:
         """Whether a token of the current placement has come."""
         return len(self.output_token_ids) > self.num_emitted_before
@@ -149,8 +145,7 @@ class Generation:
         self.error: ApiError | None = None
         self.is_disconnected = False
         self.timeout: asyncio.TimerHandle | None = None
-        self._has_news = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     @property
     def is_over(self) -> bool:
@@ -158,18 +153,12 @@ class Generation:
 
     def notify(self) -> None:
         """There is something new for the handler."""
-        self._has_news = True
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._news.set()
 
     async def wait(self) -> None:
         """Until something new came since the last call."""
-        if not self._has_news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-        self._has_news = False
+        await self._news.wait()
+        self._news.clear()
 
 
 class Journal:

@@ -9,15 +9,16 @@ import secrets
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
 from router.errors import CLIENT_CLOSED_REQUEST, ApiError, invalid_request
-from router.exchange import REQUEST_ID_KEY, ClientGoneError
 from router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+REQUEST_ID_KEY = "tandem.request_id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 PROTECTED = ("/v1/", "/tokenize", "/detokenize")
 """Paths that need the API key. As in vLLM, health, metrics and the like need none."""
@@ -47,7 +48,7 @@ class Envelope:
         try:
             self._check_key(scope)
             await self._app(scope, receive, send_with_id)
-        except ClientGoneError:
+        except ClientDisconnect:
             status = CLIENT_CLOSED_REQUEST
         except Exception as error:
             if status:

@@ -142,9 +142,7 @@ class Placer:
 
     def _has_room(self) -> bool:
         limit = self._config.max_num_seqs
-        return any(
-            worker.is_ready and worker.outstanding_requests < limit for worker in self._registry.live()
-        )
+        return any(worker.outstanding_requests < limit for worker in self._registry.live())
 
     # --- placement --------------------------------------------------------------------------------
 
@@ -175,7 +173,6 @@ class Placer:
     def _facts(self, request: LiveRequest) -> RequestFacts:
         holder = request.prefilled_by
         return RequestFacts(
-            num_prompt_tokens=request.num_prefill_tokens,
             disaggregate=self._config.disaggregation,
             prefix_at=holder.key.worker_id if holder is not None and holder.live else None,
             cached_tokens=self._cached_tokens(request),

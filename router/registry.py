@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
@@ -52,22 +51,15 @@ class Worker:
         self.outstanding_requests = 0
         self.outstanding_prefill_tokens = 0
 
-    @property
-    def is_ready(self) -> bool:
-        return self.state.lifecycle == "ready"
-
     def snapshot(self) -> WorkerSnapshot:
+        """Its load: what this router has sent, or of all routers what the last heartbeat told, if more."""
         state = self.state
         return WorkerSnapshot(
             worker_id=self.key.worker_id,
             tasks=self.role.tasks,
-            lifecycle=state.lifecycle,
-            outstanding_requests=self.outstanding_requests,
-            outstanding_prefill_tokens=self.outstanding_prefill_tokens,
-            reported_requests=state.num_running + state.num_waiting,
-            reported_prefill_tokens=state.waiting_tokens,
-            total_blocks=state.total_blocks,
-            free_blocks=state.free_blocks + state.cached_blocks,
+            requests=max(self.outstanding_requests, state.num_running + state.num_waiting),
+            prefill_tokens=max(self.outstanding_prefill_tokens, state.waiting_tokens),
+            kv_usage=state.kv_usage,
         )
 
 
@@ -84,8 +76,8 @@ class Registry:
         self.on_registered: Callable[[Worker], None] = lambda worker: None
         self.on_lost: Callable[[Worker, str], None] = lambda worker, reason: None
         self._workers: dict[str, Worker] = {}
-        self._retired: set[WorkerKey] = set()
-        self._retired_order: deque[WorkerKey] = deque()
+        self._retired: dict[WorkerKey, None] = {}
+        """Oldest first."""
         self.model: ModelFacts | None = None
         self.known_purposes: set[Task] = set()
         """Of every worker that has ever registered."""
@@ -102,7 +94,7 @@ class Registry:
 
     def awaited(self) -> list[str]:
         """The ids of the workers that are not ready now but will be."""
-        ready = {worker.key.worker_id for worker in self.live() if worker.is_ready}
+        ready = {worker.key.worker_id for worker in self.live()}
         return [worker_id for worker_id in self.expected if worker_id not in ready]
 
     def named(self, worker_id: str) -> Worker:
@@ -123,11 +115,7 @@ class Registry:
         if role is None:
             logger.error("worker %s has the unknown role %r: refused", key.worker_id, register.role)
             return None
-        facts = ModelFacts(
-            register.max_model_len,
-            register.vocab_size,
-            tuple(register.eos_token_ids),
-        )
+        facts = ModelFacts(register.max_model_len, register.vocab_size, tuple(register.eos_token_ids))
         if self.model is not None and facts != self.model:
             logger.error("worker %s serves %s, the cluster %s: refused", key.worker_id, facts, self.model)
             return None
@@ -150,8 +138,7 @@ class Registry:
         worker = self.current(state.worker_id, state.incarnation)
         if worker is None:
             return False
-        if state.lifecycle != "starting":  # else it was sent before the registration, which overtook it
-            worker.state = state
+        worker.state = state
         self.heard(worker)
         return True
 
@@ -192,11 +179,9 @@ class Registry:
             self._lose(worker, reason)
 
     def _remember_retired(self, key: WorkerKey) -> None:
-        if key not in self._retired:
-            self._retired.add(key)
-            self._retired_order.append(key)
-        if len(self._retired_order) > MAX_RETIRED:
-            self._retired.discard(self._retired_order.popleft())
+        self._retired[key] = None
+        if len(self._retired) > MAX_RETIRED:
+            del self._retired[next(iter(self._retired))]
 
     def _lose(self, worker: Worker, reason: str) -> None:
         worker.live = False

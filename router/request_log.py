@@ -9,7 +9,7 @@ from router.journal import LiveRequest
 def describe(request: LiveRequest, now: float) -> str:
     """`now` in monotonic seconds."""
     timing, arrival, choice = request.timing, request.generation.arrival, request.choice
-    first = request.first_token_time if request.has_started else now
+    first = request.first_token_time if request.output_token_ids else now
     parts = [
         f"request {request.request_id}: {choice.finish_reason}",
         f"{len(choice.prompt.token_ids)} tokens in, {choice.num_tokens} out",

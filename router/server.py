@@ -28,10 +28,6 @@ CLOSE_TIMEOUT_S = 3
 KEEP_ALIVE_S = 65
 
 
-def _nothing() -> None:
-    pass
-
-
 class RouterServer:
     """Binds HTTP and the workers' socket when made; `run()` serves until `stop()` or SIGINT/SIGTERM.
 
@@ -52,7 +48,6 @@ class RouterServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._stop_asked = False
-        self._on_stop: Callable[[], None] = _nothing
 
     @property
     def worker_endpoint(self) -> str:
@@ -88,8 +83,8 @@ class RouterServer:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(_install_anew)
 
-    def run(self, on_start: Callable[[], None] = _nothing, on_stop: Callable[[], None] = _nothing) -> None:
-        """Serve. `on_start` is called once HTTP answers, `on_stop` when draining begins."""
+    def run(self, on_start: Callable[[], None] = lambda: None) -> None:
+        """Serve. `on_start` is called once HTTP answers."""
         server_config = uvicorn.Config(
             build_app(self.state),
             loop="uvloop",
@@ -102,11 +97,10 @@ class RouterServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
-        self._server = _Uvicorn(server_config, self.stop)
-        self._on_stop = on_stop
+        self._server = _Uvicorn(server_config, on_start, self.stop)
         try:
             with asyncio.Runner(loop_factory=server_config.get_loop_factory()) as runner:
-                runner.run(self._serve(self._server, on_start))
+                runner.run(self._serve(self._server))
         finally:
             self._loop = None
             self.close()
@@ -116,14 +110,13 @@ class RouterServer:
         self.state.close()
         self._http_socket.close()
 
-    async def _serve(self, server: _Uvicorn, on_start: Callable[[], None]) -> None:
+    async def _serve(self, server: _Uvicorn) -> None:
         self._loop = asyncio.get_running_loop()
         self.state.attach(self._loop)
         if self._stop_asked:
             self._begin_stop()
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
-        server.on_started = on_start
         await server.serve(sockets=[self._http_socket])
 
     def _begin_stop(self) -> None:
@@ -134,8 +127,7 @@ class RouterServer:
 
     async def _drain(self) -> None:
         """No new requests; running ones get the configured time, then an error."""
-        self.state.start_draining()
-        self._on_stop()
+        self.state.is_draining = True
         deadline = asyncio.get_running_loop().time() + self.config.shutdown_timeout
         while len(self.state.journal) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -147,15 +139,17 @@ class RouterServer:
 class _Uvicorn(uvicorn.Server):
     """Uvicorn whose signals drain first, and which says when it has started."""
 
-    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_started: Callable[[], None], on_signal: Callable[[], None]
+    ) -> None:
         super().__init__(config)
+        self._on_started = on_started
         self._on_signal = on_signal
-        self.on_started: Callable[[], None] = _nothing
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            self.on_started()
+            self._on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         logger.info("%s: stopping", signal.Signals(sig).name)
@@ -169,18 +163,13 @@ def _install_anew() -> None:
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
     except OSError as error:
         raise ConfigError(f"--host: cannot use {host!r}: {error}") from error
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-        listener.setblocking(False)
+        return socket.create_server(
+            address, family=family, backlog=2048, dualstack_ipv6=family == socket.AF_INET6
+        )
     except OSError as error:
-        listener.close()
         raise ConfigError(f"--port: cannot listen on {host}:{port}: {error}") from error
-    return listener

@@ -17,6 +17,7 @@ from protocol.messages import (
     WorkerState,
     WorkerToRouter,
 )
+from router.bodies import Bodies
 from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.journal import Journal
@@ -38,6 +39,7 @@ class RouterState:
         self.created = int(time.time())
         self.is_draining = False
         self.metrics = Metrics(config.model_name)
+        self.bodies = Bodies(config.max_body_bytes)
         self.journal = Journal()
         policy = placement_policy(config.placement)
         self.tokenizer = Tokenizer.load(config)
@@ -66,16 +68,13 @@ class RouterState:
         self.link.close()
         self.tokenizer.close()
 
-    def start_draining(self) -> None:
-        self.is_draining = True
-
     def not_ready(self) -> str | None:
         """Why no request can be taken now; None when one can."""
         if self.is_draining:
             return "the server is shutting down"
         if self.registry.model is None:
             return "the server is starting: no worker has registered yet"
-        if not any(worker.is_ready for worker in self.registry.live()):
+        if not self.registry.live():
             awaited = ", ".join(self.registry.awaited())
             waiting = f"; {self.placer.num_parked} requests wait for {awaited} to start" if awaited else ""
             return f"no worker is ready{waiting}"

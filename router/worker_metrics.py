@@ -17,9 +17,7 @@ from router.registry import Worker
 _LOAD: dict[str, Callable[[WorkerState], float]] = {
     "num_requests_running": lambda state: state.num_running,
     "num_requests_waiting": lambda state: state.num_waiting,
-    "kv_cache_usage_perc": lambda state: (
-        1 - (state.free_blocks + state.cached_blocks) / state.total_blocks if state.total_blocks else 0.0
-    ),
+    "kv_cache_usage_perc": lambda state: state.kv_usage,
     "prefix_cache_queries_total": lambda state: state.prefix_query_tokens,
     "prefix_cache_hits_total": lambda state: state.prefix_hit_tokens,
     "num_preemptions_total": lambda state: state.num_preemptions,

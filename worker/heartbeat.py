@@ -14,9 +14,10 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from messaging.sockets import ClusterKeys, connect_dealer
+from messaging.sockets import connect_dealer
 from protocol.codec import encode
 from protocol.messages import WorkerState
+from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +32,11 @@ _LOST = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED)
 
 
 class Heartbeat:
-    """`state` is called in the heartbeat's thread; so is `on_router_lost`, at most once."""
+    """`on_router_lost` is called in the heartbeat's thread, at most once."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        keys: ClusterKeys,
-        endpoint: str,
-        worker_id: str,
-        state: Callable[[], WorkerState],
-        on_router_lost: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._connect = lambda: connect_dealer(context, keys, endpoint, f"{worker_id}/hb")
-        self._state = state
+    def __init__(self, parts: WorkerParts, endpoint: str, on_router_lost: Callable[[], None]) -> None:
+        self._parts = parts
+        self._endpoint = endpoint
         self._on_router_lost = on_router_lost
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -58,14 +50,16 @@ class Heartbeat:
             self._thread.join()
 
     def _run(self) -> None:
-        socket = self._connect()
+        parts = self._parts
+        socket = connect_dealer(parts.context, parts.keys, self._endpoint, f"{parts.worker_id}/hb")
         monitor = socket.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         lost_since: float | None = None
         try:
             while not self._stop.wait(HEARTBEAT_INTERVAL_S):
                 lost_since = _follow(monitor, lost_since)
                 if lost_since is None:
-                    self._beat(socket)
+                    if parts.engine is not None:
+                        _beat(socket, parts.state())
                 elif time.monotonic() - lost_since > ROUTER_GRACE_S:
                     log.error("the router has been gone for %.0f s; this worker ends", ROUTER_GRACE_S)
                     self._on_router_lost()
@@ -75,11 +69,12 @@ class Heartbeat:
             monitor.close()
             socket.close()
 
-    def _beat(self, socket: zmq.Socket[bytes]) -> None:
-        try:
-            socket.send(encode(self._state()), zmq.NOBLOCK)
-        except zmq.Again:
-            log.warning("the router does not take heartbeats")
+
+def _beat(socket: zmq.Socket[bytes], state: WorkerState) -> None:
+    try:
+        socket.send(encode(state), zmq.NOBLOCK)
+    except zmq.Again:
+        log.warning("the router does not take heartbeats")
 
 
 def _follow(monitor: zmq.Socket[bytes], lost_since: float | None) -> float | None:

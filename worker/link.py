@@ -7,7 +7,7 @@ import time
 
 import zmq
 
-from messaging.sockets import ClusterKeys, connect_dealer
+from messaging.sockets import connect_dealer
 from protocol.codec import encode, router_to_worker
 from protocol.errors import ProtocolError, TandemError
 from protocol.messages import (
@@ -18,7 +18,7 @@ from protocol.messages import (
     TokenOutput,
     WorkerToRouter,
 )
-from worker.counters import Counters
+from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +32,11 @@ class RouterUnreachableError(TandemError):
 class RouterLink:
     """Belongs to the loop's thread. `socket` may be polled from outside; the rest goes through here."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        keys: ClusterKeys,
-        endpoint: str,
-        worker_id: str,
-        incarnation: str,
-        counters: Counters,
-    ) -> None:
-        self.socket = connect_dealer(context, keys, endpoint, worker_id)
-        self._worker_id = worker_id
-        self._incarnation = incarnation
-        self._counters = counters
+    def __init__(self, parts: WorkerParts, endpoint: str) -> None:
+        self.socket = connect_dealer(parts.context, parts.keys, endpoint, parts.worker_id)
+        self._worker_id = parts.worker_id
+        self._incarnation = parts.incarnation
+        self._counters = parts.counters
 
     def register(self, message: Register, timeout_s: float) -> None:
         """Announce the worker until the router confirms this incarnation."""

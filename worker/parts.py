@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import zmq
 
@@ -13,23 +13,10 @@ from kvtransfer.pairs import Pairs
 from kvtransfer.transports.transport import Transport
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
-from protocol.messages import Lifecycle, WorkerState
+from protocol.messages import WorkerState
 from protocol.roles import RoleSpec
 from worker.counters import Counters
 from worker.wake import Wakeup
-
-_STATS = (
-    "num_running",
-    "num_waiting",
-    "waiting_tokens",
-    "total_blocks",
-    "free_blocks",
-    "cached_blocks",
-    "num_preemptions",
-    "prefix_query_tokens",
-    "prefix_hit_tokens",
-    "steps",
-)
 
 
 @dataclass(eq=False)
@@ -50,7 +37,6 @@ class WorkerParts:
     context: zmq.Context[zmq.Socket[bytes]]
     wake: Wakeup = field(default_factory=Wakeup)
     counters: Counters = field(default_factory=Counters)
-    lifecycle: Lifecycle = "starting"
     wires: list[Transport] = field(default_factory=list)
     transports: Callable[[], dict[str, str]] = dict
     transfer_counters: Callable[[], dict[str, float]] = dict
@@ -59,21 +45,17 @@ class WorkerParts:
     pool: RegisteredPool | None = None
 
     def state(self) -> WorkerState:
-        """The heartbeat's content; called from its thread."""
-        stats = self.engine.stats() if self.engine is not None else None
-        totals = {f"kv_{name}_total": value for name, value in self.transfer_counters().items()}
-        if self.engine is not None:
-            totals |= self.engine.counters()
-        load = {name: getattr(stats, name) for name in _STATS} if stats is not None else {}
+        """The heartbeat's content, once there is an engine; called from the heartbeat's thread."""
+        assert self.engine is not None
+        transfers = {f"kv_{name}_total": value for name, value in self.transfer_counters().items()}
         transports = self.transports()
         return WorkerState(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             role=self.role.name,
-            lifecycle=self.lifecycle,
-            counters=self.counters.snapshot() | totals,
+            counters=self.counters.snapshot() | transfers | self.engine.counters(),
             transports=transports,
             pairs=self.pairs.snapshot(transports),
-            speculation=self.engine.speculation() if self.engine is not None else None,
-            **load,
+            speculation=self.engine.speculation(),
+            **asdict(self.engine.stats()),
         )

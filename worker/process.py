@@ -8,20 +8,16 @@ import os
 import pkgutil
 import platform
 import threading
-from collections.abc import Callable
 
 import zmq
 
 from engine.engine import Engine
 from kvtransfer.transports.object_store import Carrier
-from messaging.sockets import ClusterKeys
-from protocol.config import ServeConfig
 from protocol.errors import TandemError
-from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress, Register
-from protocol.roles import RoleSpec
 from protocol.speculation import describe
 from worker.heartbeat import Heartbeat
+from worker.launch import Launch
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
@@ -34,57 +30,44 @@ STOP_GRACE_S = 5.0
 """Seconds that a loop gets to end once the router is gone; then the process ends at once."""
 
 
-def run_worker(
-    role: RoleSpec,
-    config: ServeConfig,
-    worker_id: str,
-    router_endpoint: str,
-    keys: ClusterKeys,
-    stop: StopHandle | None = None,
-    incarnation: str | None = None,
-    on_router_lost: Callable[[], None] | None = None,
-    carrier: Carrier | None = None,
-) -> None:
+def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None) -> None:
     """Be a worker until `stop`. Returns when it ended as asked; raises `TandemError` when it cannot serve.
 
-    Without `on_router_lost` the whole process ends when the router is gone. `carrier` is what the
-    `object_store` transport needs.
+    The whole process ends when the router is gone. The `object_store` transport needs a `carrier`.
     """
+    config, role = launch.config, launch.role
     make_loop: type[WorkerLoop] = pkgutil.resolve_name(role.loop)
-    set_up_logging(config, worker_id)
+    set_up_logging(config, launch.worker_id)
     set_up_threads(config)
-    stop = stop or StopHandle()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     parts = WorkerParts(
         config=config,
         role=role,
-        worker_id=worker_id,
-        incarnation=incarnation or new_incarnation(),
-        host=config.worker_host or address_towards(router_endpoint),
-        keys=keys,
+        worker_id=launch.worker_id,
+        incarnation=launch.incarnation,
+        host=config.worker_host or address_towards(launch.router_endpoint),
+        keys=launch.keys,
         context=context,
     )
-    lost = on_router_lost or (lambda: _end_process(stop))
-    heartbeat = Heartbeat(context, keys, router_endpoint, worker_id, parts.state, lost)
+    heartbeat = Heartbeat(parts, launch.router_endpoint, on_router_lost=lambda: _end_process(stop))
     heartbeat.start()
-    link = RouterLink(context, keys, router_endpoint, worker_id, parts.incarnation, parts.counters)
+    link = RouterLink(parts, launch.router_endpoint)
     try:
         engine, parts.pool = build_engine(config)
         parts.engine = engine
-        name = f"{worker_id} {parts.incarnation}"
+        name = f"{parts.worker_id} {parts.incarnation}"
         parts.wires = open_wires(config, parts.pool, name, parts.pairs, carrier)
         engine.on_fetched = parts.wake.set
         loop = make_loop(parts, engine, link)
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
-        parts.lifecycle = "ready"
         try:
             link.register(_registration(parts, engine, loop.address), config.start_timeout)
         except TandemError:
             loop.close()
             raise
         log.debug("ready")
-        stop.attach(loop)
+        stop.attach(loop.stop)
         loop.run()
     finally:
         heartbeat.stop()
@@ -108,10 +91,7 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),
-        start_up={
-            **engine.start_up,
-            "speculation": describe(parts.config.speculative_config),
-        },
+        start_up={**engine.start_up, "speculation": describe(parts.config.speculative_config)},
     )
 
 

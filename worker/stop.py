@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
-
-
-class Stoppable(Protocol):
-    def stop(self) -> None: ...
+from collections.abc import Callable
 
 
 class StopHandle:
@@ -15,21 +11,17 @@ class StopHandle:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requested = False
-        self._target: Stoppable | None = None
-
-    @property
-    def requested(self) -> bool:
-        return self._requested
+        self._stop_loop: Callable[[], None] | None = None
+        self.requested = False
 
     def stop(self) -> None:
         with self._lock:
-            self._requested = True
-            if self._target is not None:
-                self._target.stop()
+            self.requested = True
+            if self._stop_loop is not None:
+                self._stop_loop()
 
-    def attach(self, target: Stoppable) -> None:
+    def attach(self, stop_loop: Callable[[], None]) -> None:
         with self._lock:
-            self._target = target
-            if self._requested:
-                target.stop()
+            self._stop_loop = stop_loop
+            if self.requested:
+                stop_loop()

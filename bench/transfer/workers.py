@@ -169,6 +169,10 @@ def random_prompt(length: int, vocab_size: int, seed: int) -> list[int]:
 
 def _run(role: Role, fields: dict[str, Any], worker_id: str, endpoint: str, keys: ClusterKeys) -> None:
     """A worker's process."""
+    from worker.launch import Launch
     from worker.process import run_worker
+    from worker.stop import StopHandle
 
-    run_worker(ROLES[role], msgspec.convert(fields, ServeConfig), worker_id, endpoint, keys)
+    config = msgspec.convert(fields, ServeConfig)
+    launch = Launch(role=ROLES[role], worker_id=worker_id, router_endpoint=endpoint, config=config, keys=keys)
+    run_worker(launch, StopHandle())

@@ -25,10 +25,11 @@ from typing import NoReturn
 
 import msgspec
 
-from deploy.launch import Launch, run_launch
+from deploy.launch import run_launch
 from deploy.template.messages import MAX_MESSAGE_BYTES, REPORT_END, Ended, Spawn, Spawned, SpawnFailed
 from protocol.errors import TandemError
 from protocol.roles import ROLES
+from worker.launch import Launch
 from worker.stop import StopHandle
 
 log = logging.getLogger(__name__)

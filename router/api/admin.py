@@ -77,30 +77,15 @@ def _model_card(state: RouterState) -> dict[str, Any]:
 
 
 def _worker(worker: Worker) -> dict[str, Any]:
-    state = worker.state
-    snapshot = worker.snapshot()
     return {
         "id": worker.key.worker_id,
-        "role": worker.role.name,
         "host": worker.host,
         "pid": worker.pid,
-        "incarnation": worker.key.incarnation,
-        "lifecycle": state.lifecycle if worker.live else "silent",
+        "lifecycle": "ready" if worker.live else "silent",
         "silent_s": round(worker.silence_s, 3),
-        "num_running": state.num_running,
-        "num_waiting": state.num_waiting,
         "outstanding_requests": worker.outstanding_requests,
         "outstanding_prefill_tokens": worker.outstanding_prefill_tokens,
-        "total_blocks": state.total_blocks,
-        "free_blocks": state.free_blocks,
-        "cached_blocks": state.cached_blocks,
-        "kv_usage": round(snapshot.kv_usage, 4),
-        "num_preemptions": state.num_preemptions,
-        "prefix_query_tokens": state.prefix_query_tokens,
-        "prefix_hit_tokens": state.prefix_hit_tokens,
-        "transports": state.transports,
-        "pairs": state.pairs,
-        "counters": state.counters,
-        "speculation": state.speculation,
+        "kv_usage": round(worker.state.kv_usage, 4),
         "start_up": worker.start_up,
+        **msgspec.structs.asdict(worker.state),
     }

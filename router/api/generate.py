@@ -6,17 +6,30 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from router.dispatcher import Dispatcher
-from router.exchange import ClientGoneError, Exchange
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
 from router.formats import Format, error_event
 from router.journal import Generation
+from router.middleware import REQUEST_ID_KEY
 from router.registry import ModelFacts
 from router.request_builder import Built
 from router.state import RouterState
 
+_STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
 
 class Generate:
-    """A handler: `build` makes a generation of the body, `answer_format` writes what comes of it."""
+    """An ASGI app: `build` makes a generation of the body, `answer_format` writes what comes of it."""
 
     def __init__(
         self,
@@ -28,62 +41,64 @@ class Generate:
         self._build = build
         self._format = answer_format
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises `ApiError` when it fails before the answer began. A client that goes away ends it."""
         arrival = time.monotonic()
         state = self._state
-        async with exchange.body() as raw:
+        async with state.bodies.read(Request(scope, receive)) as raw:
             model = state.require_ready()
             built = await state.tokenizer.off_loop(len(raw), self._build, raw, model, arrival)
         generation, output = built
-        answer = self._format(state.tokenizer, state.config.model_name, exchange.request_id, output)
-        await _serve(exchange, state.dispatcher, generation, answer, output.stream)
+        answer = self._format(state.tokenizer, state.config.model_name, scope[REQUEST_ID_KEY], output)
+        watcher = asyncio.ensure_future(_disconnected(receive))
+        watcher.add_done_callback(lambda _: state.dispatcher.cancel(generation))
+        try:
+            state.dispatcher.start(generation)
+            if output.stream:
+                await _stream(send, generation, answer)
+            else:
+                await _finished(generation)
+                response = Response(answer.response(generation.choices), media_type="application/json")
+                await response(scope, receive, send)
+        finally:
+            watcher.cancel()
+            state.dispatcher.cancel(generation)
 
 
-async def _serve(
-    exchange: Exchange, dispatcher: Dispatcher, generation: Generation, answer: Format, stream: bool
-) -> None:
-    """Raises `ApiError` when it fails before the answer began. A client that goes away ends it."""
-    watcher = asyncio.ensure_future(exchange.wait_disconnect())
-    watcher.add_done_callback(lambda _: dispatcher.cancel(generation))
-    try:
-        dispatcher.start(generation)
-        if stream:
-            await _stream(exchange, generation, answer)
-        else:
-            await _whole(exchange, generation, answer)
-    finally:
-        watcher.cancel()
-        dispatcher.cancel(generation)
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client is gone, or the answer is complete. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
-async def _whole(exchange: Exchange, generation: Generation, answer: Format) -> None:
+async def _finished(generation: Generation) -> None:
     while not generation.is_over:
         await generation.wait()
     _raise_if_failed(generation)
-    await exchange.send_json(answer.response(generation.choices))
 
 
-async def _stream(exchange: Exchange, generation: Generation, answer: Format) -> None:
+async def _stream(send: Send, generation: Generation, answer: Format) -> None:
+    """Server-sent events. `send` waits while the client doesn't read."""
     await generation.wait()
     _raise_if_failed(generation)
-    await exchange.start_events()
+    await send(dict(_STREAM_START))
     while True:
         events = b"".join(
             [answer.chunk(choice, choice.take()) for choice in generation.choices if choice.has_news]
         )
         if generation.is_over:
             break
-        await exchange.send_events(events)
+        await send({"type": "http.response.body", "body": events, "more_body": True})
         await generation.wait()
     if generation.error is not None:
         events += error_event(generation.error)
     else:
         events += answer.last_chunk(generation.choices)
-    await exchange.send_events(events, more=False)
+    await send({"type": "http.response.body", "body": events, "more_body": False})
 
 
 def _raise_if_failed(generation: Generation) -> None:
     if generation.error is not None:
         raise generation.error
     if generation.is_disconnected:
-        raise ClientGoneError
+        raise ClientDisconnect

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from router.exchange import Exchange
+from starlette.requests import Request
+from starlette.responses import Response
+
 from router.registry import ModelFacts
 from router.state import RouterState
 
 
-class Convert:
-    """A handler: `build` makes the answer of the body."""
+def converter(
+    state: RouterState, build: Callable[[bytes, ModelFacts], bytes]
+) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint: `build` makes the answer of the body."""
 
-    def __init__(self, state: RouterState, build: Callable[[bytes, ModelFacts], bytes]) -> None:
-        self._state = state
-        self._build = build
+    async def convert(request: Request) -> Response:
+        async with state.bodies.read(request) as raw:
+            answer = await state.tokenizer.off_loop(len(raw), build, raw, state.require_ready())
+        return Response(answer, media_type="application/json")
 
-    async def __call__(self, exchange: Exchange) -> None:
-        state = self._state
-        async with exchange.body() as raw:
-            answer = await state.tokenizer.off_loop(len(raw), self._build, raw, state.require_ready())
-        await exchange.send_json(answer)
+    return convert

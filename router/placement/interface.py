@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protocol.messages import Lifecycle
 from protocol.roles import Task
 
 
@@ -13,12 +12,10 @@ from protocol.roles import Task
 class RequestFacts:
     """What is known of a request before it runs.
 
-    `num_prompt_tokens` counts what must be computed before its next token: the prompt, and what was emitted
-    before a failover. `prefix_at` is a prefill worker that has computed the prompt and may still hold it.
-    `cached_tokens` tells how many leading tokens each worker is believed to have in its prefix cache.
+    `prefix_at` is a prefill worker that has computed the prompt and may still hold it. `cached_tokens` tells
+    how many leading tokens each worker is believed to have in its prefix cache.
     """
 
-    num_prompt_tokens: int
     disaggregate: bool = True
     prefix_at: str | None = None
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -28,37 +25,19 @@ class RequestFacts:
 class WorkerSnapshot:
     """A live worker's load.
 
-    `outstanding_*` is what this router has sent and not seen finished, up to the moment; `reported_*` is the
-    worker's own view, of all routers' requests, as old as its last heartbeat. Prefill tokens are those of
-    prompts whose first token is still to come. `tasks` is what its role may be asked, its purpose first.
+    `tasks` is what its role may be asked, its purpose first. `prefill_tokens` counts those of prompts whose
+    first token is still to come. `kv_usage` is the share of the KV pool that running requests hold.
     """
 
     worker_id: str
     tasks: tuple[Task, ...]
-    lifecycle: Lifecycle = "ready"
-    outstanding_requests: int = 0
-    outstanding_prefill_tokens: int = 0
-    reported_requests: int = 0
-    reported_prefill_tokens: int = 0
-    total_blocks: int = 0
-    free_blocks: int = 0
+    requests: int = 0
+    prefill_tokens: int = 0
+    kv_usage: float = 0.0
 
     @property
     def purpose(self) -> Task:
         return self.tasks[0]
-
-    @property
-    def requests(self) -> int:
-        return max(self.outstanding_requests, self.reported_requests)
-
-    @property
-    def prefill_tokens(self) -> int:
-        return max(self.outstanding_prefill_tokens, self.reported_prefill_tokens)
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the KV pool that running requests hold."""
-        return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,25 +16,23 @@ def least_loaded(request: RequestFacts, workers: Sequence[WorkerSnapshot]) -> Pl
 
     A prefix that only another worker holds is fetched from there.
     """
-    ready = [worker for worker in workers if worker.lifecycle == "ready"]
-    prefills = [worker for worker in ready if worker.purpose == "prefill"]
-    decodes = [worker for worker in ready if worker.purpose == "decode"]
+    prefills = [worker for worker in workers if worker.purpose == "prefill"]
+    decodes = [worker for worker in workers if worker.purpose == "decode"]
     holders = [worker for worker in prefills if worker.worker_id == request.prefix_at]
     prefill = min(holders or prefills, key=_prefill_load, default=None)
     decode = min(decodes, key=_decode_load, default=None)
+    names: dict[Task, str]
+    missing: Task | None = None
     if prefill is not None and decode is not None and request.disaggregate:
-        names: dict[Task, str] = {"prefill": prefill.worker_id, "decode": decode.worker_id}
-        return Placement(names, prefix=_better_holder(request, prefill, workers))
-    if decode is not None:
-        missing: Task | None = "prefill" if request.disaggregate else None
-        return Placement(
-            {"decode": decode.worker_id}, missing, prefix=_better_holder(request, decode, workers)
-        )
-    if prefill is not None and "decode" in prefill.tasks:
-        return Placement(
-            {"decode": prefill.worker_id}, "decode", prefix=_better_holder(request, prefill, workers)
-        )
-    return Refusal("no worker is ready")
+        first, names = prefill, {"prefill": prefill.worker_id, "decode": decode.worker_id}
+    elif decode is not None:
+        first, names = decode, {"decode": decode.worker_id}
+        missing = "prefill" if request.disaggregate else None
+    elif prefill is not None and "decode" in prefill.tasks:
+        first, names, missing = prefill, {"decode": prefill.worker_id}, "decode"
+    else:
+        return Refusal("no worker is ready")
+    return Placement(names, missing, _better_holder(request, first, workers))
 
 
 def _better_holder(

@@ -15,14 +15,13 @@ import psutil
 import pytest
 from transformers import LlamaConfig
 
-from deploy.launch import Launch
 from deploy.resources import thread_environment
 from deploy.template.client import TemplateClient, WorkerProcess
 from protocol.config import ServeConfig
-from protocol.ids import new_incarnation
 from protocol.messages import Generate
 from protocol.roles import ROLES
 from tests.worker.harness import Cluster, request, tiny_config
+from worker.launch import Launch
 
 PROMPT = list(range(1, 40))
 RESTART_S = 4.0
@@ -50,7 +49,6 @@ class Host:
         launch = Launch(
             role=ROLES["decode"],
             worker_id=worker_id,
-            incarnation=new_incarnation(),
             router_endpoint=self.cluster.endpoint,
             config=config,
             keys=self.cluster.keys,

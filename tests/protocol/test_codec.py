@@ -60,9 +60,7 @@ ADDRESS = PeerAddress(
     control="tcp://127.0.0.1:1",
     offers=[TransferOffer(transport="shm", host_id="h", address="@x")],
 )
-STATE = WorkerState(
-    worker_id="decode-0", incarnation="abc", role="decode", lifecycle="ready", counters={"steps": 1.5}
-)
+STATE = WorkerState(worker_id="decode-0", incarnation="abc", role="decode", counters={"steps": 1.5})
 MANIFEST = HandoffManifest(
     request_id="r1",
     lease_id="l1",

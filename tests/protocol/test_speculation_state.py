@@ -31,9 +31,7 @@ STATE = SpeculationState(
 
 
 def state(speculation: SpeculationState | None) -> WorkerState:
-    return WorkerState(
-        worker_id="d0", incarnation="i", role="decode", lifecycle="ready", speculation=speculation
-    )
+    return WorkerState(worker_id="d0", incarnation="i", role="decode", speculation=speculation)
 
 
 @pytest.mark.parametrize("speculation", [None, SpeculationState(), STATE])

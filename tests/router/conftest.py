@@ -74,12 +74,7 @@ class RunningRouter:
         self.url = self.server.url
         self.workers: list[FakeWorker] = []
         started = threading.Event()
-        self.stopping = threading.Event()
-        self.thread = threading.Thread(
-            target=self.server.run,
-            kwargs={"on_start": started.set, "on_stop": self.stopping.set},
-            daemon=True,
-        )
+        self.thread = threading.Thread(target=self.server.run, args=[started.set], daemon=True)
         self.thread.start()
         assert started.wait(10)
         self.http = httpx.Client(base_url=self.url, timeout=20)

@@ -101,7 +101,6 @@ class FakeWorker:
         self.redirects: list[Redirect] = []
         self.jobs: dict[str, Job] = {}
         self.held: dict[str, Job] = {}
-        self.lifecycle = "ready"
         self._endpoint, self._keys = endpoint, keys
         self._context = zmq.Context()
         self._outbox: list[bytes] = []
@@ -160,7 +159,6 @@ class FakeWorker:
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             role=self.role,
-            lifecycle=self.lifecycle,
             num_running=len(self.jobs),
             total_blocks=100,
             free_blocks=80,

@@ -103,7 +103,7 @@ def test_death_after_a_token_is_an_error_status(make_router, pool):
     router = make_router()
     worker = router.add_worker(step_s=0.02)
     future = pool.submit(post, router)
-    eventually(lambda: any(r.has_started for r in router.server.state.journal))
+    eventually(lambda: any(r.output_token_ids for r in router.server.state.journal))
     lose(router, worker)
     response = future.result(5)
     assert response.status_code == 502
@@ -114,7 +114,7 @@ def test_silence_is_death(make_router, pool):
     router = make_router(worker_timeout=0.5)
     worker = router.add_worker(step_s=0.02)
     future = pool.submit(post, router)
-    eventually(lambda: any(r.has_started for r in router.server.state.journal))
+    eventually(lambda: any(r.output_token_ids for r in router.server.state.journal))
     router.kill(worker)
     started = time.monotonic()
     assert future.result(5).status_code == 502
@@ -212,7 +212,7 @@ def test_a_restarted_worker_replaces_the_old_one(make_router, pool):
     router = make_router()
     old = router.add_worker(step_s=0.02)
     future = pool.submit(post, router)
-    eventually(lambda: any(r.has_started for r in router.server.state.journal))
+    eventually(lambda: any(r.output_token_ids for r in router.server.state.journal))
     router.kill(old)
     new = router.add_worker()
     assert future.result(5).json()["usage"]["completion_tokens"] == 200

@@ -12,7 +12,7 @@ from router.placement import POLICIES, placement_policy
 from router.placement.interface import Placement, Refusal, RequestFacts, WorkerSnapshot
 from router.registry import Registry
 
-REQUEST = RequestFacts(num_prompt_tokens=100)
+REQUEST = RequestFacts()
 
 
 def prefill(name: str, **load) -> WorkerSnapshot:
@@ -29,23 +29,16 @@ def least_loaded(workers, request=REQUEST):
 
 def test_picks_the_least_loaded_of_each_role():
     workers = [
-        prefill("p0", outstanding_prefill_tokens=500),
-        prefill("p1", outstanding_prefill_tokens=20, outstanding_requests=9),
-        decode("d0", outstanding_requests=3),
-        decode("d1", outstanding_requests=2),
+        prefill("p0", prefill_tokens=500),
+        prefill("p1", prefill_tokens=20, requests=9),
+        decode("d0", requests=3),
+        decode("d1", requests=2),
     ]
     assert least_loaded(workers).workers == {"prefill": "p1", "decode": "d1"}
 
 
-def test_own_requests_count_before_the_worker_reports_them():
-    workers = [prefill("p0"), decode("d0", outstanding_requests=2), decode("d1", reported_requests=1)]
-    assert least_loaded(workers).workers["decode"] == "d1"
-    workers = [prefill("p0"), decode("d0", outstanding_requests=2), decode("d1", reported_requests=3)]
-    assert least_loaded(workers).workers["decode"] == "d0"
-
-
 def test_kv_usage_breaks_ties():
-    workers = [decode("d0", total_blocks=10, free_blocks=1), decode("d1", total_blocks=10, free_blocks=5)]
+    workers = [decode("d0", kv_usage=0.9), decode("d1", kv_usage=0.5)]
     assert least_loaded(workers).workers["decode"] == "d1"
 
 
@@ -53,19 +46,16 @@ def test_fallbacks():
     assert least_loaded([decode("d0")]) == Placement({"decode": "d0"}, missing="prefill")
     assert least_loaded([prefill("p0")]) == Placement({"decode": "p0"}, missing="decode")
     both = [prefill("p0"), decode("d0")]
-    assert least_loaded(both, RequestFacts(100, disaggregate=False)) == Placement({"decode": "d0"})
+    assert least_loaded(both, RequestFacts(disaggregate=False)) == Placement({"decode": "d0"})
     only_prefill = WorkerSnapshot(worker_id="p0", tasks=("prefill",))
     assert isinstance(least_loaded([only_prefill]), Refusal), "it may not be asked to decode"
     assert isinstance(least_loaded([]), Refusal)
-    assert isinstance(least_loaded([decode("d0", lifecycle="starting")]), Refusal)
 
 
 def test_who_holds_the_prompt_prefills_it_again():
-    workers = [prefill("p0"), prefill("p1", outstanding_prefill_tokens=500), decode("d0")]
-    assert least_loaded(workers, RequestFacts(100, prefix_at="p1")).workers["prefill"] == "p1"
-    assert least_loaded(workers, RequestFacts(100, prefix_at="p2")).workers["prefill"] == "p0"
-    workers[1] = prefill("p1", lifecycle="starting")
-    assert least_loaded(workers, RequestFacts(100, prefix_at="p1")).workers["prefill"] == "p0"
+    workers = [prefill("p0"), prefill("p1", prefill_tokens=500), decode("d0")]
+    assert least_loaded(workers, RequestFacts(prefix_at="p1")).workers["prefill"] == "p1"
+    assert least_loaded(workers, RequestFacts(prefix_at="p2")).workers["prefill"] == "p0"
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -104,7 +94,7 @@ class Recorder:
 
 
 def state(incarnation: str) -> WorkerState:
-    return WorkerState(worker_id="w", incarnation=incarnation, role="decode", lifecycle="ready")
+    return WorkerState(worker_id="w", incarnation=incarnation, role="decode")
 
 
 def test_a_new_incarnation_replaces_the_old():
@@ -125,12 +115,16 @@ def test_registering_again_is_harmless():
     assert (recorder.greeted, recorder.lost) == (["one", "one"], [])
 
 
-def test_a_heartbeat_of_before_the_registration_takes_no_readiness_away():
-    recorder = Recorder()
-    worker = recorder.register("one")
-    assert worker is not None
-    assert recorder.registry.update(msgspec.structs.replace(state("one"), lifecycle="starting"))
-    assert worker.snapshot().lifecycle == "ready"
+def test_a_workers_load_is_what_was_sent_or_reported_whichever_is_more():
+    worker = Recorder().register("one")
+    worker.outstanding_requests, worker.outstanding_prefill_tokens = 2, 50
+    snapshot = worker.snapshot()
+    assert (snapshot.requests, snapshot.prefill_tokens, snapshot.kv_usage) == (2, 50, 0.0)
+    load = {"num_running": 1, "num_waiting": 2, "waiting_tokens": 40}
+    blocks = {"total_blocks": 10, "free_blocks": 3, "cached_blocks": 2}
+    worker.state = msgspec.structs.replace(state("one"), **load, **blocks)
+    snapshot = worker.snapshot()
+    assert (snapshot.requests, snapshot.prefill_tokens, snapshot.kv_usage) == (3, 50, 0.5)
 
 
 def sweep_for(registry: Registry, seconds: float, *, begin: float = 0.0, interval_s: float = 0.25) -> None:

@@ -53,10 +53,10 @@ def test_a_lost_workers_prefixes_are_forgotten() -> None:
 def placed(cached: dict[str, int]) -> Placement:
     workers = [
         WorkerSnapshot("p0", ("prefill",)),
-        WorkerSnapshot("p1", ("prefill",), outstanding_prefill_tokens=9),
+        WorkerSnapshot("p1", ("prefill",), prefill_tokens=9),
         WorkerSnapshot("d0", ("decode",)),
     ]
-    placement = least_loaded(RequestFacts(1000, cached_tokens=cached), workers)
+    placement = least_loaded(RequestFacts(cached_tokens=cached), workers)
     assert isinstance(placement, Placement)
     return placement
 

@@ -245,7 +245,7 @@ def test_draining(make_router):
         running = pool.submit(httpx.post, router.url + "/v1/completions", json={**BODY, "max_tokens": 40})
         _until(lambda: worker.jobs)
         router.server.stop()
-        assert router.stopping.wait(5)
+        _until(lambda: router.server.state.is_draining)
         ready = router.http.get("/ready")
         assert (ready.status_code, "shutting down" in ready.json()["reason"]) == (503, True)
         assert router.http.post("/v1/completions", json=BODY).status_code == 503

@@ -204,7 +204,6 @@ def test_the_workers_state_carries_it(folder: Path) -> None:
         keys=ClusterKeys.generate(),
         context=context,
     )
-    assert parts.state().speculation is None
     parts.engine = engine
     engine.add(ask("r0", PROMPTS[0], num_speculative_tokens=2))
     for _ in range(3):

@@ -24,6 +24,7 @@ from engine.results import StepResult
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.roles import RoleSpec
+from worker.launch import Launch
 from worker.loop import WorkerLoop
 from worker.process import run_worker
 from worker.stop import StopHandle
@@ -63,7 +64,8 @@ def run_child(
     global faulty_loop
     faulty_loop = role.loop, fault
     try:
-        run_worker(faulty, checked, worker_id, endpoint, keys, handle)
+        launch = Launch(role=faulty, worker_id=worker_id, router_endpoint=endpoint, config=checked, keys=keys)
+        run_worker(launch, handle)
         reason = ""
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
