@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
+from itertools import chain
 
 import msgspec
 
@@ -14,7 +15,6 @@ MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY = 1e-3
 """Below it a logit divided by the penalty may exceed what float32 can hold."""
-SEED_RANGE = f"an integer in [-{2**63}, {MAX_SEED}]"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,40 +51,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 def check_sampling_params(params: SamplingParams, vocab_size: int, max_logprobs: int) -> None:
     """Raise `InvalidRequestError`, naming the field and its limit, when a value is out of range."""
-    _check_ranges(params)
-    _check_token_ids(params, vocab_size)
-    for field in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, field)
-        if value is not None and not 0 <= value <= max_logprobs:
-            raise InvalidRequestError(field, f"must be in [0, {max_logprobs}], got {value}")
-
-
-def _check_ranges(params: SamplingParams) -> None:
     ranges: dict[str, tuple[float, float]] = {
-        "temperature": (0.0, 100.0),
-        "min_p": (0.0, 1.0),
-        "repetition_penalty": (MIN_REPETITION_PENALTY, 100.0),
-        "presence_penalty": (-2.0, 2.0),
-        "frequency_penalty": (-2.0, 2.0),
+        "temperature": (0, 100),
+        "top_k": (-1, MAX_TOP_K),
+        "min_p": (0, 1),
+        "repetition_penalty": (MIN_REPETITION_PENALTY, 100),
+        "presence_penalty": (-2, 2),
+        "frequency_penalty": (-2, 2),
+        "seed": (-(2**63), MAX_SEED),
+        "logprobs": (0, max_logprobs),
+        "prompt_logprobs": (0, max_logprobs),
     }
     for field, (low, high) in ranges.items():
         value = getattr(params, field)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise InvalidRequestError(field, f"must be a number in [{low:g}, {high:g}], got {value}")
-    if not (math.isfinite(params.top_p) and 0.0 < params.top_p <= 1.0):
-        raise InvalidRequestError("top_p", f"must be a number in (0, 1], got {params.top_p}")
-    if not -1 <= params.top_k <= MAX_TOP_K:
-        raise InvalidRequestError(
-            "top_k", f"must be -1 or 0 (no filter) or an integer in [1, {MAX_TOP_K}], got {params.top_k}"
-        )
+        if value is not None and not low <= value <= high:
+            raise InvalidRequestError(field, f"must be in [{low}, {high}], got {value}")
+    if not 0 < params.top_p <= 1:
+        raise InvalidRequestError("top_p", f"must be in (0, 1], got {params.top_p}")
     if params.max_tokens < 1:
         raise InvalidRequestError("max_tokens", f"must be at least 1, got {params.max_tokens}")
     if not 0 <= params.min_tokens <= params.max_tokens:
-        raise InvalidRequestError(
-            "min_tokens", f"must be in [0, max_tokens={params.max_tokens}], got {params.min_tokens}"
-        )
-    if not -(2**63) <= params.seed <= MAX_SEED:
-        raise InvalidRequestError("seed", f"must be {SEED_RANGE}, got {params.seed}")
+        limits = f"[0, max_tokens={params.max_tokens}]"
+        raise InvalidRequestError("min_tokens", f"must be in {limits}, got {params.min_tokens}")
+    _check_token_ids(params, vocab_size)
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -92,24 +81,21 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequestError("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
     if len(params.logit_bias) > MAX_LOGIT_BIAS:
         raise InvalidRequestError("logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
-    for token_id, bias in params.logit_bias.items():
-        if not (math.isfinite(bias) and -100.0 <= bias <= 100.0):
+    for bias in params.logit_bias.values():
+        if not -100 <= bias <= 100:
             raise InvalidRequestError("logit_bias", f"values must be in [-100, 100], got {bias}")
-        _check_token_id("logit_bias", token_id, vocab_size)
-    for token_id in params.stop_token_ids:
-        _check_token_id("stop_token_ids", token_id, vocab_size)
-    if params.allowed_token_ids is not None:
-        if not params.allowed_token_ids:
-            raise InvalidRequestError("allowed_token_ids", "must not be empty")
-        for token_id in params.allowed_token_ids:
-            _check_token_id("allowed_token_ids", token_id, vocab_size)
-    for sequence in params.banned_token_sequences:
-        if not sequence:
-            raise InvalidRequestError("bad_words", "must not hold an empty sequence")
-        for token_id in sequence:
-            _check_token_id("bad_words", token_id, vocab_size)
-
-
-def _check_token_id(field: str, token_id: int, vocab_size: int) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise InvalidRequestError(field, f"token ids must be in [0, {vocab_size - 1}], got {token_id}")
+    if params.allowed_token_ids == []:
+        raise InvalidRequestError("allowed_token_ids", "must not be empty")
+    if [] in params.banned_token_sequences:
+        raise InvalidRequestError("bad_words", "must not hold an empty sequence")
+    token_ids: dict[str, Iterable[int]] = {
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": chain.from_iterable(params.banned_token_sequences),
+    }
+    for field, ids in token_ids.items():
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                reason = f"token ids must be in [0, {vocab_size - 1}], got {token_id}"
+                raise InvalidRequestError(field, reason)

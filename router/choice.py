@@ -19,15 +19,6 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens become the answer's text."""
-
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    min_tokens: int = 0
-
-
 @dataclass(slots=True)
 class Delta:
     """What came in since the last look. `offsets` are the tokens' places in the choice's uncut text."""
@@ -41,17 +32,20 @@ class Delta:
 class Choice:
     """State of one sequence's text. `finish_reason` is set once it is complete.
 
-    Tokens that come after the one which completes a stop string are not counted anywhere. Of the
-    `drafted_tokens` that were verified for it, `accepted_tokens` are among its tokens.
+    `stop` strings do not count within the first `min_tokens` tokens, and no token counts that comes after the
+    one which completes a stop string. The text begins at character `offset`. Of the `drafted_tokens` that were
+    verified for it, `accepted_tokens` are among its tokens.
     """
 
     def __init__(
         self,
         index: int,
         prompt: Prompt,
-        options: TextOptions,
         detokenizer: Detokenizer,
         *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
         keep_details: bool = False,
         offset: int = 0,
     ) -> None:
@@ -64,9 +58,9 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
-        self._include_stop = options.include_stop
-        self._min_tokens = options.min_tokens
-        self._matcher = StopStringMatcher(options.stop, options.include_stop) if options.stop else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._matcher = StopStringMatcher(stop, include_stop) if stop else None
         self._detokenizer = detokenizer
         self._keep_details = keep_details
         self._length = offset

@@ -17,7 +17,7 @@ from protocol.messages import (
     StepOutput,
     TokenOutput,
 )
-from router.errors import ApiError, failed_generation
+from router.errors import ApiError, client_gone, failed_generation
 from router.journal import Generation, Journal, LiveRequest
 from router.metrics import Metrics
 from router.placer import Placer, Send
@@ -86,14 +86,16 @@ class Dispatcher:
 
     def cancel(self, generation: Generation) -> None:
         """The client is gone."""
-        if not generation.is_over:
-            generation.is_disconnected = True
-            self._finish_failed(generation, "abort")
+        self.fail(generation, client_gone())
 
     def fail(self, generation: Generation, error: ApiError) -> None:
-        if not generation.is_over:
-            generation.error = error
-            self._finish_failed(generation, error.code)
+        if generation.is_over:
+            return
+        generation.error = error
+        self._metrics.failed(error.code)
+        self._placer.withdraw(generation.requests)
+        self._close(generation)
+        generation.notify()
 
     def fail_all(self, error: ApiError) -> None:
         for request in self._journal:
@@ -101,7 +103,6 @@ class Dispatcher:
 
     def worker_lost(self, worker: Worker, reason: str) -> None:
         """Place its requests anew. Prompts that were to be handed over to it go to another decode worker."""
-        self._placer.prefixes.forget(worker.key)
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         for request in self._journal:
             if worker is request.assigned.get("decode") and "prefill" in request.assigned:
@@ -303,12 +304,6 @@ class Dispatcher:
     def _timed_out(self, generation: Generation) -> None:
         limit = self._config.request_timeout
         self.fail(generation, ApiError(504, f"the request took longer than {limit:g} s", code="timeout"))
-
-    def _finish_failed(self, generation: Generation, kind: str) -> None:
-        self._metrics.failed(kind)
-        self._placer.withdraw(generation.requests)
-        self._close(generation)
-        generation.notify()
 
     def _close(self, generation: Generation) -> None:
         if generation.timeout is not None:

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.messages import ErrorKind
 
-CLIENT_CLOSED_REQUEST = 499
 MAX_TEXT = 1024
 
 _TYPES = {
@@ -100,6 +99,11 @@ def _code(status: int) -> str:
 
 def invalid_request(error: InvalidRequestError) -> ApiError:
     return ApiError(400, str(error), param=error.field, code="invalid_value")
+
+
+def client_gone() -> ApiError:
+    """Nobody sees it; the status is counted."""
+    return ApiError(499, "the client closed the connection", code="abort")
 
 
 def failed_generation(kind: ErrorKind, message: str) -> ApiError:

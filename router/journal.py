@@ -143,13 +143,12 @@ class Generation:
         self.choices = [choice for choice, _ in choices]
         self.num_unfinished = len(self.requests)
         self.error: ApiError | None = None
-        self.is_disconnected = False
         self.timeout: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
 
     @property
     def is_over(self) -> bool:
-        return self.num_unfinished == 0 or self.error is not None or self.is_disconnected
+        return self.num_unfinished == 0 or self.error is not None
 
     def notify(self) -> None:
         """There is something new for the handler."""

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
-from router.errors import CLIENT_CLOSED_REQUEST, ApiError, invalid_request
+from router.errors import ApiError, client_gone, invalid_request
 from router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -48,14 +48,12 @@ class Envelope:
         try:
             self._check_key(scope)
             await self._app(scope, receive, send_with_id)
-        except ClientDisconnect:
-            status = CLIENT_CLOSED_REQUEST
         except Exception as error:
             if status:
                 raise
             await _as_api_error(error, scope).response()(scope, receive, send_with_id)
         finally:
-            self._metrics.http_response(status or CLIENT_CLOSED_REQUEST)
+            self._metrics.http_response(status or 499)  # the handler was cancelled
 
     def _check_key(self, scope: Scope) -> None:
         if self._api_key is None or not scope["path"].startswith(PROTECTED):
@@ -74,6 +72,8 @@ def _as_api_error(error: Exception, scope: Scope) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ClientDisconnect():
+            return client_gone()
         case InvalidRequestError():
             return invalid_request(error)
         case HTTPException(status_code=404):

@@ -49,13 +49,6 @@ class PrefixDirectory:
             found |= dict.fromkeys(holders, index * BLOCK_TOKENS)
         return found
 
-    def forget(self, worker: WorkerKey) -> None:
-        """It is gone, and its blocks with it."""
-        for identity in [identity for identity, holders in self._holders.items() if worker in holders]:
-            self._holders[identity].discard(worker)
-            if not self._holders[identity]:
-                del self._holders[identity]
-
 
 def _identities(token_ids: Sequence[int], cache_salt: str) -> list[BlockIdentity]:
     """The directory's own, not the workers'."""

@@ -19,7 +19,7 @@ from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.sampling import SamplingParams, check_sampling_params
 from protocol.speculation import check_request_speculation, parse_request_speculation
-from router.choice import Choice, Prompt, TextOptions
+from router.choice import Choice, Prompt
 from router.decoding import decode_body, decode_object, refuse_unsupported
 from router.errors import ApiError
 from router.formats import OutputOptions
@@ -230,8 +230,7 @@ class RequestBuilder:
         """`n` choices of each prompt, with the seeds that the prompt would get alone."""
         speculation = parse_request_speculation(decode_object(body.speculative, "speculative"))
         check_request_speculation(speculation, self._config.speculative_config)
-        text = _text_options(body)
-        skip = text.skip_special_tokens
+        skip = output.skip_special_tokens
         choices: list[tuple[Choice, SamplingParams]] = []
         for prompt, params in prompts:
             offset = 0
@@ -241,8 +240,10 @@ class RequestBuilder:
                 choice = Choice(
                     len(choices),
                     prompt,
-                    text,
                     self._tokenizer.detokenizer(prompt.token_ids, skip),
+                    stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
+                    include_stop=bool(body.include_stop_str_in_output),
+                    min_tokens=params.min_tokens,
                     keep_details=output.keep_details,
                     offset=offset,
                 )
@@ -295,16 +296,6 @@ def _output_options(
         num_prompt_top=body.prompt_logprobs,
         return_token_ids=bool(body.return_token_ids),
         skip_special_tokens=body.skip_special_tokens is not False,
-    )
-
-
-def _text_options(body: GenerationBody) -> TextOptions:
-    stops = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
-    return TextOptions(
-        stop=tuple(dict.fromkeys(stops)),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        min_tokens=body.min_tokens or 0,
     )
 
 

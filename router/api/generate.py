@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -57,7 +57,10 @@ class Generate:
             if output.stream:
                 await _stream(send, generation, answer)
             else:
-                await _finished(generation)
+                while not generation.is_over:
+                    await generation.wait()
+                if generation.error is not None:
+                    raise generation.error
                 response = Response(answer.response(generation.choices), media_type="application/json")
                 await response(scope, receive, send)
         finally:
@@ -71,16 +74,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _finished(generation: Generation) -> None:
-    while not generation.is_over:
-        await generation.wait()
-    _raise_if_failed(generation)
-
-
 async def _stream(send: Send, generation: Generation, answer: Format) -> None:
     """Server-sent events. `send` waits while the client doesn't read."""
     await generation.wait()
-    _raise_if_failed(generation)
+    if generation.error is not None:
+        raise generation.error
     await send(dict(_STREAM_START))
     while True:
         events = b"".join(
@@ -95,10 +93,3 @@ async def _stream(send: Send, generation: Generation, answer: Format) -> None:
     else:
         events += answer.last_chunk(generation.choices)
     await send({"type": "http.response.body", "body": events, "more_body": False})
-
-
-def _raise_if_failed(generation: Generation) -> None:
-    if generation.error is not None:
-        raise generation.error
-    if generation.is_disconnected:
-        raise ClientDisconnect

@@ -98,7 +98,7 @@ def test_the_limits_themselves_are_accepted(params):
 
 
 def test_messages_name_the_limit():
-    with pytest.raises(InvalidRequestError, match=r"must be a number in \[0, 100\], got -1"):
+    with pytest.raises(InvalidRequestError, match=r"must be in \[0, 100\], got -1"):
         check(temperature=-1.0)
     with pytest.raises(InvalidRequestError, match=r"must be in \[0, max_tokens=16\], got 20"):
         check(min_tokens=20)

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from protocol.config import ServeConfig
 from protocol.messages import TokenLogprobs, TokenOutput
-from router.choice import Choice, Prompt, TextOptions
+from router.choice import Choice, Prompt
 from router.tokenizer import Tokenizer
 
 
-def run(tokenizer: Tokenizer, steps: list[list[int]], options: TextOptions, finish: str = "length"):
+def run(tokenizer: Tokenizer, steps: list[list[int]], finish: str = "length", **options):
     """Text, counted tokens and reasons, taking the news after every step."""
-    choice = Choice(0, Prompt([5]), options, tokenizer.detokenizer([5]), keep_details=True)
+    choice = Choice(0, Prompt([5]), tokenizer.detokenizer([5]), keep_details=True, **options)
     text, token_ids, logprobs, offsets = "", [], [], []
     for index, step in enumerate(steps):
         last = index == len(steps) - 1
@@ -47,17 +47,20 @@ def run(tokenizer: Tokenizer, steps: list[list[int]], options: TextOptions, fini
 )
 def test_steps_do_not_matter(model_folder, steps, stops, include, min_tokens, finish):
     tokenizer = _tokenizer(str(model_folder))
-    options = TextOptions(stop=tuple(stops), include_stop=include, min_tokens=min_tokens)
+    options = {"stop": stops, "include_stop": include, "min_tokens": min_tokens}
+
+    def outcome(steps):
+        return run(tokenizer, steps, finish, **options)
+
     token_ids = [token_id for step in steps for token_id in step]
     one_by_one = [[token_id] for token_id in token_ids]
-    assert run(tokenizer, steps, options, finish) == run(tokenizer, [token_ids], options, finish)
-    assert run(tokenizer, steps, options, finish) == run(tokenizer, one_by_one, options, finish)
+    assert outcome(steps) == outcome([token_ids]) == outcome(one_by_one)
 
 
 def test_without_stops_it_is_the_whole_text(model_folder):
     tokenizer = _tokenizer(str(model_folder))
     token_ids = tokenizer.encode("naïve 🙂 日本")
-    text, counted, *_ = run(tokenizer, [token_ids], TextOptions())
+    text, counted, *_ = run(tokenizer, [token_ids])
     assert (text, counted) == ("naïve 🙂 日本", token_ids)
 
 

@@ -39,17 +39,6 @@ def test_a_gap_ends_a_workers_prefix() -> None:
     assert directory.find(long, "") == {ONE: 2 * BLOCK_TOKENS}
 
 
-def test_a_lost_workers_prefixes_are_forgotten() -> None:
-    directory = PrefixDirectory()
-    shared = tokens(300)
-    directory.add(ONE, shared, "")
-    directory.add(TWO, shared[:150], "")
-    directory.forget(ONE)
-    assert directory.find(shared, "") == {TWO: 150 // BLOCK_TOKENS * BLOCK_TOKENS}
-    directory.forget(TWO)
-    assert len(directory) == 0
-
-
 def placed(cached: dict[str, int]) -> Placement:
     workers = [
         WorkerSnapshot("p0", ("prefill",)),
