@@ -45,7 +45,7 @@ def load_config(
     for variable, text in (os.environ if environ is None else environ).items():
         field = variable.removeprefix(ENV_PREFIX).lower()
         if field in known and variable == ENV_PREFIX + field.upper():
-            values[field], sources[field] = _parse_text(text), variable
+            values[field], sources[field] = text or None, variable
         elif variable.startswith(ENV_PREFIX) and (meant := difflib.get_close_matches(field, known, 1)):
             logger.warning("%s is no option; is %s%s meant?", variable, ENV_PREFIX, meant[0].upper())
     for field, value in (flags or {}).items():
@@ -75,10 +75,6 @@ def _read_file(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config: {path} must hold a mapping of option names to values")
     return content
-
-
-def _parse_text(text: str) -> Any:
-    return None if text == "" else text
 
 
 def _check_field(field: str, value: Any, source: str) -> None:

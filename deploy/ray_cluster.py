@@ -18,6 +18,16 @@ log = logging.getLogger(__name__)
 
 _RAY_PROCESSES = ("gcs_server", "raylet")
 
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_COLOR_PREFIX": "0",
+    # Ray would otherwise put its workers behind every other process of the host.
+    "RAY_worker_niceness": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""What Ray reads when it is imported, and what its processes inherit."""
+
 _LEAST_STORE_BYTES = 80 * 1024 * 1024
 """Somewhat more than Ray's own least."""
 
@@ -52,7 +62,8 @@ class RayCluster:
         return self._address is None
 
     def start(self) -> None:
-        _set_environment()
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         if self.is_local:
             self._directory = PrivateDirectory()
             os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -116,19 +127,6 @@ def object_store_bytes(config: ServeConfig) -> int:
         return _LEAST_STORE_BYTES
     workers = config.num_workers
     return _LEAST_STORE_BYTES + workers * (workers - 1) * _STORE_BYTES_PER_PAIR
-
-
-def _set_environment() -> None:
-    """What Ray reads when it is imported, and what its processes inherit."""
-    for name, value in {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_COLOR_PREFIX": "0",
-        # Ray would otherwise put its workers behind every other process of the host.
-        "RAY_worker_niceness": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }.items():
-        os.environ.setdefault(name, value)
 
 
 def _has_token() -> bool:

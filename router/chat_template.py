@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -38,22 +39,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
 class ChatTemplate:
     """A compiled template. `special_tokens` (`bos_token`, ...) are variables in it."""
 
@@ -61,9 +46,9 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -82,10 +67,8 @@ class ChatTemplate:
         chat = [dict(message) for message in messages]
         if continue_final_message:
             chat[-1]["content"] += _CONTINUE_MARK
-        names = {**self._special_tokens, **(variables or {})}
+        names = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
         names.update(messages=chat, add_generation_prompt=add_generation_prompt)
-        names.setdefault("tools", None)
-        names.setdefault("documents", None)
         try:
             text = self._template.render(names)
         except Exception as error:  # a template can raise anything

@@ -33,8 +33,8 @@ class Choice:
     """State of one sequence's text. `finish_reason` is set once it is complete.
 
     `stop` strings do not count within the first `min_tokens` tokens, and no token counts that comes after the
-    one which completes a stop string. The text begins at character `offset`. Of the `drafted_tokens` that were
-    verified for it, `accepted_tokens` are among its tokens.
+    one which completes a stop string. The text begins at character `offset`. Of the `drafted_tokens` that
+    were verified for it, `accepted_tokens` are among its tokens.
     """
 
     def __init__(

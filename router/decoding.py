@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any, TypeVar
 
@@ -116,18 +115,15 @@ def _non_finite_field(raw: bytes) -> str | None:
     """Python's own parser takes NaN and Infinity, so it can tell which field has one."""
     try:
         body = json.loads(raw) if len(raw) <= MAX_RAW_BYTES else None
+        fields = body.items() if isinstance(body, dict) else ()
+        return next((str(name) for name, value in fields if not _is_finite(value)), None)
     except (ValueError, RecursionError):
         return None
-    if isinstance(body, dict):
-        for name, value in body.items():
-            if _has_non_finite(value):
-                return str(name)
-    return None
 
 
-def _has_non_finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, dict):
-        return any(_has_non_finite(item) for item in value.values())
-    return isinstance(value, list) and any(_has_non_finite(item) for item in value)
+def _is_finite(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from http import HTTPStatus
 import msgspec
 from starlette.responses import Response
 
-from protocol.errors import InvalidRequestError, TandemError
+from protocol.errors import TandemError
 from protocol.messages import ErrorKind
 
 MAX_TEXT = 1024
@@ -95,10 +95,6 @@ def _cut(text: str) -> str:
 
 def _code(status: int) -> str:
     return HTTPStatus(status).phrase.lower().replace(" ", "_").replace("-", "_")
-
-
-def invalid_request(error: InvalidRequestError) -> ApiError:
-    return ApiError(400, str(error), param=error.field, code="invalid_value")
 
 
 def client_gone() -> ApiError:

@@ -11,7 +11,7 @@ import msgspec
 
 from router.choice import Choice, Delta
 from router.errors import ApiError
-from router.logprobs import chat_logprobs, echoed_logprobs, prompt_logprobs
+from router.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from router.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -158,7 +158,7 @@ class CompletionFormat(Format):
             text = self._prompt_text(choice) + text
         logprobs = None
         if options.num_top is not None:
-            logprobs = echoed_logprobs(self._tokenizer, choice, delta, options.num_top, echo)
+            logprobs = completion_logprobs(self._tokenizer, choice, delta, options.num_top, echo)
         return {
             "index": choice.index,
             "text": text,

@@ -27,19 +27,24 @@ def token_name(tokenizer: Tokenizer, token_id: int, prefix: str = "bytes:") -> s
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprobs | None],
-    offsets: Sequence[int],
-    num_top: int,
+    tokenizer: Tokenizer, choice: Choice, delta: Delta, num_top: int, echo: bool
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion. The alternatives at a position include the token itself."""
-    tokens: list[str] = []
+    """The `logprobs` of a completion, those of the prompt in front when it is echoed with this delta.
+
+    The alternatives at a position include the token itself.
+    """
+    token_ids, offsets = delta.token_ids, delta.offsets
+    entries: list[TokenLogprobs | None] = [*delta.logprobs]
+    if echo:
+        prompt_ids = choice.prompt.token_ids
+        known = choice.prompt_logprobs[: len(prompt_ids)]
+        entries = [*known, *[None] * (len(prompt_ids) - len(known)), *entries]
+        offsets = [*prompt_offsets(tokenizer, prompt_ids), *offsets]
+        token_ids = [*prompt_ids, *token_ids]
+    tokens = [token_name(tokenizer, token_id) for token_id in token_ids]
     chosen: list[float | None] = []
     top: list[dict[str, float] | None] = []
-    for token_id, entry in zip(token_ids, logprobs, strict=True):
-        name = token_name(tokenizer, token_id)
-        tokens.append(name)
+    for name, entry in zip(tokens, entries, strict=True):
         if entry is None:
             chosen.append(None)
             top.append(None)
@@ -50,20 +55,7 @@ def completion_logprobs(
         alternatives.setdefault(name, finite(entry.logprob))
         chosen.append(finite(entry.logprob))
         top.append(alternatives)
-    return {"text_offset": list(offsets), "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
-
-
-def echoed_logprobs(
-    tokenizer: Tokenizer, choice: Choice, delta: Delta, num_top: int, echo: bool
-) -> dict[str, Any]:
-    """A completion's log-probabilities, those of the prompt in front when it is echoed with this delta."""
-    if not echo:
-        return completion_logprobs(tokenizer, delta.token_ids, delta.logprobs, delta.offsets, num_top)
-    prompt_ids = choice.prompt.token_ids
-    known = choice.prompt_logprobs[: len(prompt_ids)]
-    entries = [*known, *[None] * (len(prompt_ids) - len(known)), *delta.logprobs]
-    offsets = [*prompt_offsets(tokenizer, prompt_ids), *delta.offsets]
-    return completion_logprobs(tokenizer, [*prompt_ids, *delta.token_ids], entries, offsets, num_top)
+    return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
 
 
 def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[int]:

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
-from router.errors import ApiError, client_gone, invalid_request
+from router.errors import ApiError, client_gone
 from router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def _as_api_error(error: Exception, scope: Scope) -> ApiError:
         case ClientDisconnect():
             return client_gone()
         case InvalidRequestError():
-            return invalid_request(error)
+            return ApiError(400, str(error), param=error.field, code="invalid_value")
         case HTTPException(status_code=404):
             return ApiError(404, f"there is no {scope['path']}")
         case HTTPException(status_code=405):
