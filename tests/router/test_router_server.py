@@ -279,8 +279,8 @@ def test_signals(model_folder):
         "from messaging.sockets import ClusterKeys\n"
         "from router.server import RouterServer\n"
         f"server = RouterServer(ServeConfig(model={str(model_folder)!r}, port=0), ClusterKeys.generate())\n"
-        "server.run(lambda: print(server.port, flush=True), lambda: print('stop', flush=True))\n"
-        "print('end', flush=True)\n"
+        "server.run(lambda: print(server.port, flush=True))\n"
+        "print('drained:', server.state.is_draining)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -289,7 +289,7 @@ def test_signals(model_folder):
     assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
     process.terminate()
     output, errors = process.communicate(timeout=20)
-    assert (output, errors, process.returncode) == ("stop\nend\n", "", 0)
+    assert (output, errors, process.returncode) == ("drained: True\n", "", 0)
 
 
 def test_stop_before_run_is_not_lost(model_folder):
