@@ -26,7 +26,7 @@ import httpx
 from bench.peers.process import Command, RunningSystem
 from bench.peers.systems import free_port
 
-WORKERS = ["--prefill-replicas", "2", "--decode-replicas", "3", "--dtype", "float32"]
+WORKERS = ["--prefill-replicas", "2", "--decode-replicas", "3"]
 
 
 def main() -> None:

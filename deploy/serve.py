@@ -6,7 +6,6 @@ import logging
 import os
 import shlex
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ import msgspec
 from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
 from deploy.launcher import Launcher
 from deploy.resources import available_cores, choose_threads
-from messaging.sockets import ClusterKeys
+from messaging.sockets import ClusterKeys, address_towards
 from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError, TandemError
 from protocol.version import version
@@ -128,10 +127,7 @@ def _link_host(config: ServeConfig) -> str:
     if config.ray_address is None:
         return "127.0.0.1"
     host = urlsplit(f"//{config.ray_address.removeprefix('ray://')}").hostname
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: connecting a datagram socket only looks the route up.
-        probe.connect((host if host and host != "auto" else "192.0.2.1", 1))
-        return str(probe.getsockname()[0])
+    return address_towards(host if host and host != "auto" else "192.0.2.1")
 
 
 def announcement(config: ServeConfig, server: RouterServer) -> str:

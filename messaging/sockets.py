@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 
 import msgspec
 import zmq
@@ -60,28 +61,35 @@ def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, host: str
 ) -> tuple[zmq.Socket[bytes], str]:
     """A ROUTER socket on a free port of `host`; returns it with its endpoint."""
-    socket = context.socket(zmq.ROUTER)
-    _limit(socket)
-    socket.curve_server = True
-    socket.curve_publickey = keys.server_public
-    socket.curve_secretkey = keys.server_secret
-    socket.router_handover = True
-    port = socket.bind_to_random_port(f"tcp://{host}")
-    return socket, f"tcp://{host}:{port}"
+    router = context.socket(zmq.ROUTER)
+    _limit(router)
+    router.curve_server = True
+    router.curve_publickey = keys.server_public
+    router.curve_secretkey = keys.server_secret
+    router.router_handover = True
+    port = router.bind_to_random_port(f"tcp://{host}")
+    return router, f"tcp://{host}:{port}"
 
 
 def connect_dealer(
     context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, endpoint: str, identity: str
 ) -> zmq.Socket[bytes]:
     """A DEALER socket to a ROUTER of the same cluster. `identity` is what the other side addresses."""
-    socket = context.socket(zmq.DEALER)
-    _limit(socket)
-    socket.identity = identity.encode()
-    socket.curve_serverkey = keys.server_public
-    socket.curve_publickey = keys.client_public
-    socket.curve_secretkey = keys.client_secret
-    socket.connect(endpoint)
-    return socket
+    dealer = context.socket(zmq.DEALER)
+    _limit(dealer)
+    dealer.identity = identity.encode()
+    dealer.curve_serverkey = keys.server_public
+    dealer.curve_publickey = keys.client_public
+    dealer.curve_secretkey = keys.client_secret
+    dealer.connect(endpoint)
+    return dealer
+
+
+def address_towards(host: str) -> str:
+    """This host's address on the way to another: what that one can reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # nothing is sent: this only looks the route up
+        return str(probe.getsockname()[0])
 
 
 def give_way() -> None:

@@ -27,7 +27,7 @@ def build_app(state: RouterState) -> Envelope:
     builder = RequestBuilder(state.config, state.tokenizer)
 
     def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any) -> Operation:
-        return Operation("POST", path, endpoint, body.__doc__ or "", answer, body)
+        return Operation(path, endpoint, body.__doc__ or "", answer, body)
 
     completions = Generate(state, builder.completion, CompletionFormat)
     chat = Generate(state, builder.chat, ChatFormat)

@@ -17,7 +17,7 @@ from protocol.messages import (
     StepOutput,
     TokenOutput,
 )
-from router.errors import ApiError, client_gone, failed_generation
+from router.errors import ApiError, client_gone, failed_generation, unavailable
 from router.journal import Generation, Journal, LiveRequest
 from router.metrics import Metrics
 from router.placer import Placer, Send
@@ -46,9 +46,9 @@ class Dispatcher:
         config: ServeConfig,
         journal: Journal,
         registry: Registry,
-        placer: Placer,
         metrics: Metrics,
         send: Send,
+        placer: Placer,
     ) -> None:
         self._config = config
         self._journal = journal
@@ -66,8 +66,7 @@ class Dispatcher:
         for request in generation.requests:
             refusal = self._placer.place(request)
             if refusal is not None:
-                error = ApiError(503, refusal.reason, retry_after_s=refusal.retry_after_s)
-                self._refuse(generation, error)
+                self._refuse(generation, unavailable(refusal.reason))
         left = max(0.0, generation.deadline - time.monotonic())
         generation.timeout = asyncio.get_running_loop().call_later(left, self._timed_out, generation)
 
@@ -81,8 +80,7 @@ class Dispatcher:
         """Place the requests that waited for a worker. Those that no worker will come for fail."""
         while (left := self._placer.resume()) is not None:
             request, refusal = left
-            error = ApiError(503, refusal.reason, retry_after_s=refusal.retry_after_s)
-            self.fail(request.generation, error)
+            self.fail(request.generation, unavailable(refusal.reason))
 
     def cancel(self, generation: Generation) -> None:
         """The client is gone."""

@@ -102,6 +102,11 @@ def client_gone() -> ApiError:
     return ApiError(499, "the client closed the connection", code="abort")
 
 
+def unavailable(reason: str) -> ApiError:
+    """No worker can take the request now, but soon one may."""
+    return ApiError(503, reason, retry_after_s=1.0)
+
+
 def failed_generation(kind: ErrorKind, message: str) -> ApiError:
     """The answer for a request that a worker or the router gave up."""
     retry_after_s = 1.0 if kind == "overloaded" else None

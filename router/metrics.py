@@ -27,8 +27,10 @@ _TRANSFER_STAGES = {
 class Metrics:
     """All of the router's metrics, in a registry of their own."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, workers: Iterable[Worker]) -> None:
+        """`workers` are read anew whenever somebody asks."""
         self.registry = CollectorRegistry()
+        self.registry.register(WorkerCollector(workers, model_name))
         self._model_name = model_name
         self._metrics: dict[str, Any] = {metric.name: self._made(metric) for metric in ROUTER}
         self.prompt_tokens: Counter = self._metrics["prompt_tokens_total"]
@@ -48,9 +50,6 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
-
-    def watch_workers(self, workers: Callable[[], Iterable[Worker]]) -> None:
-        self.registry.register(WorkerCollector(workers, self._model_name))
 
     def placed(self, disaggregated: bool) -> None:
         self._placed("disaggregated" if disaggregated else "colocated")

@@ -19,10 +19,9 @@ from protocol.messages import (
 )
 from router.bodies import Bodies
 from router.dispatcher import Dispatcher
-from router.errors import ApiError
+from router.errors import unavailable
 from router.journal import Journal
 from router.metrics import Metrics
-from router.placement import placement_policy
 from router.placer import Placer
 from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker
 from router.tokenizer import Tokenizer
@@ -38,20 +37,17 @@ class RouterState:
         self.config = config
         self.created = int(time.time())
         self.is_draining = False
-        self.metrics = Metrics(config.model_name)
         self.bodies = Bodies(config.max_body_bytes)
         self.journal = Journal()
-        policy = placement_policy(config.placement)
         self.tokenizer = Tokenizer.load(config)
         self.registry = Registry(config.worker_timeout)
+        self.metrics = Metrics(config.model_name, self.registry)
         self.link = WorkerLink(keys, link_host, self.metrics)
-        self.placer = Placer(config, self.journal, self.registry, policy, self.metrics, self.link.send)
-        self.dispatcher = Dispatcher(
-            config, self.journal, self.registry, self.placer, self.metrics, self.link.send
-        )
+        shared = (config, self.journal, self.registry, self.metrics, self.link.send)
+        self.placer = Placer(*shared)
+        self.dispatcher = Dispatcher(*shared, self.placer)
         self.registry.on_registered = self._greet
         self.registry.on_lost = self.dispatcher.worker_lost
-        self.metrics.watch_workers(lambda: self.registry)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -85,7 +81,7 @@ class RouterState:
         reason = self.not_ready()
         model = self.registry.model
         if model is None or self.is_draining or (reason is not None and not self.registry.awaited()):
-            raise ApiError(503, reason or "the server is starting", retry_after_s=1.0)
+            raise unavailable(reason or "the server is starting")
         return model
 
     def _on_message(self, message: WorkerToRouter) -> None:

@@ -43,12 +43,12 @@ class _Families(dict[str, CounterMetricFamily | GaugeMetricFamily]):
 class WorkerCollector:
     """All of the workers' metrics."""
 
-    def __init__(self, workers: Callable[[], Iterable[Worker]], model_name: str) -> None:
+    def __init__(self, workers: Iterable[Worker], model_name: str) -> None:
         self._workers = workers
         self._model_name = model_name
 
     def collect(self) -> Iterator[Family]:
-        workers = [worker for worker in self._workers() if worker.live]
+        workers = [worker for worker in self._workers if worker.live]
         known = {worker.key.worker_id for worker in workers} | {""}
         families = _Families()
         for worker in workers:

@@ -8,11 +8,13 @@ import os
 import pkgutil
 import platform
 import threading
+from urllib.parse import urlsplit
 
 import zmq
 
 from engine.engine import Engine
 from kvtransfer.transports.object_store import Carrier
+from messaging.sockets import address_towards
 from protocol.errors import TandemError
 from protocol.messages import PeerAddress, Register
 from protocol.speculation import describe
@@ -21,7 +23,7 @@ from worker.launch import Launch
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
-from worker.setup import address_towards, build_engine, open_wires, set_up_logging, set_up_threads
+from worker.setup import build_engine, open_wires, set_up_logging, set_up_threads
 from worker.stop import StopHandle
 
 log = logging.getLogger(__name__)
@@ -40,12 +42,13 @@ def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None)
     set_up_logging(config, launch.worker_id)
     set_up_threads(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    router_host = urlsplit(launch.router_endpoint).hostname
     parts = WorkerParts(
         config=config,
         role=role,
         worker_id=launch.worker_id,
         incarnation=launch.incarnation,
-        host=config.worker_host or address_towards(launch.router_endpoint),
+        host=config.worker_host or address_towards(router_host or ""),
         keys=launch.keys,
         context=context,
     )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import socket
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -43,14 +41,6 @@ def set_up_threads(config: ServeConfig) -> None:
     """The launcher chooses `worker_threads`; without one torch's own default stands."""
     if config.worker_threads is not None:
         torch.set_num_threads(config.worker_threads)
-
-
-def address_towards(endpoint: str) -> str:
-    """This host's address on the way to `endpoint` (`tcp://host:port`): what its peers can reach."""
-    target = urlsplit(endpoint)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target.hostname, target.port or 1))
-        return str(probe.getsockname()[0])
 
 
 def build_kernels() -> None:

@@ -44,17 +44,14 @@ def admin_operations(state: RouterState) -> list[Operation]:
     async def workers(request: Request) -> Response:
         return _json({"workers": [_worker(worker) for worker in state.registry]})
 
-    def get(path: str, endpoint: Any, summary: str, answer: str) -> Operation:
-        return Operation("GET", path, endpoint, summary, answer)
-
     return [
-        get("/v1/models", models, "The models; there is one.", "OpenAI's list of models"),
-        get("/v1/models/{model_id:path}", model, "One model.", "OpenAI's model, with `max_model_len`"),
-        get("/health", health, "Whether the router lives.", "`status`"),
-        get("/ready", ready, "Whether requests are served; 503 with a `reason` if not.", "`status`"),
-        get("/version", show_version, "Tandem's version.", "`version`"),
-        get("/metrics", metrics, "Metrics of the router and of all workers.", "Prometheus' text format"),
-        get("/workers", workers, "The workers, their load and their transfers.", "`workers`"),
+        Operation("/v1/models", models, "The models; there is one.", "OpenAI's list of models"),
+        Operation("/v1/models/{model_id:path}", model, "One model.", "OpenAI's model, with `max_model_len`"),
+        Operation("/health", health, "Whether the router lives.", "`status`"),
+        Operation("/ready", ready, "Whether requests are served; 503 with a `reason` if not.", "`status`"),
+        Operation("/version", show_version, "Tandem's version.", "`version`"),
+        Operation("/metrics", metrics, "Metrics of the router and of all workers.", "Prometheus text format"),
+        Operation("/workers", workers, "The workers, their load and their transfers.", "`workers`"),
     ]
 
 

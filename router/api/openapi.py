@@ -18,12 +18,15 @@ _REF = "#/components/schemas/{name}"
 class Operation(NamedTuple):
     """One endpoint, for routing and for its description. `answer` says what a 200 holds."""
 
-    method: str
     path: str
     endpoint: Any
     summary: str
     answer: str
     body: type[msgspec.Struct] | None = None
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is None else "POST"
 
 
 def openapi(operations: Sequence[Operation], needs_key: bool) -> dict[str, Any]:

@@ -37,9 +37,9 @@ def page_operations(model: str, description: Callable[[], dict[str, Any]]) -> li
         return JSONResponse(description())
 
     return [
-        Operation("GET", "/", index, "What this is and where to look.", "HTML for browsers, else JSON"),
-        Operation("GET", "/docs", docs, "This API, for people.", "HTML"),
-        Operation("GET", "/openapi.json", document, "This API, for programs.", "OpenAPI 3.1"),
+        Operation("/", index, "What this is and where to look.", "HTML for browsers, else JSON"),
+        Operation("/docs", docs, "This API, for people.", "HTML"),
+        Operation("/openapi.json", document, "This API, for programs.", "OpenAPI 3.1"),
     ]
 
 

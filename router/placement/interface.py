@@ -59,7 +59,6 @@ class Refusal:
     """No worker can take the request now."""
 
     reason: str
-    retry_after_s: float = 1.0
 
 
 PlacementPolicy = Callable[[RequestFacts, Sequence[WorkerSnapshot]], Placement | Refusal]
