@@ -53,10 +53,10 @@ def serve(config: ServeConfig) -> int:
 
 
 class _Patience:
-    """What a signal means while the router's own handlers are not in place.
+    """Handles signals while the router's own handlers are not in place.
 
-    Before anything was started it ends the process, during the orderly end it calls that off. An exception
-    will not do for the former: one that is raised within a callback of the import system is lost.
+    Before anything was started a signal ends the process: not by an exception, which is lost if it is raised
+    within a callback of the import system. During the orderly end a signal cuts that short.
     """
 
     def __init__(self) -> None:

@@ -93,8 +93,8 @@ def address_towards(host: str) -> str:
 
 
 def give_way() -> None:
-    """To ZeroMQ's thread, after a send that somebody waits for: it may have been woken on this very core,
-    which a forward that comes next would keep for milliseconds.
+    """Yield the core after an urgent send: ZeroMQ's thread may wait for it, and a forward that comes next
+    would keep it for milliseconds.
     """
     os.sched_yield()
 

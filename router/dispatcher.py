@@ -33,7 +33,7 @@ The request itself may be what kills workers, so it must not be tried for ever. 
 token does not count: requests outlive any number of deaths as long as they get on.
 """
 MAX_REDIRECTS = 3
-"""Decode workers that a request is offered to in vain before its prefill worker decodes it."""
+"""After so many decode workers that did not take a request its prefill worker decodes it."""
 
 _REPLACEABLE = ("worker_lost", "transfer")
 

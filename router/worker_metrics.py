@@ -5,7 +5,7 @@ A worker's samples are there as long as it lives, a pair's as long as both its w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
@@ -14,15 +14,16 @@ from protocol.messages import PairState, WorkerState
 from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, PREFIX, REPORTED, WORKER, Metric, reported
 from router.registry import Worker
 
-_LOAD: dict[str, Callable[[WorkerState], float]] = {
-    "num_requests_running": lambda state: state.num_running,
-    "num_requests_waiting": lambda state: state.num_waiting,
-    "kv_cache_usage_perc": lambda state: state.kv_usage,
-    "prefix_cache_queries_total": lambda state: state.prefix_query_tokens,
-    "prefix_cache_hits_total": lambda state: state.prefix_hit_tokens,
-    "num_preemptions_total": lambda state: state.num_preemptions,
-    "engine_steps_total": lambda state: state.steps,
+_FIELDS = {
+    "num_requests_running": "num_running",
+    "num_requests_waiting": "num_waiting",
+    "kv_cache_usage_perc": "kv_usage",
+    "prefix_cache_queries_total": "prefix_query_tokens",
+    "prefix_cache_hits_total": "prefix_hit_tokens",
+    "num_preemptions_total": "num_preemptions",
+    "engine_steps_total": "steps",
 }
+"""Of `WorkerState`, by the metric that shows it."""
 _REPORTED = {metric.name: metric for metric in REPORTED}
 _PAIR_COUNTERS = {metric.name: metric for metric in PAIR_COUNTERS}
 _IN_USE, _REFUSED, _OVERLAP = PAIR_STATE
@@ -63,7 +64,7 @@ class WorkerCollector:
 def _add_worker(families: _Families, state: WorkerState, labels: list[str]) -> None:
     common = ("worker", "role", "model_name")
     for metric in WORKER:
-        families.add(metric, common, labels, _LOAD[metric.name](state))
+        families.add(metric, common, labels, getattr(state, _FIELDS[metric.name]))
     for key, value in state.counters.items():
         if found := reported(key, _REPORTED):
             families.add(found[0], common, [*labels, *found[1]], value)
