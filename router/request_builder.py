@@ -10,10 +10,9 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
-from msgspec import Raw
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
@@ -26,7 +25,6 @@ from router.formats import OutputOptions
 from router.journal import Generation
 from router.openai_types import (
     ChatBody,
-    ChatMessage,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
@@ -36,9 +34,13 @@ from router.prompts import check_prompt, check_token_ids, decode_prompts, plain_
 from router.registry import ModelFacts
 from router.tokenizer import Tokenizer
 
-V = TypeVar("V")
-
 DEFAULT_MAX_TOKENS = 16
+
+_AS_GIVEN = (
+    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "stop_token_ids", "logit_bias", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Fields that mean the same to `SamplingParams`, which has their defaults."""
 
 
 class Built(NamedTuple):
@@ -92,12 +94,7 @@ class RequestBuilder:
             raise InvalidRequestError(
                 "continue_final_message", "cannot be combined with add_generation_prompt"
             )
-        text = self._render(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            variables=body.chat_template_kwargs,
-        )
+        text = self._render(body)
         special = bool(body.add_special_tokens)
         prompt = Prompt(self._tokenizer.encode_prompt(text, special, model.max_model_len, "messages"), text)
         check_prompt(prompt, "messages", model)
@@ -113,12 +110,7 @@ class RequestBuilder:
         field, text, special = "prompt", body.prompt or "", body.add_special_tokens is not False
         if body.messages is not None:
             field, special = "messages", bool(body.add_special_tokens)
-            text = self._render(
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                variables=body.chat_template_kwargs,
-            )
+            text = self._render(body)
         token_ids = self._tokenizer.encode_prompt(text, special, model.max_model_len, field)
         strings = None
         if body.return_token_strs:
@@ -153,19 +145,13 @@ class RequestBuilder:
             check_token_ids("prompt", prompt.token_ids, model)
         return prompt
 
-    def _render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Raw,
-    ) -> str:
+    def _render(self, body: ChatBody | TokenizeBody) -> str:
+        continues = bool(body.continue_final_message)
         return self._tokenizer.chat_template.render(
-            plain_messages(messages),
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            variables=decode_object(variables, "chat_template_kwargs"),
+            plain_messages(body.messages or ()),
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continue_final_message=continues,
+            variables=decode_object(body.chat_template_kwargs, "chat_template_kwargs"),
         )
 
     # --- parameters ---------------------------------------------------------------------------------
@@ -184,24 +170,15 @@ class RequestBuilder:
     ) -> SamplingParams:
         """All but `max_tokens` and the seeds of further choices."""
         allowed = body.allowed_token_ids
+        given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
         params = SamplingParams(
             max_tokens=model.max_model_len,
             seed=secrets.randbits(63) if body.seed is None else body.seed,
-            temperature=_or(body.temperature, 1.0),
-            top_k=_or(body.top_k, 0),
-            top_p=_or(body.top_p, 1.0),
-            min_p=_or(body.min_p, 0.0),
-            repetition_penalty=_or(body.repetition_penalty, 1.0),
-            presence_penalty=_or(body.presence_penalty, 0.0),
-            frequency_penalty=_or(body.frequency_penalty, 0.0),
-            logit_bias=body.logit_bias or {},
             banned_token_sequences=self._bad_words(body.bad_words or []),
             allowed_token_ids=None if allowed is None else sorted(set(allowed)),
-            min_tokens=_or(body.min_tokens, 0),
-            stop_token_ids=body.stop_token_ids or [],
-            ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            **given,
         )
         check_sampling_params(params, model.vocab_size, self._config.max_logprobs)
         return params
@@ -326,7 +303,3 @@ def _limited(
             "min_tokens", f"must be in [0, max_tokens={asked}], got {params.min_tokens}"
         )
     return msgspec.structs.replace(params, max_tokens=asked)
-
-
-def _or(value: V | None, default: V) -> V:
-    return default if value is None else value
