@@ -14,8 +14,7 @@ from protocol.messages import Abort, Generate
 from protocol.roles import Task
 from router.journal import Journal, LiveRequest
 from router.metrics import Metrics
-from router.placement import placement_policy
-from router.placement.interface import Placement, Refusal, RequestFacts
+from router.placement.interface import Placement, PlacementPolicy, Refusal, RequestFacts
 from router.prefixes import PrefixDirectory
 from router.registry import Registry, Worker
 
@@ -39,11 +38,12 @@ class Placer:
         registry: Registry,
         metrics: Metrics,
         send: Send,
+        policy: PlacementPolicy,
     ) -> None:
         self._config = config
         self._journal = journal
         self._registry = registry
-        self._policy = placement_policy(config.placement)
+        self._policy = policy
         self._metrics = metrics
         self._send = send
         self._parked: dict[LiveRequest, None] = {}

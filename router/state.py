@@ -22,6 +22,7 @@ from router.dispatcher import Dispatcher
 from router.errors import unavailable
 from router.journal import Journal
 from router.metrics import Metrics
+from router.placement import placement_policy
 from router.placer import Placer
 from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker
 from router.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ class RouterState:
         self.config = config
         self.created = int(time.time())
         self.is_draining = False
+        policy = placement_policy(config.placement)
         self.bodies = Bodies(config.max_body_bytes)
         self.journal = Journal()
         self.tokenizer = Tokenizer.load(config)
@@ -44,7 +46,7 @@ class RouterState:
         self.metrics = Metrics(config.model_name, self.registry)
         self.link = WorkerLink(keys, link_host, self.metrics)
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)
-        self.placer = Placer(*shared)
+        self.placer = Placer(*shared, policy)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.registry.on_registered = self._greet
         self.registry.on_lost = self.dispatcher.worker_lost
