@@ -161,8 +161,8 @@ def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool
     eventually(lambda: router.http.get("/ready").status_code == 503)
     futures = [pool.submit(post, router, max_tokens=3) for _ in range(6)]
     eventually(lambda: parked(router) == 6)
-    first = router.add_worker("decode-0")
-    first.hold.set()
+    first = router.add_worker("decode-0", step_s=0.3)
+    first.hold.set()  # long before it has finished one
     eventually(lambda: parked(router) == 4 and len(first.generated) == 2)
     second = router.add_worker("decode-1")
     eventually(lambda: parked(router) == 0)
