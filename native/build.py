@@ -20,9 +20,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from native.ownership import check_own
 
@@ -195,3 +196,10 @@ def load_library(source: Path, *structs: type[ctypes.Structure], keep_gil: bool 
             names = ", ".join(struct.__name__ for struct in structs)
             raise BuildError(f"{source.name}: Python's {names} are not the {sizes} bytes of the sources")
     return library
+
+
+def declare(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """A function of the library, called with these ctypes from now on."""
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
+    return function  # type: ignore[no-any-return]

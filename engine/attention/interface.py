@@ -70,13 +70,12 @@ class AttentionBackend(Protocol):
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
-        out: Tensor | None = None,
     ) -> Tensor:
         """Write key and value into the pool, then attend.
 
         query is [total_tokens, num_heads, head_dim], key and value are
         [total_tokens, num_kv_heads, head_dim], all of the pool's dtype and with any strides.
         A sliding window w lets position p see the positions in (p - w, p]; a soft cap c turns a score s into
-        c * tanh(s / c). Returns `out`, or a new contiguous tensor, of the query's shape and dtype.
+        c * tanh(s / c). Returns a new contiguous tensor of the query's shape and dtype.
         """
         ...

@@ -7,8 +7,7 @@ import logging
 
 import torch
 
-from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.attention.cpu_kernel.library import load
+from engine.attention.cpu_kernel.backend import CpuBackend, load
 from engine.attention.interface import AttentionBackend
 from engine.attention.torch_backend import TorchBackend
 from native.build import BuildError

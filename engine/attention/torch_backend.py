@@ -75,11 +75,9 @@ class TorchBackend:
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
-        out: Tensor | None = None,
     ) -> Tensor:
         self._write(layer, key, value)
-        if out is None:
-            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for sequence in self._sequences:
             rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
             gathered, keys, values = self._gather(layer, sequence, sliding_window)

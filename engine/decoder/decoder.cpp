@@ -3,7 +3,6 @@
 // what lies between them. Values are rounded to bfloat16 where Transformers' modules round them.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -160,17 +159,10 @@ class Decoder {
     }
 
     template <class Work> void each_row(int64_t n, const Work& work) {
-        struct Job {
-            const Work& work;
-            int64_t n;
-            std::atomic<int64_t> next{0};
-            void run() {
-                for (int64_t first; (first = ROWS_AT_ONCE * next++) < n;)
-                    for (int64_t r = first; r < std::min(first + ROWS_AT_ONCE, n); r++) work(r);
-            }
-        } job{work, n};
-        if (threads <= 1 || n < SERIAL_ROWS || !m.parallel) return job.run();
-        m.parallel([](void* self) { static_cast<Job*>(self)->run(); }, &job, unsigned(threads), 0);
+        share_out((n + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, n < SERIAL_ROWS ? 1 : threads, m.parallel, [&](int64_t part) {
+            const int64_t first = part * ROWS_AT_ONCE;
+            for (int64_t r = first; r < std::min(first + ROWS_AT_ONCE, n); r++) work(r);
+        });
     }
 
     const bf16* embedding(const Rows& rows, int64_t r) const {

@@ -19,7 +19,7 @@ from engine.linear.packed import kernel_address
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import are_chains, begin_step, num_rows
-from native.build import load_library
+from native.build import declare, load_library
 from native.openmp import gomp_parallel
 
 
@@ -29,16 +29,12 @@ def library() -> ctypes.CDLL:
     library = load_library(
         Path(__file__).parent / "decoder.cpp", Weights, Layer, Entry, Model, Rows, Batch, Draft
     )
-    library.tandem_decoder_create.argtypes = [ctypes.c_void_p]
-    library.tandem_decoder_create.restype = ctypes.c_void_p
-    library.tandem_decoder_destroy.argtypes = [ctypes.c_void_p]
-    library.tandem_decoder_destroy.restype = None
-    library.tandem_decoder_forward.argtypes = [ctypes.c_void_p] * 2
-    library.tandem_decoder_forward.restype = None
-    library.tandem_decoder_run.argtypes = [ctypes.c_void_p] * 3
-    library.tandem_decoder_run.restype = ctypes.c_char_p
-    library.tandem_decoder_draft.argtypes = [ctypes.c_void_p] * 2
-    library.tandem_decoder_draft.restype = ctypes.c_char_p
+    pointer = ctypes.c_void_p
+    declare(library, "tandem_decoder_create", pointer, pointer)
+    declare(library, "tandem_decoder_destroy", None, pointer)
+    declare(library, "tandem_decoder_forward", None, pointer, pointer)
+    declare(library, "tandem_decoder_run", ctypes.c_char_p, pointer, pointer, pointer)
+    declare(library, "tandem_decoder_draft", ctypes.c_char_p, pointer, pointer)
     return library
 
 

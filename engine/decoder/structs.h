@@ -4,12 +4,12 @@
 
 #include <cstdint>
 
+#include "../../native/parallel.h"
 #include "../attention/cpu_kernel/step.h"
 #include "../sampler/choice.h"
 
 namespace {
 
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
 using BeginAttention = const char* (*)(void*, const Step*);
 using Attend = void (*)(void*, const Call*);

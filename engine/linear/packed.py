@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from native.build import BuildError, load_library
+from native.build import BuildError, declare, load_library
 from native.openmp import gomp_parallel
 
 _PANEL = 64
@@ -26,10 +26,8 @@ _PANEL = 64
 @functools.cache
 def _kernel(name: str = "tandem_linear") -> Callable[..., None]:
     """Raises BuildError."""
-    function = getattr(load_library(Path(__file__).parent / "product.cpp"), name)
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4 + [ctypes.c_void_p]
-    function.restype = None
-    return function
+    library = load_library(Path(__file__).parent / "product.cpp")
+    return declare(library, name, None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_void_p)
 
 
 def kernel_address() -> int:

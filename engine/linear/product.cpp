@@ -6,9 +6,9 @@
 // bits in every batch.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
+#include "../../native/parallel.h"
 #include "floats.h"
 #include "product.h"
 #if defined(__AVX512BF16__)
@@ -23,32 +23,20 @@ namespace {
 constexpr int64_t BLOCK_ROWS = 192;  // rows whose inputs stay in the cache while the panels pass
 constexpr int64_t SERIAL_WEIGHTS = 1 << 15;
 
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-template <class Tiles> struct Job {
-    const Product& product;
-    int64_t panels, threads;
-    std::atomic<int64_t> next_thread{0};
-
-    void run() {
-        thread_local Tiles tiles;
-        [[maybe_unused]] const typename Tiles::Registers registers;
-        const int64_t thread = next_thread++;
-        const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
-        for (int64_t row = 0; row < product.rows; row += BLOCK_ROWS) {
-            const int64_t last = std::min(row + BLOCK_ROWS, product.rows);
-            const auto* x = tiles.inputs(product, row, last);
-            for (int64_t panel = begin; panel < end; panel++) tiles.rows_of_panel(product, x, row, last, panel);
-        }
-    }
-};
-
-template <class Tiles> void multiply(const Product& p, int64_t threads, Parallel parallel) {
+template <class Tiles> void multiply(const Product& p, int64_t most_threads, Parallel parallel) {
     const int64_t panels = (p.out_features + PANEL - 1) / PANEL;
     const bool threads_pay = parallel && p.rows * p.in_features * p.out_features >= SERIAL_WEIGHTS;
-    Job<Tiles> job{p, panels, threads_pay ? std::min(threads, panels) : 1};
-    if (job.threads <= 1) return job.run();
-    parallel([](void* self) { static_cast<Job<Tiles>*>(self)->run(); }, &job, unsigned(job.threads), 0);
+    const int64_t threads = threads_pay ? std::clamp<int64_t>(panels, 1, most_threads) : 1;
+    on_threads(threads, parallel, [&](int64_t thread) {
+        thread_local Tiles tiles;
+        [[maybe_unused]] const typename Tiles::Registers registers;
+        const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
+        for (int64_t row = 0; row < p.rows; row += BLOCK_ROWS) {
+            const int64_t last = std::min(row + BLOCK_ROWS, p.rows);
+            const auto* x = tiles.inputs(p, row, last);
+            for (int64_t panel = begin; panel < end; panel++) tiles.rows_of_panel(p, x, row, last, panel);
+        }
+    });
 }
 
 }  // namespace

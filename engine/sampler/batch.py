@@ -6,15 +6,16 @@ speculation their number changes in each step, so it does little work.
 
 from __future__ import annotations
 
-import math
+import functools
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampler.noise import NOISE_SPAN
+from engine.sampler.rows import edits_logits
 from engine.sampler.structs import Request
 from protocol.sampling import SamplingParams
 
@@ -35,11 +36,6 @@ class RequestParams:
         self.table_address: int = self._table.ctypes.data
         """Of what the compiled choice reads of each request."""
 
-    @property
-    def only_argmax(self) -> bool:
-        """Whether all that is wanted is each row's greatest logit."""
-        return bool(self.greedy.all()) and not self.edits_logits
-
     def describes(self, params: Sequence[SamplingParams]) -> bool:
         """Whether these are the very objects that the arrays were made from."""
         return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
@@ -53,8 +49,6 @@ class RequestParams:
         self.top_k = np.where(limits, top_k, 0).astype(np.int64)
         """0 for no filter."""
         self.is_nucleus = (self.top_p < 1.0) & ~self.greedy
-        self.is_open = ~(self.greedy | limits | self.is_nucleus | (min_p > 0))
-        """Whether there is no filter."""
         self.has_min_tokens = min_tokens > 0
         self.penalized = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
         self.penalties = np.stack([repetition, presence, frequency], axis=1).astype(np.float32)
@@ -85,23 +79,35 @@ class RequestParams:
             disallowed[index, params[request].allowed_token_ids] = False
         self.disallowed = disallowed.to(self.device)
         """Bool [restricted requests, vocab]."""
-        of_batch = self.penalized | self.has_min_tokens | self.has_banned_sequences | self.restricted
-        self.edits_logits = bool(of_batch.any()) or any(
-            p.logit_bias or p.banned_token_sequences for p in params
-        )
+        self.edits_logits = any(map(edits_logits, params))
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """How each of n rows is drawn: [n, 1], but for `seeds` [n], the numbers of the rows with a top-p filter,
+    and their `top_p` [rows, 1]. Greedy rows have no filter, and the temperature 1.
+    """
+
+    seeds: Tensor
+    temperature: Tensor
+    has_filters: bool
+    min_p_floor: Tensor
+    max_top_k: int
+    top_k_index: Tensor
+    no_top_k: Tensor
+    top_p_rows: Tensor
+    top_p: Tensor
 
 
 class BatchParams:
     """The parameters of each row. Row i belongs to request `index[i]` of `requests`.
 
-    Column vectors are [n, 1], one entry per row. Row lists hold the rows that use a feature. With
-    `only_edits` temperatures and filters are left out.
+    Row lists hold the rows that use a feature.
     """
 
-    def __init__(self, requests: RequestParams, index: list[int], *, only_edits: bool = False) -> None:
+    def __init__(self, requests: RequestParams, index: list[int]) -> None:
         self._requests = requests
         self._numbers = index
-        self._only_edits = only_edits
         self._index = np.array(index)
         self.vocab_size = requests.vocab_size
         self.edits_logits = requests.edits_logits
@@ -109,13 +115,28 @@ class BatchParams:
         self.all_greedy = len(self.greedy_rows) == len(index)
         if self.edits_logits:
             self._build_edits()
-        if not (self.all_greedy or only_edits):
-            self._build_distribution()
 
-    def describes(self, requests: RequestParams, index: list[int], *, only_edits: bool) -> bool:
-        """Whether the tensors were built for just these rows, and all that are wanted."""
-        enough = only_edits or not self._only_edits
-        return enough and requests is self._requests and index == self._numbers
+    def describes(self, requests: RequestParams, index: list[int]) -> bool:
+        """Whether they were built for just these rows."""
+        return requests is self._requests and index == self._numbers
+
+    @functools.cached_property
+    def distribution(self) -> Distribution:
+        requests, index = self._requests, self._index
+        top_k = requests.top_k[index]
+        top_p_rows = np.flatnonzero(requests.is_nucleus[index])
+        has_min_p = bool((requests.min_p_floor > -np.inf).any())
+        return Distribution(
+            seeds=self._tensor(requests.seeds[index]),
+            temperature=self._column(requests.temperature),
+            has_filters=has_min_p or bool(top_k.any()) or len(top_p_rows) > 0,
+            min_p_floor=self._column(np.where(requests.greedy, -np.inf, requests.min_p_floor)),
+            max_top_k=int(top_k.max()),
+            top_k_index=self._tensor(np.maximum(top_k - 1, 0)[:, None]),
+            no_top_k=self._tensor((top_k == 0)[:, None]),
+            top_p_rows=self._tensor(top_p_rows),
+            top_p=self._tensor(requests.top_p[index[top_p_rows], None]),
+        )
 
     def _rows(self, flags: np.ndarray) -> list[int]:
         return np.flatnonzero(flags[self._index]).tolist()
@@ -142,34 +163,6 @@ class BatchParams:
         among_restricted = requests.restricted.cumsum() - 1
         self.disallowed = requests.disallowed[self._tensor(among_restricted[index[self.allowed_rows]])]
         self.penalty_factors = self._tensor(requests.penalties[index[self.penalty_rows]].T.copy())
-
-    def _build_distribution(self) -> None:
-        """Open rows have no filter. Greedy rows keep only their greatest value and get no noise.
-
-        `row_floor` is the least value that noise can lift to the top, whatever the filters.
-        """
-        requests, index = self._requests, self._index
-        self.seeds = self._tensor(requests.seeds[index])
-        self.temperature = self._column(requests.temperature)
-        self.noise_scale = self._column(~requests.greedy).squeeze(1)
-        self.min_p_floor = self._column(requests.min_p_floor)
-
-        top_k = requests.top_k[index]
-        self.max_top_k = int(top_k.max())
-        self.top_k_index = self._tensor(np.maximum(top_k - 1, 0)[:, None])
-        self.no_top_k = self._tensor((top_k == 0)[:, None])
-        self.has_value_filter = self.max_top_k > 0 or bool((requests.min_p_floor > -math.inf).any())
-
-        top_p_rows = np.flatnonzero(requests.is_nucleus[index])
-        self.top_p_rows = self._tensor(top_p_rows)
-        self.top_p = self._tensor(requests.top_p[index[top_p_rows], None])
-        self.top_k_in_top_p_rows = bool(top_k[top_p_rows].all())
-
-        open_rows = np.flatnonzero(requests.is_open[index])
-        self.open_rows = self._tensor(open_rows)
-        self.all_open = len(open_rows) == len(index)
-        floor = np.where(requests.greedy, 0.0, np.where(requests.is_open, math.inf, -NOISE_SPAN))
-        self.row_floor = self._column(floor)
 
 
 def _numbers(params: SamplingParams) -> tuple[float, ...]:

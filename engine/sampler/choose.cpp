@@ -12,11 +12,11 @@ struct Rows {
     int64_t* chosen;                     // -1 where no token has a finite score
 };
 
-// Rows whose tokens are drafted, in rounds that began at `starts`.
+// Rows whose distributions are wanted, and tokens drawn from them for drafts, in rounds that began at `starts`.
 struct Drafted {
     Rows rows;
-    const int64_t* starts;
-    float* distributions;  // [count, size]: what each is drawn from; the first token where no score is finite
+    const int64_t* starts;  // null: no tokens are drawn
+    float* distributions;   // [count, size]; where no score is finite zeros, or the first token if one is drawn
 };
 
 template <class T> const T* row_of(const Rows& rows, int64_t row) {
@@ -24,7 +24,7 @@ template <class T> const T* row_of(const Rows& rows, int64_t row) {
 }
 
 template <class T> int64_t choose(const Rows& rows, int64_t threads, Parallel parallel) {
-    share_out(rows.count, rows.count * rows.size, threads, parallel, [&](int64_t row, Chooser& chooser) {
+    with_choosers(rows.count, rows.count * rows.size, threads, parallel, [&](int64_t row, Chooser& chooser) {
         const Request& request = rows.requests[rows.numbers[row]];
         rows.chosen[row] = chooser.choose(row_of<T>(rows, row), rows.size, request, rows.positions[row]);
     });
@@ -33,14 +33,15 @@ template <class T> int64_t choose(const Rows& rows, int64_t threads, Parallel pa
 
 template <class T> int64_t draw_drafts(const Drafted& drafted, int64_t threads, Parallel parallel) {
     const Rows& rows = drafted.rows;
-    share_out(rows.count, rows.count * rows.size, threads, parallel, [&](int64_t row, Chooser& chooser) {
+    with_choosers(rows.count, rows.count * rows.size, threads, parallel, [&](int64_t row, Chooser& chooser) {
         const Request& request = rows.requests[rows.numbers[row]];
         float* distribution = drafted.distributions + row * rows.size;
-        const uint64_t key = round_key(request.seed, drafted.starts[row], rows.positions[row], DRAFT);
         if (!chooser.distribution(row_of<T>(rows, row), rows.size, request, distribution)) {
             std::fill_n(distribution, rows.size, 0.0f);
-            distribution[0] = 1;
+            distribution[0] = drafted.starts ? 1 : 0;
         }
+        if (!drafted.starts) return;
+        const uint64_t key = round_key(request.seed, drafted.starts[row], rows.positions[row], DRAFT);
         rows.chosen[row] = draw(distribution, rows.size, key);
     });
     return 0;

@@ -1,16 +1,13 @@
-// A row's token or distribution by a request's parameters, with the filters of filters.py; and sharing rows out to
-// threads.
+// A row's token or distribution by a request's parameters, with the filters of filters.py; and rows on threads.
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <vector>
 
+#include "../../native/parallel.h"
 #include "choice.h"
 
 namespace {
-
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 constexpr int64_t SERIAL_LOGITS = 1 << 17;  // below so many, threads don't pay
 
@@ -181,18 +178,12 @@ class Chooser {
 
 // work(i, chooser) for all i below `count`, which look at `num_logits` together.
 template <class Work>
-void share_out(int64_t count, int64_t num_logits, int64_t threads, Parallel parallel, const Work& work) {
-    struct Job {
-        const Work& work;
-        int64_t count;
-        std::atomic<int64_t> next{0};
-        void run() {
-            static thread_local Chooser chooser;
-            for (int64_t i; (i = next++) < count;) work(i, chooser);
-        }
-    } job{work, count};
-    if (threads <= 1 || count == 1 || num_logits < SERIAL_LOGITS || !parallel) return job.run();
-    parallel([](void* self) { static_cast<Job*>(self)->run(); }, &job, unsigned(std::min(threads, count)), 0);
+void with_choosers(int64_t count, int64_t num_logits, int64_t threads, Parallel parallel, const Work& work) {
+    const int64_t wanted = num_logits < SERIAL_LOGITS ? 1 : std::min(threads, count);
+    share_out(count, wanted, parallel, [&](int64_t i) {
+        static thread_local Chooser chooser;
+        work(i, chooser);
+    });
 }
 
 }  // namespace

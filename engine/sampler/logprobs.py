@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.sampler.ops import at_least, true_indices
 from protocol.messages import TokenLogprobs
 
 _MIN_LOGPROB = -9999.0
@@ -55,7 +54,7 @@ def _top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count == 0:
         return torch.empty(len(values), 0, dtype=torch.int64), values[:, :0]
     floor = values.topk(count).values[:, -1:]
-    rows, token_ids = true_indices(at_least(values, floor))
+    rows, token_ids = (values >= floor).nonzero(as_tuple=True)
     by_value = values[rows, token_ids].argsort(descending=True, stable=True)
     order = by_value[rows[by_value].argsort(stable=True)]
     starts = torch.searchsorted(rows, torch.arange(len(values), device=rows.device))

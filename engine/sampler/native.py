@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.sampler.batch import RequestParams
 from engine.sampler.structs import Drafted, Request, Rows
-from native.build import BuildError, load_library
+from native.build import BuildError, declare, load_library
 from native.openmp import gomp_parallel
 
 logger = logging.getLogger("tandem.engine")
@@ -76,6 +76,14 @@ class NativeSampler:
         self._draw(Drafted(fields, starts_address, distributions.data_ptr()), logits)
         return chosen, distributions
 
+    def probabilities(self, logits: Tensor, requests: RequestParams, index: Sequence[int]) -> Tensor:
+        """As `Sampler.probabilities`, for rows as when called."""
+        logits = readable(logits, len(index))
+        rows, unused = np.array((index, index), np.int64), torch.empty(0, dtype=torch.int64)
+        distributions = torch.empty(logits.shape)
+        self._draw(Drafted(_rows(logits, requests, rows, unused), None, distributions.data_ptr()), logits)
+        return distributions
+
 
 class RowsFunction:
     """A compiled function over rows of logits: `name`_bf16 and `name`_float, which take a struct's address,
@@ -84,8 +92,11 @@ class RowsFunction:
 
     def __init__(self, source: Path, name: str, *structs: type[ctypes.Structure]) -> None:
         short, long = load_library(source, *structs, keep_gil=True), load_library(source, *structs)
-        self._short = {dtype: _function(short, f"{name}_{suffix}") for dtype, suffix in _SUFFIXES.items()}
-        self._long = {dtype: _function(long, f"{name}_{suffix}") for dtype, suffix in _SUFFIXES.items()}
+        types = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
+        self._short, self._long = (
+            {dtype: declare(library, f"{name}_{suffix}", *types) for dtype, suffix in _SUFFIXES.items()}
+            for library in (short, long)
+        )
 
     def __call__(self, fields: ctypes.Structure, logits: Tensor) -> int:
         functions = self._short if logits.numel() < _GIL_FREE_LOGITS else self._long
@@ -114,10 +125,3 @@ def _rows(logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Ten
         numbers + rows.strides[0],
         chosen.data_ptr(),
     )
-
-
-def _function(library: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
-    function = getattr(library, name)
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    function.restype = ctypes.c_int64
-    return function

@@ -6,49 +6,60 @@ likeliest token's score, and the random bits behind its noise give a cheap bound
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from engine.sampler.noise import gumbel_noise, noise_bits, tail_probability
-from engine.sampler.ops import argmax_rows, at_least, column_chunks, exp_, true_indices
 
 _SLACK = 1e-4
 _TAIL_SLACK = 2.0**-22
 _NO_CHANCE = 1e-30
 """Smaller shares of the greatest weight count as this: no noise lifts them, and log(0) is slow on a CPU."""
+_NEGLIGIBLE = -60.0
+"""Smaller exponents count as this: a CPU takes thirty times longer where the result is denormal."""
+_CPU_CHUNK = 2**16
+_DEVICE_CHUNK = 2**24
 
 
-def challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and token ids (int64 [k]) of all tokens that may have the greatest value + noise, and few others.
+def race(values: Tensor, keys: Tensor) -> Tensor:
+    """int64 [n]: the token of each row with the greatest value + noise, the lowest id among equals.
 
-    `values` is float32 [n, vocab] with each row's maximum at 0, `keys` int64 [n]. With uniform u behind the
-    noise, value + noise >= s means -log u <= exp(value - s), and -log u is at least 1 - u.
+    `values` is float32 [n, vocab] with each row's maximum at 0, `keys` int64 [n].
     """
-    keys = keys.unsqueeze(1)
-    score_to_beat = gumbel_noise(keys, argmax_rows(values).unsqueeze(1)) - _SLACK
-    found = []
-    for start, chunk in column_chunks(values):
-        token_ids = torch.arange(start, start + chunk.shape[1], device=values.device)
-        tail = tail_probability(noise_bits(keys, token_ids)).sub_(_TAIL_SLACK)
-        rows, columns = true_indices(at_least(exp_(chunk - score_to_beat), tail))
-        found.append((rows, columns + start))
-    return torch.cat([rows for rows, _ in found]), torch.cat([ids for _, ids in found])
+    rows, token_ids = _challengers(values, keys.unsqueeze(1))
+    scores = torch.full_like(values, -torch.inf)
+    scores[rows, token_ids] = values[rows, token_ids] + gumbel_noise(keys[rows], token_ids)
+    return scores.argmax(dim=1)
 
 
 def draw(weights: Tensor, keys: Tensor) -> Tensor:
     """int64 [n]: from each row of float32 [n, vocab] a token with a chance in proportion to its weight."""
     values = weights / weights.amax(dim=1, keepdim=True)
-    values.clamp_min_(_NO_CHANCE).log_()
-    rows, token_ids = challengers(values, keys)
-    return best_candidates(values, rows, token_ids, gumbel_noise(keys[rows], token_ids))
+    return race(values.clamp_min_(_NO_CHANCE).log_(), keys)
 
 
-def best_candidates(values: Tensor, rows: Tensor, token_ids: Tensor, noise: Tensor) -> Tensor:
-    """int64 [n]: the candidate (rows, token_ids) of each row with the greatest value + noise.
+def _challengers(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and token ids (int64 [k]) of all tokens that may win, and few others.
 
-    Overwrites `values`.
+    With uniform u behind the noise, value + noise >= s means -log u <= exp(value - s), and -log u is at least
+    1 - u.
     """
-    scores = values[rows, token_ids] + noise
-    values.fill_(-torch.inf)
-    values[rows, token_ids] = scores
-    return argmax_rows(values)
+    score_to_beat = gumbel_noise(keys, values.argmax(dim=1, keepdim=True)) - _SLACK
+    found = []
+    for start, chunk in _column_chunks(values):
+        token_ids = torch.arange(start, start + chunk.shape[1], device=values.device)
+        tail = tail_probability(noise_bits(keys, token_ids)).sub_(_TAIL_SLACK)
+        chances = (chunk - score_to_beat).clamp_min_(_NEGLIGIBLE).exp_()
+        rows, columns = (chances >= tail).nonzero(as_tuple=True)
+        found.append((rows, columns + start))
+    return torch.cat([rows for rows, _ in found]), torch.cat([ids for _, ids in found])
+
+
+def _column_chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """First column and view of pieces of [n, m] small enough that what is made of them stays in the cache."""
+    limit = _CPU_CHUNK if values.device.type == "cpu" else _DEVICE_CHUNK
+    size = max(1, limit // len(values))
+    for start in range(0, values.shape[1], size):
+        yield start, values[:, start : start + size]

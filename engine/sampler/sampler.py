@@ -19,13 +19,12 @@ from torch import Tensor
 
 from engine.sampler.batch import BatchParams, RequestParams
 from engine.sampler.edits import apply_edits
-from engine.sampler.filters import floors, survivors
+from engine.sampler.filters import apply_filters
 from engine.sampler.logprobs import token_logprobs
 from engine.sampler.native import compiled
-from engine.sampler.noise import NOISE_SPAN, Purpose, gumbel_noise, round_keys, stream_keys
-from engine.sampler.ops import argmax_rows, likeliest, unusable_rows
+from engine.sampler.noise import NOISE_SPAN, Purpose, round_keys, stream_keys
 from engine.sampler.penalties import Penalties
-from engine.sampler.race import best_candidates, challengers, draw
+from engine.sampler.race import draw, race
 from engine.sampler.rows import SamplingRow
 from protocol.messages import TokenLogprobs
 from protocol.sampling import SamplingParams
@@ -70,38 +69,36 @@ class Sampler:
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, list[int]]:
         """The tokens alone, int64 [n], and the rows that failed. There is at least one row."""
         requests, index = self._requests_of(rows)
+        positions = [row.position for row in rows]
         if self._native is not None:
-            if requests.edits_logits:
-                batch = self._batch_for(requests, index, only_edits=True)
-                logits = self._edited(logits, rows, batch)
-            return self._native(logits, requests, index, [row.position for row in rows])
-        if requests.only_argmax:
-            return likeliest(logits)
+            logits = self._edited_if_asked(logits, rows, requests, index)
+            return self._native(logits, requests, index, positions)
         batch = self._batch_for(requests, index)
-        values = self._edited(logits, rows, batch)
-        best = values.amax(dim=1, keepdim=True)
-        failed_rows = unusable_rows(best)
+        values, failed_rows = self._values(logits, rows, batch)
+        likeliest = values.argmax(dim=1)
         if batch.all_greedy:
-            return argmax_rows(values), failed_rows
-        values.sub_(best).div_(batch.temperature)
-        values[failed_rows] = 0.0
-        return _draw(values, rows, batch), failed_rows
+            return likeliest, failed_rows
+        apply_filters(values, batch.distribution)
+        places = torch.tensor(positions, dtype=torch.int64, device=values.device)
+        chosen = race(values, stream_keys(batch.distribution.seeds, places))
+        chosen[batch.greedy_rows] = likeliest[batch.greedy_rows]
+        return chosen, failed_rows
 
     def probabilities(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """float32 [n, vocab]: the distributions that `sample` draws from; only zeros in rows that fail.
 
         The token that a row gets is the argmax of their logarithm and its noise.
         """
-        batch = self._batch_for(*self._requests_of(rows))
-        values = self._edited(logits, rows, batch)
-        best = values.amax(dim=1, keepdim=True)
-        failed_rows = unusable_rows(best)
-        greedy = argmax_rows(values[batch.greedy_rows])
+        requests, index = self._requests_of(rows)
+        if self._native is not None:
+            logits = self._edited_if_asked(logits, rows, requests, index)
+            return self._native.probabilities(logits, requests, index)
+        batch = self._batch_for(requests, index)
+        values, failed_rows = self._values(logits, rows, batch)
+        greedy = values[batch.greedy_rows].argmax(dim=1)
         if not batch.all_greedy:
-            values.sub_(best).div_(batch.temperature)
-            values[failed_rows] = 0.0
-            values.masked_fill_(values < floors(values, batch).clamp_min_(-NOISE_SPAN), -torch.inf)
-            values = values.softmax(dim=1)
+            apply_filters(values, batch.distribution)
+            values = values.masked_fill_(values < -NOISE_SPAN, -torch.inf).softmax(dim=1)
         values[batch.greedy_rows] = 0.0
         values[batch.greedy_rows, greedy] = 1.0
         values[failed_rows] = 0.0
@@ -116,8 +113,7 @@ class Sampler:
         requests, index = self._requests_of(rows)
         positions = [row.position for row in rows]
         if self._native is not None:
-            if requests.edits_logits:
-                logits = self._edited(logits, rows, self._batch_for(requests, index, only_edits=True))
+            logits = self._edited_if_asked(logits, rows, requests, index)
             return self._native.draw_drafts(logits, requests, index, positions, starts)
         probabilities = self.probabilities(logits, rows)
         seeds = [row.params.seed for row in rows]
@@ -161,12 +157,32 @@ class Sampler:
             self._requests = RequestParams(params, self._vocab_size, self._device)
         return self._requests
 
-    def _batch_for(
-        self, requests: RequestParams, index: list[int], *, only_edits: bool = False
-    ) -> BatchParams:
-        if self._batch is None or not self._batch.describes(requests, index, only_edits=only_edits):
-            self._batch = BatchParams(requests, index, only_edits=only_edits)
+    def _batch_for(self, requests: RequestParams, index: list[int]) -> BatchParams:
+        if self._batch is None or not self._batch.describes(requests, index):
+            self._batch = BatchParams(requests, index)
         return self._batch
+
+    def _values(
+        self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams
+    ) -> tuple[Tensor, list[int]]:
+        """float32 [n, vocab]: log-probabilities up to a constant per row, each row's maximum at 0; and the
+        rows that fail, which are zeros.
+        """
+        values = self._edited(logits, rows, batch)
+        best = values.amax(dim=1, keepdim=True)
+        failed_rows = (~best.isfinite()).nonzero()[:, 0].tolist()
+        values.sub_(best)
+        if not batch.all_greedy:
+            values.div_(batch.distribution.temperature)
+        values[failed_rows] = 0.0
+        return values, failed_rows
+
+    def _edited_if_asked(
+        self, logits: Tensor, rows: Sequence[SamplingRow], requests: RequestParams, index: list[int]
+    ) -> Tensor:
+        if not requests.edits_logits:
+            return logits
+        return self._edited(logits, rows, self._batch_for(requests, index))
 
     def _edited(self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
         """A copy float32 [n, vocab] with all edits and penalties."""
@@ -176,26 +192,3 @@ class Sampler:
             if batch.penalty_rows:
                 self._penalties.apply(values, rows, batch)
         return values
-
-
-def _draw(values: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
-    """Tokens [n] from log-probabilities with each row's maximum at 0. Overwrites `values`."""
-    positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=values.device)
-    keys = stream_keys(batch.seeds, positions)
-    candidate_rows, token_ids = _candidates(values, keys, batch)
-    noise = gumbel_noise(keys[candidate_rows], token_ids)
-    if batch.greedy_rows:
-        noise *= batch.noise_scale[candidate_rows]
-    return best_candidates(values, candidate_rows, token_ids, noise)
-
-
-def _candidates(values: Tensor, keys: Tensor, batch: BatchParams) -> tuple[Tensor, Tensor]:
-    """Rows and token ids of all tokens that may win, whose noise is worth computing."""
-    if batch.all_open:
-        return challengers(values, keys)
-    rows, token_ids = survivors(values, batch)
-    if len(batch.open_rows):
-        open_index, open_ids = challengers(values[batch.open_rows], keys[batch.open_rows])
-        rows = torch.cat([rows, batch.open_rows[open_index]])
-        token_ids = torch.cat([token_ids, open_ids])
-    return rows, token_ids

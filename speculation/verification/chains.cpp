@@ -71,7 +71,7 @@ template <class T> void verify(const Chains& chains, int64_t threads, Parallel p
     std::vector<int64_t> tokens_before(1, 0);
     for (int64_t s = 0; s < chains.count; s++) tokens_before.push_back(tokens_before.back() + chains.lengths[s]);
     const int64_t num_rows = tokens_before.back() + chains.count;
-    share_out(chains.count, num_rows * chains.size, threads, parallel, [&](int64_t s, Chooser& chooser) {
+    with_choosers(chains.count, num_rows * chains.size, threads, parallel, [&](int64_t s, Chooser& chooser) {
         const int64_t before = tokens_before[s];
         const T* logits = static_cast<const T*>(chains.logits) + (before + s) * chains.stride;
         const Chain<T> chain{logits, chains.stride, chains.size, chains.positions[s], chains.lengths[s],

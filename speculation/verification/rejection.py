@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.draft import Draft, Verdict
-from engine.sampler import Purpose, Sampler, draw, uniform_noise
+from engine.sampler import Purpose, Sampler, draw, round_keys, uniform_noise
 from engine.sequence import SequenceState
-from speculation.rounds import noise_keys
 from speculation.verification.rows import Decision, DraftedRows
 
 
@@ -101,6 +100,16 @@ def _subtract(weights: Tensor, drafts: list[Draft], nodes: list[int]) -> Tensor:
         rows = list(drawn)
         left[rows] = (left[rows] - torch.stack(list(drawn.values()))).clamp_min_(0.0)
     return left
+
+
+def noise_keys(
+    sequences: Sequence[SequenceState], positions: Sequence[int], purpose: Purpose, device: torch.device
+) -> Tensor:
+    """int64 [n]: for the noise at a position of each sequence's round, which begins at its next token."""
+    seeds = [sequence.params.seed for sequence in sequences]
+    starts = [sequence.position for sequence in sequences]
+    columns = torch.tensor([seeds, starts, list(positions)], dtype=torch.int64, device=device)
+    return round_keys(columns[0], columns[1], columns[2], purpose)
 
 
 def _odds(rows: DraftedRows, target: Tensor) -> list[Odds]:

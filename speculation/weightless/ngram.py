@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.draft import Draft
 from engine.sequence import SequenceState
-from native.build import BuildError, load_library
+from native.build import BuildError, declare, load_library
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless.text import Batch, TextDrafter
 
@@ -27,13 +27,11 @@ logger = logging.getLogger("tandem.speculation")
 def compiled() -> Callable[..., None] | None:
     """The compiled search, built at the first call; None where it can't be."""
     try:
-        function = load_library(Path(__file__).parent / "ngram.cpp", Batch, keep_gil=True).tandem_ngram
+        library = load_library(Path(__file__).parent / "ngram.cpp", Batch, keep_gil=True)
     except BuildError as error:
         logger.warning("n-grams are looked up with numpy: %s", error)
         return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    function.restype = None
-    return function
+    return declare(library, "tandem_ngram", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 class NgramDrafter(TextDrafter):

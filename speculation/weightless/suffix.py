@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.draft import Draft
 from engine.sequence import SequenceState
-from native.build import BuildError, load_library
+from native.build import BuildError, declare, load_library
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless.corpus import Corpus, Ring
 from speculation.weightless.text import Batch, TextDrafter
@@ -48,10 +48,8 @@ def compiled() -> ctypes.CDLL | None:
         logger.warning("n-grams are looked up instead of suffixes, which takes a C++ compiler: %s", error)
         return None
     pointer = ctypes.c_void_p
-    library.tandem_suffix_enter.argtypes = [pointer, ctypes.c_uint32, ctypes.c_int64]
-    library.tandem_suffix_enter.restype = None
-    library.tandem_suffix_search.argtypes = [pointer] * 4
-    library.tandem_suffix_search.restype = None
+    declare(library, "tandem_suffix_enter", None, pointer, ctypes.c_uint32, ctypes.c_int64)
+    declare(library, "tandem_suffix_search", None, pointer, pointer, pointer, pointer)
     return library
 
 

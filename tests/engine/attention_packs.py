@@ -96,11 +96,10 @@ def run(
     scale: float = 0.125,
     window: int | None = None,
     softcap: float | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     cls, _ = select_backend(pack.pool.device, pack.pool.dtype, backend)
     attention = cls(pack.pool.unbind(1))
     attention.begin_step(pack.metadata)
     return attention.forward(
-        layer, pack.query, pack.key, pack.value, scale=scale, sliding_window=window, softcap=softcap, out=out
+        layer, pack.query, pack.key, pack.value, scale=scale, sliding_window=window, softcap=softcap
     )

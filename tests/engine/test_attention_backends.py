@@ -141,19 +141,15 @@ def test_layers_with_shapes_of_their_own(backend: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_strided_inputs_and_given_output(backend: str) -> None:
+def test_strided_inputs(backend: str) -> None:
     """Rows as a fused projection or a transposed rotary embedding leave them."""
     plain, strided = make_pack(MIXED), make_pack(MIXED)
-    heads, kv_heads, rows = plain.query.shape[1], plain.key.shape[1], plain.query.shape[0]
+    heads, kv_heads = plain.query.shape[1], plain.key.shape[1]
     fused = torch.cat([strided.query, strided.key, strided.value], dim=1)
     strided.query = fused[:, :heads]
     strided.key = fused[:, heads : heads + kv_heads].transpose(0, 1).contiguous().transpose(0, 1)
     strided.value = fused[:, heads + kv_heads :]
-    buffer = torch.full((rows, heads * 2, plain.query.shape[2]), 7.0)
-    out = buffer[:, ::2]
-    assert run(backend, strided, out=out) is out
-    assert torch.equal(out, run(backend, plain))
-    assert (buffer[:, 1::2] == 7).all()
+    assert torch.equal(run(backend, strided), run(backend, plain))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -314,17 +314,3 @@ def test_trees_that_start_elsewhere_are_refused(earlier: int) -> None:
     """After the first query row, or more than 64 keys before the last."""
     with pytest.raises(ValueError, match="is out of range"):
         run("cpu", with_masks(make_pack([(3, 90)]), [[1 << 62, 1 << 63, 1 << 63]], earlier))
-
-
-@needs_kernel
-def test_masks_and_first_keys_of_other_sizes_and_types_are_refused() -> None:
-    pack = make_pack([(3, 90)])
-    for name, wrong in (
-        ("visible", torch.zeros(3, dtype=torch.int64)),
-        ("visible", torch.zeros(2, dtype=torch.int64)),
-        ("visible", torch.zeros(3, dtype=torch.int32)),
-        ("first_key", torch.zeros(2, dtype=torch.int32)),
-        ("first_key", torch.zeros(1, dtype=torch.int64)),
-    ):
-        with pytest.raises(ValueError, match="attention metadata"):
-            run("cpu", replace(pack, metadata=replace(pack.metadata, **{name: wrong})))

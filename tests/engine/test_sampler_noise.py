@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.sampler.noise import MAX_NOISE, MIN_NOISE, gumbel_noise, noise_bits, stream_keys, tail_probability
-from engine.sampler.race import challengers
+from engine.sampler.race import _challengers
 
 MASK = 2**64 - 1
 
@@ -97,7 +97,7 @@ def test_challengers_hold_the_winner_and_few_others(spread):
     values -= values.amax(dim=1, keepdim=True)
     keys = stream_keys(torch.arange(64), torch.arange(64) * 3)
     winners = (values + gumbel_noise(keys.unsqueeze(1), torch.arange(3000))).argmax(dim=1)
-    rows, tokens = challengers(values, keys)
+    rows, tokens = _challengers(values, keys.unsqueeze(1))
     found = set(zip(rows.tolist(), tokens.tolist(), strict=True))
     assert all((row, token) in found for row, token in enumerate(winners.tolist()))
     if spread == 5.0:

@@ -24,8 +24,8 @@ from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
 from speculation.draft_model import DraftModel
-from speculation.rounds import noise_keys
 from speculation.speculator import speculate
+from speculation.verification.rejection import noise_keys
 
 MODELS = Path(BUNDLED_MODEL).parent
 

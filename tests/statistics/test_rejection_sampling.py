@@ -15,8 +15,8 @@ from engine.draft import Draft
 from engine.sampler import Purpose, draw, native, round_keys, sampler
 from engine.sequence import SequenceState
 from protocol.speculation import Verification
-from speculation.rounds import noise_keys
 from speculation.verification import chains, rejection
+from speculation.verification.rejection import noise_keys
 from tests.statistics.toy_speculation import (
     ALPHA,
     VOCAB_SIZE,

@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t SERIAL_COST = 200000;  // below this many keys * rows * head_dim, threads don't pay
 constexpr int64_t SERIAL_TOKENS = 64;    // up to this many, one thread writes the keys and values
+constexpr int64_t WRITTEN_AT_ONCE = 16;
 
 static_assert(SPLIT % TILE == 0, "a tile lies in one split");
 static_assert(TILE == 64, "a tile's keys are the bits of a word");
@@ -70,16 +71,20 @@ class Attention {
             if (scratch.size() < size_t(step.threads)) scratch.resize(step.threads);
         }
         for (Shared& shared : plan.shared) shared.pieces_left = shared.pieces;
-        run(step.total_tokens > SERIAL_TOKENS, &Attention::write_rows);
-        run(plan.cost * layer->head_dim >= SERIAL_COST, &Attention::attend);
+        const int64_t chunks = (step.total_tokens + WRITTEN_AT_ONCE - 1) / WRITTEN_AT_ONCE;
+        share_out(chunks, step.total_tokens > SERIAL_TOKENS ? step.threads : 1, pool.parallel,
+                  [this](int64_t chunk) { write_rows(chunk); });
+        const bool threads_pay = plan.cost * layer->head_dim >= SERIAL_COST && pool.parallel;
+        threads_running = threads_pay ? step.threads : 1;
+        next_task = 0;
+        on_threads(threads_running, pool.parallel, [this](int64_t thread) { attend(thread); });
     }
 
   private:
-    void run(bool threads_pay, void (Attention::*work)(int));
-    void write_rows(int thread);
+    void write_rows(int64_t chunk);
     template <class Element> void write_row(int64_t token);
-    void attend(int thread);
-    template <class Math, class Element> void attend_as(int thread);
+    void attend(int64_t thread);
+    template <class Math, class Element> void attend_as(int64_t thread);
     template <class Math, class Element> struct Worker;
 
     const Pool pool;
@@ -93,30 +98,14 @@ class Attention {
     Scratch partials;
     float* first_partial = nullptr;
     std::vector<Scratch> scratch;  // a thread's each
-    std::atomic<int64_t> next_item{0};
-    std::atomic<int> next_thread{0};
-    int threads_running = 1;
-    void (Attention::*work)(int) = nullptr;
+    std::atomic<int64_t> next_task{0};
+    int64_t threads_running = 1;
 };
 
-void Attention::run(bool threads_pay, void (Attention::*given)(int)) {
-    work = given;
-    next_item = 0;
-    next_thread = 0;
-    threads_running = threads_pay && pool.parallel ? int(step.threads) : 1;
-    if (threads_running == 1) return (this->*work)(0);
-    auto entry = [](void* self) {
-        auto* attention = static_cast<Attention*>(self);
-        (attention->*attention->work)(attention->next_thread++);
-    };
-    pool.parallel(entry, this, unsigned(threads_running), 0);
-}
-
-void Attention::write_rows(int) {
-    constexpr int64_t CHUNK = 16;
-    for (int64_t first; (first = CHUNK * next_item++) < step.total_tokens;)
-        for (int64_t token = first; token < std::min(first + CHUNK, step.total_tokens); token++)
-            pool.is_bf16 ? write_row<uint16_t>(token) : write_row<float>(token);
+void Attention::write_rows(int64_t chunk) {
+    const int64_t first = chunk * WRITTEN_AT_ONCE;
+    for (int64_t token = first; token < std::min(first + WRITTEN_AT_ONCE, step.total_tokens); token++)
+        pool.is_bf16 ? write_row<uint16_t>(token) : write_row<float>(token);
 }
 
 // Puts a token's key and value into its slot; a padding row's output becomes zero.
@@ -138,7 +127,7 @@ template <class Element> void Attention::write_row(int64_t token) {
     }
 }
 
-void Attention::attend(int thread) {
+void Attention::attend(int64_t thread) {
 #if defined(BF16_PAIRS)
     if (pool.is_bf16 && layer->head_dim % 2 == 0) return attend_as<PairMath, uint16_t>(thread);
 #endif
@@ -146,9 +135,9 @@ void Attention::attend(int thread) {
     return attend_as<FloatMath, float>(thread);
 }
 
-template <class Math, class Element> void Attention::attend_as(int thread) {
+template <class Math, class Element> void Attention::attend_as(int64_t thread) {
     Worker<Math, Element> worker(*this, scratch[thread]);
-    for (size_t i; (i = next_item++) < plan.tasks.size();) {
+    for (size_t i; (i = next_task++) < plan.tasks.size();) {
         const size_t after = i + threads_running;
         worker.run(plan.tasks[i], after < plan.tasks.size() ? &plan.tasks[after] : nullptr);
     }

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_kernel.library import load
 from engine.attention.cpu_kernel.structs import Call, KvLayer, Pool, Step
 from engine.attention.interface import AttentionMetadata
+from native.build import declare, load_library
 from native.openmp import gomp_parallel
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The compiled kernel. Raises BuildError."""
+    library = load_library(Path(__file__).parent / "attention.cpp", KvLayer, Pool, Step, Call)
+    pointer = ctypes.c_void_p
+    declare(library, "tandem_attention_create", pointer, pointer)
+    declare(library, "tandem_attention_destroy", None, pointer)
+    declare(library, "tandem_attention_begin", ctypes.c_char_p, pointer, pointer)
+    declare(library, "tandem_attention_forward", None, pointer, pointer)
+    return library
 
 
 class CpuBackend:
@@ -27,18 +41,7 @@ class CpuBackend:
     def __init__(self, layers: Sequence[Tensor], arena: int = 0) -> None:
         self.arena = arena
         first = layers[0]
-        if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the cpu attention backend takes float32 and bfloat16 pools, not {first.dtype}")
-        if not all(layer[0].is_contiguous() for layer in layers):
-            raise ValueError("the cpu attention backend takes layers that are contiguous in each block")
         num_blocks, _, self.block_size, _, _ = first.shape
-        if any(
-            layer.dtype is not first.dtype
-            or layer.stride(0) != first.stride(0)
-            or layer.shape[:3] != (num_blocks, 2, self.block_size)
-            for layer in layers
-        ):
-            raise ValueError("the cpu attention backend takes layers of the same blocks and dtype")
         self._library = load()
         self._layers = list(layers)
         self._dtype = first.dtype
@@ -69,7 +72,6 @@ class CpuBackend:
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Raises ValueError where the metadata are out of range."""
-        _check_metadata(metadata)
         optional = (metadata.visible, metadata.tree_start, metadata.first_key)
         self._metadata = metadata  # the kernel reads its memory until the next step
         rows = metadata.slot_mapping.shape[0]
@@ -101,15 +103,13 @@ class CpuBackend:
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
-        out: Tensor | None = None,
     ) -> Tensor:
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
-        if out is None:
-            out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        self._check(layer, query, key, value, out)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self._check(layer, query, key, value)
         call = Call(
             query.data_ptr(),
             key.data_ptr(),
@@ -128,7 +128,7 @@ class CpuBackend:
         self._run(self._kernel, ctypes.byref(call))
         return out
 
-    def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+    def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """What the kernel would read or write out of bounds."""
         if self._metadata is None:
             raise RuntimeError("begin_step must come before forward")
@@ -137,31 +137,7 @@ class CpuBackend:
         shape, expected = query.shape, (self._num_rows, *self._layers[layer].shape[3:])
         if key.shape != expected or value.shape != expected:
             raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {expected}")
-        if shape[0] != expected[0] or shape[2] != expected[2] or shape[1] % expected[1] or out.shape != shape:
-            raise ValueError(f"query {tuple(shape)} or its output does not fit keys {expected}")
-        dtype = self._dtype
-        if not (query.dtype is key.dtype is value.dtype is out.dtype is dtype) or out.stride(2) != 1:
-            raise ValueError(
-                f"query, key, value and out must be of the pool's {dtype}, their rows contiguous"
-            )
-
-
-def _check_metadata(metadata: AttentionMetadata) -> None:
-    """What the kernel would misread."""
-    int32 = [metadata.query_start, metadata.context_len, metadata.block_table]
-    int64 = [metadata.slot_mapping]
-    if metadata.visible is not None:
-        if metadata.tree_start is None or metadata.tree_start.shape != metadata.context_len.shape:
-            raise ValueError("attention metadata: tree_start must have an entry for each sequence")
-        if metadata.visible.shape != metadata.slot_mapping.shape:
-            raise ValueError("attention metadata: visible must have an entry for each row")
-        int64.append(metadata.visible)
-        int32.append(metadata.tree_start)
-    if metadata.first_key is not None:
-        if metadata.first_key.shape != metadata.context_len.shape:
-            raise ValueError("attention metadata: first_key must have an entry for each sequence")
-        int32.append(metadata.first_key)
-    if any(t.dtype is not torch.int32 for t in int32) or any(t.dtype is not torch.int64 for t in int64):
-        raise ValueError("attention metadata: slot_mapping and visible must be int64, the rest int32")
-    if not all(t.is_contiguous() for t in (*int32, *int64)):
-        raise ValueError("attention metadata must be contiguous")
+        if shape[0] != expected[0] or shape[2] != expected[2] or shape[1] % expected[1]:
+            raise ValueError(f"query {tuple(shape)} does not fit keys {expected}")
+        if not query.dtype is key.dtype is value.dtype is self._dtype:
+            raise ValueError(f"query, key and value must be of the pool's {self._dtype}")

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../../../native/parallel.h"
 #include "sight.h"
 
 // A layer's keys and values, the latter `side_stride` elements behind the former.
@@ -18,7 +19,7 @@ struct Pool {
     int64_t block_stride;  // in elements, of every layer
     int64_t num_blocks, block_size;
     int64_t is_bf16;
-    void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null
+    Parallel parallel;  // or null
 
     int64_t block_bytes() const { return block_stride * (is_bf16 ? 2 : 4); }
 };
