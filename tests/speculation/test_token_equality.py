@@ -25,7 +25,7 @@ from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, smal
 from tests.worker.tiny_model import load
 from training.heads.contract import HeadOptions, Target
 from training.heads.eagle import build_eagle3
-from training.heads.medusa import build as build_medusa
+from training.heads.medusa import build_medusa
 
 CHUNK = 128
 LENGTHS = [1, 16, 20, 33, 40, CHUNK + 20]

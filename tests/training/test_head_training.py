@@ -26,7 +26,7 @@ from training.heads.command import head_schedule
 from training.heads.contract import HeadOptions, Target
 from training.heads.evaluation import Continuations, acceptance, continue_greedily
 from training.heads.learner import HeadLearner, hidden_states
-from training.heads.medusa import MedusaTraining, build
+from training.heads.medusa import MedusaTraining, build_medusa
 from training.loop import Schedule, Trainer
 
 LENGTH, BATCH, STEPS = 24, 4, 8
@@ -205,7 +205,7 @@ def plain_loss(head: MedusaTraining, target: Target, token_ids: Tensor, kept: Te
 def test_the_loss_is_that_of_the_places_that_the_target_would_reach(
     target: Target, held_out: Continuations, draft_vocab_size: int | None
 ) -> None:
-    head = build(target, HeadOptions(depth=3, num_layers=2, draft_vocab_size=draft_vocab_size))
+    head = build_medusa(target, HeadOptions(depth=3, num_layers=2, draft_vocab_size=draft_vocab_size))
     for parameter in head.module.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.1)
     token_ids = held_out.token_ids.clone()
@@ -218,7 +218,7 @@ def test_the_loss_is_that_of_the_places_that_the_target_would_reach(
 
 
 def test_untrained_heads_say_what_the_target_says_next(target: Target, held_out: Continuations) -> None:
-    head = build(target, HeadOptions(depth=2))
+    head = build_medusa(target, HeadOptions(depth=2))
     hidden = hidden_states(target, held_out.token_ids, head.hidden_layers)
     places = torch.arange(9, 19)
     drafted = head.draft(held_out.token_ids, hidden, places)
@@ -227,9 +227,9 @@ def test_untrained_heads_say_what_the_target_says_next(target: Target, held_out:
 
 def test_shapes_that_make_no_sense(target: Target) -> None:
     with pytest.raises(ConfigError, match="--depth: at most 16"):
-        build(target, HeadOptions(depth=17))
+        build_medusa(target, HeadOptions(depth=17))
     with pytest.raises(ConfigError, match="--draft-vocab-size: 258 exceeds the model's 257"):
-        build(target, HeadOptions(draft_vocab_size=258))
+        build_medusa(target, HeadOptions(draft_vocab_size=258))
 
 
 @pytest.fixture(scope="module")

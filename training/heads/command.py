@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -19,12 +20,17 @@ from engine.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
 from training.data import Windows, encode, read_texts
 from training.heads import card
-from training.heads.contract import HeadOptions, Target
+from training.heads.contract import HeadOptions, Target, TrainableHead
+from training.heads.eagle import build_eagle3
 from training.heads.evaluation import acceptance, continue_greedily
 from training.heads.learner import HeadLearner
-from training.heads.methods import TrainableMethod, builder
+from training.heads.medusa import build_medusa
 from training.loop import Schedule, Step, Trainer
 
+METHODS: dict[str, Callable[[Target, HeadOptions], TrainableHead]] = {
+    "eagle3": build_eagle3,
+    "medusa": build_medusa,
+}
 HELD_OUT_SHARE = 0.05
 CONTINUED_TOKENS = 96
 _CHECKPOINT = "checkpoint.safetensors"
@@ -36,7 +42,7 @@ _WARM_UP = 0.05
 class TrainOptions:
     """The command's options by their names. `steps` None: once through the data."""
 
-    method: TrainableMethod
+    method: Literal["eagle3", "medusa"]
     model: str
     data: Path
     output: Path
@@ -64,7 +70,7 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     stream, held_out = _streams(options, tokenizer)
     prompts = _prompts(held_out, options)
     target = _target(options, stream)
-    head = builder(options.method)(target, options.head)
+    head = METHODS[options.method](target, options.head)
     windows = Windows(stream, options.length, max(1, options.batch_tokens // options.length), options.seed)
     run = _describe(options, windows, stream)
     checkpoint = options.output / _CHECKPOINT

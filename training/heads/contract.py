@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,12 @@ class Target:
         cap = getattr(self._config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    def frequent_tokens(self, count: int) -> Tensor:
+        """The ids of so many tokens, ascending: int64 [count]. Raises `ConfigError`."""
+        if count > self.vocab_size:
+            raise ConfigError(f"--draft-vocab-size: {count} exceeds the model's {self.vocab_size} tokens")
+        return self.token_counts.topk(count).indices.sort().values.to(self.device)
+
     @property
     def _config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
@@ -75,7 +87,7 @@ class HeadOptions:
     draft_vocab_size: int | None = None
 
 
-class TrainableHead(Protocol):
+class TrainableHead(ABC):
     """Heads in training. The loop owns the optimizer, the data and the checkpoints.
 
     `module` holds, as float32 parameters on the target's device, exactly what is learned: its `state_dict`
@@ -88,12 +100,13 @@ class TrainableHead(Protocol):
     hidden_layers: tuple[int, ...]
     depth: int
 
+    @abstractmethod
     def loss(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """A scalar to minimize. `token_ids` [windows, length], int64; `hidden` [windows, length, captured
         layers * hidden_size], in the target's dtype: those after each token.
         """
-        ...
 
+    @abstractmethod
     def draft(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
         """The chains that would be drafted greedily: int64 [windows, len(places), depth].
 
@@ -101,25 +114,21 @@ class TrainableHead(Protocol):
         entry i is for place p + 2 + i; what comes later in a window must not be looked at. Called without
         gradients; `places` ascend and are below length - 1.
         """
-        ...
 
+    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:  # noqa: B027
+        """For heads that note for serving how good they are: called after the training, before `save`.
+
+        Arguments as for `draft`. The windows go on from `places[0] + 1` with what the target itself says
+        after held-out text.
+        """
+
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write config.json and the tensors in the published format, in the target's dtype."""
-        ...
 
 
-@runtime_checkable
-class Calibrated(Protocol):
-    """Heads that note for serving how good they are."""
-
-    def calibrate(self, token_ids: Tensor, hidden: Tensor, places: Tensor) -> None:
-        """Arguments as for `TrainableHead.draft`, after the training and before `save`. The windows go on
-        from `places[0] + 1` with what the target itself says after held-out text.
-        """
-        ...
-
-
-class BuildHead(Protocol):
-    """A method: makes untrained heads for a target. Raises `ConfigError` that names the option."""
-
-    def __call__(self, target: Target, options: HeadOptions) -> TrainableHead: ...
+def write_head(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

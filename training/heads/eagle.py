@@ -7,18 +7,16 @@ of `depth` tokens is unrolled, with the text's tokens. The head learns the targe
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from protocol.errors import ConfigError
 from speculation.eagle.head import Head, HeadShape
-from training.heads.contract import HeadOptions, Target
+from training.heads.contract import HeadOptions, Target, TrainableHead, write_head
 
 DEFAULT_DEPTH = 4
 DRAFT_VOCABULARY = 32_000
@@ -36,8 +34,6 @@ def build_eagle3(target: Target, options: HeadOptions) -> Eagle3Training:
     if options.num_layers not in (None, 1):
         raise ConfigError(f"--num-layers: an EAGLE-3 head has one, got {options.num_layers}")
     size = options.draft_vocab_size or min(DRAFT_VOCABULARY, target.vocab_size)
-    if size > target.vocab_size:
-        raise ConfigError(f"--draft-vocab-size: {size} exceeds the model's {target.vocab_size} tokens")
     room = target.model.num_parameters() * LARGEST_SHARE
     own_lm_head = size * target.hidden_size <= room / 2
     if own_lm_head:
@@ -89,11 +85,9 @@ def _captured(num_layers: int) -> tuple[int, ...]:
     return 2, num_layers // 2, num_layers - 3
 
 
-class Eagle3Training:
-    """Implements `training.heads.contract.TrainableHead`.
-
-    Place p of a window stands for the drafting that starts when token p + 1 is known, and the hidden states
-    up to token p.
+class Eagle3Training(TrainableHead):
+    """Place p of a window stands for the drafting that starts when token p + 1 is known, and the hidden
+    states up to token p.
     """
 
     def __init__(self, target: Target, shape: HeadShape, depth: int, own_lm_head: bool) -> None:
@@ -104,8 +98,7 @@ class Eagle3Training:
         self._target = target
         self._shape = shape
         self._embedding = target.model.get_input_embeddings()
-        frequent = target.token_counts.topk(shape.draft_vocab_size).indices
-        self.draft_ids = frequent.sort().values.to(target.device)
+        self.draft_ids = target.frequent_tokens(shape.draft_vocab_size)
         rows = target.model.get_output_embeddings().weight.detach()[self.draft_ids] * target.logit_scale
         self._head = Head(shape).to(target.device)
         for projection in (self._head.midlayer.self_attn.o_proj, self._head.midlayer.mlp.down_proj):
@@ -183,7 +176,6 @@ class Eagle3Training:
 
     def save(self, folder: Path) -> None:
         """In the official EAGLE-3 layout."""
-        folder.mkdir(parents=True, exist_ok=True)
         shape, dtype = self._shape, self._target.dtype
         tensors = {name: value.detach().to(dtype) for name, value in self._head.state_dict().items()}
         if self._owns_lm_head:
@@ -193,9 +185,6 @@ class Eagle3Training:
             tensors["d2t"] = self.draft_ids - numbers
             tensors["t2d"] = torch.zeros(self._target.vocab_size, dtype=torch.bool)
             tensors["t2d"][self.draft_ids.cpu()] = True
-        save_file(
-            {name: value.contiguous().cpu() for name, value in tensors.items()}, folder / "model.safetensors"
-        )
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -217,7 +206,7 @@ class Eagle3Training:
             "eagle_aux_hidden_state_layer_ids": list(shape.captured),
             "norm_output": shape.norm_output,
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_head(folder, config, tensors)
 
 
 class _UnrolledAttention:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.heads.contract import Calibrated, Target, TrainableHead
+from training.heads.contract import Target, TrainableHead
 from training.heads.learner import hidden_states
 
 _WINDOWS_AT_ONCE = 16
@@ -58,6 +58,5 @@ def acceptance(head: TrainableHead, target: Target, held_out: Continuations) -> 
         drafted = head.draft(token_ids, hidden, places)
         agreed.append((drafted == token_ids[:, ahead]).cumprod(dim=-1))
         everything.append(hidden)
-    if isinstance(head, Calibrated):
-        head.calibrate(held_out.token_ids, torch.cat(everything), places)
+    head.calibrate(held_out.token_ids, torch.cat(everything), places)
     return torch.cat(agreed).float().mean(dim=(0, 1)).tolist()

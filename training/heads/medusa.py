@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from protocol.errors import ConfigError
-from training.heads.contract import HeadOptions, Target
+from training.heads.contract import HeadOptions, Target, TrainableHead, write_head
 
 DEFAULT_DEPTH = 4
 MAX_DEPTH = 16
 NUM_RANKS = 10
 
 
-def build(target: Target, options: HeadOptions) -> MedusaTraining:
+def build_medusa(target: Target, options: HeadOptions) -> MedusaTraining:
     """Raises `ConfigError` that names the option."""
     depth = options.depth or DEFAULT_DEPTH
     if depth > MAX_DEPTH:
         raise ConfigError(f"--depth: at most {MAX_DEPTH} Medusa heads, got {depth}")
     size = options.draft_vocab_size or target.vocab_size
-    if size > target.vocab_size:
-        raise ConfigError(f"--draft-vocab-size: {size} exceeds the model's {target.vocab_size} tokens")
     return MedusaTraining(target, depth, options.num_layers or 1, size)
 
 
-class MedusaTraining:
-    """Implements `training.heads.contract.TrainableHead`.
-
-    The heads have residual layers of their own and share an LM head that begins as the target's, with the
+class MedusaTraining(TrainableHead):
+    """The heads have residual layers of their own and share an LM head that begins as the target's, with the
     rows of the `draft_vocab_size` most frequent tokens. A head learns the target's whole distribution of its
     token, given the text before that (self-distillation, Cai et al. 2024, section 2.3.2), at the places where
     the tokens between are what the target itself would say: a head does not see them, and only there are its
@@ -44,8 +38,7 @@ class MedusaTraining:
         self.hidden_layers: tuple[int, ...] = (target.num_layers,)
         self._target = target
         self._num_layers = num_layers
-        frequent = target.token_counts.topk(draft_vocab_size).indices
-        self._token_map = frequent.sort().values.to(target.device)
+        self._token_map = target.frequent_tokens(draft_vocab_size)
         lm_head = target.model.get_output_embeddings().weight[self._token_map] * target.logit_scale
         self._heads = ResidualHeads(depth, num_layers, lm_head)
         self.module: nn.Module = self._heads
@@ -85,7 +78,7 @@ class MedusaTraining:
     def save(self, folder: Path) -> None:
         """vLLM's layout with one LM head, which it calls `original_lm_head`. `rank_acceptance` is ours."""
         tensors = {
-            name: parameter.detach().to("cpu", self._target.dtype).contiguous()
+            name: parameter.detach().to(self._target.dtype)
             for name, parameter in self.module.named_parameters()
         }
         config: dict[str, object] = {
@@ -100,14 +93,12 @@ class MedusaTraining:
             "original_lm_head": True,
         }
         if len(self._token_map) < self._target.vocab_size:
-            tensors["token_map"] = self._token_map.cpu()
+            tensors["token_map"] = self._token_map
         if self._rank_acceptance is not None:
             config["rank_acceptance"] = [
                 [round(share, 4) for share in head] for head in self._rank_acceptance.tolist()
             ]
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_head(folder, config, tensors)
 
 
 class ResidualHeads(nn.Module):
