@@ -17,7 +17,7 @@ from engine.draft import Draft
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel, load_model
-from engine.pool_layout import DRAFT, Segment
+from engine.pool_layout import DRAFT
 from engine.rows import SequenceRows
 from engine.sampler import Sampler
 from engine.select_forward import build_runner
@@ -25,7 +25,7 @@ from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
-from speculation.drafter import Computed
+from speculation.drafter import Computed, Drafter
 from speculation.drawing import Chain, Drawing
 from speculation.native_chain import NativeChain
 from speculation.ranking import rank_drafted
@@ -41,9 +41,7 @@ def draft_config(config: ServeConfig, model: str, target: LoadedModel) -> ServeC
     return msgspec.structs.replace(config, model=model, dtype=dtype, revision=None, max_model_len=None)
 
 
-class DraftModel:
-    hidden_layers: tuple[int, ...] = ()
-
+class DraftModel(Drafter):
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         assert options.model is not None
         self._options = options
@@ -54,7 +52,7 @@ class DraftModel:
             reason = str(error).removeprefix("--model: ")
             raise ConfigError(f"--speculative-config: model: {reason}") from error
         self._check(target)
-        self.segment: Segment | None = self._loaded.kv_group.segments[0]
+        self.segment = self._loaded.kv_group.segments[0]
         self._computed: dict[str, int] = {}
         """By request: leading places that have the draft model's KV."""
 
@@ -188,9 +186,6 @@ class DraftModel:
 
     def num_drafted(self, request_id: str) -> int:
         return self._computed.get(request_id, 0)
-
-    def feature(self, request_id: str) -> Tensor | None:
-        return None
 
     def observe(self, computed: Sequence[Computed]) -> None:
         """What was drafted and not accepted holds the KV of other tokens. Prompts that are computed for

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -86,7 +86,7 @@ class Computed:
         )
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes tokens for the sequences of a batch, all at once. For one thread.
 
     `segment` and `hidden_layers` are as in `engine.speculator.Speculator`. It keeps what it knows of a
@@ -94,33 +94,32 @@ class Drafter(Protocol):
     worker, so that whatever it lacks it must be able to make anew from the sequence's tokens, or do without.
     """
 
-    segment: Segment | None
-    hidden_layers: tuple[int, ...]
+    segment: Segment | None = None
+    hidden_layers: tuple[int, ...] = ()
 
-    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:  # noqa: B027
         """The pool exists; `pool.segment("draft")` is the method's own if it has a `segment`."""
-        ...
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> None:  # noqa: B027
         """Compile what is to be compiled."""
-        ...
 
+    @abstractmethod
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         """The sequence has got its blocks; what was known of its KV and features holds no more.
 
         The leading `num_drafted` places hold draft KV. `feature` [captured layers * hidden_size] is the
         hidden state of its last computed token, if that is known.
         """
-        ...
 
     def num_drafted(self, request_id: str) -> int:
         """Leading places of the request's blocks that hold draft KV of committed tokens."""
-        ...
+        return 0
 
     def feature(self, request_id: str) -> Tensor | None:
         """The hidden state of the request's last computed token, for methods that draft from it."""
-        ...
+        return None
 
+    @abstractmethod
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         """A draft for each sequence, of at most `counts[i]` tokens (probes included); None where there is
         none.
@@ -128,12 +127,10 @@ class Drafter(Protocol):
         The counts fall. All sequences are decoding: every token but the last has its KV. Their blocks have
         room for the KV of `counts[i]` tokens more, at the places that follow the last token.
         """
-        ...
 
-    def observe(self, computed: Sequence[Computed]) -> None:
+    def observe(self, computed: Sequence[Computed]) -> None:  # noqa: B027
         """A step is over: prompts' chunks, and what was verified."""
-        ...
 
+    @abstractmethod
     def forget(self, request_id: str) -> None:
         """The request is over. Unknown ids are ignored."""
-        ...

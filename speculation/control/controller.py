@@ -28,7 +28,6 @@ class DraftController:
         """Requests that decode, and that will soon."""
         self._steps_left = 0
         """For which the present plan stands."""
-        self._num_plans = 0
         self._pays: dict[int, bool] = {}
         """Whether typical requests would draft, by the number of bits of how many there are."""
         self.drafts = False
@@ -79,7 +78,6 @@ class DraftController:
         """Set `granted` of all requests that decode in the coming step."""
         self.end_window()
         self._explorer.end_trial()
-        self._num_plans += 1
         groups: dict[Method, list[SpeculatingRequest]] = {}
         most = 0
         for request in requests:
@@ -119,12 +117,9 @@ class DraftController:
         pays = best is not None and best.rate > plain.rate * (1 + settings.min_gain)
         self._pays[size.bit_length()] = pays or self._typical_pays(method, size)
         stands = settings.plain_stands if self._pays[size.bit_length()] else settings.idle_stands
-        chosen: Plan = plain
-        other: Plan | None = plain
+        chosen, other = plain, best if self._shows_something(method, requests) else None
         if pays and best is not None:
-            chosen, stands = best, settings.draft_stands
-        else:
-            other = self._losing(method, requests, step, best)
+            chosen, other, stands = best, plain, settings.draft_stands
         if other is not None:
             price = self._price(method, requests, other, chosen)
             if self._explorer.tries(price, chosen.rate):
@@ -132,32 +127,15 @@ class DraftController:
         self._steps_left = min(self._steps_left, stands)
         for request, granted in zip(requests, chosen.granted, strict=True):
             request.granted = granted
-            if granted:
-                request.last_granted = self._num_plans
         return chosen.step
 
     def _best(self, method: Method, requests: list[SpeculatingRequest], step: StepCost) -> Plan | None:
         shape = self.estimator.methods[method].shape
         return best_plan(shape, self.estimator.draft_cost(method, len(requests)), requests, step)
 
-    def _losing(
-        self, method: Method, requests: list[SpeculatingRequest], step: StepCost, best: Plan | None
-    ) -> Plan | None:
-        """What the next trial drafts where nothing pays: for all requests, or for the one that has not
-        drafted for the longest. Those whose prompts were not read show nothing.
-        """
-        if self.estimator.methods[method].reads_prompts:
-            requests_seen = [request for request in requests if not request.is_blind]
-        else:
-            requests_seen = requests
-        if not self._explorer.tries_one or not requests_seen:
-            return best if requests_seen else None
-        one = min(requests_seen, key=lambda request: request.last_granted)
-        found = self._best(method, [one], step)
-        if found is None:
-            return None
-        granted = [found.granted[0] if request is one else 0 for request in requests]
-        return Plan(granted, found.step, found.rate)
+    def _shows_something(self, method: Method, requests: list[SpeculatingRequest]) -> bool:
+        """Whether anything can be learned from their drafts: not if none of their prompts was read."""
+        return not (self.estimator.methods[method].reads_prompts and all(r.is_blind for r in requests))
 
     def _price(self, method: Method, requests: list[SpeculatingRequest], trial: Plan, instead: Plan) -> float:
         """Seconds that a trial is expected to lose."""

@@ -9,15 +9,12 @@ class Explorer:
     """A budget of seconds, earned as a share of the time and charged with what trials really lost.
 
     A trial is paid in advance, since requests that come or go may leave its steps unmeasured. The budget
-    saves for the next trial only. Trials of the whole batch, which then does the opposite of what seems
-    best, and of one request, where nobody else drafts, take turns.
+    saves for the next trial only. In a trial the batch does the opposite of what seems best.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._share = settings.trial_share
         self._seconds = 0.0
-        self.tries_one = True
-        """Whether the next trial is of one request."""
         self._rate = 0.0
         """Of the trial that runs: the tokens a second that were given up for it."""
         self._paid = 0.0
@@ -43,7 +40,6 @@ class Explorer:
             return False
         self._seconds -= price
         self._rate, self._paid = rate, price
-        self.tries_one = not self.tries_one
         return True
 
     def buys(self, seconds: float) -> bool:

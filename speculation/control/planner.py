@@ -33,7 +33,7 @@ class SpeculatingRequest:
 
     `place` is its number of tokens, `unread` those that the drafter must read before it drafts; `is_blind`:
     its prompt was not read, and can't be any more. It drafts `granted` tokens in each step of the present
-    plan; `last_granted` is the latest plan by which it drafted.
+    plan.
     """
 
     method: Method | None
@@ -44,7 +44,6 @@ class SpeculatingRequest:
     unread: int = 0
     is_blind: bool = False
     granted: int = 0
-    last_granted: int = 0
 
 
 @dataclass(slots=True)

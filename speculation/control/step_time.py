@@ -74,11 +74,6 @@ class TargetTime:
         self._logs[size] += stride * np.maximum(own, others)
         self._seen[size] = seen + weight * near
 
-    def num_seen(self, num_sequences: int, rows: float) -> float:
-        """Windows of about this kind."""
-        seen = self._seen.get(num_sequences.bit_length())
-        return 0.0 if seen is None else float(np.interp(_width(num_sequences, rows), _WIDTHS, seen))
-
     def knots(self) -> tuple[list[int], list[float]]:
         """Powers of two of rows, and the seconds of one request's step. May be called from any thread."""
         rows = [1 << power for power in range((len(self._curve) - 1).bit_length())]

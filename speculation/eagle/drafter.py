@@ -25,7 +25,7 @@ from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.drafter import Computed, HiddenRows
+from speculation.drafter import Computed, Drafter, HiddenRows
 from speculation.drawing import Chain, Drawing
 from speculation.eagle.native import NativeHead
 from speculation.eagle.select import build_runner
@@ -61,17 +61,15 @@ class Known:
         return self.first > 1 and self.end - self.first < _SIGHT
 
 
-class EagleDrafter:
-    """Implements `speculation.drafter.Drafter`."""
-
+class EagleDrafter(Drafter):
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         assert options.model is not None
         self._options = options
         self._config = config
         self._loaded = load_head(options.model, target)
         shape = self._loaded.head.shape
-        self.segment: Segment | None = Segment(1, shape.num_kv_heads, shape.head_dim, target.dtype)
-        self.hidden_layers: tuple[int, ...] = shape.captured
+        self.segment = Segment(1, shape.num_kv_heads, shape.head_dim, target.dtype)
+        self.hidden_layers = shape.captured
         self._combine = self._loaded.head.combine
         self._known: dict[str, Known] = {}
 

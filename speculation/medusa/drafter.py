@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from engine.draft import Draft
-from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.pool_layout import Segment
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
-from speculation.drafter import Computed, HiddenRows
+from speculation.drafter import Computed, Drafter, HiddenRows
 from speculation.drawing import Chain, Drawing
 from speculation.medusa.heads import MedusaHeads
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
@@ -22,7 +20,7 @@ from speculation.medusa.weights import read_heads
 from speculation.ranking import rank
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Head i proposes the i-th token after the sequence's last one, which has not been run yet: what the
     heads read is the target's final hidden state of the token before.
 
@@ -31,13 +29,11 @@ class MedusaDrafter:
     the target will draw with.
     """
 
-    segment: Segment | None = None
-
     def __init__(self, options: SpeculativeConfig, target: LoadedModel) -> None:
         assert options.model is not None
         hidden_size = target.model.config.get_text_config(decoder=True).hidden_size
         weights = read_heads(options.model, hidden_size, target.vocab_size)
-        self.hidden_layers: tuple[int, ...] = (len(target.kv_group.layers),)
+        self.hidden_layers = (len(target.kv_group.layers),)
         self._heads = MedusaHeads(weights, target)
         self._sampler = Sampler(target.vocab_size, target.device, target.eos_token_ids)
         self._drawing = Drawing(self._sampler, options.verification)
@@ -49,21 +45,12 @@ class MedusaDrafter:
         self._features: dict[str, tuple[int, HiddenRows]] = {}
         """By request: the newest hidden state, and its token's place."""
 
-    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
-        pass
-
-    def warm_up(self) -> None:
-        pass
-
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         """Without a feature nothing is drafted until the sequence's next step is over."""
         self._features.pop(sequence.request_id, None)
         if feature is not None:
             known = HiddenRows(feature.unsqueeze(0), range(1))
             self._features[sequence.request_id] = sequence.num_computed - 1, known
-
-    def num_drafted(self, request_id: str) -> int:
-        return 0
 
     def feature(self, request_id: str) -> Tensor | None:
         known = self._features.get(request_id)

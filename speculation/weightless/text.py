@@ -8,11 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from engine.kv_pool import KVPool
-from engine.loader import LoadedModel
-from engine.pool_layout import Segment
 from engine.sequence import SequenceState
-from speculation.drafter import Computed
+from speculation.drafter import Drafter
 
 
 class Text:
@@ -68,32 +65,14 @@ class Batch(ctypes.Structure):
         return [self._drafts[start : start + count] for start, count in zip(starts, self._found, strict=True)]
 
 
-class TextDrafter:
+class TextDrafter(Drafter):
     """A `Drafter` without KV and hidden states, that knows its requests' texts."""
-
-    segment: Segment | None = None
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self._texts: dict[str, Text] = {}
 
-    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
-        """It needs neither."""
-
-    def warm_up(self) -> None:
-        """What there is to compile was compiled when the method was chosen."""
-
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         self._text(sequence)
-
-    def num_drafted(self, request_id: str) -> int:
-        return 0
-
-    def feature(self, request_id: str) -> Tensor | None:
-        return None
-
-    def observe(self, computed: Sequence[Computed]) -> None:
-        """What was committed is read when a draft is wanted."""
 
     def forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculation.weightless.text import Text, TextDrafter
+from protocol.speculation import SpeculativeConfig
+from speculation.weightless.ngram import NgramDrafter
+from speculation.weightless.text import Text
 from tests.speculation.decoding import decoding
 
 
@@ -58,11 +60,11 @@ def test_a_cut_sequence_is_read_again() -> None:
 
 
 def test_an_id_that_comes_back_is_another_text() -> None:
-    class Drafter(TextDrafter):
+    class Drafter(NgramDrafter):
         def tokens(self, *args: object, **fields: object) -> list[int]:
             return self._updated(decoding(*args, **fields)).tokens.tolist()  # type: ignore[arg-type]
 
-    drafter = Drafter()
+    drafter = Drafter(SpeculativeConfig(method="ngram"))
     assert drafter.tokens([1, 2, 3, 4], request_id="a") == [1, 2, 3, 4]
     assert drafter.tokens([1, 2, 9, 4, 5], request_id="a") == [1, 2, 9, 4, 5]
     assert drafter.tokens([8], request_id="b") == [8]
