@@ -51,8 +51,8 @@ class DecodeLoop(WorkerLoop):
         self.requests: RequestTable[DecodeRequest] = RequestTable()
         self._queue: list[DecodeRequest] = []
         """Those in stage QUEUED, oldest first. Nobody overtakes, so that long prompts get their turn."""
-        self._blocks_at_last_try = -1
-        """How many blocks were available when the head of the queue last found too few."""
+        self._available_at_last_try: tuple[int, ...] = ()
+        """Blocks that were available when the head of the queue last found too few."""
         self._unstepped: dict[str, DecodeRequest] = {}
         """Those that were handed over and have yet to see their first step."""
 
@@ -157,7 +157,7 @@ class DecodeLoop(WorkerLoop):
 
     def _serve_queue(self) -> None:
         """Reserve for those who wait, if blocks became available since the last try."""
-        while self._queue and self.engine.blocks.num_available != self._blocks_at_last_try:
+        while self._queue and self.engine.blocks.available != self._available_at_last_try:
             self._try_reserve(self._queue[0])
 
     def _try_reserve(self, request: DecodeRequest) -> None:
@@ -169,18 +169,18 @@ class DecodeLoop(WorkerLoop):
             self._refuse(request.identity, request.request_id, "invalid", str(error))
             return
         if reservation is None:
-            self._blocks_at_last_try = self.engine.blocks.num_available
+            self._available_at_last_try = self.engine.blocks.available
             return
         self._queue.remove(request)
-        self._blocks_at_last_try = -1
+        self._available_at_last_try = ()
         request.reservation = reservation
         request.enter(Stage.RESERVED)
         self.requests.grant_lease(request, secrets.token_hex(8))
         if request.num_expected > 0:
             self.receiver.open(
                 request.held_lease,
-                reservation.block_ids,
-                first_block=reservation.cached_blocks,
+                reservation.holdings.blocks[0],
+                first_block=reservation.covered // self.config.block_size,
                 num_tokens=request.num_tokens,
             )
         now = time.monotonic()
@@ -195,8 +195,8 @@ class DecodeLoop(WorkerLoop):
             lease_id=request.held_lease,
             incarnation=self.parts.incarnation,
             block_size=self.config.block_size,
-            block_ids=request.granted.block_ids,
-            cached_blocks=request.granted.cached_blocks,
+            extents=request.granted.holdings.extents(),
+            covered=request.granted.covered,
             num_running=self.engine.num_running,
         )
 
@@ -271,6 +271,7 @@ class DecodeLoop(WorkerLoop):
         self.engine.activate(
             request.granted,
             request.manifest.first_token,
+            request.manifest.state_position,
             shareable=request.came_as_expected,
             draft=request.manifest.draft,
         )
@@ -311,7 +312,7 @@ class DecodeLoop(WorkerLoop):
         match request.stage:
             case Stage.QUEUED:
                 self._queue.remove(request)
-                self._blocks_at_last_try = -1
+                self._available_at_last_try = ()
                 request.enter(Stage.ENDED)
             case Stage.RUNNING:
                 self._unstepped.pop(request.request_id, None)
@@ -326,7 +327,7 @@ class DecodeLoop(WorkerLoop):
 
     def _free(self, request: DecodeRequest) -> None:
         self.requests.drop_lease(request)
-        self.engine.blocks.free(request.granted.table)
+        request.granted.holdings.free()
         request.enter(Stage.ENDED)
 
     def _fail_handoff(self, request: DecodeRequest, reason: str, field: str | None = None) -> None:

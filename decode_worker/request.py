@@ -92,11 +92,9 @@ class DecodeRequest(StagedRequest[Stage]):
 
     @property
     def num_expected(self) -> int:
-        """Blocks, of the prefill worker's size, that hold some of the tokens that are not cached here."""
+        """Blocks of each arena, of the prefill worker's size, that hold tokens that this one lacks."""
         size = self.message.segments[0].shape[2]
-        blocks = self.granted
-        first_token = blocks.cached_blocks * blocks.block_size
-        return max(0, -(-self.num_tokens // size) - first_token // size)
+        return max(0, -(-self.num_tokens // size) - self.granted.covered // size)
 
     def renew(self, now: float) -> None:
         """The prefill worker made progress."""
@@ -122,7 +120,7 @@ class DecodeRequest(StagedRequest[Stage]):
 
     def expected_manifest(self, manifest: HandoffManifest, incarnation: str) -> HandoffManifest:
         """What the manifest must equal. Its `first_token`, `draft` and `reserve_s` are free."""
-        message, blocks, token_ids = self.message, self.granted, self.token_ids
+        message, token_ids = self.message, self.token_ids
         return HandoffManifest(
             request_id=self.request_id,
             lease_id=self.lease_id or "",
@@ -132,7 +130,8 @@ class DecodeRequest(StagedRequest[Stage]):
             num_tokens=self.num_tokens,
             token_ids_digest=token_ids_digest(token_ids),
             segments=message.segments,
-            block_ids=blocks.block_ids,
+            state_position=self.num_tokens,
+            extents=self.granted.holdings.extents(),
             pushed_blocks=self.num_expected,
             first_token=manifest.first_token,
             first_token_position=self.num_tokens,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.select import select_backend
-from engine.block_manager import BlockManager, OutOfBlocksError
+from engine.block_manager import BlockManager
 from engine.check import check_request
 from engine.draft import Outcome, Verdict
 from engine.kv_pool import Allocate, KVPool, pool_blocks
@@ -22,7 +22,7 @@ from engine.loader import LoadedModel, load_model
 from engine.outputs import Kept, keep_tokens, token_output
 from engine.packing import PackedStep, pack
 from engine.pool_layout import DRAFT, TARGET, Group, PoolLayout
-from engine.prefix import PrefixRoom, find_room, keep
+from engine.prefix import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
 from engine.sampler import Sampler
@@ -33,7 +33,7 @@ from engine.speculator import Speculator
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
-from protocol.handoff import REBUILD, DraftState
+from protocol.handoff import REBUILD, DraftState, Extent
 from protocol.messages import (
     EngineRequest,
     ErrorKind,
@@ -81,9 +81,8 @@ class Engine:
         num_blocks = pool_blocks(config, layout, loaded.device, loaded.max_model_len)
         self.pool = KVPool(layout, num_blocks, loaded.device, allocate)
         self.tiers = build_tiers(config, self.pool, loaded.model, self._fetched)
-        self.blocks = BlockManager(
-            num_blocks, config.block_size, config.enable_prefix_caching, lower=self.tiers
-        )
+        lower = [self.tiers] if self.tiers is not None else []
+        self.blocks = BlockManager(self.pool, config.enable_prefix_caching, lower)
         backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena)
         self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
@@ -94,7 +93,6 @@ class Engine:
             kv_format=self.kv_format,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=_token_budget(config, loaded.device),
-            copy_blocks=self.pool.copy_blocks,
             fetcher=self.tiers,
         )
         self._sequences: dict[str, SequenceState] = {}
@@ -104,7 +102,7 @@ class Engine:
         loaded_s = time.monotonic() - started
         warm_up_s = self._runner.warm_up()
         if self._speculator is not None:
-            self._speculator.attach(loaded, self.pool, self.blocks, self._sampler)
+            self._speculator.attach(loaded, self.pool, self._sampler)
             with ProfilingRun(self.blocks, self._runner, loaded.max_model_len) as profiling:
                 self._speculator.warm_up(profiling)
         self.start_up = {
@@ -143,23 +141,19 @@ class Engine:
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         root = self._scheduler.root(request.cache_salt, foreign_format)
-        table, covered = self.blocks.start(token_ids, root, compute_last=False)
-        try:
-            self.blocks.grow(table, len(token_ids), len(token_ids))
-        except OutOfBlocksError:
-            self.blocks.free(table)
+        reserved = self.blocks.reserve(token_ids, root)
+        if reserved is None:
             return None
-        covered = self.blocks.fill(table, covered, len(token_ids))
         if self.tiers is not None:
             self.tiers.finish()
+        holdings, covered = reserved
         self._scheduler.prefix_query_tokens += len(token_ids)
         self._scheduler.prefix_hit_tokens += covered
-        block_size = self.config.block_size
-        return Reservation(request, table, block_size, covered // block_size, time.monotonic())
+        return Reservation(request, holdings, covered, time.monotonic())
 
     def room_for_prefix(self, request: EngineRequest) -> PrefixRoom | None:
         """Blocks to bring what the request's prefix cache lacks from elsewhere, before `add`; None if that
-        is of no use. It ends with `keep_prefix` or `blocks.free`. Raises `InvalidRequestError`.
+        is of no use. Raises `InvalidRequestError`.
         """
         self._check(request)
         if not self.blocks.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
@@ -170,19 +164,17 @@ class Engine:
             self.tiers.finish()
         return room
 
-    def keep_prefix(self, room: PrefixRoom, num_received: int) -> None:
-        """The leading `num_received` of the wanted blocks have come; they go to the prefix cache."""
-        keep(self.blocks, room, num_received)
-
     def activate(
         self,
         reservation: Reservation,
         first_token: int,
+        num_computed: int,
         *,
         shareable: bool = True,
         draft: DraftState = REBUILD,
     ) -> None:
-        """Decode a request whose blocks are filled; `first_token`, already streamed, follows its prompt.
+        """Decode a request whose prompt is computed up to position `num_computed`, the rest of it here;
+        `first_token`, already streamed, follows it.
 
         Blocks that hold something else than the reservation said are not `shareable`. `draft` is what came of
         the drafter's state.
@@ -190,12 +182,12 @@ class Engine:
         request = reservation.request
         sequence = SequenceState(request, next(self._order), arrival=reservation.since)
         self._sequences[request.request_id] = sequence
-        sequence.table = reservation.table
-        sequence.table.shareable = shareable
-        sequence.num_computed = len(sequence.token_ids)
-        sequence.num_cached = reservation.cached_blocks * reservation.block_size
+        sequence.holdings = reservation.holdings
+        sequence.holdings.shareable = shareable
+        sequence.num_computed = num_computed
+        sequence.num_cached = reservation.covered
         sequence.handed_over = True
-        self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
+        sequence.holdings.publish(sequence.token_ids, num_computed)
         sequence.append(first_token)
         if self._speculator is not None:
             self._speculator.begin(sequence, draft)
@@ -263,16 +255,13 @@ class Engine:
             self._speculator.finish(step, hidden)
         return result
 
-    def computed_blocks(self, request_id: str) -> int:
-        """Blocks of a prefill whose KV is final: full ones, and the partial last one at the prompt's end."""
+    def computed(self, request_id: str, first: int = 0) -> list[Extent]:
+        """Of a prefill, the blocks of each arena from `first` on whose KV is final: full ones, and at the
+        prompt's end the partial last one.
+        """
         sequence = self._sequences[request_id]
-        if sequence.stage is Stage.HELD:
-            return -(-sequence.num_computed // self.config.block_size)
-        return sequence.num_computed // self.config.block_size
-
-    def block_ids(self, request_id: str) -> list[int]:
-        table = self._sequences[request_id].table
-        return list(table.block_ids) if table is not None else []
+        partial = self.config.block_size - 1 if sequence.stage is Stage.HELD else 0
+        return sequence.held.extents(first, (sequence.num_computed + partial) // self.config.block_size)
 
     def stats(self) -> EngineStats:
         """A snapshot of the load; may be called from any thread."""
@@ -371,21 +360,18 @@ class Engine:
         start, draft, sequence.draft = sequence.num_computed, sequence.draft, None
         first_drafted = start + count
         num_rows = count + (len(draft.token_ids) if draft is not None else 0)
-        assert sequence.table is not None
         kept = Kept()
-        num_accepted = 0
+        accepted: list[int] = []
         if verdict is not None and not verdict.failed:
-            if draft is not None and draft.parents is not None:
-                self.pool.move_tokens(sequence.table.block_ids, first_drafted, verdict.accepted)
             kept = keep_tokens(sequence, verdict.token_ids, self._eos)
-            num_accepted = min(len(kept.token_ids), len(verdict.accepted))
-        sequence.num_computed = first_drafted + num_accepted
-        outcome = Outcome(start, count + num_accepted, num_rows, num_accepted, draft, verdict)
+            accepted = verdict.accepted[: len(kept.token_ids)]
+        sequence.num_computed = first_drafted + len(accepted)
+        outcome = Outcome(start, count + len(accepted), num_rows, len(accepted), draft, verdict)
         step.outcomes.append(outcome)
         if verdict is not None and verdict.failed:
             reason = "no token has a finite score (every token forbidden, or the model computed NaN)"
             return self._fail(sequence, "internal", reason)
-        self.blocks.publish(sequence.table, sequence.token_ids, sequence.num_computed)
+        sequence.held.commit(first_drafted, accepted, sequence.token_ids)
         if verdict is None:
             return None
         output = token_output(sequence, kept, outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
@@ -23,40 +23,44 @@ Allocate = Callable[[int], memoryview]
 
 
 class KVPool:
-    """A block is its segments one after the other, so all of it is one extent.
+    """A block is the segments of its arena one after the other, so all of it is one extent.
 
-    `blocks` are the bytes, uint8 [num_blocks, block_bytes]. A segment is [num_blocks, num_layers, num_planes,
-    block_size, num_kv_heads, head_dim], contiguous in each block.
+    `arenas` are the bytes, each uint8 [num_blocks, bytes of a block]. A segment is [num_blocks, num_layers,
+    num_planes, block_size, num_kv_heads, head_dim], contiguous in each block.
     """
 
     def __init__(
         self, layout: PoolLayout, num_blocks: int, device: torch.device, allocate: Allocate | None
     ) -> None:
-        self.num_blocks = num_blocks
         self.block_size = layout.block_size
-        self.block_bytes = layout.block_bytes
-        nbytes = num_blocks * self.block_bytes
-        if allocate is not None and device.type == "cpu":
-            memory = torch.frombuffer(allocate(nbytes), dtype=torch.uint8)
-        else:
-            memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self.blocks = memory.view(num_blocks, self.block_bytes)
         self.segments = layout.describe()
         self.groups = {group.name: group for group in layout.groups}
-        self._segments: dict[str, Tensor] = {}
-        start = 0
-        for name, segment in layout.segments().items():
-            end = start + segment.block_bytes(layout.block_size)
-            values = self.blocks[:, start:end].view(segment.dtype)
-            self._segments[name] = values.unflatten(1, segment.block_shape(layout.block_size))
-            start = end
+        self.arenas: list[Tensor] = []
+        self._segments: list[dict[str, Tensor]] = []
+        for segments in layout.arenas():
+            nbytes = [segment.block_bytes(layout.block_size) for segment in segments.values()]
+            total = num_blocks * sum(nbytes)
+            if allocate is not None and device.type == "cpu":
+                memory = torch.frombuffer(allocate(total), dtype=torch.uint8)
+            else:
+                memory = torch.zeros(total, dtype=torch.uint8, device=device)
+            blocks = memory.view(num_blocks, sum(nbytes))
+            self.arenas.append(blocks)
+            views = {}
+            for (name, segment), raw in zip(segments.items(), blocks.split(nbytes, dim=1), strict=True):
+                views[name] = raw.view(segment.dtype).unflatten(1, segment.block_shape(layout.block_size))
+            self._segments.append(views)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return sum(blocks.nbytes for blocks in self.arenas)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.arenas[0].is_cuda
 
     def segment(self, name: str) -> Tensor:
-        return self._segments[name]
+        return next(views[name] for views in self._segments if name in views)
 
     def layers(self, group: str) -> list[Tensor]:
         """The view of each of the group's layers: [num_blocks, num_planes, block_size, num_kv_heads,
@@ -65,30 +69,29 @@ class KVPool:
         of = self.groups[group]
         return [self.segment(of.segment_name(place.segment))[:, place.index] for place in of.layers]
 
-    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy whole blocks, source to target, within the pool."""
-        for source, target in copies:
-            self.blocks[target].copy_(self.blocks[source])
+    def copy_block(self, arena: int, source: int, target: int) -> None:
+        self.arenas[arena][target].copy_(self.arenas[arena][source])
 
-    def move_tokens(self, block_ids: Sequence[int], first: int, places: Sequence[int]) -> None:
-        """Of one sequence: move the KV at place `first + places[i]` to `first + i`."""
-        if all(place == i for i, place in enumerate(places)):
-            return
-        sources, source_offsets = self._slots(block_ids, [first + place for place in places])
-        targets, target_offsets = self._slots(block_ids, range(first, first + len(places)))
-        for values in self._segments.values():
-            values[targets, :, :, target_offsets] = values[sources, :, :, source_offsets]
+    def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
+        """As `BlockMemory.move_tokens`."""
+        for block_ids, segments in zip(tables, self._segments, strict=True):
+            sources, source_offsets = self._slots(block_ids, [first + place for place in places])
+            targets, target_offsets = self._slots(block_ids, range(first, first + len(places)))
+            for values in segments.values():
+                values[targets, :, :, target_offsets] = values[sources, :, :, source_offsets]
 
     def _slots(self, block_ids: Sequence[int], places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The places' blocks, and their offsets in these."""
-        size, device = self.block_size, self.blocks.device
+        size, device = self.block_size, self.arenas[0].device
         blocks = [block_ids[place // size] for place in places]
         offsets = [place % size for place in places]
         return torch.tensor(blocks, device=device), torch.tensor(offsets, device=device)
 
 
 def pool_blocks(config: ServeConfig, layout: PoolLayout, device: torch.device, max_model_len: int) -> int:
-    """How many blocks fit. Raises `ConfigError` when not even one sequence of `max_model_len` does."""
+    """How many blocks fit in each arena. Raises `ConfigError` when not even one sequence of `max_model_len`
+    does.
+    """
     nbytes = layout.block_bytes
     # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
     per_sequence = math.ceil(max_model_len / config.block_size) + 1

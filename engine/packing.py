@@ -31,7 +31,6 @@ def pack(step: ScheduledStep) -> PackedStep:
     prompt_rows: list[int] = []
     row = 0
     for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
-        assert sequence.table is not None
         start = sequence.num_computed
         token_ids, masks = sequence.token_ids[start : start + count], None
         if count == sequence.num_uncomputed:
@@ -43,7 +42,7 @@ def pack(step: ScheduledStep) -> PackedStep:
         if sequence.wants_prompt_logprobs:
             packed.prompts.append((sequence, count))
             prompt_rows.extend(range(row, row + count))
-        packed.batch.append(SequenceRows(token_ids, start, [sequence.table.block_ids], masks))
+        packed.batch.append(SequenceRows(token_ids, start, sequence.held.blocks, masks))
         row += len(token_ids)
     packed.num_sampled_rows = len(packed.logit_rows)
     packed.logit_rows += prompt_rows

@@ -1,7 +1,7 @@
 """What lies in a block of the pool: groups of layers, their segments, and each layer's place in these.
 
-A block holds `block_size` tokens of all groups. Every group has all of its segments in the same blocks, one
-after the other.
+The pool has one or more arenas, each of blocks of one size. A block holds `block_size` tokens of all groups
+of its arena: their segments, one after the other.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class LayerPlace:
 
 @dataclass(frozen=True)
 class Group:
-    """The KV of one model. Layers that share their KV have the same place. Groups of one arena share its
-    blocks."""
+    """The KV of one model, in one arena. Layers that share their KV have the same place."""
 
     name: str
     segments: tuple[Segment, ...]
@@ -81,19 +80,22 @@ class PoolLayout:
 
     @property
     def block_bytes(self) -> int:
+        """Of one block of each arena."""
         return sum(segment.block_bytes(self.block_size) for g in self.groups for segment in g.segments)
 
-    def segments(self) -> dict[str, Segment]:
-        """By name, in the order in which they lie in a block."""
-        return {
-            group.segment_name(index): segment
-            for group in self.groups
-            for index, segment in enumerate(group.segments)
-        }
+    def arenas(self) -> list[dict[str, Segment]]:
+        """Each arena's segments by name, in the order in which they lie in a block."""
+        arenas: list[dict[str, Segment]] = [{} for _ in range(1 + max(g.arena for g in self.groups))]
+        for group in self.groups:
+            for index, segment in enumerate(group.segments):
+                arenas[group.arena][group.segment_name(index)] = segment
+        return arenas
 
     def describe(self) -> list[SegmentInfo]:
         """For peers."""
+        size = self.block_size
         return [
-            SegmentInfo(name=name, dtype=segment.dtype_name, shape=segment.block_shape(self.block_size))
-            for name, segment in self.segments().items()
+            SegmentInfo(name=name, dtype=segment.dtype_name, shape=segment.block_shape(size), arena=arena)
+            for arena, segments in enumerate(self.arenas())
+            for name, segment in segments.items()
         ]

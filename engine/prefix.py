@@ -5,21 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
+from engine.block_manager import BlockManager, Holdings
 from protocol.ids import BlockIdentity, block_identities
 
 
 @dataclass(eq=False)
 class PrefixRoom:
-    """Blocks for a prompt's prefix. The first `num_cached` are filled, `wanted` names the others.
+    """Room for a prompt's prefix. What lies before `covered` is there, `wanted` names the blocks after it.
 
-    It ends with `keep`, or when its `table` is freed.
+    It ends with `keep`, or when its `holdings` are freed.
     """
 
     token_ids: list[int]
-    table: BlockTable
-    num_cached: int
+    holdings: Holdings
+    covered: int
     wanted: list[BlockIdentity]
+
+    def keep(self, num_tokens: int) -> None:
+        """The tokens before `num_tokens` have come and go to the prefix cache; the other blocks are free
+        again.
+        """
+        self.holdings.publish(self.token_ids, num_tokens)
+        self.holdings.free()
 
 
 def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -> PrefixRoom | None:
@@ -27,24 +34,14 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
 
     The block of the last token is left out: that token is computed in any case, for its logits.
     """
-    num_full = (len(token_ids) - 1) // blocks.block_size
-    num_tokens = num_full * blocks.block_size
-    table, covered = blocks.start(token_ids[:num_tokens], root, compute_last=False)
-    try:
-        blocks.grow(table, num_tokens, num_tokens)
-    except OutOfBlocksError:
-        blocks.free(table)
+    size = blocks.block_size
+    shared = token_ids[: (len(token_ids) - 1) // size * size]
+    reserved = blocks.reserve(shared, root)
+    if reserved is None:
         return None
-    num_cached = blocks.fill(table, covered, num_tokens) // blocks.block_size
-    if num_cached == num_full:
-        blocks.free(table)
+    holdings, covered = reserved
+    if covered == len(shared):
+        holdings.free()
         return None
-    identities = block_identities(root, token_ids[:num_tokens], blocks.block_size)
-    return PrefixRoom(token_ids, table, num_cached, list(islice(identities, num_cached, None)))
-
-
-def keep(blocks: BlockManager, room: PrefixRoom, num_received: int) -> None:
-    """Publish the leading `num_received` of the wanted blocks; the others are free again."""
-    num_tokens = (room.num_cached + num_received) * blocks.block_size
-    blocks.publish(room.table, room.token_ids, num_tokens)
-    blocks.free(room.table)
+    wanted = islice(block_identities(root, shared, size), covered // size, None)
+    return PrefixRoom(shared, holdings, covered, list(wanted))

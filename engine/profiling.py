@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from engine.block_manager import BlockManager, OutOfBlocksError
+from engine.arena import OutOfBlocksError
+from engine.block_manager import BlockManager
 from engine.packing import pack
 from engine.runner import ForwardOutput, Runner
 from engine.scheduler import ScheduledStep
@@ -44,10 +45,10 @@ class ProfilingRun:
             return None
         for index in range(count):
             sequence = _made_up(index, num_tokens)
-            sequence.table, _ = self._blocks.start([], root=b"")
+            sequence.holdings, _ = self._blocks.start([], root=b"")
             self._sequences.append(sequence)
             try:
-                self._blocks.grow(sequence.table, 0, num_tokens + room)
+                sequence.held.grow(0, num_tokens + room)
             except OutOfBlocksError:
                 self.free()
                 return None
@@ -60,8 +61,7 @@ class ProfilingRun:
 
     def free(self) -> None:
         for sequence in reversed(self._sequences):
-            assert sequence.table is not None
-            self._blocks.free(sequence.table)
+            sequence.held.free()
         self._sequences = []
 
 

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.block_manager import BlockTable
+from engine.block_manager import Holdings
 from protocol.messages import EngineRequest, TokenOutput
 
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Blocks for a prompt that another worker computes. The first `cached_blocks` are filled already.
+    """Room for a prompt that another worker computes. The tokens before `covered` are there already.
 
-    Whoever reserved them owns them, until `Engine.activate` or until it frees the `table`. The request's time
+    Whoever reserved it owns it, until `Engine.activate` or until it frees the `holdings`. The request's time
     limit counts from `since` (monotonic seconds).
     """
 
     request: EngineRequest
-    table: BlockTable
-    block_size: int
-    cached_blocks: int
+    holdings: Holdings
+    covered: int
     since: float
-
-    @property
-    def block_ids(self) -> list[int]:
-        return self.table.block_ids
 
 
 @dataclass

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from engine.block_manager import BlockCopy, BlockManager, OutOfBlocksError
+from engine.arena import OutOfBlocksError
+from engine.block_manager import BlockManager
 from engine.draft import Outcome
 from engine.sequence import SequenceState, Stage
 from engine.tiers.interface import Fetcher
@@ -57,7 +57,6 @@ class Scheduler:
         kv_format: str,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        copy_blocks: Callable[[Iterable[BlockCopy]], None],
         fetcher: Fetcher | None = None,
     ) -> None:
         self.blocks = blocks
@@ -69,10 +68,9 @@ class Scheduler:
         self._model = model
         self._kv_format = kv_format
         self._roots: dict[str, BlockIdentity] = {}
-        self._blocked: tuple[int, int] | None = None
+        self._blocked: tuple[int, tuple[int, ...]] | None = None
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._copy_blocks = copy_blocks
         self._fetcher = fetcher
 
     def root(self, cache_salt: str, foreign_format: str = "") -> BlockIdentity:
@@ -106,9 +104,9 @@ class Scheduler:
         self.free(sequence)
 
     def free(self, sequence: SequenceState) -> None:
-        if sequence.table is not None:
-            self.blocks.free(sequence.table)
-            sequence.table = None
+        if sequence.holdings is not None:
+            sequence.holdings.free()
+            sequence.holdings = None
 
     @property
     def num_active(self) -> int:
@@ -195,20 +193,19 @@ class Scheduler:
 
     def _admit(self, sequence: SequenceState, budget: int, step: ScheduledStep) -> int:
         """Take a waiting sequence up if all of it fits; returns its tokens in this step."""
-        if self._blocked == (sequence.order, self.blocks.num_available):
+        if self._blocked == (sequence.order, self.blocks.available):
             return 0
-        self._start(sequence)
-        assert sequence.table is not None
-        needed = self.blocks.blocks_needed(sequence.table, sequence.num_computed, len(sequence.token_ids))
+        num_tokens = len(sequence.token_ids)
+        # A cached prompt has no logits, so one that wants log-probabilities shares nothing.
+        shared = sequence.token_ids[:1] if sequence.wants_prompt_logprobs else sequence.token_ids
+        held, covered = self.blocks.start(shared, self.root(sequence.request.cache_salt))
         # A spare block for each running sequence keeps a newcomer from being preempted at once.
-        if needed + len(self.running) > self.blocks.num_available:
-            self.free(sequence)
-            sequence.num_computed = 0
-            self._blocked = (sequence.order, self.blocks.num_available)
+        if not held.fits(covered, num_tokens, spare=len(self.running)):
+            held.free()
+            self._blocked = (sequence.order, self.blocks.available)
             return 0
-        self._grow(sequence, len(sequence.token_ids))
-        limit = len(sequence.token_ids) - 1
-        sequence.num_computed = self.blocks.fill(sequence.table, sequence.num_computed, limit)
+        held.grow(covered, num_tokens)
+        sequence.holdings, sequence.num_computed = held, held.fill(covered, num_tokens - 1)
         self.waiting.remove(sequence)
         self.add_running(sequence)
         step.admitted.append(sequence)
@@ -222,21 +219,12 @@ class Scheduler:
         self._append(sequence, count, step)
         return count
 
-    def _start(self, sequence: SequenceState) -> None:
-        # A cached prompt has no logits, so one that wants log-probabilities shares nothing.
-        token_ids = sequence.token_ids[:1] if sequence.wants_prompt_logprobs else sequence.token_ids
-        sequence.table, sequence.num_computed = self.blocks.start(
-            token_ids, self.root(sequence.request.cache_salt)
-        )
-
-    def _grow(self, sequence: SequenceState, num_tokens: int) -> bool:
-        assert sequence.table is not None
+    @staticmethod
+    def _grow(sequence: SequenceState, num_tokens: int) -> bool:
         try:
-            copies = self.blocks.grow(sequence.table, sequence.num_computed, num_tokens)
+            sequence.held.grow(sequence.num_computed, num_tokens)
         except OutOfBlocksError:
             return False
-        if copies:
-            self._copy_blocks(copies)
         return True
 
     def _preempt(self, victim: SequenceState, step: ScheduledStep) -> None:

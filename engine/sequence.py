@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.block_manager import BlockTable
+from engine.block_manager import Holdings
 from engine.draft import Draft
 from engine.sampler.rows import SamplingRow, needs_history
 from engine.tiers.interface import DiskFetch
@@ -43,7 +43,7 @@ class SequenceState:
     num_cached: int | None = None
     handed_over: bool = False
     """Another worker computed its prompt."""
-    table: BlockTable | None = None
+    holdings: Holdings | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
     first_scheduled: float | None = None
@@ -64,6 +64,12 @@ class SequenceState:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def held(self) -> Holdings:
+        """Its blocks, while it has some."""
+        assert self.holdings is not None
+        return self.holdings
 
     @property
     def params(self) -> SamplingParams:

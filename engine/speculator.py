@@ -10,7 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.block_manager import BlockManager
 from engine.draft import Verdict
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
@@ -39,7 +38,7 @@ class Speculator(Protocol):
     segment: Segment | None
     hidden_layers: tuple[int, ...]
 
-    def attach(self, loaded: LoadedModel, pool: KVPool, blocks: BlockManager, sampler: Sampler) -> None:
+    def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         """Called once, first: the pool exists now."""
         ...
 

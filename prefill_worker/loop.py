@@ -170,8 +170,10 @@ class PrefillLoop(WorkerLoop):
                 self._fail_handover(request, "transfer", "the lease was lost")
             return
         wanted = -(-request.num_tokens // grant.block_size)
-        if len(grant.block_ids) != wanted or grant.cached_blocks > wanted:
-            reason = f"{len(grant.block_ids)} blocks, {grant.cached_blocks} cached, where {wanted} are needed"
+        needed = [(arena, wanted) for arena in range(len(self.engine.pool.arenas))]
+        granted = [(extent.arena, len(extent.blocks)) for extent in grant.extents]
+        if granted != needed or grant.covered > request.num_tokens:
+            reason = f"(arena, blocks) {granted}, {grant.covered} tokens covered, where {needed} are needed"
             self._fail_handover(request, "transfer", f"the reservation has {reason}")
             return
         now = time.monotonic()
@@ -182,7 +184,7 @@ class PrefillLoop(WorkerLoop):
         self._pushing[request.request_id] = request
         self._num_running_at[request.decode.worker_id] = grant.num_running
         self.counters.add("reservations_total")
-        self.counters.add("kv_blocks_skipped_total", grant.cached_blocks)
+        self.counters.add("kv_blocks_skipped_total", grant.covered // grant.block_size)
         self._extend_deadline(request, now)
         self._push(request)
 
@@ -208,9 +210,8 @@ class PrefillLoop(WorkerLoop):
     def _push(self, request: PrefillRequest) -> None:
         """Queue the blocks that were computed since the last time; after the last ones, the manifest."""
         final = request.first_token is not None
-        computed = self.engine.computed_blocks(request.request_id)
         first = request.first_pushed(self.config.block_size) + request.num_pushed
-        blocks = self.engine.block_ids(request.request_id)[first:computed]
+        blocks = self.engine.computed(request.request_id, first)[0].blocks
         if blocks:
             self.sender.push(
                 request.decode,

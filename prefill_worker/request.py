@@ -109,7 +109,7 @@ class PrefillRequest(StagedRequest[Stage]):
 
     def first_pushed(self, block_size: int) -> int:
         """Which of our blocks, of `block_size` tokens, is the first that the decode worker lacks some of."""
-        return self.granted.cached_blocks * self.granted.block_size // block_size
+        return self.granted.covered // block_size
 
     def leave_peer(self, deadline: float) -> None:
         """Forget what `peer` granted and got. The router is to name another before the deadline."""
@@ -133,7 +133,8 @@ class PrefillRequest(StagedRequest[Stage]):
             num_tokens=self.num_tokens,
             token_ids_digest=token_ids_digest(self.token_ids),
             segments=segments,
-            block_ids=self.granted.block_ids,
+            state_position=self.num_tokens,
+            extents=self.granted.extents,
             pushed_blocks=self.num_pushed,
             first_token=self.first_token,
             first_token_position=self.num_tokens,

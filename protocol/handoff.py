@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from protocol.speculation import METHODS
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 
 MAX_HANDOFF_S = 86400.0
 """Nobody waits longer than a day for another worker. Clocks of others can't be checked more closely."""
@@ -19,12 +19,31 @@ _ITEM_SIZES = (2, 4)
 """Bytes of a value in the dtypes that models run in."""
 
 
+ArenaIndex = Annotated[int, Meta(ge=0, lt=16)]
+BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**20)]
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one arena of a worker's pool, in order."""
+
+    arena: ArenaIndex
+    blocks: BlockIds
+
+
+Extents = Annotated[list[Extent], Meta(max_length=16)]
+
+
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One segment of a block: `shape` is that of a single block, without the block dimension."""
+    """One segment of the blocks of an arena: `shape` is that of a single block, without the block dimension.
+
+    `kind`: what a block holds. "paged": the KV of as many tokens as `shape` says.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     dtype: Annotated[str, Meta(max_length=32)]
     shape: Annotated[tuple[int, ...], Meta(max_length=8)]
+    kind: Annotated[str, Meta(max_length=32)] = "paged"
+    arena: ArenaIndex = 0
     quantization: Annotated[str, Meta(max_length=32)] = "none"
 
 
@@ -56,8 +75,9 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a prompt's blocks in the decode worker's pool.
 
     `num_tokens` counts the tokens whose KV is described; `first_token` is the one sampled from them, at
-    absolute position `first_token_position` (equal to `num_tokens`). `segments` and `pushed_blocks` are the
-    prefill worker's, `block_ids` the decode worker's, for which the prefill worker waited `reserve_s`.
+    absolute position `first_token_position` (equal to `num_tokens`). The decode worker computes again what
+    lies between `state_position` and the first token. `segments` and `pushed_blocks` (of each arena) are the
+    prefill worker's, `extents` the decode worker's, for which the prefill worker waited `reserve_s`.
     """
 
     version: int = MANIFEST_VERSION
@@ -69,7 +89,8 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: Annotated[int, Meta(ge=1)]
     token_ids_digest: bytes
     segments: list[SegmentInfo]
-    block_ids: list[int]
+    state_position: Annotated[int, Meta(ge=0)]
+    extents: Extents
     pushed_blocks: Annotated[int, Meta(ge=0)]
     first_token: Annotated[int, Meta(ge=0)]
     first_token_position: Annotated[int, Meta(ge=1)]

@@ -11,14 +11,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.handoff import MAX_HANDOFF_S, HandoffManifest, SegmentInfo
+from protocol.handoff import MAX_HANDOFF_S, Extents, HandoffManifest, SegmentInfo
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation, SpeculationState
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 ShortText = Annotated[str, Meta(max_length=4096)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**24)]
-BlockIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**20)]
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Seconds = Annotated[float, Meta(ge=0)]
 Identity = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -302,7 +301,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
-    """A request's blocks on the decode worker, of `block_size` tokens; `cached_blocks` are filled already.
+    """A request's blocks on the decode worker, of `block_size` tokens; those before `covered` are there.
 
     `num_running` requests are decoded there.
     """
@@ -311,8 +310,8 @@ class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
     lease_id: Id
     incarnation: Id
     block_size: Annotated[int, Meta(ge=1, le=2**16)]
-    block_ids: BlockIds
-    cached_blocks: Count
+    extents: Extents
+    covered: Count
     num_running: Count = 0
 
 

@@ -148,21 +148,19 @@ class DraftModel(Drafter):
         batch = []
         for sequence, rows in zip(sequences, grown, strict=True):
             if rows.token_ids:
-                assert sequence.table is not None
                 root = len(sequence.token_ids) - 1
-                start, tables = root + rows.first, [sequence.table.block_ids]
+                start, tables = root + rows.first, sequence.held.blocks
                 batch.append(SequenceRows(rows.token_ids, start, tables, rows.masks, root))
                 self._computed[sequence.request_id] = start + len(rows.token_ids)
         every = range(sum(len(rows.token_ids) for rows in batch))
         return self._runner.run(batch, list(every)).logits[:, : self._vocab_size]
 
     def _next_rows(self, sequence: SequenceState, drafted: list[int]) -> SequenceRows:
-        assert sequence.table is not None
         if drafted:
             start = len(sequence.token_ids) + len(drafted) - 1
-            return SequenceRows(drafted[-1:], start, [sequence.table.block_ids])
+            return SequenceRows(drafted[-1:], start, sequence.held.blocks)
         start = self._computed.get(sequence.request_id, 0)
-        return SequenceRows(sequence.token_ids[start:], start, [sequence.table.block_ids])
+        return SequenceRows(sequence.token_ids[start:], start, sequence.held.blocks)
 
     def _run(self, batch: list[SequenceRows]) -> Tensor:
         ends, row = [], 0
@@ -173,11 +171,10 @@ class DraftModel(Drafter):
 
     def _read(self, sequence: SequenceState, end: int) -> None:
         """Compute the KV of the committed places up to `end`."""
-        assert sequence.table is not None
         start = self._computed.get(sequence.request_id, 0)
         while start < end:
             tokens = sequence.token_ids[start : min(end, start + _READ_AT_ONCE)]
-            self._runner.run([SequenceRows(tokens, start, [sequence.table.block_ids])], [0])
+            self._runner.run([SequenceRows(tokens, start, sequence.held.blocks)], [0])
             start += len(tokens)
         self._computed[sequence.request_id] = start
 

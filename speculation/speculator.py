@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.block_manager import BlockManager
 from engine.draft import Outcome, Verdict
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
@@ -70,8 +69,8 @@ class BatchSpeculator:
         hidden_size = loaded.model.config.get_text_config(decoder=True).hidden_size
         self._feature_bytes = len(self.hidden_layers) * hidden_size * loaded.dtype.itemsize
 
-    def attach(self, loaded: LoadedModel, pool: KVPool, blocks: BlockManager, sampler: Sampler) -> None:
-        self._pool, self._blocks, self._sampler = pool, blocks, sampler
+    def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
+        self._pool, self._sampler = pool, sampler
         prepare(self._options.verification, sampler)
         for drafter in self._drafters.values():
             drafter.attach(loaded, pool)
@@ -103,13 +102,12 @@ class BatchSpeculator:
         method = self._request(sequence).method
         if method is None:
             return
-        assert sequence.table is not None
         self._controller.drop_plan()
-        num_drafted = self._blocks.num_drafted(sequence.table)
+        num_drafted = sequence.held.num_drafted
         feature = None
         if state.kind == "carried":
             if state.method == method and len(state.feature) == self._feature_bytes:
-                feature = self._unpack(state.feature)
+                feature = self._unpack(state.feature) if sequence.num_uncomputed == 1 else None
                 if num_drafted >= (sequence.num_cached or 0):
                     num_drafted = max(num_drafted, state.num_tokens)
             else:
@@ -225,7 +223,7 @@ class BatchSpeculator:
         row = 0
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
             first, row = row, row + outcome.num_rows
-            if sequence.table is None:
+            if sequence.holdings is None:
                 continue  # it has ended
             request = self._request(sequence)
             if request.method is not None:
@@ -238,10 +236,7 @@ class BatchSpeculator:
             drafter.observe(found)
             if drafter.segment is not None:
                 for each in found:
-                    assert each.sequence.table is not None
-                    self._blocks.mark_drafted(
-                        each.sequence.table, drafter.num_drafted(each.sequence.request_id)
-                    )
+                    each.sequence.held.mark_drafted(drafter.num_drafted(each.sequence.request_id))
 
     def _learn(self, step: ScheduledStep) -> None:
         if not step.only_decodes:

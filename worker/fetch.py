@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from engine.block_manager import BlockTable
+from engine.block_manager import Holdings
 from engine.engine import Engine
 from engine.prefix import PrefixRoom
 from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
@@ -82,6 +82,7 @@ class PrefixFetcher:
         self._ours = ours
         self._engine = engine
         self._receiver = receiver
+        self._block_size = engine.blocks.block_size
         self._peers = peers
         self._counters = counters
         self._start_request = start_request
@@ -101,14 +102,15 @@ class PrefixFetcher:
         fetch = PrefixFetch(message, holder, room, now, deadline=now + FETCH_TIMEOUT_S)
         self.fetches.insert(fetch)
         self.fetches.grant_lease(fetch, secrets.token_hex(8))
-        self._receiver.open(fetch.held_lease, room.table.block_ids, first_block=room.num_cached)
+        first_block = room.covered // self._block_size
+        self._receiver.open(fetch.held_lease, room.holdings.blocks[0], first_block=first_block)
         self._peers.send(
             holder,
             Fetch(
                 incarnation=holder.incarnation,
                 request_id=fetch.request_id,
                 lease_id=fetch.held_lease,
-                first_block=room.num_cached,
+                first_block=first_block,
                 identities=room.wanted,
                 receiver=self._ours,
             ),
@@ -123,7 +125,7 @@ class PrefixFetcher:
             return False
         match event, fetch.stage:
             case Closed(), FetchStage.ABANDONED:
-                self._engine.blocks.free(fetch.room.table)
+                fetch.room.holdings.free()
                 self._finish(fetch)
             case Failed(), FetchStage.ASKED:
                 self._give_up(fetch, event.reason)
@@ -176,7 +178,7 @@ class PrefixFetcher:
         """Close the lease; blocks that came go to the prefix cache, unless somebody still writes to them."""
         self.fetches.release_id(fetch)
         if self._receiver.close_lease(fetch.held_lease):
-            self._engine.keep_prefix(fetch.room, num_received)
+            fetch.room.keep(fetch.room.covered + num_received * self._block_size)
             self._finish(fetch)
         else:
             fetch.enter(FetchStage.ABANDONED)
@@ -193,7 +195,7 @@ class PrefixHolder:
         self._counters = counters
         self._engine = engine
         self._sender = sender
-        self._lent: dict[str, BlockTable] = {}
+        self._lent: dict[str, Holdings] = {}
 
     def lend(self, message: Fetch) -> str:
         """Push those of the wanted blocks that are cached here, then the final piece, even if there are none.
@@ -209,20 +211,18 @@ class PrefixHolder:
             return str(error)
         if self._sender.wire_dtype(message.receiver) != "auto":
             return "the wire between us quantizes"
-        table = self._engine.blocks.hold(message.identities)
-        self._lent[message.lease_id] = table
-        self._counters.add("prefix_blocks_lent_total", len(table.block_ids))
-        self._sender.push(
-            message.receiver, message.lease_id, table.block_ids, message.first_block, final=True
-        )
+        lent = self._engine.blocks.hold(message.identities)
+        self._lent[message.lease_id] = lent
+        self._counters.add("prefix_blocks_lent_total", len(lent.identities))
+        self._sender.push(message.receiver, message.lease_id, lent.blocks[0], message.first_block, final=True)
         return ""
 
     def on_event(self, event: SendEvent) -> bool:
         """Whether the event was about a lease of ours."""
-        table = self._lent.get(event.lease_id)
-        if table is None:
+        lent = self._lent.get(event.lease_id)
+        if lent is None:
             return False
         if isinstance(event, (Completed, Failed)):
             del self._lent[event.lease_id]
-            self._engine.blocks.free(table)
+            lent.free()
         return True

@@ -256,7 +256,7 @@ class WorkerLoop(ABC):
         self._failed_steps += 1
         for request_id in self.computing():
             self.fail(request_id, "internal", "the engine failed; see the worker's log")
-        if self.engine.pool.blocks.is_cuda or self._failed_steps >= MAX_FAILED_STEPS:
+        if self.engine.pool.is_cuda or self._failed_steps >= MAX_FAILED_STEPS:
             self._flush()
             raise BrokenEngineError(f"{self._failed_steps} engine steps failed in a row")
 

@@ -64,13 +64,14 @@ def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool]:
 
     build_kernels()
     engine = Engine(config, allocate=allocate_pool, speculate=speculate)
+    blocks = engine.pool.arenas[0]
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),
-        block_bytes=engine.pool.block_bytes,
-        num_blocks=engine.pool.num_blocks,
+        block_bytes=blocks.shape[1],
+        num_blocks=len(blocks),
         segments=tuple(engine.pool.segments),
         memory_fd=memory[0].fd if memory else None,
-        device=engine.pool.blocks if not memory else None,
+        device=blocks if not memory else None,
     )
     return engine, pool
 

@@ -70,7 +70,7 @@ class Handoffs:
         )
         self.engine = Engine(config)
         self.segments = self.engine.pool.segments
-        self.pool = memoryview(self.engine.pool.blocks.flatten().numpy())
+        self.pool = memoryview(self.engine.pool.arenas[0].flatten().numpy())
         self.block_bytes = block_bytes(self.segments)
         tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
         lines = HELD_OUT.read_text("utf-8").splitlines()
@@ -87,7 +87,7 @@ class Handoffs:
         tokens: list[int] = []
         while not tokens:
             tokens = [token for output in self.engine.step().outputs for token in output.token_ids]
-        ids = self.engine.block_ids(request_id)[: -(-len(token_ids) // 16)]
+        ids = self.engine.computed(request_id)[0].blocks
         size = self.block_bytes
         blocks = bytearray().join(self.pool[block * size : (block + 1) * size] for block in ids)
         self.engine.abort(request_id)
@@ -99,13 +99,13 @@ class Handoffs:
         for index, (prompt, content) in enumerate(zip(self.prompts, blocks, strict=True)):
             name = f"decode-{index}"
             reservation = self.engine.reserve(self.request(name, prompt.token_ids))
-            assert reservation is not None and reservation.cached_blocks == 0
+            assert reservation is not None and reservation.covered == 0
             size = self.block_bytes
-            for position, block in enumerate(reservation.block_ids):
+            for position, block in enumerate(reservation.holdings.blocks[0]):
                 self.pool[block * size : (block + 1) * size] = content[
                     position * size : (position + 1) * size
                 ]
-            self.engine.activate(reservation, prompt.first_token)
+            self.engine.activate(reservation, prompt.first_token, len(prompt.token_ids))
             continuations[name] = Continuation([prompt.first_token], [math.inf])
         while self.engine.has_work():
             for output in self.engine.step().outputs:

@@ -66,7 +66,7 @@ class PrefillSide:
         )
         started = time.perf_counter()
         grant = self._ask(reserve, Reserved)
-        if grant.cached_blocks != len(grant.block_ids):
+        if grant.covered < len(request.prompt_token_ids):
             raise RuntimeError("the prompt is not cached")
         ack = self._ask(Handoff(manifest=self._manifest(request, grant)), HandoffAck)
         seconds = time.perf_counter() - started
@@ -85,7 +85,8 @@ class PrefillSide:
             num_tokens=len(token_ids),
             token_ids_digest=token_ids_digest(token_ids),
             segments=self._segments,
-            block_ids=grant.block_ids,
+            state_position=len(token_ids),
+            extents=grant.extents,
             pushed_blocks=0,
             first_token=1,
             first_token_position=len(token_ids),

@@ -32,17 +32,17 @@ def build_tiers(
     """
     if config.kv_offloading_size == 0:
         return None
-    memory = HostMemory(pool.blocks, _host_slots(config, pool))
+    memory = HostMemory(pool.arenas[0], _host_slots(config, pool))
     if config.kv_disk_path is None:
         return HostTier(memory)
     if not hasattr(os, "posix_fallocate"):
         raise ConfigError("--kv-disk-path: this operating system cannot allocate room in a file")
-    file = _open_file(config, Path(config.kv_disk_path), pool.block_bytes, model)
+    file = _open_file(config, Path(config.kv_disk_path), memory.block_bytes, model)
     return HostTier(memory, DiskTier(file, memory.buffer, on_fetched))
 
 
 def _host_slots(config: ServeConfig, pool: KVPool) -> int:
-    block_bytes = pool.block_bytes
+    block_bytes = pool.arenas[0].shape[1]
     nbytes = _gib(config.kv_offloading_size)
     num_slots = nbytes // block_bytes
     least = MIN_SLOTS_WITH_DISK if config.kv_disk_path is not None else 1
@@ -51,7 +51,7 @@ def _host_slots(config: ServeConfig, pool: KVPool) -> int:
             f"--kv-offloading-size: {config.kv_offloading_size:g} GiB hold {num_slots} blocks of "
             f"{block_bytes} bytes; at least {least} are needed"
         )
-    available = psutil.virtual_memory().available - (0 if pool.blocks.is_cuda else pool.num_bytes)
+    available = psutil.virtual_memory().available - (0 if pool.is_cuda else pool.num_bytes)
     if nbytes > available:
         raise ConfigError(
             f"--kv-offloading-size: {config.kv_offloading_size:g} GiB are asked for, this host has "

@@ -118,10 +118,9 @@ class EagleDrafter(Drafter):
     def _drafted_row(self, chain: Chain) -> SequenceRows:
         """Of its newest token."""
         sequence = chain.sequence
-        assert sequence.table is not None
         place = len(sequence.token_ids) + len(chain.token_ids) - 1
         first = self._known[sequence.request_id].first
-        return SequenceRows(chain.token_ids[-1:], place, [sequence.table.block_ids], first_key=first)
+        return SequenceRows(chain.token_ids[-1:], place, sequence.held.blocks, first_key=first)
 
     def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         with_noise = self._options.verification == "coupled"
@@ -147,10 +146,9 @@ class EagleDrafter(Drafter):
             hidden = [torch.cat(pair) for pair in zip(hidden, added, strict=True)]
 
     def _tree_rows(self, sequence: SequenceState, rows: TreeRows) -> SequenceRows:
-        assert sequence.table is not None
         root, first_key = len(sequence.token_ids) - 1, self._known[sequence.request_id].first
         return SequenceRows(
-            rows.token_ids, root + rows.first, [sequence.table.block_ids], rows.masks, root, first_key
+            rows.token_ids, root + rows.first, sequence.held.blocks, rows.masks, root, first_key
         )
 
     def _whole(self, logits: Tensor) -> Tensor:
@@ -169,7 +167,6 @@ class EagleDrafter(Drafter):
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
         for sequence in sequences:
-            assert sequence.table is not None
             known = self._known[sequence.request_id]
             newest = len(sequence.token_ids) - 1
             if known.end != newest + 1:  # steps went by unseen
@@ -177,7 +174,7 @@ class EagleDrafter(Drafter):
             if not known.features:  # its last token was computed elsewhere, or unseen
                 known.written, known.features = newest, [self._no_feature]
             token_ids = sequence.token_ids[known.written :]
-            tables = [sequence.table.block_ids]
+            tables = sequence.held.blocks
             batch.append(SequenceRows(token_ids, known.written, tables, first_key=known.first))
             features += [piece.cut() for piece in known.features]
             known.features = []
@@ -218,9 +215,8 @@ class EagleDrafter(Drafter):
         batch: list[SequenceRows] = []
         features: list[Tensor] = []
         for sequence, known in waiting.items():
-            assert sequence.table is not None
             start, end = known.written, known.end - 1
-            token_ids, tables = sequence.token_ids[start:end], [sequence.table.block_ids]
+            token_ids, tables = sequence.token_ids[start:end], sequence.held.blocks
             batch.append(SequenceRows(token_ids, start, tables, first_key=known.first))
             features.append(torch.cat([piece.cut() for piece in known.features])[:-1])
             known.written, known.features = end, [known.features[-1].newest()]

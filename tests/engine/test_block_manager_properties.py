@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.block_manager import BlockManager, BlockTable, OutOfBlocksError
+from engine.arena import OutOfBlocksError
+from engine.block_manager import BlockManager, Holdings
 from protocol.ids import block_identities, root_identity
 from tests.engine.cached_prefix import cached_prefix
+from tests.engine.fake_pool import FakePool
 
 ROOTS = [root_identity("model", "fp32"), root_identity("model", "fp32", "salt")]
 Prefix = tuple[int, ...]
@@ -32,7 +34,7 @@ class ModelBlock:
 class ModelTable:
     root: int
     token_ids: list[int]
-    real: BlockTable
+    real: Holdings
     blocks: list[ModelBlock] = field(default_factory=list)
     num_written: int = 0
     num_published: int = 0
@@ -44,7 +46,8 @@ class ModelTable:
 class BlockManagerMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 8), block_size=st.sampled_from([1, 2, 2, 3]))
     def make(self, num_blocks: int, block_size: int) -> None:
-        self.manager = BlockManager(num_blocks, block_size)
+        self.pool = FakePool(block_size, num_blocks)
+        self.manager = BlockManager(self.pool)
         self.block_size = block_size
         self.content: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.live: list[ModelTable] = []
@@ -131,22 +134,24 @@ class BlockManagerMachine(RuleBasedStateMachine):
         ]
         wanted = -(-len(token_ids) // self.block_size)
         needed = len(copied) + max(0, wanted - len(table.blocks))
-        assert self.manager.blocks_needed(table.real, write_from, len(token_ids)) == needed
+        assert table.real.needs(write_from, len(token_ids)) == [needed]
 
-        before = (list(table.real.block_ids), list(table.real.identities))
+        before = (list(table.real.blocks[0]), list(table.real.identities))
         if needed > self.num_free() + len(self.evictable()):
             with pytest.raises(OutOfBlocksError):
-                self.manager.grow(table.real, write_from, len(token_ids))
-            assert (table.real.block_ids, table.real.identities) == before
+                table.real.grow(write_from, len(token_ids))
+            assert (table.real.blocks[0], table.real.identities) == before
             return False
         num_evicted = max(0, needed - self.num_free())
         for block in self.evictable()[:num_evicted]:
             self.evict(block)
-        copies = self.manager.grow(table.real, write_from, len(token_ids))
-        assert [copy.source for copy in copies] == [before[0][index] for index in copied]
-        assert [copy.target for copy in copies] == [table.real.block_ids[index] for index in copied]
-        for copy in copies:
-            self.content[copy.target] = list(self.content[copy.source])
+        self.pool.copies.clear()
+        table.real.grow(write_from, len(token_ids))
+        copies = self.pool.copies
+        assert [source for _, source, _ in copies] == [before[0][index] for index in copied]
+        assert [target for _, _, target in copies] == [table.real.blocks[0][index] for index in copied]
+        for _, source, target in copies:
+            self.content[target] = list(self.content[source])
         for index in reversed(copied):
             dropped, table.blocks[index] = table.blocks[index], ModelBlock()
             if self.holders(dropped) == 0:
@@ -171,13 +176,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
             index = position // self.block_size
             assert self.holders(table.blocks[index]) == 1, "never written while shared"
             assert table.blocks[index].published_as is None, "never written while published"
-            slots = self.content[table.real.block_ids[index]]
+            slots = self.content[table.real.blocks[0][index]]
             slots[position % self.block_size] = table.prefix(position + 1)
         table.num_written = max(table.num_written, len(table.token_ids))
 
     def publish_committed(self, table: ModelTable, behind: int) -> None:
         num_committed = max(0, table.num_written - behind)
-        self.manager.publish(table.real, table.token_ids, num_committed)
+        table.real.publish(table.token_ids, num_committed)
         for index in range(table.num_published, num_committed // self.block_size):
             self.share(table, index)
         table.num_published = max(table.num_published, num_committed // self.block_size)
@@ -194,10 +199,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 7), twice=st.booleans())
     def free(self, choice: int, twice: bool) -> None:
         table = self.a_table(choice)
-        self.manager.free(table.real)
+        table.real.free()
         if twice:
-            self.manager.free(table.real)
-        assert table.real.block_ids == []
+            table.real.free()
+        assert table.real.blocks[0] == []
         self.live.remove(table)
         for block in reversed(table.blocks):
             if self.holders(block) == 0:
@@ -215,7 +220,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         if not hasattr(self, "manager"):
             return
-        assert self.manager.num_available == self.manager.num_blocks - self.num_used()
+        assert sum(self.manager.available) == self.manager.num_blocks - self.num_used()
         assert self.manager.num_cached == len(self.evictable())
         assert self.manager.num_free == self.num_free()
 
@@ -224,11 +229,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """A block is in two tables only where the model shares it, and holds what each has written."""
         owner: dict[int, ModelBlock] = {}
         for table in getattr(self, "live", []):
-            assert len(table.real.block_ids) == len(table.blocks)
-            for real, model in zip(table.real.block_ids, table.blocks, strict=True):
+            assert len(table.real.blocks[0]) == len(table.blocks)
+            for real, model in zip(table.real.blocks[0], table.blocks, strict=True):
                 assert owner.setdefault(real, model) is model
             for position in range(table.num_written):
-                block = table.real.block_ids[position // self.block_size]
+                block = table.real.blocks[0][position // self.block_size]
                 slot = self.content[block][position % self.block_size]
                 assert slot == table.prefix(position + 1)
             known = list(block_identities(ROOTS[table.root], table.token_ids, self.block_size))

@@ -77,7 +77,7 @@ def tokens(outputs: list[TokenOutput]) -> list[int]:
 
 
 def assert_empty(engine: Engine) -> None:
-    assert engine.blocks.num_available == engine.blocks.num_blocks
+    assert sum(engine.blocks.available) == engine.blocks.num_blocks
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_blocks
     stats = engine.stats()
     assert stats.num_running == stats.num_waiting == 0
@@ -175,7 +175,7 @@ def test_decoding_goes_on_beside_a_long_prompt(make_engine: Callable[..., Engine
     engine.step()
     reservation = engine.reserve(ask("handed over", prompt_of(10)))
     assert reservation is not None
-    engine.activate(reservation, 1)
+    engine.activate(reservation, 1, 10)
     for _ in range(2):
         assert [output.request_id for output in engine.step().outputs] == ["handed over"]
     assert len(run(engine)["long"]) == 8
@@ -289,8 +289,8 @@ def test_a_held_prefill_keeps_its_blocks_until_released(make_engine: Callable[..
     engine = make_engine()
     engine.add(ask("a", prompt_of(40)), prefill_only=True)
     assert len(run(engine)["a"]) == 1
-    assert engine.computed_blocks("a") == 3
-    assert engine.blocks.num_blocks - engine.blocks.num_available == 3
+    assert len(engine.computed("a")[0].blocks) == 3
+    assert engine.blocks.num_blocks - sum(engine.blocks.available) == 3
     engine.abort("a")
     engine.abort("a")
     assert_empty(engine)
@@ -305,17 +305,42 @@ def test_a_reservation_is_activated_or_freed(
     first = tokens(run(prefill)["a"])
     reservation = decode.reserve(ask("a", prompt))
     assert reservation is not None
-    assert reservation.cached_blocks == 0
-    source = prefill.block_ids("a")
-    decode.pool.blocks[reservation.block_ids] = prefill.pool.blocks[source]
-    decode.activate(reservation, first[0])
+    assert reservation.covered == 0
+    source = prefill.computed("a")[0].blocks
+    decode.pool.arenas[0][reservation.holdings.blocks[0]] = prefill.pool.arenas[0][source]
+    decode.activate(reservation, first[0], len(prompt))
     assert first + tokens(run(decode)["a"]) == greedy(reference, prompt, 8)
     again = decode.reserve(ask("b", prompt))
     assert again is not None
-    assert again.cached_blocks == 2
+    assert again.covered == 32
     assert (decode.stats().prefix_query_tokens, decode.stats().prefix_hit_tokens) == (80, 32)
     assert not decode.abort("b")
-    decode.blocks.free(again.table)
+    again.holdings.free()
+    assert_empty(decode)
+
+
+@pytest.mark.parametrize("missing", [1, 8, 9, 40])
+def test_a_handed_over_prompt_may_lack_its_last_tokens(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, missing: int
+) -> None:
+    """They are computed before the first decode step, from whatever position on."""
+    prompt = prompt_of(40)
+    prefill, decode = make_engine(), make_engine()
+    prefill.add(ask("a", prompt), prefill_only=True)
+    first = tokens(run(prefill)["a"])
+    reservation = decode.reserve(ask("a", prompt))
+    assert reservation is not None
+    num_computed = len(prompt) - missing
+    whole = -(-num_computed // 16)
+    source, target = prefill.computed("a")[0].blocks[:whole], reservation.holdings.blocks[0][:whole]
+    decode.pool.arenas[0].fill_(0xFF)  # NaN
+    decode.pool.arenas[0][target] = prefill.pool.arenas[0][source]
+    decode.pool.segment("target")[target[-1:], :, :, (num_computed - 1) % 16 + 1 :] = torch.nan
+    decode.activate(reservation, first[0], num_computed)
+    result = decode.step()
+    assert result.num_tokens == missing + 1
+    assert first + tokens(result.outputs) + tokens(run(decode)["a"]) == greedy(reference, prompt, 8)
+    assert decode.blocks.num_cached == (len(prompt) + 7) // 16
     assert_empty(decode)
 
 
@@ -325,12 +350,12 @@ def hand_over(source: Engine, target: Engine, name: str, prompt: list[int], **ho
     first = tokens(run(source)[name])
     reservation = target.reserve(ask(name, prompt), how.pop("foreign_format", ""))
     assert reservation is not None
-    missing = slice(reservation.cached_blocks, None)
-    blocks = source.block_ids(name)[missing]
-    target.pool.blocks[reservation.block_ids[missing]] = source.pool.blocks[blocks]
-    target.activate(reservation, first[0], **how)
+    missing = slice(reservation.covered // 16, None)
+    blocks = source.computed(name)[0].blocks[missing]
+    target.pool.arenas[0][reservation.holdings.blocks[0][missing]] = source.pool.arenas[0][blocks]
+    target.activate(reservation, first[0], len(prompt), **how)
     run(target)
-    return reservation.cached_blocks
+    return reservation.covered // 16
 
 
 def cached_tokens(engine: Engine, name: str, prompt: list[int]) -> int | None:
@@ -366,7 +391,7 @@ def test_no_room_for_a_reservation_now(make_engine: Callable[..., Engine]) -> No
     first = engine.reserve(ask("a", prompt_of(200)))
     assert first is not None
     assert engine.reserve(ask("b", prompt_of(200, 1))) is None
-    engine.blocks.free(first.table)
+    first.holdings.free()
     assert engine.reserve(ask("b", prompt_of(200, 1))) is not None
 
 

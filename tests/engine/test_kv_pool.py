@@ -45,8 +45,8 @@ def at(segment: Tensor, place: int) -> Tensor:
 def test_a_block_is_its_segments_one_after_the_other(pool: KVPool) -> None:
     for block in range(NUM_BLOCKS):
         parts = [pool.segment(name)[block].contiguous().view(torch.uint8).flatten() for name in NAMES]
-        assert torch.equal(pool.blocks[block], torch.cat(parts))
-    assert pool.blocks.is_contiguous()
+        assert torch.equal(pool.arenas[0][block], torch.cat(parts))
+    assert pool.arenas[0].is_contiguous()
     assert pool.num_bytes == NUM_BLOCKS * (2 * 2 * 4 * 2 * 8 * 4 + 4 * 12 * 2 + 2 * 4 * 4 * 2)
     assert [info.name for info in pool.segments] == NAMES
     assert [info.shape for info in pool.segments] == [(2, 2, 4, 2, 8), (1, 1, 4, 1, 12), (1, 2, 4, 1, 4)]
@@ -75,7 +75,7 @@ def test_formats_of_unlike_shapes_have_unlike_names() -> None:
 )
 def test_moved_tokens_are_whole_in_every_segment(pool: KVPool, first: int, places: list[int]) -> None:
     before = {name: pool.segment(name).clone() for name in NAMES}
-    pool.move_tokens(TABLE, first, places)
+    pool.move_tokens([TABLE], first, places)
     for name, old in before.items():
         expected = old.clone()
         for i, place in enumerate(places):
@@ -91,7 +91,8 @@ def test_moves_between_random_places(pool: KVPool) -> None:
 
 def test_copied_blocks_are_whole(pool: KVPool) -> None:
     before = {name: pool.segment(name).clone() for name in NAMES}
-    pool.copy_blocks([(7, 3), (3, 5)])
+    pool.copy_block(0, 7, 3)
+    pool.copy_block(0, 3, 5)
     for name, old in before.items():
         old[[3, 5]] = old[7].clone()
         assert torch.equal(pool.segment(name), old)
@@ -99,9 +100,9 @@ def test_copied_blocks_are_whole(pool: KVPool) -> None:
 
 def test_the_host_tier_keeps_both_segments(pool: KVPool) -> None:
     before = {name: pool.segment(name)[2].clone() for name in NAMES}
-    memory = HostMemory(pool.blocks, 2)
+    memory = HostMemory(pool.arenas[0], 2)
     memory.save(2, 1)
-    pool.blocks[2].zero_()
+    pool.arenas[0][2].zero_()
     memory.load(1, 11)
     for name, old in before.items():
         assert torch.equal(pool.segment(name)[11], old)

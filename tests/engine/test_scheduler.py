@@ -9,18 +9,18 @@ from engine.scheduler import ScheduledStep, Scheduler
 from engine.sequence import SequenceState, Stage
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
+from tests.engine.fake_pool import FakePool
 
 BLOCK_SIZE = 4
 
 
 def make_scheduler(num_blocks: int, budget: int = 64) -> Scheduler:
     return Scheduler(
-        BlockManager(num_blocks, BLOCK_SIZE),
+        BlockManager(FakePool(BLOCK_SIZE, num_blocks)),
         model="m",
         kv_format="f",
         max_num_seqs=8,
         max_num_batched_tokens=budget,
-        copy_blocks=lambda copies: None,
     )
 
 
@@ -63,7 +63,7 @@ def test_who_would_run_last_is_preempted(priorities: tuple[int, int]) -> None:
     young = add(scheduler, 1, 8, priority=priorities[1])
     step_until_preempted(scheduler)
     assert scheduler.running == [old] and scheduler.waiting == [young]
-    assert young.table is None and young.num_computed == 0
+    assert young.holdings is None and young.num_computed == 0
 
 
 def test_an_older_one_of_less_priority_is_preempted() -> None:
@@ -81,11 +81,10 @@ def test_a_prompt_that_is_handed_over_is_never_preempted() -> None:
     handed_over = add(scheduler, 1, 24, prefill_only=True)
     while handed_over.stage is Stage.WAITING:
         step(scheduler)
-    assert handed_over.table is not None
-    blocks = list(handed_over.table.block_ids)
+    blocks = list(handed_over.held.blocks[0])
     step_until_preempted(scheduler)
     assert handed_over.stage is Stage.RUNNING, "it is still being computed"
-    assert handed_over.table is not None and handed_over.table.block_ids == blocks
+    assert handed_over.held.blocks == [blocks]
     assert scheduler.waiting == [old]
 
 

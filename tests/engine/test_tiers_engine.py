@@ -117,7 +117,7 @@ def written(engine: Engine) -> None:
 
 
 def assert_empty(engine: Engine) -> None:
-    assert engine.blocks.num_available == engine.blocks.num_blocks
+    assert sum(engine.blocks.available) == engine.blocks.num_blocks
     assert engine.blocks.num_free + engine.blocks.num_cached == engine.blocks.num_blocks
     tiers = engine.tiers
     if tiers is not None:
@@ -210,22 +210,22 @@ def test_a_reservation_counts_what_the_host_holds(
     serve(engine, PROMPTS[0])
     reservation = engine.reserve(ask("handed over", prompt))
     assert reservation is not None
-    assert reservation.cached_blocks == 10
-    assert len(reservation.block_ids) == 11
+    assert reservation.covered == 160
+    assert len(reservation.holdings.blocks[0]) == 11
     whole.add(ask("source", prompt), prefill_only=True)
     run(whole)
-    source, target = whole.block_ids("source"), reservation.block_ids
-    torch.testing.assert_close(engine.pool.blocks[target[:10]], whole.pool.blocks[source[:10]])
-    engine.pool.blocks[target[10]] = whole.pool.blocks[source[10]]
-    engine.activate(reservation, first)
+    source, target = whole.computed("source")[0].blocks, reservation.holdings.blocks[0]
+    torch.testing.assert_close(engine.pool.arenas[0][target[:10]], whole.pool.arenas[0][source[:10]])
+    engine.pool.arenas[0][target[10]] = whole.pool.arenas[0][source[10]]
+    engine.activate(reservation, first, len(prompt))
     assert [first, *tokens(run(engine)["handed over"])] == greedy(reference, prompt, 8)
     aligned = PROMPTS[3]
     serve(engine, aligned)
     serve(engine, PROMPTS[0])
     reservation = engine.reserve(ask("aligned", aligned))
     assert reservation is not None
-    assert (reservation.cached_blocks, len(reservation.block_ids)) == (3, 3)
-    engine.blocks.free(reservation.table)
+    assert (reservation.covered, len(reservation.holdings.blocks[0])) == (48, 3)
+    reservation.holdings.free()
     assert_empty(engine)
 
 

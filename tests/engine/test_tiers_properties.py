@@ -50,7 +50,7 @@ class HostTierMachine(BlockManagerMachine):
     def make(self, num_blocks: int, block_size: int, host_slots: int) -> None:
         BlockManagerMachine.make(self, num_blocks, block_size)
         self.tier = HostTier(ListMemory(self.content, host_slots))
-        self.manager = BlockManager(num_blocks, block_size, lower=self.tier)
+        self.manager = BlockManager(self.pool, lower=[self.tier])
         self.host: list[Prefix] = []
         """Least recently used first."""
         self.below: list[Prefix] = []
@@ -89,7 +89,7 @@ class HostTierMachine(BlockManagerMachine):
 
     def bring(self, table: ModelTable, covered: int) -> int:
         loaded = len(list(itertools.takewhile(self.host.__contains__, self.below)))
-        got = self.manager.fill(table.real, covered, self.limit if self.below else len(table.token_ids))
+        got = table.real.fill(covered, self.limit if self.below else len(table.token_ids))
         if loaded:
             first = table.num_published
             covered = min((first + loaded) * self.block_size, self.limit)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from protocol import codec
 from protocol.errors import ProtocolError
-from protocol.handoff import HandoffManifest, SamplingState, SegmentInfo
+from protocol.handoff import Extent, HandoffManifest, SamplingState, SegmentInfo
 from protocol.messages import (
     Abort,
     EngineRequest,
@@ -70,7 +70,8 @@ MANIFEST = HandoffManifest(
     num_tokens=3,
     token_ids_digest=b"\x00" * 16,
     segments=[SEGMENT],
-    block_ids=[5, 6],
+    state_position=20,
+    extents=[Extent(0, [5, 6])],
     pushed_blocks=2,
     first_token=11,
     first_token_position=3,
@@ -137,7 +138,12 @@ MESSAGES = [
     (
         codec.peer_reply,
         Reserved(
-            request_id="r1", lease_id="l1", incarnation="abc", block_size=16, block_ids=[1], cached_blocks=0
+            request_id="r1",
+            lease_id="l1",
+            incarnation="abc",
+            block_size=16,
+            extents=[Extent(0, [1])],
+            covered=0,
         ),
     ),
     (codec.peer_reply, ReserveRefused(request_id="r1", error_kind="overloaded", reason="no room")),
@@ -223,8 +229,9 @@ OUT_OF_BOUNDS = [
     (codec.peer_request, _MESSAGE["Handoff"], "manifest.first_token", -1),
     (codec.peer_request, _MESSAGE["Reserve"], "ttl_s", 1e9),
     (codec.peer_request, _MESSAGE["Reserve"], "ttl_s", float("nan")),
-    (codec.peer_reply, _MESSAGE["Reserved"], "block_ids", [2**31]),
-    (codec.peer_reply, _MESSAGE["Reserved"], "cached_blocks", -1),
+    (codec.peer_reply, _MESSAGE["Reserved"], "extents", [[0, [2**31]]]),
+    (codec.peer_reply, _MESSAGE["Reserved"], "extents", [[16, [1]]]),
+    (codec.peer_reply, _MESSAGE["Reserved"], "covered", -1),
 ]
 
 

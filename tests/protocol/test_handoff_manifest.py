@@ -6,6 +6,7 @@ import pytest
 from protocol.handoff import (
     MANIFEST_VERSION,
     DraftState,
+    Extent,
     HandoffManifest,
     ManifestMismatchError,
     SamplingState,
@@ -25,7 +26,8 @@ MANIFEST = HandoffManifest(
     num_tokens=37,
     token_ids_digest=token_ids_digest(TOKENS),
     segments=[SEGMENT],
-    block_ids=[4, 5, 9],
+    state_position=40,
+    extents=[Extent(0, [4, 5, 9])],
     pushed_blocks=3,
     first_token=7,
     first_token_position=37,
@@ -65,8 +67,10 @@ def test_a_draft_that_could_have_been_made_passes(changes):
         ("segments", {"segments": [msgspec.structs.replace(SEGMENT, shape=(8, 2, 16, 8, 64))]}),
         ("segments", {"segments": [msgspec.structs.replace(SEGMENT, quantization="fp8")]}),
         ("segments", {"segments": [SEGMENT, msgspec.structs.replace(SEGMENT, name="draft")]}),
-        ("block_ids", {"block_ids": [4, 5]}),
-        ("block_ids", {"block_ids": [5, 4, 9]}),
+        ("state_position", {"state_position": 39}),
+        ("extents", {"extents": [Extent(0, [4, 5])]}),
+        ("extents", {"extents": [Extent(0, [5, 4, 9])]}),
+        ("extents", {"extents": [Extent(1, [4, 5, 9])]}),
         ("first_token_position", {"first_token_position": 38}),
         ("sampling.seed", {"sampling": SamplingState(seed=5, num_output_tokens=0)}),
         ("sampling.num_output_tokens", {"sampling": SamplingState(seed=-5, num_output_tokens=1)}),
@@ -89,7 +93,7 @@ def test_each_field_that_differs_is_named(field, change):
 
 
 def test_the_version_is_looked_at_first():
-    changed = msgspec.structs.replace(MANIFEST, version=99, block_ids=[], decode_incarnation="x")
+    changed = msgspec.structs.replace(MANIFEST, version=99, extents=[], decode_incarnation="x")
     with pytest.raises(ManifestMismatchError) as caught:
         check(changed)
     assert caught.value.field == "version"

@@ -152,7 +152,7 @@ def test_calibration_leaves_no_trace(folder: Path) -> None:
     engine, speculator = make_engine(folder, folder)
     plain, _ = make_engine(folder, None)
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    assert engine.blocks._free == list(range(engine.blocks.num_blocks - 1, -1, -1))
+    assert engine.blocks.arenas[0]._free == list(range(engine.blocks.num_blocks - 1, -1, -1))
     assert engine.stats().steps == plain.stats().steps == 0
     assert engine.counters() == {}
     assert speculator._drafters["draft_model"].num_drafted("profiling-0") == 0
@@ -231,5 +231,5 @@ def test_where_a_requests_kv_comes_from(folder: Path) -> None:
     assert origin_of(engine, speculator, "hit") == "prefix_hit"
     reservation = engine.reserve(ask("handed", PROMPTS[0]))
     assert reservation is not None
-    engine.activate(reservation, 5)
+    engine.activate(reservation, 5, len(PROMPTS[0]))
     assert origin_of(engine, speculator, "handed") == "handed_over"

@@ -287,7 +287,7 @@ def test_blocks_without_draft_kv_are_not_looked_at(
     watched.ask("a", prompt, 6)
     watched.run()
     watched.drafts.clear()
-    watched.engine.blocks._drafted = [False] * watched.engine.blocks.num_blocks
+    watched.engine.blocks.arenas[0].drafted[:] = [False] * watched.engine.blocks.num_blocks
     watched.engine.pool.segment("draft").fill_(1e3)
     watched.ask("b", prompt[:32] + prompt_of(6, 8), 6)
     watched.engine.step()
@@ -326,11 +326,11 @@ def test_hand_off_drafts_at_once(target: Path, model: PreTrainedModel, official:
     decode_request = prefill.engine._sequences["a"].request
     reservation = decode.engine.reserve(decode_request)
     assert reservation is not None
-    source = prefill.engine.block_ids("a")
-    decode.engine.pool.blocks[reservation.block_ids] = prefill.engine.pool.blocks[source]
+    source = prefill.engine.computed("a")[0].blocks
+    decode.engine.pool.arenas[0][reservation.holdings.blocks[0]] = prefill.engine.pool.arenas[0][source]
     state = prefill.engine.draft_state("a")
     assert (state.kind, state.num_tokens) == ("carried", len(prompt))
-    decode.engine.activate(reservation, first[0], draft=state)
+    decode.engine.activate(reservation, first[0], len(prompt), draft=state)
     assert first + decode.run()["a"] == greedy(model, prompt, 6)
     assert len(decode.drafts[0][1]) == len(prompt) + 1
     assert_as_plain(decode, PlainHead(files.eagle3(), model, files.THETA))

@@ -72,10 +72,10 @@ def test_bug_17_blocks_that_are_handed_over_are_the_prompts_alone(
     assert len(first.token_ids) == 1
     decode.add(other)
     assert joined(finish(decode)).token_ids == expected["b"]
-    source, target = prefill.block_ids("a"), reservation.block_ids
+    source, target = prefill.computed("a")[0].blocks, reservation.holdings.blocks[0]
     assert len(source) == len(target) == -(-length // BLOCK_SIZE)
-    decode.pool.blocks[target] = prefill.pool.blocks[source]
-    decode.activate(reservation, first.token_ids[0], draft=prefill.draft_state("a"))
+    decode.pool.arenas[0][target] = prefill.pool.arenas[0][source]
+    decode.activate(reservation, first.token_ids[0], length, draft=prefill.draft_state("a"))
     rest = joined(finish(decode))
     assert first.token_ids + rest.token_ids == expected["a"][emitted:]
     assert rest.drafted_tokens == rest.accepted_tokens > 0
@@ -106,7 +106,7 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     text = begun.prompt_token_ids + run(engine, [begun])["begun"].token_ids
     cached = [block for block, identity in enumerate(engine.blocks._identity_of) if identity is not None]
     assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
-    before = engine.pool.blocks[cached].clone()
+    before = engine.pool.arenas[0][cached].clone()
     assert isinstance(engine._runner, RowsForward)
     engine._runner._execute([], 64, [0, 1])
     with ProfilingRun(engine.blocks, engine._runner, MAX_LEN) as profiling:
@@ -114,7 +114,7 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
         assert sequences is not None
         profiling.forward(sequences)
     run(engine, [ask(f"r{seed}", prompt_of(10 * seed, seed), ignore_eos=True) for seed in range(1, 6)])
-    assert engine.pool.blocks[cached].equal(before)
+    assert engine.pool.arenas[0][cached].equal(before)
     again = run(engine, [ask("again", text + prompt_of(9, 9), ignore_eos=True)])["again"]
     assert engine.stats().prefix_hit_tokens == len(cached) * BLOCK_SIZE
     assert again.drafted_tokens == again.accepted_tokens > 0
@@ -154,8 +154,7 @@ def test_bug_22_no_length_runs_ahead_of_the_committed_tokens(pair: tuple[Path, P
             found.setdefault(output.request_id, []).extend(output.token_ids)
         for sequence in engine._sequences.values():
             if sequence.stage is Stage.RUNNING:
-                assert sequence.table is not None
                 assert drafter.num_drafted(sequence.request_id) <= sequence.num_computed
                 assert sequence.num_computed < len(sequence.token_ids) <= longest
-                assert len(sequence.table.block_ids) * BLOCK_SIZE <= longest
+                assert len(sequence.held.blocks[0]) * BLOCK_SIZE <= longest
     assert found == expected

@@ -81,7 +81,7 @@ def test_output_is_what_it_is_without_speculation(
     outputs = run(engine)
     assert tokens(outputs) == without
     assert sum(output.drafted_tokens for found in outputs.values() for output in found) > 30
-    assert engine.blocks.num_available == engine.blocks.num_blocks
+    assert sum(engine.blocks.available) == engine.blocks.num_blocks
     assert not drafter_of(engine)._features
 
 
@@ -275,9 +275,9 @@ def test_the_hidden_state_goes_along_with_a_hand_off(target: Path, heads: Path) 
     for given in (state, REBUILD):
         reservation = decode.reserve(request)
         assert reservation is not None
-        for ours, theirs in zip(reservation.block_ids, prefill.block_ids("r"), strict=True):
-            decode.pool.blocks[ours].copy_(prefill.pool.blocks[theirs])
-        decode.activate(reservation, first, draft=given)
+        for ours, theirs in zip(reservation.holdings.blocks[0], prefill.computed("r")[0].blocks, strict=True):
+            decode.pool.arenas[0][ours].copy_(prefill.pool.arenas[0][theirs])
+        decode.activate(reservation, first, len(request.prompt_token_ids), draft=given)
         watch = Watch(decode)
         outputs = run(decode)
         plain = make_engine(target)

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 from transformers import AutoTokenizer
 
-from engine.block_manager import BlockTable
+from engine.block_manager import Holdings
 from engine.draft import Draft
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
@@ -157,7 +157,8 @@ def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
         params = SamplingParams(max_tokens=9, temperature=0.7, seed=seed)
         request = EngineRequest(request_id=f"drawn{seed}", prompt_token_ids=[7, 8, 9], sampling=params)
         sequence = SequenceState(request, seed)
-        sequence.table = BlockTable(b"", block_ids=[by_chance.blocks.num_blocks - 1])
+        sequence.holdings = Holdings(by_chance.blocks, b"")
+        sequence.holdings.blocks = [[by_chance.blocks.num_blocks - 1]]
         (draft,) = drafter._native.draft([sequence], [drafter._next_rows(sequence, [])], [3])
         found.append((sequence, draft))
     return found

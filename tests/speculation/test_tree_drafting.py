@@ -112,7 +112,7 @@ def test_tokens_are_those_without(
     tokens, outputs = run(engine, requests())
     assert tokens == plain
     assert sum(output.accepted_tokens for output in outputs) > 0
-    assert engine.blocks.num_available == engine.blocks.num_blocks
+    assert sum(engine.blocks.available) == engine.blocks.num_blocks
 
 
 def test_preemption_and_prefix_hits_change_nothing(target: Path, draft: Path) -> None:
@@ -149,7 +149,8 @@ def test_the_drafts_kv_is_that_of_the_committed_tokens(target: Path, draft: Path
         if num_drafted == 0:
             continue  # the prompt is read with the first draft
         assert len(tokens) - 2 <= num_drafted < len(tokens)
-        ours = places(engine.pool.segment(DRAFT), engine.block_ids(request.request_id), num_drafted)
+        (blocks,) = engine._sequences[request.request_id].held.blocks
+        ours = places(engine.pool.segment(DRAFT), blocks, num_drafted)
         torch.testing.assert_close(ours, read_anew(fresh, tokens[:num_drafted]), atol=1e-4, rtol=1e-4)
         num_compared += 1
     assert num_compared > 4
@@ -167,9 +168,9 @@ def read_anew(engine: Engine, token_ids: list[int]) -> Tensor:
         sampling=SamplingParams(max_tokens=2, temperature=0.0),
     )
     engine.add(request, prefill_only=True)
-    while engine.computed_blocks("fresh") * 16 < len(token_ids):
+    engine.step()
+    while len(blocks := engine.computed("fresh")[0].blocks) * 16 < len(token_ids):
         engine.step()
-    blocks = engine.block_ids("fresh")
     values = places(engine.pool.segment(TARGET), blocks, len(token_ids)).clone()
     engine.abort("fresh")
     return values

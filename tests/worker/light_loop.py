@@ -45,9 +45,9 @@ def small_engine(model_folder: Path, num_blocks: int, **changes: Any) -> Engine:
 def forget_cached_blocks(engine: Engine) -> None:
     """Empty the prefix cache, so that nothing depends on what ran before."""
     blocks = engine.blocks
-    table, _ = blocks.start([], b"")
-    blocks.grow(table, 0, blocks.num_available * blocks.block_size)
-    blocks.free(table)
+    everything, _ = blocks.start([], b"")
+    everything.grow(0, sum(blocks.available) * blocks.block_size)
+    everything.free()
 
 
 class FakeReceiver:
@@ -283,11 +283,11 @@ class LightLoop:
 
     def computing_blocks(self) -> set[int]:
         """The blocks of the engine's sequences."""
-        tables = [each.table for each in self.engine._sequences.values()]
-        return {block for table in tables if table is not None for block in table.block_ids}
+        held = [each.holdings for each in self.engine._sequences.values()]
+        return {block for each in held if each is not None for block in each.blocks[0]}
 
     def used_blocks(self) -> set[int]:
-        references = self.engine.blocks._references
+        references = self.engine.blocks.arenas[0]._references
         return {block for block, count in enumerate(references) if count}
 
 

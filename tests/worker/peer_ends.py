@@ -15,7 +15,7 @@ from kvtransfer.sender import Sender
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from messaging.sockets import bind_router, connect_dealer
 from protocol.codec import encode, peer_reply, peer_request
-from protocol.handoff import HandoffManifest, SamplingState
+from protocol.handoff import Extent, HandoffManifest, SamplingState
 from protocol.ids import new_incarnation, token_ids_digest
 from protocol.messages import (
     EngineRequest,
@@ -102,7 +102,7 @@ class PrefillEnd:
         self.engine.add(request, prefill_only=True)
         while True:
             for output in self.engine.step().outputs:
-                return self.engine.block_ids(request.request_id), output.token_ids[0]
+                return self.engine.computed(request.request_id)[0].blocks, output.token_ids[0]
 
     def push(self, grant: Reserved, blocks: list[int], first: int = 0, end: int | None = None) -> None:
         """Push the granted blocks [first, end) and, where `end` is left out, the end of the lease."""
@@ -128,8 +128,9 @@ class PrefillEnd:
             num_tokens=len(tokens),
             token_ids_digest=token_ids_digest(tokens),
             segments=self.engine.pool.segments,
-            block_ids=grant.block_ids,
-            pushed_blocks=len(grant.block_ids) - grant.cached_blocks,
+            state_position=len(tokens),
+            extents=grant.extents,
+            pushed_blocks=len(grant.extents[0].blocks) - grant.covered // grant.block_size,
             first_token=token,
             first_token_position=len(tokens),
             sampling=SamplingState(seed=request.sampling.seed, num_output_tokens=1),
@@ -190,8 +191,8 @@ class DecodeEnd:
             lease_id=lease_id,
             incarnation=self.incarnation,
             block_size=block_size,
-            block_ids=blocks,
-            cached_blocks=0,
+            extents=[Extent(0, blocks)],
+            covered=0,
         )
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool, Sent
+from protocol.handoff import Extent
 from protocol.messages import ANY_LEASE, Abort, Handoff, HandoffAck, Reserved, ReserveRefused, Stale
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import PrefillEnd, closing
@@ -69,7 +70,7 @@ def test_every_order_gives_the_same_tokens(
     req = new_request()
     blocks, first_token = peer.prefill(req)
     grant = peer.reserve(req)
-    assert len(grant.block_ids) == 4 and grant.cached_blocks == 0
+    assert len(grant.extents[0].blocks) == 4 and grant.covered == 0
     for event in order:
         match event:
             case "first":
@@ -116,7 +117,7 @@ def test_a_cached_prompt_needs_no_block(
     cluster.run(req.request_id)
     again = msgspec.structs.replace(req, request_id=req.request_id + "-again")
     grant = peer.reserve(again)
-    assert grant.cached_blocks == len(grant.block_ids) == 4
+    assert grant.covered == 64 and len(grant.extents[0].blocks) == 4
     peer.hand_off(again, grant, first_token)
     assert peer.receive(HandoffAck).error is None
     cluster.run(again.request_id)
@@ -204,8 +205,8 @@ def test_a_hand_off_of_an_unknown_lease_is_refused(peer: PrefillEnd) -> None:
         lease_id="none",
         incarnation=peer.decode.incarnation,
         block_size=16,
-        block_ids=[1, 2, 3, 4],
-        cached_blocks=0,
+        extents=[Extent(0, [1, 2, 3, 4])],
+        covered=0,
     )
     peer.hand_off(req, grant, 5)
     assert "lease" in (peer.receive(HandoffAck).error or "")
@@ -250,7 +251,7 @@ def test_reservations_wait_in_line(
         refused = peer.receive(ReserveRefused)
         assert (refused.request_id, refused.error_kind) == (third.request_id, "overloaded")
         cluster.refresh(decode)
-        assert decode.used_blocks == len(grant.block_ids)
+        assert decode.used_blocks == len(grant.extents[0].blocks)
         peer.release(first, grant.lease_id)
         granted = peer.receive(Reserved)
         assert granted.request_id == second.request_id

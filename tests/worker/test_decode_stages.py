@@ -26,7 +26,7 @@ from decode_worker.request import DecodeRequest, Stage
 from engine.engine import Engine
 from kvtransfer.interface import Failed, Progress
 from protocol.codec import encode, peer_request
-from protocol.handoff import DraftState, HandoffManifest, SamplingState, SegmentInfo
+from protocol.handoff import DraftState, Extent, HandoffManifest, SamplingState, SegmentInfo
 from protocol.ids import token_ids_digest
 from protocol.messages import (
     ANY_LEASE,
@@ -66,7 +66,7 @@ def decode_loop(engine: Engine) -> Iterator[LightLoop]:
         yield light
     finally:  # the next one has the same engine
         light.finish()
-    assert engine.blocks.num_available == NUM_BLOCKS
+    assert sum(engine.blocks.available) == NUM_BLOCKS
 
 
 @pytest.fixture
@@ -94,6 +94,10 @@ def reserve_message(engine: Engine, name: str, worker: str, incarnation: str = O
     )
 
 
+def missing(grant: Reserved) -> int:
+    return len(grant.extents[0].blocks) - grant.covered // grant.block_size
+
+
 def manifest_of(engine: Engine, grant: Reserved, worker: str) -> HandoffManifest:
     request = prompt_request(grant.request_id)
     tokens = request.prompt_token_ids
@@ -106,8 +110,9 @@ def manifest_of(engine: Engine, grant: Reserved, worker: str) -> HandoffManifest
         num_tokens=len(tokens),
         token_ids_digest=token_ids_digest(tokens),
         segments=engine.pool.segments,
-        block_ids=list(grant.block_ids),
-        pushed_blocks=len(grant.block_ids) - grant.cached_blocks,
+        state_position=len(tokens),
+        extents=grant.extents,
+        pushed_blocks=missing(grant),
         first_token=7,
         first_token_position=len(tokens),
         sampling=SamplingState(seed=request.sampling.seed, num_output_tokens=1),
@@ -121,7 +126,7 @@ class DecodeStages(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        assert self.engine.blocks.num_available == NUM_BLOCKS
+        assert sum(self.engine.blocks.available) == NUM_BLOCKS
         self.light = LightLoop(DecodeLoop, self.engine, "decode")
         self.grants: dict[str, tuple[str, Reserved]] = {}
         """By lease: who got it first, and the grant."""
@@ -232,8 +237,7 @@ class DecodeStages(RuleBasedStateMachine):
     def note(self) -> None:
         for identity, reply in self.light.inbox.replies:
             if isinstance(reply, Reserved) and reply.lease_id not in self.grants:
-                fixed = msgspec.structs.replace(reply, block_ids=list(reply.block_ids))
-                self.grants[reply.lease_id] = identity.decode().partition(":")[0], fixed
+                self.grants[reply.lease_id] = identity.decode().partition(":")[0], reply
         for request in self.light.requests:
             self.seen[request] = None
             if request.stage is Stage.RUNNING:
@@ -255,7 +259,7 @@ class DecodeStages(RuleBasedStateMachine):
         owned = self.light.computing_blocks()
         for request in self.light.requests:
             if request.stage in (Stage.RESERVED, Stage.CLOSING, Stage.ABANDONED):
-                owned |= set(request.granted.block_ids)
+                owned |= set(request.granted.holdings.blocks[0])
         assert self.light.used_blocks() == owned
 
     @invariant()
@@ -279,7 +283,7 @@ class DecodeStages(RuleBasedStateMachine):
             return
         self.light.finish(self.note)
         self.note()
-        assert self.engine.blocks.num_available == NUM_BLOCKS, "blocks leaked"
+        assert sum(self.engine.blocks.available) == NUM_BLOCKS, "blocks leaked"
         assert not self.light.requests and not self.light.loop._queue and not self.light.loop._unstepped
         assert all(request.stage is Stage.ENDED for request in self.seen)
         self.every_request_was_answered_once()
@@ -333,7 +337,7 @@ def reserve(light: LightLoop, name: str = "short", worker: str = "prefill-0") ->
     light.loop.on_peer_request(identity_of(worker), reserve_message(light.engine, name, worker))
     grant = light.inbox.replies[-1][1]
     assert isinstance(grant, Reserved)
-    return msgspec.structs.replace(grant, block_ids=list(grant.block_ids))
+    return grant
 
 
 def hand_off(light: LightLoop, manifest: HandoffManifest) -> Any:
@@ -346,7 +350,7 @@ def hand_off(light: LightLoop, manifest: HandoffManifest) -> Any:
 
 
 def arrive(light: LightLoop, grant: Reserved) -> None:
-    light.receiver.tell(Progress(grant.lease_id, len(grant.block_ids) - grant.cached_blocks, complete=True))
+    light.receiver.tell(Progress(grant.lease_id, missing(grant), complete=True))
     light.deliver()
 
 
@@ -355,11 +359,11 @@ def test_an_aborted_requests_blocks_wait_for_the_last_write(light: LightLoop, en
     light.receiver.begin_write(grant.lease_id)
     light.loop._on_router_message(Abort(request_ids=["short"]))
     again = reserve(light)
-    assert not set(again.block_ids) & set(grant.block_ids)
-    assert engine.blocks.num_available == NUM_BLOCKS - 4
+    assert not set(again.extents[0].blocks) & set(grant.extents[0].blocks)
+    assert sum(engine.blocks.available) == NUM_BLOCKS - 4
     light.receiver.end_write(grant.lease_id)
     light.deliver()
-    assert engine.blocks.num_available == NUM_BLOCKS - 2
+    assert sum(engine.blocks.available) == NUM_BLOCKS - 2
 
 
 def test_decoding_waits_for_the_last_write(light: LightLoop, engine: Engine) -> None:
@@ -401,7 +405,8 @@ OTHER_VALUES: dict[str, st.SearchStrategy[Any]] = {
     "segments": st.lists(
         st.builds(SegmentInfo, name=st.just("target"), dtype=st.text(max_size=9), shape=st.just((2, 2)))
     ),
-    "block_ids": st.lists(st.integers(0, 2**40), max_size=4),
+    "state_position": st.integers(0, 2**40),
+    "extents": st.lists(st.builds(Extent, st.integers(0, 15), st.lists(st.integers(0, 2**30), max_size=4))),
     "pushed_blocks": st.integers(0, 2**40),
     "first_token": st.integers(VOCAB_SIZE, 2**40),
     "first_token_position": st.integers(1, 2**40),

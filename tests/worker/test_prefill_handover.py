@@ -13,7 +13,7 @@ import pytest
 
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import Progress, RegisteredPool
-from protocol.handoff import SegmentInfo
+from protocol.handoff import Extent, SegmentInfo
 from protocol.messages import (
     ANY_LEASE,
     Generate,
@@ -173,17 +173,22 @@ def reserved(**changes: Any) -> Reserved:
         (ReserveRefused(request_id="r", error_kind="overloaded", reason="full up"), "overloaded", "full up"),
         (Stale(request_id="r", incarnation="0" * 16), "worker_lost", "restarted"),
         (
-            reserved(block_ids=[1, 2], cached_blocks=0),
+            reserved(extents=[Extent(0, [1, 2])], covered=0),
             "transfer",
-            "2 blocks",
+            "[(0, 2)]",
         ),
         (
-            reserved(block_ids=[1, 2, 3, 4], cached_blocks=5),
+            reserved(extents=[Extent(0, [1, 2, 3, 4]), Extent(1, [1])], covered=0),
             "transfer",
-            "5 cached",
+            "(1, 1)",
+        ),
+        (
+            reserved(extents=[Extent(0, [1, 2, 3, 4])], covered=80),
+            "transfer",
+            "80 tokens covered",
         ),
     ],
-    ids=["refused", "stale", "too few blocks", "too many cached"],
+    ids=["refused", "stale", "too few blocks", "unknown arena", "too many cached"],
 )
 def test_bad_answers_fail_the_hand_off(
     cluster: Cluster, prefill: RunningWorker, peer: DecodeEnd, answer: Any, kind: str, text: str

@@ -23,6 +23,7 @@ from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, Sent
 from prefill_worker.loop import PrefillLoop
 from prefill_worker.request import PrefillRequest, Stage
+from protocol.handoff import Extent
 from protocol.messages import (
     ANY_LEASE,
     Abort,
@@ -60,7 +61,7 @@ def light(engine: Engine) -> Iterator[LightLoop]:
     light.sender.unreachable.add(UNREACHABLE.incarnation)
     yield light
     light.finish()
-    assert engine.blocks.num_available == NUM_BLOCKS
+    assert sum(engine.blocks.available) == NUM_BLOCKS
 
 
 def prompt_request(name: str) -> EngineRequest:
@@ -80,8 +81,8 @@ def grant(name: str, lease_id: str, cached: int = 0, missing: int = 0) -> Reserv
         lease_id=lease_id,
         incarnation="d" * 16,
         block_size=16,
-        block_ids=blocks,
-        cached_blocks=min(cached, len(blocks)),
+        extents=[Extent(0, blocks)],
+        covered=16 * min(cached, len(blocks)),
     )
 
 
@@ -92,7 +93,7 @@ class PrefillStages(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        assert self.engine.blocks.num_available == NUM_BLOCKS
+        assert sum(self.engine.blocks.available) == NUM_BLOCKS
         self.light = LightLoop(PrefillLoop, self.engine, "prefill")
         self.light.sender.unreachable.add(UNREACHABLE.incarnation)
         self.num_leases = 0
@@ -205,7 +206,8 @@ class PrefillStages(RuleBasedStateMachine):
     def no_block_is_freed_while_it_may_be_read(self) -> None:
         for lease, blocks in self.light.sender.read.items():
             request = self.light.table.with_lease(lease)
-            assert request is not None and set(blocks) <= set(self.engine.block_ids(request.request_id))
+            assert request is not None
+            assert set(blocks) <= set(self.engine.computed(request.request_id)[0].blocks)
 
     @invariant()
     def every_used_block_is_the_engines(self) -> None:
@@ -243,7 +245,7 @@ class PrefillStages(RuleBasedStateMachine):
         if not hasattr(self, "light"):
             return
         self.light.finish(self.note)
-        assert self.engine.blocks.num_available == NUM_BLOCKS, "blocks leaked"
+        assert sum(self.engine.blocks.available) == NUM_BLOCKS, "blocks leaked"
         assert not self.light.requests and not self.light.loop._pushing and not self.light.sender.read
         assert all(request.stage is Stage.ENDED for request in self.seen)
         unanswered = self.withdrawn | self.handed_over
@@ -284,11 +286,11 @@ def test_blocks_stay_until_the_wire_has_acknowledged_them(light: LightLoop, engi
     light.step()
     light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
     light.loop.on_peer_reply(DECODES[0], HandoffAck(request_id="short", lease_id="lease"))
-    assert engine.blocks.num_available == NUM_BLOCKS - 2
+    assert sum(engine.blocks.available) == NUM_BLOCKS - 2
     assert not light.loop.knows("short"), "it runs elsewhere"
     light.sender.tell(completed("lease"))
     light.deliver()
-    assert engine.blocks.num_available == NUM_BLOCKS
+    assert sum(engine.blocks.available) == NUM_BLOCKS
     assert not any(isinstance(message, Release) for _, message in light.peers.sent)
 
 

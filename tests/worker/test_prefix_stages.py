@@ -30,7 +30,7 @@ def light(engine: Engine) -> Iterator[LightLoop]:
     light = LightLoop(DecodeLoop, engine, "decode")
     yield light
     light.finish()
-    assert engine.blocks.num_available == NUM_BLOCKS
+    assert sum(engine.blocks.available) == NUM_BLOCKS
 
 
 def request() -> EngineRequest:

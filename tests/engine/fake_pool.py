@@ -1,0 +1,26 @@
+"""A pool without bytes for a block manager: it keeps what it is asked to copy and move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class FakePool:
+    """`num_blocks` of each arena."""
+
+    def __init__(self, block_size: int, *num_blocks: int) -> None:
+        self.block_size = block_size
+        self.arenas = [range(count) for count in num_blocks]
+        self.copies: list[tuple[int, int, int]] = []
+        """(arena, source, target)."""
+        self.moves: list[tuple[list[list[int]], int, list[int]]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakePool:
+        return FakePool(self.block_size, *map(len, self.arenas))
+
+    def copy_block(self, arena: int, source: int, target: int) -> None:
+        self.copies.append((arena, source, target))
+
+    def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
+        self.moves.append(([list(table) for table in tables], first, list(places)))

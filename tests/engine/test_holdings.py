@@ -1,0 +1,101 @@
+"""What a sequence holds where its KV lies in two arenas of the pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.arena import OutOfBlocksError
+from engine.block_manager import BlockManager, Holdings
+from engine.kv_pool import KVPool
+from engine.pool_layout import TARGET, Group, LayerPlace, PoolLayout, Segment
+from protocol.handoff import Extent
+from protocol.ids import root_identity
+from tests.engine.fake_pool import FakePool
+
+SIZE = 4
+ROOT = root_identity("model", "fp32")
+TOKENS = list(range(12))
+
+
+def started(manager: BlockManager, token_ids: list[int]) -> tuple[Holdings, int]:
+    held, covered = manager.start(token_ids, ROOT)
+    held.grow(covered, len(token_ids))
+    return held, covered
+
+
+def test_room_is_taken_in_every_arena_or_in_none() -> None:
+    manager = BlockManager(FakePool(SIZE, 8, 3))
+    first, _ = started(manager, TOKENS[:5])
+    assert first.blocks == [[0, 1], [0, 1]]
+    second, _ = manager.start([], ROOT)
+    assert second.needs(0, 5) == [2, 2]
+    assert second.fits(0, 4) and not second.fits(0, 5) and not second.fits(0, 4, spare=1)
+    with pytest.raises(OutOfBlocksError, match="2 KV blocks are needed, 1 are available"):
+        second.grow(0, 5)
+    assert second.blocks == [[], []] and manager.available == (6, 1)
+    assert manager.reserve([7] * 5, ROOT) is None
+    second.grow(0, 4)
+    assert second.extents() == [Extent(0, [2]), Extent(1, [2])]
+    first.free()
+    second.free()
+    assert manager.available == (8, 3)
+
+
+def test_a_position_is_covered_where_every_arena_has_its_blocks() -> None:
+    manager = BlockManager(FakePool(SIZE, 12, 4))
+    held, _ = started(manager, TOKENS)
+    held.publish(TOKENS, 12)
+    held.free()
+    _, covered = started(manager, [50] * 8)  # the second arena gives up the last block of the three
+    assert covered == 0 and manager.available == (10, 2)
+    again, covered = manager.start(TOKENS, ROOT)
+    assert covered == 8 and [len(blocks) for blocks in again.blocks] == [2, 2]
+
+
+def test_a_block_to_be_written_is_copied_in_the_arena_that_shares_it() -> None:
+    pool = FakePool(SIZE, 8, 8)
+    manager = BlockManager(pool)
+    held, _ = started(manager, TOKENS[:8])
+    held.publish(TOKENS, 8)
+    started(manager, TOKENS[:8])
+    assert pool.copies == [(0, 1, 2), (1, 1, 2)]
+
+
+def test_a_chain_moves_nothing_and_a_tree_moves_before_its_blocks_are_published() -> None:
+    pool = FakePool(SIZE, 8, 8)
+    manager = BlockManager(pool)
+    held, _ = started(manager, TOKENS)
+    held.commit(2, [0, 1], TOKENS)
+    assert not pool.moves and len(held.identities) == 1
+    held.commit(6, [1, 3], TOKENS)
+    assert pool.moves == [(held.blocks, 6, [1, 3])] and len(held.identities) == 2
+
+
+def test_the_accepted_path_of_a_tree_moves_in_every_group() -> None:
+    window = Group("window", (Segment(1, 1, 8, torch.bfloat16),), (LayerPlace(0, 0),), arena=1)
+    layout = PoolLayout((Group.uniform(TARGET, Segment(2, 2, 4, torch.float32)), window), SIZE)
+    pool = KVPool(layout, 6, torch.device("cpu"), None)
+    assert [blocks.shape[1] for blocks in pool.arenas] == [2 * 2 * SIZE * 2 * 4 * 4, 2 * SIZE * 8 * 2]
+    assert [(info.name, info.arena, info.kind) for info in pool.segments] == [
+        (TARGET, 0, "paged"),
+        ("window", 1, "paged"),
+    ]
+    manager = BlockManager(pool)
+    started(manager, [1])  # takes a block of each arena
+    manager.arenas[1].take(1)
+    held, _ = started(manager, TOKENS)
+    assert held.blocks == [[1, 2, 3], [2, 3, 4]]
+    values = {name: pool.segment(name) for name in (TARGET, "window")}
+    for tensor in values.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    before = {name: tensor.clone() for name, tensor in values.items()}
+    held.commit(6, [1, 4], TOKENS)
+
+    def at(tensor: Tensor, blocks: list[int], place: int) -> Tensor:
+        return tensor[blocks[place // SIZE], :, :, place % SIZE]
+
+    for (name, tensor), blocks in zip(values.items(), held.blocks, strict=True):
+        for target, source in ((5, 5), (6, 7), (7, 10), (8, 8)):
+            assert torch.equal(at(tensor, blocks, target), at(before[name], blocks, source))
