@@ -179,8 +179,8 @@ class DecodeLoop(WorkerLoop):
         if request.num_expected > 0:
             self.receiver.open(
                 request.held_lease,
-                reservation.holdings.blocks[0],
-                first_block=reservation.covered // self.config.block_size,
+                reservation.holdings.extents(),
+                first_token=reservation.covered,
                 num_tokens=request.num_tokens,
             )
         now = time.monotonic()

@@ -18,6 +18,7 @@ class TransferError(TandemError):
 @dataclass(frozen=True, eq=False)
 class RegisteredPool:
     """A KV pool as the wires see it: `num_blocks` blocks of `block_bytes` bytes each, one after the other.
+    They are the pool's only arena.
 
     `buffer` holds them, or `device` where they lie in a GPU's memory: uint8 [num_blocks, block_bytes].
 
@@ -53,6 +54,11 @@ class RegisteredPool:
     @property
     def nbytes(self) -> int:
         return self.block_bytes * self.num_blocks
+
+    @property
+    def arenas(self) -> tuple[int, ...]:
+        """How many blocks each arena has."""
+        return (self.num_blocks,)
 
     @property
     def block_size(self) -> int:

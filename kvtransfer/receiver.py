@@ -19,6 +19,7 @@ from kvtransfer.streams.connection import Connection, ReceiverCore
 from kvtransfer.streams.handshake import Identity
 from kvtransfer.transports.host import host_id
 from kvtransfer.transports.transport import Transport
+from protocol.handoff import Extent
 from protocol.messages import TransferOffer
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -53,9 +54,7 @@ class Receiver:
         max_pending_handshakes: int = 16,
         pairs: Pairs | None = None,
     ) -> None:
-        self._leases = LeaseTable(
-            pool.num_blocks, pool.block_size, lambda lease_id: self._emit(Closed(lease_id))
-        )
+        self._leases = LeaseTable(pool.arenas, pool.block_size, lambda lease_id: self._emit(Closed(lease_id)))
         self._reconnect_grace_s = reconnect_grace_s
         self._counters = TransferCounters()
         self._stop = Wake()
@@ -88,17 +87,17 @@ class Receiver:
     def open(
         self,
         lease_id: str,
-        block_ids: Sequence[int],
+        extents: Sequence[Extent],
         *,
-        first_block: int = 0,
+        first_token: int = 0,
         num_tokens: int | None = None,
     ) -> None:
-        """Let a prompt's blocks be written under this lease, those before `first_block` excepted.
+        """Let a prompt's blocks be written under this lease, those before `first_token`'s excepted.
 
         `num_tokens` is the prompt's length, by default what the blocks hold. Raises ValueError for bad blocks
         or a known lease.
         """
-        self._leases.open(lease_id, block_ids, first_block, num_tokens)
+        self._leases.open(lease_id, extents, first_token, num_tokens)
 
     def poll(self) -> list[ReceiveEvent]:
         """What happened since the last call, of open leases; and which closed ones are over."""

@@ -19,6 +19,7 @@ from kvtransfer.streams.link import Candidate, Link, LinkCore
 from kvtransfer.streams.pieces import QueuedPiece, TransferTime
 from kvtransfer.transports.host import host_id
 from kvtransfer.transports.transport import Transport
+from protocol.handoff import Extent
 from protocol.messages import PeerAddress
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -117,25 +118,22 @@ class Sender:
         self,
         peer: PeerAddress,
         lease_id: str,
-        blocks: Sequence[int],
+        extents: Sequence[Extent],
         first_position: int,
+        num_tokens: int,
         *,
-        num_tokens: int | None = None,
         final: bool,
     ) -> None:
         """Queue blocks of a prompt under the peer's lease, which follow each other from `first_position`.
 
-        `num_tokens` of the prompt are there, by default all that the blocks have room for. `final` ends the
-        lease; with it, `blocks` may be empty. The blocks must stay untouched until Completed, or until
-        `abort` returns. What goes wrong later comes as a Failed event, after which the lease is forgotten;
-        until it is polled, further pushes under the lease are ignored. Raises ValueError for blocks out of
-        range.
+        `num_tokens` of the prompt are there. `final` ends the lease; with it there may be no blocks. The
+        blocks must stay untouched until Completed, or until `abort` returns. What goes wrong later comes as a
+        Failed event, after which the lease is forgotten; until it is polled, further pushes under the lease
+        are ignored. Raises ValueError for blocks out of range.
         """
-        parts = cut(blocks, first_position, self._pool.num_blocks, blocks_per_part(self._pool.block_bytes))
-        if final and not parts:
-            parts = [NO_BLOCKS]
-        if num_tokens is None:
-            num_tokens = (first_position + len(blocks)) * self._pool.block_size
+        pieces = [(extent.arena, self._cut(extent, first_position)) for extent in extents if extent.blocks]
+        if final and not pieces:
+            pieces = [(0, [NO_BLOCKS])]
         with self._lock:
             lease = self._leases.setdefault(lease_id, _Lease(peer))
             if lease.failed:
@@ -144,8 +142,9 @@ class Sender:
                 raise ValueError(f"lease {lease_id} is complete, or belongs to another peer")
             try:
                 lease.link = lease.link or self._link(peer)
-                if parts:
-                    lease.link.enqueue(self._piece(lease_id, lease, parts, num_tokens, final))
+                for number, (arena, parts) in enumerate(pieces, 1):
+                    is_last = final and number == len(pieces)
+                    lease.link.enqueue(self._piece(lease_id, lease, arena, parts, num_tokens, is_last))
             except TransferError as error:
                 self._fail(lease_id, str(error))
         if lease.failed:
@@ -193,14 +192,21 @@ class Sender:
         for link in links:
             link.join(_JOIN_S)
 
+    def _cut(self, extent: Extent, first_position: int) -> list[Blocks]:
+        arenas = self._pool.arenas
+        if extent.arena >= len(arenas):
+            raise ValueError(f"arena {extent.arena} is not among the pool's {len(arenas)}")
+        max_blocks = blocks_per_part(self._pool.block_bytes)
+        return cut(extent.blocks, first_position, arenas[extent.arena], max_blocks)
+
     def _piece(
-        self, lease_id: str, lease: _Lease, parts: list[Blocks], num_tokens: int, final: bool
+        self, lease_id: str, lease: _Lease, arena: int, parts: list[Blocks], num_tokens: int, final: bool
     ) -> QueuedPiece:
         if final:
             lease.pushed_final, lease.time.final_push = True, time.monotonic()
         index, pushed_s = lease.pushed_parts, time.monotonic() - lease.time.started
         lease.pushed_parts += len(parts)
-        return QueuedPiece(lease_id, index, parts, num_tokens, final, pushed_s)
+        return QueuedPiece(lease_id, index, parts, num_tokens, final, arena, pushed_s)
 
     def _link(self, peer: PeerAddress) -> Link:
         if self._closed:

@@ -211,18 +211,14 @@ class PrefillLoop(WorkerLoop):
         """Queue the blocks that were computed since the last time; after the last ones, the manifest."""
         final = request.first_token is not None
         first = request.first_pushed(self.config.block_size) + request.num_pushed
-        blocks = self.engine.computed(request.request_id, first)[0].blocks
-        if blocks:
+        extents = self.engine.computed(request.request_id, first)
+        num_blocks = len(extents[0].blocks)
+        if num_blocks:
             self.sender.push(
-                request.decode,
-                request.held_lease,
-                blocks,
-                first,
-                num_tokens=request.num_tokens,
-                final=final,
+                request.decode, request.held_lease, extents, first, request.num_tokens, final=final
             )
-            request.num_pushed += len(blocks)
-            self.counters.add("kv_blocks_pushed_total", len(blocks))
+            request.num_pushed += num_blocks
+            self.counters.add("kv_blocks_pushed_total", num_blocks)
             self._extend_deadline(request, time.monotonic())
         if final:
             self._send_manifest(request)

@@ -102,15 +102,14 @@ class PrefixFetcher:
         fetch = PrefixFetch(message, holder, room, now, deadline=now + FETCH_TIMEOUT_S)
         self.fetches.insert(fetch)
         self.fetches.grant_lease(fetch, secrets.token_hex(8))
-        first_block = room.covered // self._block_size
-        self._receiver.open(fetch.held_lease, room.holdings.blocks[0], first_block=first_block)
+        self._receiver.open(fetch.held_lease, room.holdings.extents(), first_token=room.covered)
         self._peers.send(
             holder,
             Fetch(
                 incarnation=holder.incarnation,
                 request_id=fetch.request_id,
                 lease_id=fetch.held_lease,
-                first_block=first_block,
+                first_block=room.covered // self._block_size,
                 identities=room.wanted,
                 receiver=self._ours,
             ),
@@ -214,7 +213,9 @@ class PrefixHolder:
         lent = self._engine.blocks.hold(message.identities)
         self._lent[message.lease_id] = lent
         self._counters.add("prefix_blocks_lent_total", len(lent.identities))
-        self._sender.push(message.receiver, message.lease_id, lent.blocks[0], message.first_block, final=True)
+        first = message.first_block
+        num_tokens = (first + len(lent.identities)) * self._engine.blocks.block_size
+        self._sender.push(message.receiver, message.lease_id, lent.extents(), first, num_tokens, final=True)
         return ""
 
     def on_event(self, event: SendEvent) -> bool:

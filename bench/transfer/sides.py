@@ -20,6 +20,7 @@ from kvtransfer import Completed, Failed, PoolMemory, Receiver, RegisteredPool, 
 from kvtransfer.blocks.memory import map_peer_pool
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.tcp import TcpTransport
+from protocol.handoff import Extent
 from protocol.messages import PeerAddress
 
 KEY = bytes(32)
@@ -94,7 +95,7 @@ class ReceivingSide(Side):
         self.stream, _ = self._listener.accept()
 
     def open(self, lease_id: str, blocks: Sequence[int]) -> None:
-        self.receiver.open(lease_id, blocks)
+        self.receiver.open(lease_id, [Extent(0, list(blocks))])
 
     def close_lease(self, lease_id: str) -> None:
         self.receiver.close_lease(lease_id)
@@ -147,7 +148,8 @@ class SendingSide(Side):
         """Push blocks of our pool and wait until all are there."""
         sender = self._senders[transport]
         started = time.perf_counter()
-        sender.push(self._peer, lease_id, blocks, 0, final=True)
+        num_tokens = len(blocks) * self.pool.block_size
+        sender.push(self._peer, lease_id, [Extent(0, list(blocks))], 0, num_tokens, final=True)
         while True:
             self._woken.wait()
             self._woken.clear()

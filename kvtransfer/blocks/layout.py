@@ -205,6 +205,10 @@ def _layout_problem(segments: Sequence[SegmentInfo]) -> tuple[str, str] | None:
 
 def _segment_problem(segment: SegmentInfo) -> tuple[str, str] | None:
     name, shape = segment.name, segment.shape
+    if segment.kind != "paged":
+        return "kind", f"{name}: {segment.kind!r} is not 'paged'"
+    if segment.arena != 0:
+        return "arena", f"{name}: it lies in arena {segment.arena}, not in the first one"
     if segment.dtype not in DTYPES:
         return "dtype", f"{name}: {segment.dtype!r} is none of {', '.join(DTYPES)}"
     if segment.quantization not in ("none", *CODE_DTYPES):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtransfer.blocks.extents import BlockIndices
-from kvtransfer.framing.messages import OTHER_SENDER, OUTSIDE, OVERTAKEN, STILL_WRITTEN, Piece
+from kvtransfer.framing.messages import OTHER_SENDER, OUTSIDE, OVERTAKEN, STILL_WRITTEN, UNKNOWN_ARENA, Piece
 from kvtransfer.leases.arrivals import ArrivalRecord
 from kvtransfer.leases.gate import WriteGate
 
@@ -23,14 +25,19 @@ class _Attempts:
 
 
 class Lease:
-    """Blocks of one prompt, in order, and what has come of them.
+    """Blocks of one prompt, in order, in one or more arenas, and what has come of them.
 
     Only tokens in [`first_token`, `num_tokens`) are written: those before are cached, and maybe shared. A
     *position* is the index of one of the sender's blocks within the prompt.
     """
 
     def __init__(
-        self, lease_id: str, blocks: BlockIndices, first_token: int, num_tokens: int, gate: WriteGate
+        self,
+        lease_id: str,
+        blocks: Mapping[int, BlockIndices],
+        first_token: int,
+        num_tokens: int,
+        gate: WriteGate,
     ) -> None:
         self.lease_id = lease_id
         self.blocks = blocks
@@ -41,7 +48,7 @@ class Lease:
         self.lost_at: float | None = None
         self.arrivals = ArrivalRecord()
         self._source_block_size = 0
-        self._received = np.zeros(0, dtype=bool)
+        self._received: dict[int, npt.NDArray[np.bool_]] = {}
         self._first_position = 0
         self._parts: set[int] = set()
         self._attempts_lock = threading.Lock()
@@ -53,14 +60,16 @@ class Lease:
         """Every part has come, the final one among them."""
         return len(self._parts) == self._num_parts
 
-    def refusal(self, positions: BlockIndices, sender: str, source_block_size: int) -> str:
-        """Why these positions may not come from this sender; empty if they may."""
+    def refusal(self, arena: int, positions: BlockIndices, sender: str, source_block_size: int) -> str:
+        """Why these positions of an arena may not come from this sender; empty if they may."""
         if self.sender is None:
             self._begin(sender, source_block_size)
         if (sender, source_block_size) != (self.sender, self._source_block_size):
             return OTHER_SENDER
+        if arena not in self._received:
+            return UNKNOWN_ARENA
         inside = positions - self._first_position
-        if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received)):
+        if len(inside) and (inside.min() < 0 or inside.max() >= len(self._received[arena])):
             return OUTSIDE
         return ""
 
@@ -87,15 +96,16 @@ class Lease:
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
         """Note that a piece is in place; returns how many of the sender's blocks are."""
-        self._received[positions - self._first_position] = True
+        self._received[piece.arena][positions - self._first_position] = True
         self._parts.update(piece.part_indices)
         if piece.final:
             self._num_parts = piece.part_indices.stop
-        return int(self._received.sum())
+        return sum(int(received.sum()) for received in self._received.values())
 
     def _begin(self, sender: str, source_block_size: int) -> None:
         self.sender = sender
         self._source_block_size = source_block_size
         self._first_position = self.first_token // source_block_size
         end = -(-self.num_tokens // source_block_size)
-        self._received = np.zeros(max(0, end - self._first_position), dtype=bool)
+        count = max(0, end - self._first_position)
+        self._received = {arena: np.zeros(count, dtype=bool) for arena in self.blocks}

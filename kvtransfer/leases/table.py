@@ -15,6 +15,7 @@ from kvtransfer.interface import Arrival
 from kvtransfer.leases.arrivals import PieceArrival
 from kvtransfer.leases.gate import WriteGate
 from kvtransfer.leases.lease import Lease
+from protocol.handoff import Extent
 
 REMEMBERED_LEASES = 4096
 """Completed leases whose names are kept. Their pieces may come again, if an ack was lost: no error."""
@@ -23,14 +24,15 @@ REMEMBERED_LEASES = 4096
 class LeaseTable:
     """All leases of one receiver, for use from every thread. A block belongs to at most one of them."""
 
-    def __init__(self, num_blocks: int, block_size: int, on_emptied: Callable[[str], None]) -> None:
+    def __init__(self, arenas: Sequence[int], block_size: int, on_emptied: Callable[[str], None]) -> None:
+        """`arenas`: how many blocks each has."""
         self._block_size = block_size
         self._on_emptied = on_emptied
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._closing: dict[str, Lease] = {}
         self._completed: OrderedDict[str, None] = OrderedDict()
-        self._leased = np.zeros(num_blocks, dtype=bool)
+        self._leased = [np.zeros(num_blocks, dtype=bool) for num_blocks in arenas]
         self._connections: Counter[str] = Counter()
 
     def __contains__(self, lease_id: str) -> bool:
@@ -42,27 +44,29 @@ class LeaseTable:
         return len(self._closing)
 
     def open(
-        self, lease_id: str, block_ids: Sequence[int], first_block: int = 0, num_tokens: int | None = None
+        self, lease_id: str, extents: Sequence[Extent], first_token: int = 0, num_tokens: int | None = None
     ) -> None:
         """Raises ValueError for a known lease, or blocks that are not there or leased."""
-        blocks = np.asarray(block_ids, dtype=np.int64).reshape(-1)
-        written = blocks[first_block:]
-        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < len(self._leased)):
-            raise ValueError(f"block_ids of lease {lease_id} must be in [0, {len(self._leased)})")
-        capacity = len(blocks) * self._block_size
+        blocks = {extent.arena: np.asarray(extent.blocks, np.int64).reshape(-1) for extent in extents}
+        if len(blocks) < len(extents) or not blocks.keys() <= set(range(len(self._leased))):
+            raise ValueError(f"arenas of lease {lease_id} must differ and be in [0, {len(self._leased)})")
+        for arena, indices in blocks.items():
+            limit = len(self._leased[arena])
+            if len(indices) and not (indices.min() >= 0 and indices.max() < limit):
+                raise ValueError(f"blocks of lease {lease_id} must be in [0, {limit})")
+        capacity = min(map(len, blocks.values()), default=0) * self._block_size
         end = capacity if num_tokens is None else num_tokens
         if end > capacity:
             raise ValueError(f"num_tokens of lease {lease_id} is {end}, its blocks hold {capacity}")
         gate = WriteGate(lambda: self._emptied(lease_id))
-        lease = Lease(lease_id, blocks, first_block * self._block_size, end, gate)
+        lease = Lease(lease_id, blocks, first_token, end, gate)
         with self._lock:
             if lease_id in self._leases or lease_id in self._closing:
                 raise ValueError(f"lease {lease_id} is open already")
-            if self._leased[written].any() or len(np.unique(written)) < len(written):
-                raise ValueError(
-                    f"block_ids of lease {lease_id} include some twice, or of another open lease"
-                )
-            self._leased[written] = True
+            for arena, written in self._written(lease):
+                if self._leased[arena][written].any() or len(np.unique(written)) < len(written):
+                    raise ValueError(f"blocks of lease {lease_id} are given twice, or of another open lease")
+            self._mark(lease, True)
             self._leases[lease_id] = lease
 
     def close(self, lease_id: str) -> bool:
@@ -93,7 +97,7 @@ class LeaseTable:
             lease = self._leases.get(piece.lease_id)
             if lease is None or not lease.gate.is_open:
                 return None, UNKNOWN_LEASE
-            refusal = lease.refusal(positions, sender, source_block_size)
+            refusal = lease.refusal(piece.arena, positions, sender, source_block_size)
             return (None, refusal) if refusal else (lease, "")
 
     def record(
@@ -157,5 +161,14 @@ class LeaseTable:
         with self._lock:
             lease = self._closing.pop(lease_id, None)
             if lease is not None:
-                self._leased[lease.blocks[lease.first_token // self._block_size :]] = False
+                self._mark(lease, False)
             return lease is not None
+
+    def _written(self, lease: Lease) -> list[tuple[int, BlockIndices]]:
+        """By arena, the blocks that may be written to."""
+        first = lease.first_token // self._block_size
+        return [(arena, blocks[first:]) for arena, blocks in lease.blocks.items()]
+
+    def _mark(self, lease: Lease, leased: bool) -> None:
+        for arena, written in self._written(lease):
+            self._leased[arena][written] = leased

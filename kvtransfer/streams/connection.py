@@ -148,7 +148,7 @@ class Connection(threading.Thread):
         if gate is None:
             reader.read(sources, positions, _CLOSED)
             return refusal
-        targets = inlet.targets(positions, lease)
+        targets = inlet.targets(positions, lease.blocks[piece.arena])
         if reader.read(sources, targets, gate):
             target = inlet.target
             found = piece_checksum(
@@ -162,7 +162,7 @@ class Connection(threading.Thread):
             try:
                 if found != piece.checksum:
                     return CHECKSUM_MISMATCH if gate.is_open else UNKNOWN_LEASE
-                if inlet.place(positions, lease, gate):
+                if inlet.place(positions, lease, piece.arena, gate):
                     return ""
             except RangeError as error:
                 logger.warning("lease %s: %s", lease.lease_id, error)

@@ -26,11 +26,11 @@ class Incoming:
         self.foreign_format = foreign
         """`layout.foreign_format` of what comes."""
 
-    def targets(self, positions: BlockIndices, lease: Lease) -> BlockIndices:
-        """The blocks of `target` that the reader is to bring a piece into."""
-        return lease.blocks[positions]
+    def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
+        """The blocks of `target` that the reader is to bring a piece for these `leased` ones into."""
+        return leased[positions]
 
-    def place(self, positions: BlockIndices, lease: Lease, gate: WriteGate) -> bool:
+    def place(self, positions: BlockIndices, lease: Lease, arena: int, gate: WriteGate) -> bool:
         """Bring it from there into the lease's blocks; whether the gate was open for that."""
         return True
 
@@ -47,17 +47,16 @@ class Converting(Incoming):
         blocks = pool.buffer if pool.device is None else pool.device
         self._converter = Converter(hello.wire, pool.segments, blocks)
 
-    def targets(self, positions: BlockIndices, lease: Lease) -> BlockIndices:
+    def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
         return np.arange(len(positions))
 
-    def place(self, positions: BlockIndices, lease: Lease, gate: WriteGate) -> bool:
+    def place(self, positions: BlockIndices, lease: Lease, arena: int, gate: WriteGate) -> bool:
         staged = self.target.buffer[: len(positions) * self.target.block_bytes]
         with gate.writing() as is_open:
             if is_open:
                 with in_order(self._device):
-                    self._converter.place(
-                        staged, positions, lease.blocks, lease.first_token, lease.num_tokens
-                    )
+                    leased = lease.blocks[arena]
+                    self._converter.place(staged, positions, leased, lease.first_token, lease.num_tokens)
         return is_open
 
 

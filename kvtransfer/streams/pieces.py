@@ -14,7 +14,7 @@ from kvtransfer.blocks.extents import RUN_BYTES, Blocks, to_wire
 
 @dataclass(eq=False)
 class QueuedPiece:
-    """Parts of a lease that follow each other, the first of them its `index`th.
+    """Parts of a lease in one arena that follow each other, the first of them its `index`th.
 
     `wanted` turns false when the lease is aborted. `num_tokens` of the prompt were valid when it was pushed,
     `pushed_s` after the lease's first piece.
@@ -25,6 +25,7 @@ class QueuedPiece:
     parts: list[Blocks]
     num_tokens: int
     final: bool
+    arena: int = 0
     pushed_s: float = 0.0
     wanted: bool = True
     attempts: int = 0

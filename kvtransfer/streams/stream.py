@@ -243,6 +243,7 @@ class Stream(threading.Thread):
             pushed_s=queued.pushed_s,
             waited_s=queued.sent_at - queued.queued_at,
             attempt=queued.attempts,
+            arena=queued.arena,
         )
         return _Transmission(queued, frame(encode(piece)), payload)
 

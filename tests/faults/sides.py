@@ -28,6 +28,7 @@ from kvtransfer.blocks.checksum import Mode
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport
 from messaging.tls import TlsFiles
+from protocol.handoff import Extent
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress
 from tests.faults.carrier import DescriptorCarrier
@@ -225,7 +226,9 @@ class SenderEnd(End):
             for position, block in enumerate(sources, first):
                 self.blocks.view(block)[:] = pushed(self.options.layout, seed, position, size)
             self._sources.setdefault(lease_id, []).extend(sources)
-            self.sender.push(peer, lease_id, sources, first, final=final and number == len(chunks))
+            num_tokens = (first + count) * self.pool.block_size
+            extents, is_last = [Extent(0, sources)], final and number == len(chunks)
+            self.sender.push(peer, lease_id, extents, first, num_tokens, final=is_last)
             first += count
 
     def await_sent(self, lease_id: str, blocks: int, timeout_s: float = SETTLE_S) -> None:
@@ -345,7 +348,7 @@ class ReceiverEnd(End):
             return f"no room for {count} blocks, {self.blocks.num_free} are free"
         blocks = self.blocks.take(count)
         self._reservations[lease_id] = _Reservation(seed, blocks)
-        self.receiver.open(lease_id, blocks)
+        self.receiver.open(lease_id, [Extent(0, blocks)])
         return ""
 
     def give_up(self, lease_id: str) -> None:

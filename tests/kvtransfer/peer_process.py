@@ -25,7 +25,7 @@ def receive(pipe: Connection, transports: list[str]) -> None:
     while True:
         command, *arguments = pipe.recv()
         if command == "open":
-            receiver.receiver.open(*arguments)
+            receiver.open(*arguments)
             pipe.send("opened")
         elif command == "pool":
             pipe.send(bytes(receiver.pool.buffer))

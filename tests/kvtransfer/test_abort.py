@@ -95,13 +95,13 @@ def test_aborts_in_a_stream_of_pieces_leave_only_believed_blocks(closing: Closin
         lease = f"lease-{number}"
         sender.pool.buffer[:] = b"\x11" * count * size
         receiver.pool.buffer[:] = bytes(count * size)
-        receiver.receiver.open(lease, range(count))
+        receiver.open(lease, range(count))
         sender.push(receiver.peer, lease, range(count))
         wait_until(lambda: any(receiver.pool.buffer[:: size // 2]))
         sender.sender.abort(lease)
         sender.sender.abort(lease)
         sender.pool.buffer[:] = b"\x99" * count * size
-        receiver.receiver.open(f"check-{number}", [])
+        receiver.open(f"check-{number}", [])
         sender.push(receiver.peer, f"check-{number}", [])
         events = receiver.wait_for(lambda event, n=number: event.lease_id == f"check-{n}" and is_over(event))
         assert b"\x99" not in bytes(receiver.pool.buffer)
@@ -123,7 +123,7 @@ def test_an_abort_while_the_wire_breaks_sends_nothing_again(closing: Closing) ->
         lease, check = f"lease-{number}", f"check-{number}"
         sender.pool.buffer[:] = b"\x11" * count * size
         receiver.pool.buffer[:] = bytes(count * size)
-        receiver.receiver.open(lease, range(count))
+        receiver.open(lease, range(count))
         sender.push(receiver.peer, lease, range(count))
         wait_until(lambda: any(receiver.pool.buffer[:: size // 2]))
         (link,) = sender.sender._links.values()
@@ -131,7 +131,7 @@ def test_an_abort_while_the_wire_breaks_sends_nothing_again(closing: Closing) ->
             stream._channel.shutdown()
         sender.sender.abort(lease)
         sender.pool.buffer[:] = b"\x99" * count * size
-        receiver.receiver.open(check, [])
+        receiver.open(check, [])
         sender.push(receiver.peer, check, [])
         sender.wait_lease(check)
         receiver.wait_for(lambda event, check=check: event.lease_id == check and is_over(event))

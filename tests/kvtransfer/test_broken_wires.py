@@ -49,7 +49,7 @@ def hold_all_but_the_first_piece(receiver: ReceiverEnd, lease_id: str) -> thread
 
 def push_and_cut(sender: SenderEnd, receiver: ReceiverEnd, lease: str, stream: int = 0) -> list[Any]:
     """Transfer the whole pool, with a cut in the middle; the events up to its end."""
-    receiver.receiver.open(lease, range(NUM_BLOCKS))
+    receiver.open(lease, range(NUM_BLOCKS))
     goes_on = hold_all_but_the_first_piece(receiver, lease)
     sender.push(receiver.peer, lease, range(NUM_BLOCKS))
     sender.wait_for(lambda event: event.lease_id == lease)
@@ -81,7 +81,7 @@ def test_a_better_transport_is_tried_again_later(closing: Closing) -> None:
     assert sender.sender.counters()["recoveries"] == 1
     receiver.receiver.close_lease("lease")
     receiver.pool.buffer[:] = bytes(len(receiver.pool.buffer))
-    receiver.receiver.open("next", range(NUM_BLOCKS))
+    receiver.open("next", range(NUM_BLOCKS))
     sender.push(receiver.peer, "next", range(NUM_BLOCKS))
     assert sender.wait_lease("next").transport == "shm"
     assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)
@@ -119,7 +119,7 @@ def test_a_piece_whose_ack_was_lost_is_acknowledged_again(closing: Closing, is_c
     """Also when the request has been taken over since: its blocks then hold newer tokens."""
     receiver = closing(ReceiverEnd(["tcp"]))
     source = make_pool(seed=3)
-    receiver.receiver.open("lease", [4, 5])
+    receiver.open("lease", [4, 5])
     for attempt in range(2):
         raw = closing(RawPeer.connect(receiver, "tcp", source))
         raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 2)), True, attempt=attempt))
@@ -143,7 +143,7 @@ def test_a_piece_that_was_sent_again_elsewhere_is_not_written_by_who_comes_late(
     receiver = closing(ReceiverEnd([transport]))
     source = make_pool(seed=3)
     late, raw = (closing(RawPeer.connect(receiver, transport, source)) for _ in range(2))
-    receiver.receiver.open("lease", [4])
+    receiver.open("lease", [4])
     sent = bytes(source.buffer[:BLOCK])
     raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True, attempt=1))
     if transport == "tcp":
@@ -159,8 +159,8 @@ def test_a_piece_that_was_sent_again_elsewhere_is_not_written_by_who_comes_late(
 
 def test_a_sender_that_comes_back_in_time_is_not_given_up(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"], reconnect_grace_s=1.0))
-    receiver.receiver.open("back", [1, 2])
-    receiver.receiver.open("gone", [3, 4])
+    receiver.open("back", [1, 2])
+    receiver.open("gone", [3, 4])
     source = make_pool()
     raw = closing(RawPeer.connect(receiver, "tcp", source))
     other = closing(RawPeer.connect(receiver, "tcp", source, incarnation="raw-2"))

@@ -70,7 +70,7 @@ def test_a_damaged_piece_is_sent_again(
 ) -> None:
     sender = closing(SenderEnd([transport], make_pool(seed=1), checksum=mode))
     receiver = closing(ReceiverEnd([transport], make_pool(seed=2)))
-    receiver.receiver.open("lease", range(NUM_BLOCKS))
+    receiver.open("lease", range(NUM_BLOCKS))
     damage(MAX_ATTEMPTS - 1)
     sender.push(receiver.peer, "lease", range(20, 20 + NUM_BLOCKS))
     assert isinstance(sender.wait_lease("lease"), Completed)
@@ -89,12 +89,12 @@ def test_a_wire_that_always_damages_fails_the_lease_alone(
 ) -> None:
     sender = closing(SenderEnd([transport], make_pool(seed=1), checksum=mode))
     receiver = closing(ReceiverEnd([transport], make_pool(seed=2)))
-    receiver.receiver.open("lease", range(NUM_BLOCKS))
+    receiver.open("lease", range(NUM_BLOCKS))
     damage(MAX_ATTEMPTS)
     sender.push(receiver.peer, "lease", range(NUM_BLOCKS))
     assert sender.wait_lease("lease") == Failed("lease", CHECKSUM_MISMATCH)
     assert receiver.receiver.poll() == []
-    receiver.receiver.open("next", [60])
+    receiver.open("next", [60])
     sender.push(receiver.peer, "next", [3])
     assert isinstance(sender.wait_lease("next"), Completed)
     assert block(receiver.pool, 60) == block(sender.pool, 3)
@@ -106,7 +106,7 @@ def test_without_checksums_damage_goes_unnoticed(
     """So the tests above see what the checksum finds, not something else."""
     sender = closing(SenderEnd([transport], make_pool(seed=1)))
     receiver = closing(ReceiverEnd([transport], make_pool(seed=2)))
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     damage(1)
     sender.push(receiver.peer, "lease", [1])
     assert isinstance(sender.wait_lease("lease"), Completed)
@@ -172,7 +172,7 @@ def test_a_flipped_bit_on_the_wire_is_repaired(closing: Closing, offset: int) ->
     receiver = closing(ReceiverEnd(["tcp"], make_pool(seed=2)))
     (offer,) = receiver.peer.offers
     flipper = closing(Flipper(offer.address, offset))
-    receiver.receiver.open("lease", range(64))
+    receiver.open("lease", range(64))
     sender.push(through(flipper, receiver.peer), "lease", range(64))
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert receiver.wait_for() == [Progress("lease", 64, complete=True)]
@@ -200,7 +200,7 @@ def test_what_is_converted_is_checked_before(
     options = TransportOptions(wire_dtype=wire_dtype)
     sender = closing(SenderEnd(["tcp"], source_pool, options, checksum="full"))
     receiver = closing(ReceiverEnd(["tcp"], target_pool))
-    receiver.receiver.open("lease", range(8))
+    receiver.open("lease", range(8))
     sender.push(receiver.peer, "lease", [5, 3, 4, 9])
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert receiver.receiver.counters()["failures_checksum_mismatch"] == 1
@@ -212,7 +212,7 @@ def test_what_is_converted_is_checked_before(
 def test_a_checksum_that_was_announced_must_come(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool(), checksum="full"))
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     for sequence, checksum in enumerate((None, bytes(8)), 1):
         raw.send(Piece(sequence, "lease", 0, 1, runs((0, 0, 1)), True, checksum, attempt=sequence))
         raw.send_bytes(bytes(BLOCK) + GOOD)
@@ -242,7 +242,7 @@ def test_a_damaged_piece_of_a_closed_lease_does_not_count(
     """The lease is closed between the piece's last byte and its check."""
     sender = closing(SenderEnd([transport], checksum="full"))
     receiver = closing(ReceiverEnd([transport], make_pool()))
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
 
     def closing_checksum(*arguments: Any) -> bytes:
         receiver.receiver.close_lease("lease")

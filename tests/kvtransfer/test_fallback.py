@@ -26,7 +26,7 @@ def with_offer(receiver: ReceiverEnd, transport: str, **changes: str) -> PeerAdd
 
 
 def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress) -> Any:
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     sender.push(peer, "lease", [2])
     event = sender.wait_lease("lease")
     if isinstance(event, Completed):

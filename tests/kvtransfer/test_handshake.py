@@ -34,7 +34,7 @@ OTHER_KEY = bytes(32)
 
 def push_one(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None = None) -> Any:
     """The event that ends a lease of one block."""
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     sender.push(peer or receiver.peer, "lease", [1])
     event = sender.wait_lease("lease")
     receiver.receiver.close_lease("lease")

@@ -102,6 +102,8 @@ def test_what_converts(changes: dict[str, object]) -> None:
     ("changes", "field"),
     [
         ({"name": "draft"}, "segments"),
+        ({"kind": "state"}, "kind"),
+        ({"arena": 1}, "arena"),
         ({"dtype": "float64"}, "dtype"),
         ({"dtype": "int8"}, "dtype"),
         ({"quantization": "int4"}, "quantization"),

@@ -17,6 +17,7 @@ from kvtransfer.blocks.extents import from_wire
 from kvtransfer.framing.messages import GOOD, SPOILED, Piece
 from kvtransfer.leases.arrivals import PieceArrival
 from kvtransfer.leases.table import LeaseTable
+from protocol.handoff import Extent
 from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, block, make_pool, wait_until
 
 Closing = Callable[[Any], Any]
@@ -38,7 +39,7 @@ def test_an_unknown_lease_fails_alone(closing: Closing, transport: str) -> None:
     sender.push(receiver.peer, "nobody", [1], final=False)
     assert sender.wait_lease("nobody") == Failed("nobody", "unknown lease")
     assert content(receiver) == before
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     sender.push(receiver.peer, "lease", [1])
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert sender.sender.counters()["connections_made"] == 1
@@ -48,7 +49,7 @@ def test_an_unknown_lease_fails_alone(closing: Closing, transport: str) -> None:
 
 def test_a_closed_lease_takes_nothing(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
-    receiver.receiver.open("lease", [1, 2])
+    receiver.open("lease", [1, 2])
     sender.push(receiver.peer, "lease", [1], final=False)
     receiver.wait_for(lambda event: isinstance(event, Progress))
     receiver.receiver.close_lease("lease")
@@ -62,7 +63,7 @@ def test_a_closed_lease_takes_nothing(closing: Closing, transport: str) -> None:
 
 def test_events_of_a_closed_lease_are_not_told(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     sender.push(receiver.peer, "lease", [1])
     assert receiver.woken.wait(10)
     receiver.receiver.close_lease("lease")
@@ -78,8 +79,8 @@ def test_a_malicious_sender_writes_nothing_outside_of_its_lease(
     receiver = closing(ReceiverEnd([transport]))
     source = make_pool(seed=9)
     raw = closing(RawPeer.connect(receiver, transport, source))
-    receiver.receiver.open("mine", [9, 4, 5], first_block=1)
-    receiver.receiver.open("other", [6, 7])
+    receiver.open("mine", [9, 4, 5], first_block=1)
+    receiver.open("other", [6, 7])
     before = content(receiver)
     raw.send(Piece(1, "mine", 0, 1, runs(*outside), False))
     if transport == "tcp":
@@ -98,7 +99,7 @@ def test_a_malicious_sender_writes_nothing_outside_of_its_lease(
 def test_closing_a_lease_in_the_middle_of_a_piece_stops_the_writing(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
-    receiver.receiver.open("lease", range(8))
+    receiver.open("lease", range(8))
     raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 8)), True))
     raw.send_bytes(b"\xaa" * 3 * BLOCK)
     wait_until(lambda: block(receiver.pool, 2) == b"\xaa" * BLOCK)
@@ -110,7 +111,7 @@ def test_closing_a_lease_in_the_middle_of_a_piece_stops_the_writing(closing: Clo
     assert raw.ack().error == "unknown lease"
     assert content(receiver) == at_close
 
-    receiver.receiver.open("next", [0])
+    receiver.open("next", [0])
     raw.send(Piece(2, "next", 0, 1, runs((0, 0, 1)), True))
     raw.send_bytes(b"\xcc" * BLOCK + GOOD)
     assert raw.ack().error == ""
@@ -126,7 +127,7 @@ def test_closing_leases_in_a_stream_of_pieces_stops_the_writing(closing: Closing
     for number in range(10):
         lease = f"lease-{number}"
         receiver.pool.buffer[:] = bytes(num_blocks * block_bytes)
-        receiver.receiver.open(lease, range(num_blocks))
+        receiver.open(lease, range(num_blocks))
         sender.push(receiver.peer, lease, range(num_blocks))
         wait_until(lambda: any(receiver.pool.buffer[:: block_bytes // 2]))
         if not receiver.receiver.close_lease(lease):
@@ -139,7 +140,7 @@ def test_closing_leases_in_a_stream_of_pieces_stops_the_writing(closing: Closing
 def test_a_spoiled_piece_does_not_count(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"]))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True))
     raw.send_bytes(bytes(BLOCK) + SPOILED)
     assert raw.ack().error == "given up by the sender"
@@ -152,8 +153,8 @@ def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
     The next one may be for a part of the piece alone.
     """
     emptied: list[str] = []
-    table = LeaseTable(8, 1, emptied.append)
-    table.open("lease", [5, 6])
+    table = LeaseTable([8], 1, emptied.append)
+    table.open("lease", [Extent(0, [5, 6])])
     piece = Piece(1, "lease", 0, 2, runs((0, 0, 1), (3, 1, 1)), True)
     part = Piece(2, "lease", 1, 1, runs((3, 1, 1)), True, attempt=1)
     again = msgspec.structs.replace(part, attempt=2)
@@ -182,7 +183,7 @@ def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
 
 def test_only_so_many_completed_leases_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtransfer.leases.table, "REMEMBERED_LEASES", 3)
-    table = LeaseTable(8, 1, lambda lease_id: None)
+    table = LeaseTable([8], 1, lambda lease_id: None)
 
     def resent(lease_id: str) -> str | None:
         """Why the lease takes its piece no more; empty where it is remembered to have it."""
@@ -194,7 +195,46 @@ def test_only_so_many_completed_leases_are_remembered(monkeypatch: pytest.Monkey
         return refusal
 
     for number in range(5):
-        table.open(f"lease-{number}", [number])
+        table.open(f"lease-{number}", [Extent(0, [number])])
         assert resent(f"lease-{number}") is None
         assert table.close(f"lease-{number}")
     assert [resent(f"lease-{number}") for number in range(5)] == ["unknown lease"] * 2 + [""] * 3
+
+
+def test_a_lease_spans_the_arenas_of_a_pool() -> None:
+    table = LeaseTable([8, 4], 2, lambda lease_id: None)
+    table.open("lease", [Extent(0, [5, 6, 7]), Extent(1, [3, 0, 1])], first_token=2, num_tokens=6)
+    pieces = [
+        Piece(number, "lease", number, 1, runs((0, 1, 2)), number == 1, arena=number) for number in (0, 1)
+    ]
+    received = []
+    for piece in pieces:
+        positions = from_wire(piece.runs, 8, 8)[1]
+        lease, refusal = table.admit(piece, positions, "sender", 2)
+        assert lease is not None and not refusal
+        done, arrival = table.record(lease, piece, positions, PieceArrival("tcp", "", 1, 0.0))
+        received.append((done, arrival is not None))
+    assert received == [(2, False), (4, True)]
+    assert [lease.blocks[arena].tolist() for arena in (0, 1)] == [[5, 6, 7], [3, 0, 1]]
+    table.open("cached ones may be shared", [Extent(0, [5]), Extent(1, [3])])
+    with pytest.raises(ValueError, match="another open lease"):
+        table.open("other", [Extent(0, [4]), Extent(1, [0])])
+    assert table.close("lease")
+    table.open("other", [Extent(0, [4]), Extent(1, [0])])
+
+
+def test_an_unknown_arena_is_refused(closing: Closing) -> None:
+    table = LeaseTable([8], 1, lambda lease_id: None)
+    for extents in ([Extent(1, [0])], [Extent(0, [1]), Extent(0, [2])]):
+        with pytest.raises(ValueError, match="arenas of lease"):
+            table.open("lease", extents)
+    sender, receiver = closing(SenderEnd(["tcp"])), closing(ReceiverEnd(["tcp"]))
+    with pytest.raises(ValueError, match="arena 1"):
+        sender.sender.push(receiver.peer, "lease", [Extent(1, [0])], 0, 1, final=True)
+    receiver.open("lease", [1])
+    source, before = make_pool(seed=9), content(receiver)
+    raw = closing(RawPeer.connect(receiver, "tcp", source))
+    raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True, arena=1))
+    raw.send_bytes(bytes(source.buffer[:BLOCK]) + GOOD)
+    assert raw.ack().error == "an arena that the lease does not have"
+    assert content(receiver) == before

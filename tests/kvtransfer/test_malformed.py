@@ -46,8 +46,8 @@ def test_a_malformed_piece_closes_only_its_connection(closing: Closing, transpor
     receiver = closing(ReceiverEnd([transport]))
     sender = closing(SenderEnd([transport]))
     raw = closing(RawPeer.connect(receiver, transport, make_pool()))
-    receiver.receiver.open("lease", [1])
-    receiver.receiver.open("good", [2])
+    receiver.open("lease", [1])
+    receiver.open("good", [2])
     before = bytes(receiver.pool.buffer)
     raw.send_bytes(BAD_MESSAGES[name])
     assert raw.is_closed_by_peer()
@@ -62,7 +62,7 @@ def test_mutated_pieces_never_write_outside_of_the_lease(closing: Closing, trans
     """The first one is whole, so that something is written."""
     rng = random.Random(seed)
     receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.2))
-    receiver.receiver.open("lease", [1, 2, 3])
+    receiver.open("lease", [1, 2, 3])
     receiver.pool.buffer[:] = bytes(64 * 4096)
     source = make_pool()
     for attempt in range(10):
@@ -96,7 +96,7 @@ def test_a_defect_does_not_end_the_accepting_thread(
 
     monkeypatch.setattr(Receiver, "_accept_one", failing_once)
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     sender.push(receiver.peer, "lease", [1])
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert receiver.receiver.counters()["failures_internal"] == 1

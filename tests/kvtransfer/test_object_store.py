@@ -68,7 +68,7 @@ def make(actors: list[Any]) -> Iterator[Make]:
 
 
 def open_lease(end: ReceiverEnd, lease_id: str, blocks: list[int]) -> None:
-    end.receiver.open(lease_id, blocks)
+    end.open(lease_id, blocks)
 
 
 def close_lease(end: ReceiverEnd, lease_id: str) -> bool:

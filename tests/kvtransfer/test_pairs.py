@@ -30,7 +30,7 @@ def of(pairs: Pairs, peer: str, transport: str, in_use: dict[str, str] | None = 
 def test_both_ends_count_what_moved(closing: Closing, transport: str) -> None:
     at_receiver = Pairs()
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport], pairs=at_receiver))
-    receiver.receiver.open("lease", range(len(BLOCKS)))
+    receiver.open("lease", range(len(BLOCKS)))
     started = time.monotonic()
     sender.push(receiver.peer, "lease", BLOCKS[:4], final=False)
     sender.push(receiver.peer, "lease", BLOCKS[4:], 4)
@@ -60,7 +60,7 @@ def test_wire_time_is_not_counted_twice_for_prompts_that_share_the_wire(closing:
     receiver = closing(ReceiverEnd(["tcp"], make_pool(64, 1024 * 1024)))
     started = time.monotonic()
     for lease in range(4):
-        receiver.receiver.open(f"lease{lease}", range(16 * lease, 16 * lease + 16))
+        receiver.open(f"lease{lease}", range(16 * lease, 16 * lease + 16))
         sender.push(receiver.peer, f"lease{lease}", range(16 * lease, 16 * lease + 16))
     completed: list[Any] = []
     while len(completed) < 4:

@@ -68,13 +68,13 @@ def test_killing_the_sender_fails_its_leases_alone(closing: Closing, transport: 
     receiver = closing(ReceiverEnd([transport], pool(2), reconnect_grace_s=0.3))
     survivor = closing(SenderEnd([transport], pool(3)))
     child = closing(PeerProcess(peer_process.send, [transport]))
-    receiver.receiver.open("lease", range(NUM_BLOCKS - 1))
-    receiver.receiver.open("whole", [NUM_BLOCKS - 1])
+    receiver.open("lease", range(NUM_BLOCKS - 1))
+    receiver.open("whole", [NUM_BLOCKS - 1])
     survivor.push(receiver.peer, "whole", [0], final=False)
     receiver.wait_for(lambda event: event.lease_id == "whole")
     receiver.receiver.close_lease("lease")
     receiver.receiver.close_lease("whole")
-    receiver.receiver.open("lease", range(NUM_BLOCKS))
+    receiver.open("lease", range(NUM_BLOCKS))
     child.pipe.send((receiver.peer, "lease"))
     receiver.wait_for(lambda event: isinstance(event, Progress) and event.lease_id == "lease")
 
@@ -83,7 +83,7 @@ def test_killing_the_sender_fails_its_leases_alone(closing: Closing, transport: 
     receiver.wait_for(lambda event: isinstance(event, Failed) and event.lease_id == "lease", PROMPT_S)
     assert time.monotonic() - killed < PROMPT_S
     receiver.receiver.close_lease("lease")
-    receiver.receiver.open("next", range(NUM_BLOCKS))
+    receiver.open("next", range(NUM_BLOCKS))
     survivor.push(receiver.peer, "next", EVERYTHING)
     assert receiver.wait_lease("next") == Progress("next", NUM_BLOCKS, complete=True)
     assert bytes(receiver.pool.buffer) == bytes(survivor.pool.buffer)
@@ -112,7 +112,7 @@ def test_a_frozen_receiver_is_given_up_in_bounded_time(closing: Closing, transpo
 def test_an_idle_link_outlives_the_progress_timeout(closing: Closing, transport: str) -> None:
     sender = closing(SenderEnd([transport], progress_timeout_s=0.2))
     receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.2))
-    receiver.receiver.open("lease", [1, 2])
+    receiver.open("lease", [1, 2])
     sender.push(receiver.peer, "lease", [1], final=False)
     sender.wait_for(lambda event: True)
     time.sleep(0.6)
@@ -124,7 +124,7 @@ def test_an_idle_link_outlives_the_progress_timeout(closing: Closing, transport:
 def test_a_sender_that_stops_within_a_piece_is_given_up(closing: Closing) -> None:
     receiver = closing(ReceiverEnd(["tcp"], progress_timeout_s=0.3, reconnect_grace_s=0.1))
     raw = closing(RawPeer.connect(receiver, "tcp", make_pool()))
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     raw.send(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True))
     raw.send_bytes(b"x" * 100)
     event = receiver.wait_lease("lease")
@@ -134,7 +134,7 @@ def test_a_sender_that_stops_within_a_piece_is_given_up(closing: Closing) -> Non
 
 def test_closing_the_receiver_fails_the_senders_leases(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     sender.push(receiver.peer, "lease", [1], final=False)
     sender.wait_for(lambda event: True)
     receiver.receiver.close()
@@ -145,10 +145,10 @@ def test_pushes_after_a_failure_are_ignored_until_it_is_polled(closing: Closing,
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
     sender.push(receiver.peer, "lease", [1], final=False)
     wait_until(lambda: sender.sender.counters().get("leases_failed") == 1)
-    receiver.receiver.open("lease", [2])
+    receiver.open("lease", [2])
     sender.push(receiver.peer, "lease", [2])
     assert sender.wait_for() == [Failed("lease", "unknown lease")]
-    receiver.receiver.open("last", [])
+    receiver.open("last", [])
     sender.push(receiver.peer, "last", [])
     assert isinstance(sender.wait_lease("last"), Completed)
     assert moved(sender.sender.pairs, transport, "kv_transfer_pieces_total") == 1

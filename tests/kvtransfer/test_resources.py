@@ -38,7 +38,7 @@ def test_close_leaves_nothing_behind(transport: str) -> None:
     for _ in range(3):
         sender, receiver = SenderEnd([transport]), ReceiverEnd([transport, "tcp"])
         intruder = RawPeer.connect_only(receiver, transport)
-        receiver.receiver.open("lease", [1])
+        receiver.open("lease", [1])
         sender.push(receiver.peer, "lease", [1])
         assert isinstance(sender.wait_lease("lease"), Completed)
         threads, descriptors, pools = held()
@@ -57,7 +57,7 @@ def test_close_in_the_middle_of_things_leaves_nothing_behind(transport: str) -> 
     before = held()
     sender = SenderEnd([transport], make_pool(64, 512 * 1024))
     receiver = ReceiverEnd([transport], make_pool(64, 512 * 1024))
-    receiver.receiver.open("lease", range(64))
+    receiver.open("lease", range(64))
     sender.push(receiver.peer, "lease", range(64))
     receiver.wait_for(lambda event: True)
     receiver.close()
@@ -73,7 +73,7 @@ def test_a_dead_peers_link_leaves_nothing_behind(closing: Closing, transport: st
     before = held()
     for _ in range(3):
         receiver = ReceiverEnd([transport], RegisteredPool(memoryview(bytearray(2 * 4096)), 4096, 2))
-        receiver.receiver.open("lease", [1])
+        receiver.open("lease", [1])
         sender.push(receiver.peer, "lease", [1], final=False)
         sender.wait_for(lambda event: True)
         receiver.close()
@@ -100,7 +100,7 @@ def test_close_does_not_wait_for_a_peer_that_does_not_answer(transport: str) -> 
 
 def test_an_idle_pair_costs_nothing(closing: Closing, transport: str) -> None:
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     sender.push(receiver.peer, "lease", [1])
     sender.wait_lease("lease")
     receiver.wait_lease("lease")

@@ -59,7 +59,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> TransportOptions:
 
 
 def transfer(sender: SenderEnd, receiver: ReceiverEnd, peer: PeerAddress | None = None) -> Any:
-    receiver.receiver.open("lease", [1])
+    receiver.open("lease", [1])
     sender.push(peer or receiver.peer, "lease", [2])
     return sender.wait_lease("lease")
 
@@ -78,7 +78,7 @@ def test_blocks_arrive_bit_by_bit(closing: Closing, files: TlsFiles, block_bytes
     expected = [block(receiver.pool, index) for index in range(70)]
     for source, target in zip(sources, targets, strict=True):
         expected[target] = block(sender.pool, source)
-    receiver.receiver.open("lease", targets)
+    receiver.open("lease", targets)
     for start in range(0, 50, 7):
         sender.push(receiver.peer, "lease", sources[start : start + 7], start, final=start + 7 >= 50)
     assert isinstance(sender.wait_lease("lease"), Completed)
@@ -90,13 +90,13 @@ def test_an_aborted_lease_leaves_the_connection_in_order(closing: Closing, tls: 
     sender = closing(SenderEnd(["tcp"], make_pool(64, 1024 * 1024, seed=1), tls))
     receiver = closing(ReceiverEnd(["tcp"], make_pool(64, 1024 * 1024, seed=2), tls))
     for number in range(5):
-        receiver.receiver.open(f"dropped-{number}", range(40))
+        receiver.open(f"dropped-{number}", range(40))
         sender.push(receiver.peer, f"dropped-{number}", range(40), final=False)
         if number:
             receiver.wait_for(lambda event: True)
         sender.sender.abort(f"dropped-{number}")
         receiver.receiver.close_lease(f"dropped-{number}")
-        receiver.receiver.open("next", [50])
+        receiver.open("next", [50])
         sender.push(receiver.peer, "next", [50])
         assert isinstance(sender.wait_lease("next"), Completed)
         assert block(receiver.pool, 50) == block(sender.pool, 50)
@@ -107,7 +107,7 @@ def test_an_aborted_lease_leaves_the_connection_in_order(closing: Closing, tls: 
 def test_an_idle_connection_stays_and_costs_nothing(closing: Closing, tls: TransportOptions) -> None:
     sender = closing(SenderEnd(["tcp"], None, tls, progress_timeout_s=0.2))
     receiver = closing(ReceiverEnd(["tcp"], None, tls, progress_timeout_s=0.2))
-    receiver.receiver.open("lease", [1, 2])
+    receiver.open("lease", [1, 2])
     sender.push(receiver.peer, "lease", [1], final=False)
     sender.wait_for(lambda event: True)
     assert idle_cpu_seconds(0.4) < 0.005
@@ -204,7 +204,7 @@ def test_a_flipped_bit_is_seen_and_repaired_without_checksums(
     sender = closing(SenderEnd(["tcp"], make_pool(seed=1), tls))
     receiver = closing(ReceiverEnd(["tcp"], make_pool(seed=2), tls))
     tap = closing(Tap(receiver.receiver.offers[0].address, flip))
-    receiver.receiver.open("lease", range(64))
+    receiver.open("lease", range(64))
     sender.push(tapped(receiver, tap), "lease", range(64))
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert bytes(receiver.pool.buffer) == bytes(sender.pool.buffer)

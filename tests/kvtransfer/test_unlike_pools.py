@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtransfer import Completed, PoolMemory, Progress, RegisteredPool
 from kvtransfer.blocks.layout import DTYPES, block_bytes
 from kvtransfer.transports.registry import TransportOptions
-from protocol.handoff import SegmentInfo
+from protocol.handoff import Extent, SegmentInfo
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, moved
 
 Closing = Callable[[Any], Any]
@@ -64,16 +64,16 @@ def transfer(
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()
     source_blocks = order[: -(-num_tokens // theirs[1])]
     target_blocks = order[::-1][: -(-num_tokens // ours[1])]
-    receiver.receiver.open("lease", target_blocks, first_block=cached, num_tokens=num_tokens)
+    receiver.open("lease", target_blocks, first_block=cached, num_tokens=num_tokens)
     first = cached * ours[1] // theirs[1]
     half = (first + len(source_blocks)) // 2
     for start, end in ((first, half), (half, len(source_blocks))):
         sender.sender.push(
             receiver.peer,
             "lease",
-            source_blocks[start:end],
+            [Extent(0, source_blocks[start:end])],
             start,
-            num_tokens=num_tokens,
+            num_tokens,
             final=end == len(source_blocks),
         )
     assert isinstance(sender.wait_lease("lease"), Completed)

@@ -19,6 +19,7 @@ from kvtransfer.streams.handshake import Identity, examine, introduce
 from kvtransfer.transports.host import host_id
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport
+from protocol.handoff import Extent
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress, TransferOffer
 
@@ -123,6 +124,15 @@ class ReceiverEnd(End):
             **options,
         )
 
+    def open(
+        self, lease_id: str, blocks: Sequence[int], first_block: int = 0, num_tokens: int | None = None
+    ) -> None:
+        """A lease of blocks of the first arena."""
+        first_token = first_block * self.pool.block_size
+        self.receiver.open(
+            lease_id, [Extent(0, list(blocks))], first_token=first_token, num_tokens=num_tokens
+        )
+
     @property
     def peer(self) -> PeerAddress:
         return PeerAddress(
@@ -152,7 +162,8 @@ class SenderEnd(End):
     def push(
         self, peer: PeerAddress, lease_id: str, blocks: Sequence[int], first: int = 0, *, final: bool = True
     ) -> None:
-        self.sender.push(peer, lease_id, blocks, first, final=final)
+        num_tokens = (first + len(blocks)) * self.pool.block_size
+        self.sender.push(peer, lease_id, [Extent(0, list(blocks))], first, num_tokens, final=final)
 
 
 def moved(pairs: Pairs, transport: str, counter: str = "kv_transfer_bytes_total") -> float:

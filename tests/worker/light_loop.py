@@ -14,6 +14,7 @@ import msgspec
 import worker.loop
 from engine.engine import Engine
 from kvtransfer.interface import Closed, Completed, Failed, ReceiveEvent, SendEvent, TransferError
+from protocol.handoff import Extent
 from protocol.messages import EngineRequest, Generate, PeerAddress, PeerReply, PeerRequest, TransferOffer
 from speculation.speculator import speculate
 from tests.worker.harness import request, tiny_config
@@ -62,10 +63,15 @@ class FakeReceiver:
         self._events: list[ReceiveEvent] = []
 
     def open(
-        self, lease_id: str, block_ids: Sequence[int], *, first_block: int = 0, num_tokens: int | None = None
+        self,
+        lease_id: str,
+        extents: Sequence[Extent],
+        *,
+        first_token: int = 0,
+        num_tokens: int | None = None,
     ) -> None:
         assert lease_id not in self.open_leases
-        self.open_leases[lease_id] = list(block_ids[first_block:])
+        self.open_leases[lease_id] = extents[0].blocks[first_token // 16 :]
 
     def close_lease(self, lease_id: str) -> bool:
         self.open_leases.pop(lease_id, None)
@@ -112,14 +118,14 @@ class FakeSender:
         self,
         peer: PeerAddress,
         lease_id: str,
-        blocks: Sequence[int],
+        extents: Sequence[Extent],
         first_position: int,
+        num_tokens: int,
         *,
-        num_tokens: int | None = None,
         final: bool,
     ) -> None:
         assert lease_id not in self.final
-        self.read.setdefault(lease_id, []).extend(blocks)
+        self.read.setdefault(lease_id, []).extend(extents[0].blocks)
         if final:
             self.final.add(lease_id)
 

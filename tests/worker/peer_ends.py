@@ -106,7 +106,9 @@ class PrefillEnd:
 
     def push(self, grant: Reserved, blocks: list[int], first: int = 0, end: int | None = None) -> None:
         """Push the granted blocks [first, end) and, where `end` is left out, the end of the lease."""
-        self.sender.push(self.decode, grant.lease_id, blocks[first:end], first, final=end is None)
+        num_tokens = len(blocks) * 16 if end is None else end * 16
+        extents = [Extent(0, blocks[first:end])]
+        self.sender.push(self.decode, grant.lease_id, extents, first, num_tokens, final=end is None)
 
     def pushed(self, grant: Reserved, event: type[SendEvent] = Completed) -> None:
         """Wait until the receiver has everything, or until another `event` of the lease."""
@@ -185,7 +187,7 @@ class DecodeEnd:
 
     def grant(self, request: EngineRequest, lease_id: str = "lease", block_size: int = 16) -> Reserved:
         blocks = list(range(-(-len(request.prompt_token_ids) // block_size)))
-        self.receiver.open(lease_id, blocks)
+        self.receiver.open(lease_id, [Extent(0, blocks)])
         return Reserved(
             request_id=request.request_id,
             lease_id=lease_id,
