@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from engine.tiers.interface import Evicted, LowerTier
+from engine.tiers.host import Evicted, HostTier
 from protocol.errors import TandemError
 from protocol.ids import BlockIdentity
 
@@ -19,7 +19,7 @@ class OutOfBlocksError(TandemError):
 
 
 class Arena:
-    def __init__(self, num_blocks: int, lower: LowerTier | None = None) -> None:
+    def __init__(self, num_blocks: int, lower: HostTier | None = None) -> None:
         self.num_blocks = num_blocks
         self.lower = lower
         self.drafted = [False] * num_blocks

@@ -8,45 +8,28 @@ What is evicted may go to lower tiers, from where a later sequence with the same
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from engine.arena import Arena, OutOfBlocksError
-from engine.tiers.interface import LowerTier
+from engine.kv_pool import KVPool
+from engine.tiers.host import HostTier
 from protocol.handoff import Extent
 from protocol.ids import BlockIdentity, block_identities, child_identity
 
 
-class BlockMemory(Protocol):
-    """The blocks' bytes."""
-
-    block_size: int
-
-    @property
-    def arenas(self) -> Sequence[Sized]: ...
-
-    def copy_block(self, arena: int, source: int, target: int) -> None: ...
-
-    def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
-        """Of one sequence: move the KV at place `first + places[i]` to `first + i`."""
-
-
 class BlockManager:
-    """Hands out the blocks of a pool. `lower` are the tiers below its arenas, all or none."""
+    """Hands out the blocks of a pool. `tiers` are those below its arenas, all or none."""
 
     def __init__(
-        self,
-        memory: BlockMemory,
-        enable_prefix_caching: bool = True,
-        lower: Sequence[LowerTier] = (),
+        self, pool: KVPool, enable_prefix_caching: bool = True, tiers: Sequence[HostTier] = ()
     ) -> None:
-        self.memory = memory
-        self.block_size = memory.block_size
+        self.pool = pool
+        self.block_size = pool.block_size
         self.enable_prefix_caching = enable_prefix_caching
-        tiers = itertools.zip_longest(memory.arenas, lower)
-        self.arenas = [Arena(len(blocks), tier) for blocks, tier in tiers]
-        self.tiers = lower
+        self.tiers = tiers
+        below = itertools.zip_longest(pool.arenas, tiers)
+        self.arenas = [Arena(len(blocks), tier) for blocks, tier in below]
 
     @property
     def num_blocks(self) -> int:
@@ -203,7 +186,7 @@ class Holdings:
         `accepted`, ascending, are the drafted tokens that it keeps: their KV moves to where it belongs.
         """
         if accepted and accepted[-1] >= len(accepted):
-            self.manager.memory.move_tokens(self.blocks, first, accepted)
+            self.manager.pool.move_tokens(self.blocks, first, accepted)
         self.publish(token_ids, first + len(accepted))
 
     def publish(self, token_ids: Sequence[int], num_committed: int) -> None:
@@ -268,7 +251,7 @@ class Holdings:
         taken = arena.take(len(locked) + missing)
         sources = [blocks[place] for place in locked]
         for place, source, target in zip(locked, sources, taken, strict=False):
-            self.manager.memory.copy_block(index, source, target)
+            self.manager.pool.copy_block(index, source, target)
             arena.drafted[target] = arena.drafted[source]
             blocks[place] = target
         blocks.extend(taken[len(locked) :])

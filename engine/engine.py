@@ -81,8 +81,8 @@ class Engine:
         num_blocks = pool_blocks(config, layout, loaded.device, loaded.max_model_len)
         self.pool = KVPool(layout, num_blocks, loaded.device, allocate)
         self.tiers = build_tiers(config, self.pool, loaded.model, self._fetched)
-        lower = [self.tiers] if self.tiers is not None else []
-        self.blocks = BlockManager(self.pool, config.enable_prefix_caching, lower)
+        tiers = [self.tiers] if self.tiers is not None else []
+        self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
         backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena)
         self._runner = build_runner(loaded, backend, config.compile, hidden_layers)

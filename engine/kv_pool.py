@@ -70,10 +70,11 @@ class KVPool:
         return [self.segment(of.segment_name(place.segment))[:, place.index] for place in of.layers]
 
     def copy_block(self, arena: int, source: int, target: int) -> None:
+        """All of it, source to target."""
         self.arenas[arena][target].copy_(self.arenas[arena][source])
 
     def move_tokens(self, tables: Sequence[Sequence[int]], first: int, places: Sequence[int]) -> None:
-        """As `BlockMemory.move_tokens`."""
+        """Of one sequence: move the KV at place `first + places[i]` to `first + i`."""
         for block_ids, segments in zip(tables, self._segments, strict=True):
             sources, source_offsets = self._slots(block_ids, [first + place for place in places])
             targets, target_offsets = self._slots(block_ids, range(first, first + len(places)))

@@ -17,7 +17,7 @@ from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
 from engine.draft import Outcome
 from engine.sequence import SequenceState, Stage
-from engine.tiers.interface import Fetcher
+from engine.tiers.host import HostTier
 from protocol.ids import BlockIdentity, root_identity
 
 
@@ -57,7 +57,7 @@ class Scheduler:
         kv_format: str,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        fetcher: Fetcher | None = None,
+        fetcher: HostTier | None = None,
     ) -> None:
         self.blocks = blocks
         self.running: list[SequenceState] = []

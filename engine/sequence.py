@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from engine.block_manager import Holdings
 from engine.draft import Draft
 from engine.sampler.rows import SamplingRow, needs_history
-from engine.tiers.interface import DiskFetch
+from engine.tiers.host import DiskFetch
 from protocol.messages import EngineRequest, TokenLogprobs
 from protocol.sampling import SamplingParams
 

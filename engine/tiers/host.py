@@ -15,9 +15,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from engine.tiers.disk import DiskTier
-from engine.tiers.interface import DiskFetch, Evicted
 from engine.tiers.memory import HostMemory
 from protocol.ids import BlockIdentity
 
@@ -26,6 +26,22 @@ FETCH_TIMEOUT_S = 2.0
 
 MIN_SLOTS_WITH_DISK = 4
 """So that not all can be in use by the disk: it reads into half of them, and writes a quarter."""
+
+
+class Evicted(NamedTuple):
+    """A published block of the device pool whose room is wanted; its content is still there."""
+
+    identity: BlockIdentity
+    block: int
+
+
+@dataclass(eq=False)
+class DiskFetch:
+    """Blocks on their way from the disk, for a waiting sequence. Times are `time.monotonic()`."""
+
+    deadline: float
+    remaining: int = 0
+    expired: bool = False
 
 
 @dataclass
@@ -41,7 +57,8 @@ class HostCounters:
 
 
 class HostTier:
-    """Implements `Tiers` for one device pool. Only the engine's thread may call it, except for the counters.
+    """Below one arena of a device pool. Only the engine's thread may call it, except for the counters. Copies
+    are in order with whatever uses the device pool.
 
     Each slot of `memory` is free, in the index, or lent to the disk tier to be filled. A block that is being
     written stays in the index and in its slot until that is done.
@@ -69,14 +86,17 @@ class HostTier:
     # --- the block manager's side -------------------------------------------------------------------
 
     def holds(self, identity: BlockIdentity) -> bool:
+        """Whether `load` would find the block now."""
         return identity in self._slot_of
 
     def touch(self, identities: Sequence[BlockIdentity]) -> None:
+        """They are about to be loaded; the first is the last to be given up."""
         for identity in reversed(identities):
             if identity in self._slot_of:
                 self._slot_of.move_to_end(identity)
 
     def save(self, evicted: Sequence[Evicted]) -> None:
+        """Keep what these device blocks hold; the caller then overwrites them."""
         started = time.perf_counter()
         self._collect()
         for identity, block in evicted:
@@ -95,6 +115,7 @@ class HostTier:
         self.counters.save_seconds += time.perf_counter() - started
 
     def load(self, identities: Sequence[BlockIdentity], block_ids: Sequence[int]) -> int:
+        """Copy into the device blocks until the first that is no longer here; returns how many were."""
         started = time.perf_counter()
         num_loaded = 0
         for identity, block in zip(identities, block_ids, strict=True):
@@ -109,6 +130,7 @@ class HostTier:
         return num_loaded
 
     def count_misses(self, num_blocks: int) -> None:
+        """So many full blocks of an admitted prompt were in no tier."""
         self.counters.miss_blocks += num_blocks
 
     def finish(self) -> None:
@@ -118,7 +140,10 @@ class HostTier:
     # --- the scheduler's side -----------------------------------------------------------------------
 
     def fetch(self, identities: Iterable[BlockIdentity]) -> DiskFetch:
-        """At most half of the host tier's blocks: what they displace may be wanted as well."""
+        """Begin to bring those of a prompt's next blocks that lie on the disk within reach of `load`.
+
+        At most half of the host tier's blocks: what they displace may be wanted as well.
+        """
         fetch = DiskFetch(time.monotonic() + FETCH_TIMEOUT_S)
         if self._disk is None:
             return fetch
@@ -144,6 +169,7 @@ class HostTier:
         return fetch
 
     def is_pending(self, fetch: DiskFetch) -> bool:
+        """Whether waiting for it makes sense: some are still to come, and the deadline has not passed."""
         if fetch.remaining == 0:
             return False
         if time.monotonic() < fetch.deadline:
@@ -167,14 +193,6 @@ class HostTier:
         return len(self._slot_of)
 
     @property
-    def disk_capacity(self) -> int:
-        return self._disk.capacity if self._disk is not None else 0
-
-    @property
-    def num_disk_blocks(self) -> int:
-        return self._disk.num_blocks if self._disk is not None else 0
-
-    @property
     def num_disk_queued(self) -> int:
         """Blocks to be read or written."""
         return self._disk.num_queued + len(self._unwritten) if self._disk is not None else 0
@@ -185,8 +203,8 @@ class HostTier:
         totals |= {"kv_host_blocks": self.capacity, "kv_host_used_blocks": self.num_blocks}
         if self._disk is not None:
             totals |= {
-                "kv_disk_blocks": self.disk_capacity,
-                "kv_disk_used_blocks": self.num_disk_blocks,
+                "kv_disk_blocks": self._disk.capacity,
+                "kv_disk_used_blocks": self._disk.num_blocks,
                 "kv_disk_queued_blocks": self.num_disk_queued,
             }
             disk = asdict(self._disk.counters)
@@ -196,7 +214,7 @@ class HostTier:
     def describe(self) -> str:
         text = f"host: {self.capacity} blocks"
         if self._disk is not None:
-            text += f"; disk: {self.num_disk_blocks} of {self.disk_capacity} blocks found again"
+            text += f"; disk: {self._disk.num_blocks} of {self._disk.capacity} blocks found again"
         return text
 
     def close(self) -> None:

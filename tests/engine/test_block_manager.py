@@ -85,7 +85,7 @@ def test_a_wholly_cached_prompt_copies_its_last_block_on_write():
     assert second.blocks[0] == first.blocks[0]
     assert second.needs(7, 8) == [1]
     second.grow(7, 8)
-    assert manager.memory.copies == [(0, first.blocks[0][1], second.blocks[0][1])]
+    assert manager.pool.copies == [(0, first.blocks[0][1], second.blocks[0][1])]
     assert second.blocks[0][1] != first.blocks[0][1]
     assert second.blocks[0][0] == first.blocks[0][0]
     second.publish(list(range(8)), 8)
@@ -103,7 +103,7 @@ def test_a_copied_block_holds_the_draft_kv_that_its_source_holds(is_drafted):
         first.mark_drafted(8)
     table, covered = manager.start(tokens, ROOT)
     table.grow(covered, 8)
-    assert len(manager.memory.copies) == 1
+    assert len(manager.pool.copies) == 1
     assert table.num_drafted == (8 if is_drafted else 0)
 
 
@@ -114,7 +114,7 @@ def test_without_compute_last_everything_cached_counts():
     assert covered == 8
     assert counts(manager) == (6, 0, 2)
     table.grow(8, 9)
-    assert manager.memory.copies == []
+    assert manager.pool.copies == []
 
 
 def test_an_empty_sequence_covers_nothing():
@@ -143,7 +143,7 @@ def test_a_published_block_is_copied_even_by_its_only_holder():
     table = computed(manager, list(range(8)))
     old = list(table.blocks[0])
     table.grow(4, 8)
-    assert manager.memory.copies == [(0, old[1], table.blocks[0][1])]
+    assert manager.pool.copies == [(0, old[1], table.blocks[0][1])]
     assert len(table.identities) == 1
     assert cached_prefix(manager, list(range(8)), ROOT) == 8
     assert counts(manager) == (5, 1, 2)

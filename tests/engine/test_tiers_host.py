@@ -10,8 +10,7 @@ import pytest
 
 from engine.tiers import host as host_module
 from engine.tiers.disk import DiskTier
-from engine.tiers.host import HostTier
-from engine.tiers.interface import DiskFetch, Evicted
+from engine.tiers.host import DiskFetch, Evicted, HostTier
 from engine.tiers.slot_file import SlotFile
 from protocol.ids import BlockIdentity
 from tests.engine.tiers_parts import (

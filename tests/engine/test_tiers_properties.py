@@ -50,7 +50,7 @@ class HostTierMachine(BlockManagerMachine):
     def make(self, num_blocks: int, block_size: int, host_slots: int) -> None:
         BlockManagerMachine.make(self, num_blocks, block_size)
         self.tier = HostTier(ListMemory(self.content, host_slots))
-        self.manager = BlockManager(self.pool, lower=[self.tier])
+        self.manager = BlockManager(self.pool, tiers=[self.tier])
         self.host: list[Prefix] = []
         """Least recently used first."""
         self.below: list[Prefix] = []
