@@ -85,7 +85,9 @@ class BlockManager:
     def hold(self, identities: Sequence[BlockIdentity]) -> Holdings:
         """The leading ones of these blocks that the pool has; they stay until they are freed."""
         held = Holdings(self, root=b"")
-        all(held.reference(identity) for identity in identities)
+        for identity in identities:
+            if not held.reference(identity):
+                break
         return held
 
     def missing(self, token_ids: Sequence[int], root: BlockIdentity) -> Iterator[BlockIdentity]:

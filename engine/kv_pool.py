@@ -86,7 +86,8 @@ class KVPool:
         size, device = self.block_size, self.arenas[0].device
         blocks = [block_ids[place // size] for place in places]
         offsets = [place % size for place in places]
-        return torch.tensor(blocks, device=device), torch.tensor(offsets, device=device)
+        indices = torch.tensor([blocks, offsets], dtype=torch.int64, device=device)
+        return indices[0], indices[1]
 
 
 def pool_blocks(config: ServeConfig, layout: PoolLayout, device: torch.device, max_model_len: int) -> int:

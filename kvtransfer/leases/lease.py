@@ -95,12 +95,12 @@ class Lease:
         return (gate, "") if is_alone else (None, STILL_WRITTEN)
 
     def record(self, piece: Piece, positions: BlockIndices) -> int:
-        """Note that a piece is in place; returns how many of the sender's blocks are."""
+        """Note that a piece is in place; returns how many of the sender's blocks are, in every arena."""
         self._received[piece.arena][positions - self._first_position] = True
         self._parts.update(piece.part_indices)
         if piece.final:
             self._num_parts = piece.part_indices.stop
-        return sum(int(received.sum()) for received in self._received.values())
+        return min(int(received.sum()) for received in self._received.values())
 
     def _begin(self, sender: str, source_block_size: int) -> None:
         self.sender = sender

@@ -11,7 +11,7 @@ from engine.block_manager import BlockManager, Holdings
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerPlace, PoolLayout, Segment
 from protocol.handoff import Extent
-from protocol.ids import root_identity
+from protocol.ids import block_identities, root_identity
 from tests.engine.fake_pool import FakePool
 
 SIZE = 4
@@ -61,6 +61,41 @@ def test_a_block_to_be_written_is_copied_in_the_arena_that_shares_it() -> None:
     held.publish(TOKENS, 8)
     started(manager, TOKENS[:8])
     assert pool.copies == [(0, 1, 2), (1, 1, 2)]
+
+
+class FakeTier:
+    """Holds these identities, and loses those `lost` before they are loaded."""
+
+    def __init__(self, identities: list[bytes], lost: int = 0) -> None:
+        self.identities, self.lost = identities, lost
+        self.loaded: list[int] = []
+        self.num_missed = 0
+
+    def holds(self, identity: bytes) -> bool:
+        return identity in self.identities
+
+    def touch(self, identities: list[bytes]) -> None:
+        pass
+
+    def load(self, identities: list[bytes], block_ids: list[int]) -> int:
+        self.loaded = block_ids[: len(block_ids) - self.lost]
+        return len(self.loaded)
+
+    def count_misses(self, num_blocks: int) -> None:
+        self.num_missed += num_blocks
+
+
+def test_lower_tiers_bring_what_all_of_them_hold() -> None:
+    identities = list(block_identities(ROOT, TOKENS, SIZE))
+    tiers = [FakeTier(identities), FakeTier(identities[:2], lost=1)]
+    manager = BlockManager(FakePool(SIZE, 8, 8), tiers=tiers)
+    held, covered = manager.start(TOKENS, ROOT)
+    assert covered == 0 and held.below == identities[:2]
+    held.grow(0, 12)
+    assert held.fill(0, 11) == 4
+    assert [tier.loaded for tier in tiers] == [[0, 1], [0]]
+    assert [tier.num_missed for tier in tiers] == [1, 1]
+    assert held.identities == identities[:1] and not held.below
 
 
 def test_a_chain_moves_nothing_and_a_tree_moves_before_its_blocks_are_published() -> None:

@@ -317,7 +317,10 @@ def test_preempted_requests_draft_on(target: Path, model: PreTrainedModel, offic
     assert watched.drafts and not watched.drafter._known
 
 
-def test_hand_off_drafts_at_once(target: Path, model: PreTrainedModel, official: Path) -> None:
+@pytest.mark.parametrize("uncomputed", [0, 5])
+def test_hand_off_drafts_at_once(
+    target: Path, model: PreTrainedModel, official: Path, uncomputed: int
+) -> None:
     """The decode worker's first draft is what it would be had it computed the prompt."""
     prefill, decode = Watched(target, official), Watched(target, official)
     prompt = prompt_of(45)
@@ -330,9 +333,9 @@ def test_hand_off_drafts_at_once(target: Path, model: PreTrainedModel, official:
     decode.engine.pool.arenas[0][reservation.holdings.blocks[0]] = prefill.engine.pool.arenas[0][source]
     state = prefill.engine.draft_state("a")
     assert (state.kind, state.num_tokens) == ("carried", len(prompt))
-    decode.engine.activate(reservation, first[0], len(prompt), draft=state)
+    decode.engine.activate(reservation, first[0], len(prompt) - uncomputed, draft=state)
     assert first + decode.run()["a"] == greedy(model, prompt, 6)
-    assert len(decode.drafts[0][1]) == len(prompt) + 1
+    assert len(decode.drafts[0][1]) == len(prompt) + (2 if uncomputed else 1)
     assert_as_plain(decode, PlainHead(files.eagle3(), model, files.THETA))
 
 

@@ -104,7 +104,9 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     engine = engine_with(model, model)
     begun = ask("begun", prompt_of(40), ignore_eos=True)
     text = begun.prompt_token_ids + run(engine, [begun])["begun"].token_ids
-    cached = [block for block, identity in enumerate(engine.blocks._identity_of) if identity is not None]
+    cached = [
+        block for block, identity in enumerate(engine.blocks.arenas[0]._identity_of) if identity is not None
+    ]
     assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
     before = engine.pool.arenas[0][cached].clone()
     assert isinstance(engine._runner, RowsForward)

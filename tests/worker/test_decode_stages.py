@@ -247,7 +247,7 @@ class DecodeStages(RuleBasedStateMachine):
 
     @invariant()
     def no_block_is_used_while_it_may_be_written(self) -> None:
-        blocks, receiver = self.engine.blocks, self.light.receiver
+        blocks, receiver = self.engine.blocks.arenas[0], self.light.receiver
         computing = self.light.computing_blocks()
         for written in (receiver.open_leases | receiver.written).values():
             assert all(blocks._references[block] == 1 for block in written)
