@@ -148,16 +148,18 @@ class Holdings:
         Blocks in that range which are shared or published are replaced by private copies. Raises
         `OutOfBlocksError`, with nothing changed, when there are too few blocks.
         """
+        size = self.manager.block_size
+        if write_from // size >= len(self.identities) and num_tokens <= size * min(map(len, self.blocks)):
+            return  # as in most decode steps
         lacks = self._lacks(write_from, num_tokens)
-        if any(locked or missing for locked, missing in lacks):
-            for arena, (locked, missing) in zip(self.manager.arenas, lacks, strict=True):
-                needed, available = len(locked) + missing, arena.num_available
-                if needed > available:
-                    raise OutOfBlocksError(f"{needed} KV blocks are needed, {available} are available")
-            for index, (locked, missing) in enumerate(lacks):
-                self._take(index, locked, missing)
+        for arena, (locked, missing) in zip(self.manager.arenas, lacks, strict=True):
+            needed, available = len(locked) + missing, arena.num_available
+            if needed > available:
+                raise OutOfBlocksError(f"{needed} KV blocks are needed, {available} are available")
+        for index, (locked, missing) in enumerate(lacks):
+            self._take(index, locked, missing)
         if write_from < num_tokens:
-            del self.identities[write_from // self.manager.block_size :]
+            del self.identities[write_from // size :]
 
     def fill(self, covered: int, limit: int) -> int:
         """Bring the blocks that `start` found below into those that `grow` took since; call it right after.
@@ -243,7 +245,7 @@ class Holdings:
         first = write_from // size if write_from < num_tokens else wanted
         lacks = []
         for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
-            touched = range(first, min(wanted, len(blocks)))
+            touched = range(first, min(wanted, len(self.identities)))  # those behind are ours alone
             locked = [index for index in touched if arena.is_locked(blocks[index])]
             lacks.append((locked, max(0, wanted - len(blocks))))
         return lacks
