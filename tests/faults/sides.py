@@ -373,7 +373,7 @@ class ReceiverEnd(End):
     def problems(self) -> list[str]:
         found = super().problems()
         table = self.receiver._leases
-        if table._leases or table._closing or table._leased.any():
+        if table._leases or table._closing or any(leased.any() for leased in table._leased):
             found.append(f"the receiver holds leases {[*table._leases, *table._closing]}")
         if any(wire.num_orphaned_reads for wire in self.wires if wire.name == "ucx"):
             found.append("a read was given up and is not over")
