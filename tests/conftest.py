@@ -13,7 +13,16 @@ STARTS_RAY = (
 )
 """One after the other: Rays that start at the same moment may choose the same ports."""
 
-FIRST = ("ray",)
+FIRST = (
+    "ray",
+    "tests/e2e/test_failover.py",
+    "tests/e2e/test_speculation.py",
+    "tests/statistics/test_rejection_sampling.py",
+    "tests/faults/test_schedules.py",
+    "tests/faults/test_freezes.py",
+    "tests/faults/test_networks.py",
+    "tests/e2e/test_token_equality.py",
+)
 """What takes longest begins first, so that it does not end last and alone."""
 
 

@@ -180,7 +180,9 @@ def test_the_only_prefill_worker_is_killed(
     check_with_a_death(folder, pool, expected, workers, "prefill-0")
 
 
-@pytest.mark.parametrize("point", DECODE_KILLED)
+@pytest.mark.parametrize(
+    "point", ["before it reserves", "at later blocks", "after the manifest", "as it decodes"]
+)
 def test_what_a_dead_decode_worker_costs(folder: Path, expected: list[dict[str, Any]], point: str) -> None:
     """Before the hand-off nothing is computed again, later the emitted tokens and the last block's."""
     workers = {"prefill-0": SLOW, "decode-0": DECODE_KILLED[point], "decode-1": ""}

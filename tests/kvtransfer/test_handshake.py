@@ -151,7 +151,7 @@ def test_a_silent_connection_is_dropped_at_the_deadline(closing: Closing, transp
     raw = closing(RawPeer.connect_only(receiver, transport))
     began = time.monotonic()
     assert raw.is_closed_by_peer()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 4.5, "not the default"
     wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
 
 
@@ -162,7 +162,7 @@ def test_a_trickling_connection_is_dropped_at_the_deadline(closing: Closing, tra
     began = time.monotonic()
     raw.send_bytes((4000).to_bytes(4, "little"))
     while not trickle(raw):
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
     wait_until(lambda: receiver.receiver.counters().get("handshakes_refused") == 1)
 
 

@@ -100,7 +100,7 @@ def test_a_frozen_receiver_is_given_up_in_bounded_time(closing: Closing, transpo
     sender.push(peer, "lease", EVERYTHING)
     frozen = time.monotonic()
     assert "no progress" in sender.wait_lease("lease").reason
-    assert 0.4 < time.monotonic() - frozen < 3
+    assert 0.4 < time.monotonic() - frozen < 15
 
     sender.pool.buffer[:] = b"\x77" * len(sender.pool.buffer)
     child.signal(signal.SIGCONT)
@@ -110,12 +110,12 @@ def test_a_frozen_receiver_is_given_up_in_bounded_time(closing: Closing, transpo
 
 
 def test_an_idle_link_outlives_the_progress_timeout(closing: Closing, transport: str) -> None:
-    sender = closing(SenderEnd([transport], progress_timeout_s=0.2))
-    receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.2))
+    sender = closing(SenderEnd([transport], progress_timeout_s=0.5))
+    receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.5))
     receiver.open("lease", [1, 2])
     sender.push(receiver.peer, "lease", [1], final=False)
     sender.wait_for(lambda event: True)
-    time.sleep(0.6)
+    time.sleep(1.2)
     sender.push(receiver.peer, "lease", [2], 1)
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert sender.sender.counters()["connections_made"] == 1

@@ -86,8 +86,8 @@ def test_a_dead_peers_link_leaves_nothing_behind(closing: Closing, transport: st
 
 
 def test_close_does_not_wait_for_a_peer_that_does_not_answer(transport: str) -> None:
-    receiver = ReceiverEnd([transport])
-    sender = SenderEnd([transport])
+    receiver = ReceiverEnd([transport], handshake_timeout_s=60.0)
+    sender = SenderEnd([transport], connect_timeout_s=60.0)
     silent = RawPeer.connect_only(receiver, transport)
     receiver.receiver.close()
     began = time.monotonic()
@@ -95,7 +95,7 @@ def test_close_does_not_wait_for_a_peer_that_does_not_answer(transport: str) -> 
     sender.close()
     receiver.close()
     silent.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
 
 
 def test_an_idle_pair_costs_nothing(closing: Closing, transport: str) -> None:

@@ -317,7 +317,7 @@ def test_a_silent_receiver_is_waited_for_and_given_up(closing: Closing, tls: Tra
         before = time.process_time()
         event = transfer(sender, receiver, msgspec.structs.replace(receiver.peer, offers=offers))
         assert isinstance(event, Failed) and "no progress" in event.reason
-        assert time.process_time() - before < 0.1
+        assert time.process_time() - before < 0.3
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -185,13 +185,18 @@ def test_a_transport_can_be_opened_again(closing: Closing) -> None:
 
 
 def test_an_idle_pair_costs_nothing(closing: Closing, tls: str) -> None:
-    sender, receiver = pair(closing, tls)
+    """Some second of the first few does: what the last read has left to do may take a moment."""
+    sides = sender, receiver = pair(closing, tls)
     join(sender, receiver)
     assert receiver.ask("read", EVERYTHING) is True
-    before = [side.ask("cpu_seconds") for side in (sender, receiver)]
-    time.sleep(2)
-    used = [side.ask("cpu_seconds") - start for side, start in zip((sender, receiver), before, strict=True)]
-    assert max(used) < 2 * 0.005, used
+    assert any(cpu_seconds_while_idle(sides) < 0.005 for _ in range(5))
+
+
+def cpu_seconds_while_idle(sides: tuple[Process, Process]) -> float:
+    """The most that one of them takes of a second."""
+    before = [side.ask("cpu_seconds") for side in sides]
+    time.sleep(1)
+    return max(side.ask("cpu_seconds") - start for side, start in zip(sides, before, strict=True))
 
 
 def test_garbled_metadata_is_an_error(closing: Closing) -> None:

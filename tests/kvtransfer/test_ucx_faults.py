@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 Closing = Callable[[Any], Any]
 NUM_BLOCKS = 64
 BIG = 1024 * 1024
+BOUNDED_S = 10.0
+"""Long for a busy machine, and far less than `WAIT_S`, which a frozen peer would be waited for."""
 EVERYTHING = [(0, 0, NUM_BLOCKS)]
 NOTHING_LEFT: dict[str, list[str]] = {"threads": [], "descriptors": [], "shared memory": []}
 
@@ -109,7 +111,7 @@ def test_a_frozen_sender_times_out_and_its_blocks_stay_guarded(closing: Closing)
     receiver.ask("begin", EVERYTHING)
     outcome, seconds = receiver.ask("end")
     assert isinstance(outcome, TimeoutError) and "no progress" in str(outcome)
-    assert 0.4 < seconds < 2
+    assert 0.4 < seconds < BOUNDED_S
     assert receiver.ask("num_orphaned_reads") == 1
     assert receiver.ask("close_gate") is False
     receiver.ask("close_reader")
@@ -152,7 +154,7 @@ def test_close_does_not_wait_for_a_frozen_sender(closing: Closing) -> None:
     assert receiver.ask("close_gate") is False
     began = time.monotonic()
     assert receiver.ask("left_after_close") == NOTHING_LEFT
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < BOUNDED_S
     assert receiver.ask("gate_emptied", 0) is True
     before = receiver.ask("digest")
     sender.signal(signal.SIGCONT)
@@ -170,7 +172,7 @@ def test_joining_a_frozen_sender_fails_in_bounded_time(closing: Closing) -> None
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         receiver.ask("set_up", NUM_BLOCKS, 0.5)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < BOUNDED_S
     assert receiver.ask("num_orphaned_reads") == 1
     sender.signal(signal.SIGCONT)
     wait_until_over(receiver)
@@ -201,7 +203,7 @@ def test_a_closing_receiver_does_not_wait_for_a_frozen_sender(closing: Closing) 
     receiver.ask("stop")
     outcome, _ = receiver.ask("end")
     assert type(outcome).__name__ == "StoppedError"
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < BOUNDED_S
     assert receiver.ask("num_orphaned_reads") == 1
 
 

@@ -190,7 +190,7 @@ def test_without_an_answer_it_fails_in_time(cluster: Cluster, model_folder: Path
     started = time.monotonic()
     cluster.generate(prefill, request("r", prompt(50)), NOWHERE)
     cluster.run("r")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 4.5, "not the five seconds of the others"
     error = cluster.error("r")
     assert error.error_kind == "timeout"
     assert "--handoff-timeout" in (error.error or "") and "decode-x" in (error.error or "")
