@@ -27,4 +27,6 @@ def test_tokens_equal_generate(tmp_path: Path) -> None:
         assert tokens == [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
         cluster.wait_empty(prefill, decode)
         assert prefill.state.transports == {"decode-0": "tcp"}
-        assert prefill.counter("kv_tcp_pieces_sent_total") >= len(batch)
+        (pair,) = prefill.state.pairs
+        assert (pair.peer, pair.transport) == ("decode-0", "tcp")
+        assert pair.counters["kv_transfer_pieces_total"] >= len(batch)
