@@ -386,6 +386,14 @@ def test_blocks_that_hold_something_else_than_was_said_are_not_shared(
     assert cached_tokens(decode, "c", prompt) == 32
 
 
+def test_a_request_may_fill_the_context_and_no_more(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.add(ask("fits", prompt_of(MAX_LEN - 8), 8))
+    assert len(tokens(run(engine)["fits"])) == 8
+    with pytest.raises(InvalidRequestError, match=f"limit of {MAX_LEN} tokens"):
+        engine.add(ask("too long", prompt_of(MAX_LEN - 8), 9))
+
+
 def test_no_room_for_a_reservation_now(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(num_blocks=17)
     first = engine.reserve(ask("a", prompt_of(200)))

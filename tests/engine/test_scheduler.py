@@ -61,9 +61,10 @@ def test_who_would_run_last_is_preempted(priorities: tuple[int, int]) -> None:
     scheduler = make_scheduler(num_blocks=7)
     old = add(scheduler, 0, 8, priority=priorities[0])
     young = add(scheduler, 1, 8, priority=priorities[1])
+    young.prompt_logprobs.append(None)
     step_until_preempted(scheduler)
     assert scheduler.running == [old] and scheduler.waiting == [young]
-    assert young.holdings is None and young.num_computed == 0
+    assert young.holdings is None and young.num_computed == 0 and not young.prompt_logprobs
 
 
 def test_an_older_one_of_less_priority_is_preempted() -> None:

@@ -73,7 +73,7 @@ def test_the_first_read_costs_no_more_than_the_next(closing: Closing) -> None:
 
 
 def first_read_s(closing: Closing) -> float:
-    sender, receiver = pair(closing, "all")
+    sender, receiver = pair(closing, "tcp")
     join(sender, receiver)
     receiver.ask("begin", [(0, 0, 1)])
     return float(receiver.ask("end")[1])

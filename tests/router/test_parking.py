@@ -171,6 +171,20 @@ def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool
     assert (len(first.generated), len(second.generated)) == (3, 3)
 
 
+def test_first_come_first_served(make_router, pool):
+    router = make_router(max_num_seqs=1)
+    router.server.expect(["decode-0", "decode-1"])
+    lose(router, router.add_worker("decode-0"))
+    eventually(lambda: router.http.get("/ready").status_code == 503)
+    futures = []
+    for count in (1, 2, 3, 4):
+        futures.append(pool.submit(post, router, max_tokens=count))
+        eventually(lambda count=count: parked(router) == count)
+    worker = router.add_worker("decode-0")
+    assert [future.result(5).status_code for future in futures] == [200] * 4
+    assert [request.sampling.max_tokens for request in worker.generated] == [1, 2, 3, 4]
+
+
 def test_a_worker_whose_connection_is_gone_is_awaited_before_the_launcher_tells(router, pool):
     worker = router.add_worker("decode-0")
     router.kill(worker)

@@ -380,6 +380,16 @@ def test_decoding_waits_for_the_last_write(light: LightLoop, engine: Engine) -> 
     assert light.num_ends("short") == 1 and not light.requests
 
 
+def test_a_request_that_is_aborted_before_its_first_step_is_forgotten(
+    light: LightLoop, engine: Engine
+) -> None:
+    grant = reserve(light)
+    arrive(light, grant)
+    assert hand_off(light, manifest_of(engine, grant, "prefill-0")).error is None
+    light.loop._on_router_message(Abort(request_ids=["short"]))
+    assert not light.requests and not light.loop._unstepped
+
+
 def test_a_manifest_of_another_incarnation_is_stale(light: LightLoop, engine: Engine) -> None:
     manifest = manifest_of(engine, reserve(light), "prefill-0")
     assert isinstance(hand_off(light, msgspec.structs.replace(manifest, decode_incarnation=STALE)), Stale)
