@@ -18,7 +18,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from decode_worker.loop import DecodeLoop
@@ -43,8 +42,8 @@ from protocol.messages import (
 )
 from protocol.speculation import SpeculativeConfig
 from tests.worker.light_loop import OURS, STALE, LightLoop, ask, small_engine
+from tests.worker.stages import check_transition, walk
 from tests.worker.tiny_model import VOCAB_SIZE
-from worker.requests import IllegalTransitionError
 
 NUM_BLOCKS = 12
 PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "again": range(1, 101)}
@@ -308,29 +307,13 @@ class DecodeStages(RuleBasedStateMachine):
 
 def test_every_message_in_every_stage(engine: Engine) -> None:
     DecodeStages.engine = engine
-    run_state_machine_as_test(
-        DecodeStages,
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    walk(DecodeStages)
 
 
 @pytest.mark.parametrize("before", Stage)
 def test_only_transitions_of_the_table_are_legal(before: Stage) -> None:
     for after in Stage:
-        request = DecodeRequest(prompt_request("short"), before)
-        if after in DecodeRequest.next_stages[before]:
-            request.enter(after)
-            assert request.stage is after
-        else:
-            with pytest.raises(IllegalTransitionError, match=f"{before.name} -> {after.name}"):
-                request.enter(after)
-            assert request.stage is before
+        check_transition(DecodeRequest(prompt_request("short"), before), after)
 
 
 def reserve(light: LightLoop, name: str = "short", worker: str = "prefill-0") -> Reserved:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,7 +15,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from engine.engine import Engine
@@ -39,7 +37,7 @@ from protocol.messages import (
     Stale,
 )
 from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
-from worker.requests import IllegalTransitionError
+from tests.worker.stages import check_transition, walk
 
 NUM_BLOCKS = 12
 PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "ends": range(60, 75)}
@@ -255,29 +253,13 @@ class PrefillStages(RuleBasedStateMachine):
 
 def test_every_message_in_every_stage(engine: Engine) -> None:
     PrefillStages.engine = engine
-    run_state_machine_as_test(
-        PrefillStages,
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    walk(PrefillStages)
 
 
 @pytest.mark.parametrize("before", Stage)
 def test_only_transitions_of_the_table_are_legal(before: Stage) -> None:
     for after in Stage:
-        request = PrefillRequest(prompt_request("short"), before)
-        if after in PrefillRequest.next_stages[before]:
-            request.enter(after)
-            assert request.stage is after
-        else:
-            with pytest.raises(IllegalTransitionError, match=f"{before.name} -> {after.name}"):
-                request.enter(after)
-            assert request.stage is before
+        check_transition(PrefillRequest(prompt_request("short"), before), after)
 
 
 def test_blocks_stay_until_the_wire_has_acknowledged_them(light: LightLoop, engine: Engine) -> None:

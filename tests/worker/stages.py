@@ -1,0 +1,38 @@
+"""What tests of both roles' stages share: a walk through all messages, and the table of transitions."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from worker.requests import IllegalTransitionError, StagedRequest
+
+
+def walk(machine: type[RuleBasedStateMachine]) -> None:
+    """Run the machine's rules in many orders, the same ones each time."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def check_transition(request: StagedRequest[Any], after: enum.Enum) -> None:
+    """The request enters `after` if its table says so; otherwise that raises, and nothing changes."""
+    before = request.stage
+    if after in request.next_stages[before]:
+        request.enter(after)
+        assert request.stage is after
+    else:
+        with pytest.raises(IllegalTransitionError, match=f"{before.name} -> {after.name}"):
+            request.enter(after)
+        assert request.stage is before
