@@ -1,4 +1,3 @@
-PACKAGES := protocol messaging native engine speculation kvtransfer worker prefill_worker decode_worker router deploy bench training models
 BIN := .venv/bin
 ARGS ?=
 PYTEST_ARGS ?=
@@ -21,7 +20,7 @@ test: lint  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" to choo
 lint: .venv/.installed-test  ## Run ruff, mypy and the import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 clean:  ## Remove the virtual environment and every cache

@@ -50,9 +50,6 @@ Speculate = Callable[[ServeConfig, LoadedModel], Speculator | None]
 class Engine:
     """Loads the model, sizes and takes the KV pool, then serves. Errors at load name their cause."""
 
-    on_scheduled: Callable[[EngineRequest], None] | None = None
-    """Called when a request is taken up for the first time, before its forward runs."""
-
     on_fetched: Callable[[], None] | None = None
     """Called in another thread when blocks for a waiting request have come from the disk: `step` helps."""
 
@@ -227,17 +224,23 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     def step(self) -> StepResult:
-        """One packed forward over what the scheduler chose."""
-        result = StepResult(outputs=self._expire())
+        return self.run(self.schedule())
+
+    def schedule(self) -> ScheduledStep:
+        """Choose what `run` computes; nothing else may be asked of the engine in between."""
+        expired = self._expire()
         if self.tiers is not None:
             self.tiers.poll()
         step = self._scheduler.schedule()
+        step.expired = expired
+        return step
+
+    def run(self, step: ScheduledStep) -> StepResult:
+        """One packed forward over what the scheduler chose."""
+        result = StepResult(outputs=step.expired)
         if not step.sequences:
             return result
         self._steps += 1
-        for sequence in step.first_time:
-            if self.on_scheduled is not None:
-                self.on_scheduled(sequence.request)
         wants_hidden = False
         if self._speculator is not None:
             scheduler = self._scheduler

@@ -19,6 +19,7 @@ from engine.draft import Outcome
 from engine.sequence import SequenceState, Stage
 from engine.tiers.host import HostTier
 from protocol.ids import BlockIdentity, root_identity
+from protocol.messages import EngineRequest, TokenOutput
 
 
 @dataclass
@@ -26,14 +27,16 @@ class ScheduledStep:
     """One packed forward: `num_tokens[i]` tokens of `sequences[i]`, from its `num_computed` on, then its
     draft.
 
-    `admitted` are those that got their blocks in this step, `first_time` those of them that never had any.
-    Once the step is over there is an outcome for each sequence.
+    `admitted` are those that got their blocks in this step, `first_time` the requests of those that never had
+    any. `expired` are the errors of requests past their time limit. Once the step is over there is an outcome
+    for each sequence.
     """
 
     sequences: list[SequenceState] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     admitted: list[SequenceState] = field(default_factory=list)
-    first_time: list[SequenceState] = field(default_factory=list)
+    first_time: list[EngineRequest] = field(default_factory=list)
+    expired: list[TokenOutput] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     budget_left: int = 0
     """Tokens that drafts may still add to the step."""
@@ -214,7 +217,7 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
             self.prefix_query_tokens += len(sequence.token_ids)
             self.prefix_hit_tokens += sequence.num_computed
-            step.first_time.append(sequence)
+            step.first_time.append(sequence.request)
         count = min(budget, sequence.num_uncomputed)
         self._append(sequence, count, step)
         return count

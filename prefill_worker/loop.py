@@ -60,7 +60,6 @@ class PrefillLoop(WorkerLoop):
         """Those in stage PUSHING, which every step may bring blocks for."""
         self._num_running_at: dict[str, int] = {}
         """By decode worker: requests that ran there when it last gave blocks."""
-        engine.on_scheduled = self._on_scheduled
 
     def knows(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
@@ -111,13 +110,14 @@ class PrefillLoop(WorkerLoop):
 
     # --- ASSIGNED -> RESERVING -> PUSHING ---------------------------------------------------------
 
-    def _on_scheduled(self, scheduled: EngineRequest) -> None:
-        """The engine begins with a prompt in the step that is about to run."""
-        request = self.requests.get(scheduled.request_id)
-        if request is not None:
-            request.taken_up = True
-            if request.stage is Stage.ASSIGNED:
-                self._reserve(request, time.monotonic())
+    def before_step(self, first_time: list[EngineRequest]) -> None:
+        now = time.monotonic()
+        for scheduled in first_time:
+            request = self.requests.get(scheduled.request_id)
+            if request is not None:
+                request.taken_up = True
+                if request.stage is Stage.ASSIGNED:
+                    self._reserve(request, now)
 
     def _reserve(self, request: PrefillRequest, now: float) -> None:
         """Ask for blocks; asking again renews the lease."""

@@ -19,6 +19,7 @@ from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.messages import (
     Abort,
+    EngineRequest,
     ErrorKind,
     Fetch,
     FetchRefused,
@@ -126,6 +127,10 @@ class WorkerLoop(ABC):
         """The incarnations that the role awaits something from."""
         return set()
 
+    def before_step(self, first_time: list[EngineRequest]) -> None:
+        """The engine takes these requests up, for the first time, in the step that runs next."""
+        return
+
     def with_timing(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
         """The outputs of a step that began then (monotonic seconds), with how their requests came here."""
         return outputs
@@ -230,7 +235,10 @@ class WorkerLoop(ABC):
         """One engine step; returns the seconds that the engine took."""
         began, started = time.monotonic(), time.perf_counter()
         try:
-            result = self.engine.step()
+            step = self.engine.schedule()
+            if step.first_time:
+                self.before_step(step.first_time)
+            result = self.engine.run(step)
         except Exception:
             log.exception("an engine step failed")
             self._on_failed_step()
