@@ -262,6 +262,23 @@ def test_only_transitions_of_the_table_are_legal(before: Stage) -> None:
         check_transition(PrefillRequest(prompt_request("short"), before), after)
 
 
+def test_blocks_are_asked_for_before_the_prompt_is_computed(
+    light: LightLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the decode worker answers while it is computed."""
+    runner, asked = light.engine._runner, []
+    forward = runner.run
+
+    def run(*args: Any, **options: Any) -> Any:
+        asked.append([type(message) for _, message in light.peers.sent])
+        return forward(*args, **options)
+
+    monkeypatch.setattr(runner, "run", run)
+    light.generate(prompt_request("short"), DECODES[0])
+    light.step()
+    assert asked == [[Reserve]]
+
+
 def test_blocks_stay_until_the_wire_has_acknowledged_them(light: LightLoop, engine: Engine) -> None:
     """The decode worker's acknowledgement may be faster than the wire's."""
     light.generate(prompt_request("short"), DECODES[0])
