@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from decode_worker.request import DecodeRequest, Stage
+from decode_worker.request import DecodeRequest, DecodeStage
 from engine.engine import Engine
 from kvtransfer.blocks.layout import LayoutError, conversion_problem, foreign_format, wire_segments
 from kvtransfer.interface import Closed, Failed, Progress, ReceiveEvent, SendEvent
@@ -62,11 +62,11 @@ class DecodeLoop(WorkerLoop):
         return request_id in self.requests
 
     def computing(self) -> list[str]:
-        return [request.request_id for request in self.requests if request.stage is Stage.RUNNING]
+        return [request.request_id for request in self.requests if request.stage is DecodeStage.RUNNING]
 
     def start_request(self, message: Generate) -> None:
         self.engine.add(message.request)
-        self.requests.insert(DecodeRequest(message.request, Stage.RUNNING))
+        self.requests.insert(DecodeRequest(message.request, DecodeStage.RUNNING))
 
     # --- what prefill workers ask for -------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class DecodeLoop(WorkerLoop):
         if self._is_stale(identity, message.incarnation, request_id):
             return
         known = self.requests.get(request_id)
-        if known is not None and known.stage is Stage.RUNNING:
+        if known is not None and known.stage is DecodeStage.RUNNING:
             self._on_reserve_of_running(identity, known, message)
             return
         if known is not None and known.message.prefill_incarnation == message.prefill_incarnation:
@@ -111,7 +111,7 @@ class DecodeLoop(WorkerLoop):
             self._end(known)
         request = DecodeRequest(
             message.request,
-            Stage.QUEUED,
+            DecodeStage.QUEUED,
             reserve=message,
             identity=identity,
             foreign_format=self._foreign_format(message),
@@ -125,7 +125,7 @@ class DecodeLoop(WorkerLoop):
 
     def _on_repeated_reserve(self, request: DecodeRequest) -> None:
         """The prefill worker asks again to renew its lease."""
-        if request.stage is Stage.QUEUED:
+        if request.stage is DecodeStage.QUEUED:
             self.counters.add("duplicate_messages_total")
             return
         request.renew(time.monotonic())
@@ -174,7 +174,7 @@ class DecodeLoop(WorkerLoop):
         self._queue.remove(request)
         self._available_at_last_try = ()
         request.reservation = reservation
-        request.enter(Stage.RESERVED)
+        request.enter(DecodeStage.RESERVED)
         self.requests.grant_lease(request, secrets.token_hex(8))
         if request.num_expected > 0:
             self.receiver.open(
@@ -214,16 +214,16 @@ class DecodeLoop(WorkerLoop):
         if request is None:
             return
         match event, request.stage:
-            case Progress(), Stage.RESERVED:
+            case Progress(), DecodeStage.RESERVED:
                 request.record(event)
                 request.renew(time.monotonic())
                 self._run_if_complete(request)
-            case Failed(), Stage.RESERVED:
+            case Failed(), DecodeStage.RESERVED:
                 self.counters.add("kv_transfer_failures_total")
                 self._fail_handoff(request, event.reason)
-            case Closed(), Stage.CLOSING:
+            case Closed(), DecodeStage.CLOSING:
                 self._run(request)
-            case Closed(), Stage.ABANDONED:
+            case Closed(), DecodeStage.ABANDONED:
                 self._free(request)
 
     def _on_handoff(self, identity: bytes, manifest: HandoffManifest) -> None:
@@ -235,11 +235,11 @@ class DecodeLoop(WorkerLoop):
             error = "the lease is unknown here, or was given up"
             ack = HandoffAck(request_id=request_id, lease_id=lease_id, error=error, field="lease_id")
             self.inbox.reply(identity, ack)
-        elif request.stage is Stage.RESERVED:
+        elif request.stage is DecodeStage.RESERVED:
             self._on_manifest(request, manifest)
         else:
             self.counters.add("duplicate_messages_total")
-            if request.stage is Stage.RUNNING:
+            if request.stage is DecodeStage.RUNNING:
                 self._reply(request, HandoffAck(request_id=request_id, lease_id=lease_id))
 
     def _on_manifest(self, request: DecodeRequest, manifest: HandoffManifest) -> None:
@@ -261,12 +261,12 @@ class DecodeLoop(WorkerLoop):
         if self.receiver.close_lease(request.held_lease):
             self._run(request)
         else:
-            request.enter(Stage.CLOSING)
+            request.enter(DecodeStage.CLOSING)
 
     def _run(self, request: DecodeRequest) -> None:
         """Nobody writes to the blocks any more: the engine may read them."""
         assert request.manifest is not None
-        request.enter(Stage.RUNNING)
+        request.enter(DecodeStage.RUNNING)
         request.deadline = None
         self.engine.activate(
             request.granted,
@@ -310,25 +310,25 @@ class DecodeLoop(WorkerLoop):
         """End the request in any stage; its blocks are freed when nobody writes to them any more."""
         self.requests.release_id(request)
         match request.stage:
-            case Stage.QUEUED:
+            case DecodeStage.QUEUED:
                 self._queue.remove(request)
                 self._available_at_last_try = ()
-                request.enter(Stage.ENDED)
-            case Stage.RUNNING:
+                request.enter(DecodeStage.ENDED)
+            case DecodeStage.RUNNING:
                 self._unstepped.pop(request.request_id, None)
                 self.engine.abort(request.request_id)
                 self.requests.drop_lease(request)
-                request.enter(Stage.ENDED)
-            case Stage.RESERVED | Stage.CLOSING:
+                request.enter(DecodeStage.ENDED)
+            case DecodeStage.RESERVED | DecodeStage.CLOSING:
                 if self.receiver.close_lease(request.held_lease):
                     self._free(request)
                 else:
-                    request.enter(Stage.ABANDONED)
+                    request.enter(DecodeStage.ABANDONED)
 
     def _free(self, request: DecodeRequest) -> None:
         self.requests.drop_lease(request)
         request.granted.holdings.free()
-        request.enter(Stage.ENDED)
+        request.enter(DecodeStage.ENDED)
 
     def _fail_handoff(self, request: DecodeRequest, reason: str, field: str | None = None) -> None:
         self.counters.add("handoff_failures_total")
@@ -347,7 +347,7 @@ class DecodeLoop(WorkerLoop):
         if request is None:
             return
         if message.lease_id == ANY_LEASE:
-            is_theirs = request.stage is not Stage.RUNNING and request.identity == identity
+            is_theirs = request.stage is not DecodeStage.RUNNING and request.identity == identity
         else:
             is_theirs = request.lease_id == message.lease_id
         if is_theirs:
@@ -360,7 +360,7 @@ class DecodeLoop(WorkerLoop):
                 continue
             self.counters.add("reservations_expired_total")
             ttl_s = request.message.ttl_s
-            if request.stage is Stage.QUEUED:
+            if request.stage is DecodeStage.QUEUED:
                 self._end(request)
                 reason = f"no room for the prompt's KV within {ttl_s:g} s"
                 self._refuse(request.identity, request.request_id, "overloaded", reason)

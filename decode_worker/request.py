@@ -17,7 +17,7 @@ from protocol.messages import EngineRequest, Reserve, TransferTiming
 from worker.requests import StagedRequest
 
 
-class Stage(enum.Enum):
+class DecodeStage(enum.Enum):
     QUEUED = "queued"
     """A prefill worker asked for blocks, and there is no room yet."""
     RESERVED = "reserved"
@@ -32,7 +32,7 @@ class Stage(enum.Enum):
 
 
 @dataclass(eq=False)
-class DecodeRequest(StagedRequest[Stage]):
+class DecodeRequest(StagedRequest[DecodeStage]):
     """A request that a prefill worker hands over, or one that runs here whole.
 
     | stage             | what happens                                             | next                 |
@@ -55,16 +55,18 @@ class DecodeRequest(StagedRequest[Stage]):
     """
 
     next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        Stage.QUEUED: frozenset({Stage.RESERVED, Stage.ENDED}),
-        Stage.RESERVED: frozenset({Stage.CLOSING, Stage.RUNNING, Stage.ABANDONED, Stage.ENDED}),
-        Stage.CLOSING: frozenset({Stage.RUNNING, Stage.ABANDONED, Stage.ENDED}),
-        Stage.RUNNING: frozenset({Stage.ENDED}),
-        Stage.ABANDONED: frozenset({Stage.ENDED}),
-        Stage.ENDED: frozenset(),
+        DecodeStage.QUEUED: frozenset({DecodeStage.RESERVED, DecodeStage.ENDED}),
+        DecodeStage.RESERVED: frozenset(
+            {DecodeStage.CLOSING, DecodeStage.RUNNING, DecodeStage.ABANDONED, DecodeStage.ENDED}
+        ),
+        DecodeStage.CLOSING: frozenset({DecodeStage.RUNNING, DecodeStage.ABANDONED, DecodeStage.ENDED}),
+        DecodeStage.RUNNING: frozenset({DecodeStage.ENDED}),
+        DecodeStage.ABANDONED: frozenset({DecodeStage.ENDED}),
+        DecodeStage.ENDED: frozenset(),
     }
 
     request: EngineRequest
-    stage: Stage
+    stage: DecodeStage
     reserve: Reserve | None = None
     identity: bytes = b""
     foreign_format: str = ""

@@ -28,7 +28,7 @@ from engine.results import EngineStats, Reservation, StepResult
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.select_forward import build_runner
-from engine.sequence import SequenceState, Stage
+from engine.sequence import SequenceStage, SequenceState
 from engine.speculator import Speculator
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
@@ -199,7 +199,7 @@ class Engine:
         """Decode here after all a request added with `prefill_only`, whether its prompt is done or not."""
         sequence = self._sequences[request_id]
         sequence.prefill_only = False
-        if sequence.stage is Stage.HELD:
+        if sequence.stage is SequenceStage.HELD:
             self._scheduler.add_running(sequence)
 
     def abort(self, request_id: str) -> bool:
@@ -263,7 +263,7 @@ class Engine:
         prompt's end the partial last one.
         """
         sequence = self._sequences[request_id]
-        partial = self.config.block_size - 1 if sequence.stage is Stage.HELD else 0
+        partial = self.config.block_size - 1 if sequence.stage is SequenceStage.HELD else 0
         return sequence.held.extents(first, (sequence.num_computed + partial) // self.config.block_size)
 
     def stats(self) -> EngineStats:
@@ -382,7 +382,7 @@ class Engine:
             self._forget(sequence)
         elif sequence.prefill_only:
             self._scheduler.running.remove(sequence)
-            sequence.stage = Stage.HELD
+            sequence.stage = SequenceStage.HELD
         return output
 
 

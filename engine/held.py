@@ -11,10 +11,10 @@ from huggingface_hub import try_to_load_from_cache
 
 from protocol.config import ServeConfig
 
-Identity: TypeAlias = tuple[object, ...]
+ModelIdentity: TypeAlias = tuple[object, ...]
 """Equal where the same files would be loaded and packed in the same way, on the same host."""
 
-_held: dict[Identity, Any] = {}
+_held: dict[ModelIdentity, Any] = {}
 
 
 def hold(models: Sequence[tuple[ServeConfig, Any]]) -> None:
@@ -32,7 +32,7 @@ def take(config: ServeConfig) -> Any:
     return _held.pop(_identity(config)) if holds(config) else None
 
 
-def _identity(config: ServeConfig) -> Identity:
+def _identity(config: ServeConfig) -> ModelIdentity:
     folder = Path(config.model)
     if not folder.is_dir():
         found = try_to_load_from_cache(config.model, "config.json", revision=config.revision)

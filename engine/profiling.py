@@ -9,7 +9,7 @@ from engine.block_manager import BlockManager
 from engine.packing import pack
 from engine.runner import ForwardOutput, Runner
 from engine.scheduler import ScheduledStep
-from engine.sequence import SequenceState, Stage
+from engine.sequence import SequenceStage, SequenceState
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 
@@ -73,4 +73,4 @@ def _made_up(index: int, num_tokens: int) -> SequenceState:
         cache_salt=_TENANT,
         sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
     )
-    return SequenceState(request, order=index, stage=Stage.RUNNING)
+    return SequenceState(request, order=index, stage=SequenceStage.RUNNING)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
 from engine.draft import Outcome
-from engine.sequence import SequenceState, Stage
+from engine.sequence import SequenceStage, SequenceState
 from engine.tiers.host import HostTier
 from protocol.ids import BlockIdentity, root_identity
 from protocol.messages import EngineRequest, TokenOutput
@@ -90,20 +90,20 @@ class Scheduler:
         return self._roots[kv_format]
 
     def add_waiting(self, sequence: SequenceState) -> None:
-        sequence.stage = Stage.WAITING
+        sequence.stage = SequenceStage.WAITING
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.queue_key)
 
     def add_running(self, sequence: SequenceState) -> None:
-        sequence.stage = Stage.RUNNING
+        sequence.stage = SequenceStage.RUNNING
         self.running.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """Forget the sequence and free its blocks. Safe in every stage."""
-        if sequence.stage is Stage.RUNNING:
+        if sequence.stage is SequenceStage.RUNNING:
             self.running.remove(sequence)
-        elif sequence.stage is Stage.WAITING:
+        elif sequence.stage is SequenceStage.WAITING:
             self.waiting.remove(sequence)
-        sequence.stage = Stage.ENDED
+        sequence.stage = SequenceStage.ENDED
         self.free(sequence)
 
     def free(self, sequence: SequenceState) -> None:
@@ -123,7 +123,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda running: running.num_uncomputed > 1):
             if budget == 0:
                 break
-            if sequence.stage is not Stage.RUNNING:
+            if sequence.stage is not SequenceStage.RUNNING:
                 continue  # preempted for an earlier one of this very step
             budget -= self._schedule_running(sequence, budget, step)
         for sequence in list(self.waiting):

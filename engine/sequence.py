@@ -15,7 +15,7 @@ from protocol.messages import EngineRequest, TokenLogprobs
 from protocol.sampling import SamplingParams
 
 
-class Stage(enum.Enum):
+class SequenceStage(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     HELD = "held"
@@ -35,7 +35,7 @@ class SequenceState:
     order: int
     prefill_only: bool = False
     drafts_elsewhere: bool = False
-    stage: Stage = Stage.WAITING
+    stage: SequenceStage = SequenceStage.WAITING
     prompt_token_ids: list[int] = field(init=False)
     output_token_ids: list[int] = field(init=False)
     token_ids: list[int] = field(init=False)
@@ -117,12 +117,12 @@ class SequenceState:
         if self.leader is None:
             return False
         sequence, num_shared = self.leader
-        return sequence.stage is Stage.RUNNING and sequence.num_computed < num_shared
+        return sequence.stage is SequenceStage.RUNNING and sequence.num_computed < num_shared
 
     @property
     def is_decoding(self) -> bool:
         """Whether it decodes here, and all that lacks is its last token's KV."""
-        is_next = self.stage is Stage.RUNNING and self.num_uncomputed == 1
+        is_next = self.stage is SequenceStage.RUNNING and self.num_uncomputed == 1
         return is_next and bool(self.output_token_ids) and not self.prefill_only
 
     def append(self, token_id: int) -> None:

@@ -34,14 +34,16 @@ PairCounter = Literal[
 ]
 """In Prometheus' naming; `docs/kv-transfer.md` says what each one counts."""
 
-Refusal = Literal["unavailable", "not_offered", "other_host", "refused", "unreachable", "timeout", "broken"]
+RefusalKind = Literal[
+    "unavailable", "not_offered", "other_host", "refused", "unreachable", "timeout", "broken"
+]
 """Why a transport does not serve a pair. `broken`: it did, and will be tried again."""
 
 
 @dataclass
 class _Pair:
     counters: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    refused: Refusal | None = None
+    refused: RefusalKind | None = None
     reason: str = ""
 
 
@@ -64,7 +66,7 @@ class Pairs:
         with self._lock:
             self._pair(peer, transport).counters[f"kv_transfer_errors_total{{kind={kind}}}"] += count
 
-    def refuse(self, peer: str, transport: str, refusal: Refusal, reason: str) -> bool:
+    def refuse(self, peer: str, transport: str, refusal: RefusalKind, reason: str) -> bool:
         """Note why a transport does not serve the pair; returns whether that is news, worth a log line.
 
         `peer` is empty for a transport that this worker can't offer to anybody.

@@ -15,7 +15,7 @@ from kvtransfer.framing.channel import Wake
 from kvtransfer.interface import Closed, Failed, ReceiveEvent, RegisteredPool
 from kvtransfer.leases.table import LeaseTable
 from kvtransfer.pairs import Pairs
-from kvtransfer.streams.connection import Connection, ReceiverCore
+from kvtransfer.streams.connection import ReceiverConnection, ReceiverCore
 from kvtransfer.streams.handshake import Identity
 from kvtransfer.transports.host import host_id
 from kvtransfer.transports.transport import Transport
@@ -73,7 +73,7 @@ class Receiver:
             progress_timeout_s=progress_timeout_s,
             handshake_timeout_s=handshake_timeout_s,
         )
-        self._connections: list[Connection] = []
+        self._connections: list[ReceiverConnection] = []
         self._listeners: dict[int, tuple[socket.socket, Transport]] = {}
         self.offers: list[TransferOffer] = []
         for transport in transports:
@@ -180,7 +180,7 @@ class Receiver:
         except OSError as error:  # out of descriptors or memory
             self._cannot_accept(error)
             return
-        connection = Connection(accepted, transport, self._core)
+        connection = ReceiverConnection(accepted, transport, self._core)
         self._connections = [other for other in self._connections if other.is_alive()]
         if sum(not other.authenticated for other in self._connections) >= self._max_pending:
             self._counters.add("handshakes_dropped")

@@ -13,7 +13,7 @@ from kvtransfer.blocks.checksum import Mode
 from kvtransfer.blocks.extents import NO_BLOCKS, Blocks, blocks_per_part, cut
 from kvtransfer.counters import TransferCounters
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
-from kvtransfer.pairs import Pairs, Refusal
+from kvtransfer.pairs import Pairs, RefusalKind
 from kvtransfer.streams.handshake import Identity
 from kvtransfer.streams.link import Candidate, Link, LinkCore
 from kvtransfer.streams.pieces import QueuedPiece, TransferTime
@@ -225,7 +225,7 @@ class Sender:
         candidates, reasons = [], []
         for transport in self._transports:
             offer = offers.get(transport.name)
-            refusal: Refusal
+            refusal: RefusalKind
             if offer is None:
                 refusal, reason = "not_offered", "not offered"
             elif transport.same_host and offer.host_id != self._host_id:

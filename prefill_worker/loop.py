@@ -13,7 +13,7 @@ import time
 
 from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, ReceiveEvent, SendEvent
-from prefill_worker.request import PrefillRequest, Stage
+from prefill_worker.request import PrefillRequest, PrefillStage
 from protocol.errors import TandemError
 from protocol.messages import (
     ANY_LEASE,
@@ -63,13 +63,13 @@ class PrefillLoop(WorkerLoop):
 
     def knows(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
-        return request is not None and request.stage is not Stage.SETTLING
+        return request is not None and request.stage is not PrefillStage.SETTLING
 
     def computing(self) -> list[str]:
         return [
             request.request_id
             for request in self.requests
-            if request.stage is Stage.WHOLE or request.first_token is None
+            if request.stage is PrefillStage.WHOLE or request.first_token is None
         ]
 
     def peers_in_use(self) -> set[str]:
@@ -82,7 +82,7 @@ class PrefillLoop(WorkerLoop):
         self.abort(message.request.request_id)  # an earlier run of it may still be settling
         rebuild = peer is not None and self._leaves_draft_to(peer)
         self.engine.add(message.request, prefill_only=peer is not None, drafts_elsewhere=rebuild)
-        request = PrefillRequest(message.request, Stage.ASSIGNED if peer else Stage.WHOLE, peer)
+        request = PrefillRequest(message.request, PrefillStage.ASSIGNED if peer else PrefillStage.WHOLE, peer)
         self.requests.insert(request)
         if peer is not None:
             self._connect(request)
@@ -116,7 +116,7 @@ class PrefillLoop(WorkerLoop):
             request = self.requests.get(scheduled.request_id)
             if request is not None:
                 request.taken_up = True
-                if request.stage is Stage.ASSIGNED:
+                if request.stage is PrefillStage.ASSIGNED:
                     self._reserve(request, now)
 
     def _reserve(self, request: PrefillRequest, now: float) -> None:
@@ -134,8 +134,8 @@ class PrefillLoop(WorkerLoop):
         self.peers.send(request.decode, message)
         request.renew_at = now + ttl / RENEWALS_PER_LIFE
         self._extend_deadline(request, now)
-        if request.stage is Stage.ASSIGNED:
-            request.enter(Stage.RESERVING)
+        if request.stage is PrefillStage.ASSIGNED:
+            request.enter(PrefillStage.RESERVING)
             request.reserving_since = now
 
     def _extend_deadline(self, request: PrefillRequest, now: float) -> None:
@@ -165,7 +165,7 @@ class PrefillLoop(WorkerLoop):
         if grant.lease_id in request.left_leases:
             self.counters.add("stale_messages_total")
             return
-        if request.stage is not Stage.RESERVING:
+        if request.stage is not PrefillStage.RESERVING:
             if grant.lease_id != request.lease_id:
                 self._fail_handover(request, "transfer", "the lease was lost")
             return
@@ -177,7 +177,7 @@ class PrefillLoop(WorkerLoop):
             self._fail_handover(request, "transfer", f"the reservation has {reason}")
             return
         now = time.monotonic()
-        request.enter(Stage.PUSHING)
+        request.enter(PrefillStage.PUSHING)
         request.grant = grant
         request.reserve_s = now - request.reserving_since
         self.requests.grant_lease(request, grant.lease_id)
@@ -197,7 +197,7 @@ class PrefillLoop(WorkerLoop):
                 continue
             if output.finish_reason is not None:
                 self._end(request)
-            elif request.stage is not Stage.WHOLE:
+            elif request.stage is not PrefillStage.WHOLE:
                 self._on_first_token(request, output.token_ids[-1])
         for request in list(self._pushing.values()):
             self._push(request)
@@ -225,7 +225,7 @@ class PrefillLoop(WorkerLoop):
 
     def _send_manifest(self, request: PrefillRequest) -> None:
         del self._pushing[request.request_id]
-        request.enter(Stage.SENT)
+        request.enter(PrefillStage.SENT)
         request.delivered = request.num_pushed == 0
         manifest = request.manifest(
             self.parts.worker_id,
@@ -242,7 +242,7 @@ class PrefillLoop(WorkerLoop):
         if request is None:
             return
         request.delivered = isinstance(event, Completed)
-        if request.stage is Stage.SETTLING:
+        if request.stage is PrefillStage.SETTLING:
             if isinstance(event, Completed | Failed):
                 self._end(request)
         elif isinstance(event, Failed):
@@ -253,7 +253,7 @@ class PrefillLoop(WorkerLoop):
     # --- SENT -> SETTLING -> ENDED ----------------------------------------------------------------
 
     def _on_ack(self, request: PrefillRequest, ack: HandoffAck) -> None:
-        if ack.lease_id != request.lease_id or (ack.error is None and request.stage is not Stage.SENT):
+        if ack.lease_id != request.lease_id or (ack.error is None and request.stage is not PrefillStage.SENT):
             self.counters.add("stale_messages_total")
         elif ack.error is not None:
             self._fail_handover(request, "transfer", ack.error)
@@ -261,7 +261,7 @@ class PrefillLoop(WorkerLoop):
             now = time.monotonic()
             self.counters.add("handoffs_total")
             self.counters.add("handoff_seconds_total", now - request.reserving_since)
-            request.enter(Stage.SETTLING)
+            request.enter(PrefillStage.SETTLING)
             self._extend_deadline(request, now)
             if request.delivered:
                 self._end(request)
@@ -276,7 +276,7 @@ class PrefillLoop(WorkerLoop):
         self._take_back(request)
         self.requests.release_id(request)
         self.engine.abort(request.request_id)
-        request.enter(Stage.ENDED)
+        request.enter(PrefillStage.ENDED)
 
     def _take_back(self, request: PrefillRequest) -> None:
         """No block of the request is read any more. The decode worker forgets it, unless it runs it."""
@@ -311,7 +311,7 @@ class PrefillLoop(WorkerLoop):
             decode_incarnation=peer.incarnation,
             error_kind=kind,
             reason=reason,
-            manifest_sent=request.stage is Stage.SENT,
+            manifest_sent=request.stage is PrefillStage.SENT,
         )
         self._leave_peer(request)
         self.link.send(message)
@@ -323,13 +323,13 @@ class PrefillLoop(WorkerLoop):
 
     def redirect(self, request_id: str, decode: PeerAddress | None) -> None:
         request = self.requests.get(request_id)
-        if request is None or request.stage is Stage.SETTLING:
+        if request is None or request.stage is PrefillStage.SETTLING:
             reason = f"{self.parts.worker_id} holds no blocks of the request any more"
             self.answer_error(request_id, "worker_lost", reason)
             return
-        if request.stage is Stage.WHOLE:
+        if request.stage is PrefillStage.WHOLE:
             return
-        if request.stage is not Stage.REDIRECTING:
+        if request.stage is not PrefillStage.REDIRECTING:
             self._leave_peer(request)
         request.peer, request.deadline = decode, None
         if decode is None:
@@ -337,7 +337,7 @@ class PrefillLoop(WorkerLoop):
             return
         log.warning("request %s is handed over to %s instead", request_id, decode.worker_id)
         self.counters.add("handoffs_redirected_total")
-        request.enter(Stage.ASSIGNED)
+        request.enter(PrefillStage.ASSIGNED)
         if self._connect(request) and request.taken_up:
             self._reserve(request, time.monotonic())
 
@@ -345,7 +345,7 @@ class PrefillLoop(WorkerLoop):
         """Nobody takes the request over: it goes on in this worker's batch."""
         log.warning("request %s is decoded here: no decode worker takes it", request.request_id)
         self.counters.add("handoffs_kept_total")
-        request.enter(Stage.WHOLE)
+        request.enter(PrefillStage.WHOLE)
         self.engine.resume(request.request_id)
 
     # --- deadlines --------------------------------------------------------------------------------
@@ -359,12 +359,12 @@ class PrefillLoop(WorkerLoop):
                 self._on_overdue(request)
 
     def _on_overdue(self, request: PrefillRequest) -> None:
-        if request.stage is Stage.SETTLING:
+        if request.stage is PrefillStage.SETTLING:
             self._end(request)
             return
         self.counters.add("handoffs_expired_total")
         peer, limit = request.decode.worker_id, f"{self.config.handoff_timeout:g} s (--handoff-timeout)"
-        if request.stage is Stage.REDIRECTING:
+        if request.stage is PrefillStage.REDIRECTING:
             reason = f"hand-off to {peer} failed, and no other worker was named within {limit}"
             self.fail(request.request_id, "timeout", reason)
         else:

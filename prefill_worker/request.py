@@ -13,7 +13,7 @@ from protocol.messages import EngineRequest, PeerAddress, Reserved
 from worker.requests import StagedRequest
 
 
-class Stage(enum.Enum):
+class PrefillStage(enum.Enum):
     WHOLE = "whole"
     """No decode worker is to take it over: the engine here decodes it too."""
     ASSIGNED = "assigned"
@@ -32,7 +32,7 @@ class Stage(enum.Enum):
 
 
 @dataclass(eq=False)
-class PrefillRequest(StagedRequest[Stage]):
+class PrefillRequest(StagedRequest[PrefillStage]):
     """A request whose prompt is computed here, and what became of its hand-over to `peer`.
 
     | stage                    | what happens                                                | next        |
@@ -58,18 +58,22 @@ class PrefillRequest(StagedRequest[Stage]):
     """
 
     next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
-        Stage.WHOLE: frozenset({Stage.ENDED}),
-        Stage.ASSIGNED: frozenset({Stage.RESERVING, Stage.REDIRECTING, Stage.ENDED}),
-        Stage.RESERVING: frozenset({Stage.PUSHING, Stage.REDIRECTING, Stage.ENDED}),
-        Stage.PUSHING: frozenset({Stage.SENT, Stage.REDIRECTING, Stage.ENDED}),
-        Stage.SENT: frozenset({Stage.SETTLING, Stage.REDIRECTING, Stage.ENDED}),
-        Stage.SETTLING: frozenset({Stage.ENDED}),
-        Stage.REDIRECTING: frozenset({Stage.ASSIGNED, Stage.WHOLE, Stage.ENDED}),
-        Stage.ENDED: frozenset(),
+        PrefillStage.WHOLE: frozenset({PrefillStage.ENDED}),
+        PrefillStage.ASSIGNED: frozenset(
+            {PrefillStage.RESERVING, PrefillStage.REDIRECTING, PrefillStage.ENDED}
+        ),
+        PrefillStage.RESERVING: frozenset(
+            {PrefillStage.PUSHING, PrefillStage.REDIRECTING, PrefillStage.ENDED}
+        ),
+        PrefillStage.PUSHING: frozenset({PrefillStage.SENT, PrefillStage.REDIRECTING, PrefillStage.ENDED}),
+        PrefillStage.SENT: frozenset({PrefillStage.SETTLING, PrefillStage.REDIRECTING, PrefillStage.ENDED}),
+        PrefillStage.SETTLING: frozenset({PrefillStage.ENDED}),
+        PrefillStage.REDIRECTING: frozenset({PrefillStage.ASSIGNED, PrefillStage.WHOLE, PrefillStage.ENDED}),
+        PrefillStage.ENDED: frozenset(),
     }
 
     request: EngineRequest
-    stage: Stage
+    stage: PrefillStage
     peer: PeerAddress | None = None
     lease_id: str | None = None
     deadline: float | None = None
@@ -100,12 +104,12 @@ class PrefillRequest(StagedRequest[Stage]):
     @property
     def has_asked(self) -> bool:
         """Whether the decode worker holds something for the request, or was asked to."""
-        return self.stage in (Stage.RESERVING, Stage.PUSHING, Stage.SENT)
+        return self.stage in (PrefillStage.RESERVING, PrefillStage.PUSHING, PrefillStage.SENT)
 
     @property
     def waits_for_engine(self) -> bool:
         """The decode worker has done its part so far; the next chunk of the prompt is missing."""
-        return self.stage is Stage.PUSHING and self.first_token is None
+        return self.stage is PrefillStage.PUSHING and self.first_token is None
 
     def first_pushed(self, block_size: int) -> int:
         """Which of our blocks, of `block_size` tokens, is the first that the decode worker lacks some of."""
@@ -113,7 +117,7 @@ class PrefillRequest(StagedRequest[Stage]):
 
     def leave_peer(self, deadline: float) -> None:
         """Forget what `peer` granted and got. The router is to name another before the deadline."""
-        self.enter(Stage.REDIRECTING)
+        self.enter(PrefillStage.REDIRECTING)
         self.grant = None
         self.num_pushed = 0
         self.delivered = False

@@ -13,14 +13,12 @@ from msgspec import Meta
 
 from protocol.handoff import MAX_HANDOFF_S, Extents, HandoffManifest, SegmentInfo
 from protocol.sampling import SamplingParams
-from protocol.speculation import RequestSpeculation, SpeculationState
+from protocol.speculation import Count, RequestSpeculation, Seconds, SpeculationState
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 ShortText = Annotated[str, Meta(max_length=4096)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=2**24)]
-Count = Annotated[int, Meta(ge=0, lt=2**62)]
-Seconds = Annotated[float, Meta(ge=0)]
-Identity = Annotated[bytes, Meta(min_length=16, max_length=16)]
+BlockHash = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
 """A role's name in `protocol.roles.ROLES`."""
@@ -293,7 +291,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     request_id: Id
     lease_id: Id
     first_block: Annotated[int, Meta(ge=0, lt=2**30)]
-    identities: Annotated[list[Identity], Meta(min_length=1, max_length=2**20)]
+    identities: Annotated[list[BlockHash], Meta(min_length=1, max_length=2**20)]
     receiver: PeerAddress
 
 

@@ -9,7 +9,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from router.api.admin import admin_operations
-from router.api.generate import Generate
+from router.api.generate import GenerateEndpoint
 from router.api.openapi import Operation, openapi
 from router.api.pages import page_operations
 from router.api.tokenize import converter
@@ -29,8 +29,8 @@ def build_app(state: RouterState) -> Envelope:
     def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any) -> Operation:
         return Operation(path, endpoint, body.__doc__ or "", answer, body)
 
-    completions = Generate(state, builder.completion, CompletionFormat)
-    chat = Generate(state, builder.chat, ChatFormat)
+    completions = GenerateEndpoint(state, builder.completion, CompletionFormat)
+    chat = GenerateEndpoint(state, builder.chat, ChatFormat)
     tokenize, detokenize = converter(state, builder.tokenize), converter(state, builder.detokenize)
     operations = [
         post("/v1/completions", CompletionBody, STREAM, completions),

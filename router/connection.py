@@ -28,7 +28,7 @@ class Connections:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.idle: dict[Connection, None] = {}
+        self.idle: dict[HttpConnection, None] = {}
         self._next_log = 0.0
 
     def close_oldest_idle(self) -> bool:
@@ -55,7 +55,7 @@ def raise_file_limit() -> int:
     return min(MAX_CONNECTIONS, limit * 3 // 4)
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One client. It is refused with OpenAI's error shape, also for what is no HTTP."""
 
     def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:

@@ -17,7 +17,7 @@ from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.app import build_app
-from router.connection import Connection, Connections, raise_file_limit
+from router.connection import Connections, HttpConnection, raise_file_limit
 from router.errors import ApiError
 from router.state import RouterState
 
@@ -88,7 +88,7 @@ class RouterServer:
         server_config = uvicorn.Config(
             build_app(self.state),
             loop="uvloop",
-            http=partial(Connection, connections=Connections(raise_file_limit())),  # type: ignore[arg-type]
+            http=partial(HttpConnection, connections=Connections(raise_file_limit())),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

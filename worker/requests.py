@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from protocol.messages import EngineRequest
 
-Stage = TypeVar("Stage", bound=enum.Enum)
+StageT = TypeVar("StageT", bound=enum.Enum)
 
 
 class IllegalTransitionError(Exception):
     """A request was moved to a stage that cannot follow its present one. Always a bug of this worker."""
 
 
-class StagedRequest(Generic[Stage]):
+class StagedRequest(Generic[StageT]):
     """A request in one of the stages of its class. `next_stages` is the table of legal transitions.
 
     `deadline` is in monotonic seconds; None while nothing is awaited from another worker.
@@ -27,7 +27,7 @@ class StagedRequest(Generic[Stage]):
 
     next_stages: ClassVar[Mapping[Any, frozenset[Any]]]
     request: EngineRequest
-    stage: Stage
+    stage: StageT
     lease_id: str | None = None
     deadline: float | None = None
 
@@ -50,7 +50,7 @@ class StagedRequest(Generic[Stage]):
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
-    def enter(self, stage: Stage) -> None:
+    def enter(self, stage: StageT) -> None:
         """Raises `IllegalTransitionError`, with nothing changed."""
         if stage not in self.next_stages[self.stage]:
             raise IllegalTransitionError(f"{self.request_id}: {self.stage.name} -> {stage.name}")
@@ -60,10 +60,10 @@ class StagedRequest(Generic[Stage]):
         return self.deadline is not None and now >= self.deadline
 
 
-Request = TypeVar("Request", bound=StagedRequest[Any])
+RequestT = TypeVar("RequestT", bound=StagedRequest[Any])
 
 
-class RequestTable(Generic[Request]):
+class RequestTable(Generic[RequestT]):
     """Requests by their id and by their lease.
 
     A request that is given up may keep its lease longer than its id: until nobody writes to its blocks any
@@ -71,8 +71,8 @@ class RequestTable(Generic[Request]):
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Request] = {}
-        self._by_lease: dict[str, Request] = {}
+        self._by_id: dict[str, RequestT] = {}
+        self._by_lease: dict[str, RequestT] = {}
 
     def __len__(self) -> int:
         return len(self._by_id.keys() | {request.request_id for request in self._by_lease.values()})
@@ -80,30 +80,30 @@ class RequestTable(Generic[Request]):
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[RequestT]:
         """The requests that have their id, oldest first. The table may change meanwhile."""
         return iter(list(self._by_id.values()))
 
-    def get(self, request_id: str) -> Request | None:
+    def get(self, request_id: str) -> RequestT | None:
         return self._by_id.get(request_id)
 
-    def with_lease(self, lease_id: str) -> Request | None:
+    def with_lease(self, lease_id: str) -> RequestT | None:
         return self._by_lease.get(lease_id)
 
-    def insert(self, request: Request) -> None:
+    def insert(self, request: RequestT) -> None:
         assert request.request_id not in self._by_id
         self._by_id[request.request_id] = request
 
-    def release_id(self, request: Request) -> None:
+    def release_id(self, request: RequestT) -> None:
         """Another request may have the id from now on. Idempotent."""
         if self._by_id.get(request.request_id) is request:
             del self._by_id[request.request_id]
 
-    def grant_lease(self, request: Request, lease_id: str) -> None:
+    def grant_lease(self, request: RequestT, lease_id: str) -> None:
         request.lease_id = lease_id
         self._by_lease[lease_id] = request
 
-    def drop_lease(self, request: Request) -> None:
+    def drop_lease(self, request: RequestT) -> None:
         """Idempotent."""
         if request.lease_id is not None:
             del self._by_lease[request.lease_id]

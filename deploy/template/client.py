@@ -17,11 +17,11 @@ import msgspec
 from deploy.template.messages import (
     MAX_MESSAGE_BYTES,
     REPORT_END,
-    Answer,
     Ended,
     Spawn,
     Spawned,
     SpawnFailed,
+    TemplateReply,
 )
 from protocol.errors import TandemError
 
@@ -107,7 +107,7 @@ class TemplateClient:
             self._connection.close()
             self._connection = None
 
-    def _ask(self, request: bytes, fds: list[int]) -> Answer | None:
+    def _ask(self, request: bytes, fds: list[int]) -> TemplateReply | None:
         if self._connection is None:
             self.connect()
         assert self._connection is not None
@@ -117,7 +117,7 @@ class TemplateClient:
             return None
         return self._receive(None)
 
-    def _receive(self, timeout_s: float | None) -> Answer | None:
+    def _receive(self, timeout_s: float | None) -> TemplateReply | None:
         if self._connection is None:
             return None
         self._connection.settimeout(timeout_s)
@@ -125,7 +125,7 @@ class TemplateClient:
             data = self._connection.recv(MAX_MESSAGE_BYTES)
         except OSError:
             return None
-        return msgspec.msgpack.decode(data, type=Answer) if data else None  # type: ignore[arg-type]
+        return msgspec.msgpack.decode(data, type=TemplateReply) if data else None  # type: ignore[arg-type]
 
     def _start(self) -> None:
         """Returns once there is a template that takes connections, be it this one or another client's."""

@@ -32,4 +32,4 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     status: int
 
 
-Answer = Spawned | SpawnFailed | Ended
+TemplateReply = Spawned | SpawnFailed | Ended

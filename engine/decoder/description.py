@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.decoder.structs import Layer, Model, Weights
+from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import pack
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -33,7 +33,7 @@ def unfit(model: PreTrainedModel) -> str | None:
 class NativeModel:
     """A model as the C++ side reads it. What `model` points to lives as long as this object."""
 
-    model: Model
+    model: ModelArgs
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
@@ -46,15 +46,15 @@ class NativeModel:
         self._kept.append(values)
         return values.data_ptr()
 
-    def weights(self, *linears: nn.Linear) -> Weights:
+    def weights(self, *linears: nn.Linear) -> WeightsArgs:
         """Linear layers of one input, as one product."""
         biases = [linear.bias for linear in linears if linear.bias is not None]
         return self.matrix(
             torch.cat([linear.weight for linear in linears]), torch.cat(biases) if biases else None
         )
 
-    def matrix(self, weight: Tensor, bias: Tensor | None = None) -> Weights:
-        return Weights(self.keep(pack(weight.detach())), self.keep(bias), weight.shape[1], len(weight))
+    def matrix(self, weight: Tensor, bias: Tensor | None = None) -> WeightsArgs:
+        return WeightsArgs(self.keep(pack(weight.detach())), self.keep(bias), weight.shape[1], len(weight))
 
     def rotation(self, rotary: Any, positions: int) -> tuple[int | None, int | None]:
         """Cosines and sines of a Transformers rotary embedding at so many positions."""
@@ -75,10 +75,10 @@ class Description(NativeModel):
         config, decoder = model.config, model.model
         attention = decoder.layers[0].self_attn
         layers = [self._take(layer) for layer in decoder.layers]
-        self._layers = (Layer * len(layers))(*layers)
+        self._layers = (LayerArgs * len(layers))(*layers)
         embeddings = model.get_input_embeddings().weight
         cosines, sines = self.rotation(decoder.rotary_emb, positions)
-        self.model = Model(
+        self.model = ModelArgs(
             layers=ctypes.addressof(self._layers),
             num_layers=len(layers),
             hidden=config.hidden_size,
@@ -95,14 +95,14 @@ class Description(NativeModel):
             attention_scale=float(attention.scaling),
         )
 
-    def _take(self, layer: Any) -> Layer:
+    def _take(self, layer: Any) -> LayerArgs:
         packed = self._layer(layer)
         layer.to("meta")
         return packed
 
-    def _layer(self, layer: Any) -> Layer:
+    def _layer(self, layer: Any) -> LayerArgs:
         attention, mlp = layer.self_attn, layer.mlp
-        return Layer(
+        return LayerArgs(
             input_norm=self.keep(layer.input_layernorm.weight),
             query_norm=self.keep(getattr(getattr(attention, "q_norm", None), "weight", None)),
             key_norm=self.keep(getattr(getattr(attention, "k_norm", None), "weight", None)),

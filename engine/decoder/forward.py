@@ -14,7 +14,15 @@ from torch import Tensor
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.description import Description, NativeModel
-from engine.decoder.structs import Batch, Draft, Entry, Layer, Model, Rows, Weights
+from engine.decoder.structs import (
+    BatchArgs,
+    DraftArgs,
+    EntryArgs,
+    LayerArgs,
+    ModelArgs,
+    RowsArgs,
+    WeightsArgs,
+)
 from engine.linear.packed import kernel_address
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
@@ -26,9 +34,8 @@ from native.openmp import gomp_parallel
 @functools.cache
 def library() -> ctypes.CDLL:
     """Raises BuildError."""
-    library = load_library(
-        Path(__file__).parent / "decoder.cpp", Weights, Layer, Entry, Model, Rows, Batch, Draft
-    )
+    structs = (WeightsArgs, LayerArgs, EntryArgs, ModelArgs, RowsArgs, BatchArgs, DraftArgs)
+    library = load_library(Path(__file__).parent / "decoder.cpp", *structs)
     pointer = ctypes.c_void_p
     declare(library, "tandem_decoder_create", pointer, pointer)
     declare(library, "tandem_decoder_destroy", None, pointer)
@@ -91,7 +98,7 @@ class NativeDecoder:
         captured = 0 if hidden_layers is None else len(hidden_layers)
         shape = (count, captured) if before is None else (len(logit_rows),)
         hidden = torch.empty((*shape, self._hidden_size), dtype=torch.bfloat16)
-        fields = Rows(
+        fields = RowsArgs(
             token_ids,
             positions,
             count,
@@ -134,7 +141,7 @@ class NativeDecoder:
         before = None if before is None else before.contiguous()
         drafted = np.empty((int(wishes[1, 0]), wishes.shape[1]), np.int64)
         seeds, counts = (row.ctypes.data for row in wishes)
-        fields = Draft(
+        fields = DraftArgs(
             self._batch(batch),
             vocab_size,
             counts,
@@ -148,9 +155,9 @@ class NativeDecoder:
         _check(self._library.tandem_decoder_draft(self._decoder, ctypes.byref(fields)))
         return drafted
 
-    def _batch(self, batch: RowArrays) -> Batch:
+    def _batch(self, batch: RowArrays) -> BatchArgs:
         starts, ends = (row.ctypes.data for row in batch.spans)
-        return Batch(
+        return BatchArgs(
             *batch.blocks.shape,
             self._backend.block_size,
             batch.token_ids.ctypes.data,

@@ -1,4 +1,4 @@
-// What the decoder is made of and called with. structs.py has the same structs.
+// What the decoder is made of and called with. structs.py has the same structs, with `Args` after their names.
 
 #pragma once
 

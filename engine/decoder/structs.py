@@ -1,11 +1,11 @@
-"""The structs of `structs.h`, which says what their fields are."""
+"""The structs of `structs.h`, with `Args` after their names. It explains the fields."""
 
 from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
 
-class Weights(Structure):
+class WeightsArgs(Structure):
     _fields_ = (
         ("values", c_void_p),
         ("bias", c_void_p),
@@ -14,34 +14,34 @@ class Weights(Structure):
     )
 
 
-class Layer(Structure):
+class LayerArgs(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
-        *((name, Weights) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, WeightsArgs) for name in ("qkv", "output", "gate_up", "down")),
         ("window", c_int64),
     )
 
 
-class Entry(Structure):
+class EntryArgs(Structure):
     _fields_ = (
         ("token_norm", c_void_p),
         ("hidden_norm", c_void_p),
-        ("joint", Weights),
-        ("mixing", Weights),
+        ("joint", WeightsArgs),
+        ("mixing", WeightsArgs),
         ("normed_goes_on", c_int64),
         ("feeds_normed", c_int64),
         ("token_ids", c_void_p),
     )
 
 
-class Model(Structure):
+class ModelArgs(Structure):
     _fields_ = (
         ("layers", c_void_p),
         *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "head_dim")),
         *((name, c_int64) for name in ("vocab", "threads", "products")),
         ("embeddings", c_void_p),
         ("final_norm", c_void_p),
-        ("head", Weights),
+        ("head", WeightsArgs),
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("norm_epsilon", c_double),
@@ -50,7 +50,7 @@ class Model(Structure):
     )
 
 
-class Rows(Structure):
+class RowsArgs(Structure):
     _fields_ = (
         ("token_ids", c_void_p),
         ("positions", c_void_p),
@@ -66,16 +66,16 @@ class Rows(Structure):
     )
 
 
-class Batch(Structure):
+class BatchArgs(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_sequences", "table_stride", "block_size")),
         *((name, c_void_p) for name in ("token_ids", "starts", "ends", "block_table", "first_key")),
     )
 
 
-class Draft(Structure):
+class DraftArgs(Structure):
     _fields_ = (
-        ("batch", Batch),
+        ("batch", BatchArgs),
         ("vocab", c_int64),
         *((name, c_void_p) for name in ("counts", "seeds", "temperatures", "before", "drafted")),
         ("distributions", c_void_p),

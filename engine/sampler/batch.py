@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.sampler.rows import edits_logits
-from engine.sampler.structs import Request
+from engine.sampler.structs import SamplingArgs
 from protocol.sampling import SamplingParams
 
 _MIN_TEMPERATURE = 1e-30
@@ -54,7 +54,7 @@ class RequestParams:
         self.penalties = np.stack([repetition, presence, frequency], axis=1).astype(np.float32)
 
     def _make_table(self) -> np.ndarray:
-        table = np.empty(len(self.params), np.dtype(Request))
+        table = np.empty(len(self.params), np.dtype(SamplingArgs))
         table["seed"] = self.seeds
         table["top_k"] = self.top_k
         table["top_p"] = self.top_p

@@ -4,37 +4,37 @@
 
 namespace {
 
-struct Rows {
+struct Logits {
     const void* logits;
     int64_t stride, size, count;
-    const Request* requests;
+    const Sampling* requests;
     const int64_t *numbers, *positions;  // each row's request, and its token's position
     int64_t* chosen;                     // -1 where no token has a finite score
 };
 
 // Rows whose distributions are wanted, and tokens drawn from them for drafts, in rounds that began at `starts`.
 struct Drafted {
-    Rows rows;
+    Logits rows;
     const int64_t* starts;  // null: no tokens are drawn
     float* distributions;   // [count, size]; where no score is finite zeros, or the first token if one is drawn
 };
 
-template <class T> const T* row_of(const Rows& rows, int64_t row) {
+template <class T> const T* row_of(const Logits& rows, int64_t row) {
     return static_cast<const T*>(rows.logits) + row * rows.stride;
 }
 
-template <class T> int64_t choose(const Rows& rows, int64_t threads, Parallel parallel) {
+template <class T> int64_t choose(const Logits& rows, int64_t threads, Parallel parallel) {
     with_choosers(rows.count, rows.count * rows.size, threads, parallel, [&](int64_t row, Chooser& chooser) {
-        const Request& request = rows.requests[rows.numbers[row]];
+        const Sampling& request = rows.requests[rows.numbers[row]];
         rows.chosen[row] = chooser.choose(row_of<T>(rows, row), rows.size, request, rows.positions[row]);
     });
     return std::count(rows.chosen, rows.chosen + rows.count, -1);
 }
 
 template <class T> int64_t draw_drafts(const Drafted& drafted, int64_t threads, Parallel parallel) {
-    const Rows& rows = drafted.rows;
+    const Logits& rows = drafted.rows;
     with_choosers(rows.count, rows.count * rows.size, threads, parallel, [&](int64_t row, Chooser& chooser) {
-        const Request& request = rows.requests[rows.numbers[row]];
+        const Sampling& request = rows.requests[rows.numbers[row]];
         float* distribution = drafted.distributions + row * rows.size;
         if (!chooser.distribution(row_of<T>(rows, row), rows.size, request, distribution)) {
             std::fill_n(distribution, rows.size, 0.0f);
@@ -52,13 +52,13 @@ template <class T> int64_t draw_drafts(const Drafted& drafted, int64_t threads, 
 // All return how many rows failed.
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Request), sizeof(Rows), sizeof(Drafted)};
+extern const int64_t tandem_sizes[] = {sizeof(Sampling), sizeof(Logits), sizeof(Drafted)};
 
-int64_t tandem_choose_bf16(const Rows* rows, int64_t threads, Parallel parallel) {
+int64_t tandem_choose_bf16(const Logits* rows, int64_t threads, Parallel parallel) {
     return choose<bf16>(*rows, threads, parallel);
 }
 
-int64_t tandem_choose_float(const Rows* rows, int64_t threads, Parallel parallel) {
+int64_t tandem_choose_float(const Logits* rows, int64_t threads, Parallel parallel) {
     return choose<float>(*rows, threads, parallel);
 }
 

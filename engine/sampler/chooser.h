@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t SERIAL_LOGITS = 1 << 17;  // below so many, threads don't pay
 
 // The parameters of a request that its tokens are drawn by.
-struct Request {
+struct Sampling {
     int64_t seed, top_k;  // 0: no filter
     double top_p;         // 1: no filter
     float temperature;    // 0: the likeliest token
@@ -104,7 +104,7 @@ inline float smallest_inside(float* some, int64_t size, float low, double wanted
 class Chooser {
   public:
     // -1 where no token has a finite score.
-    template <class T> int64_t choose(const T* logits, int64_t size, const Request& request, int64_t position) {
+    template <class T> int64_t choose(const T* logits, int64_t size, const Sampling& request, int64_t position) {
         const int64_t likeliest = argmax(logits, size);
         if (likeliest < 0 || request.temperature == 0) return likeliest;
         scale(logits, size, likeliest, request.temperature);
@@ -114,7 +114,7 @@ class Chooser {
 
     // What `choose` draws from; false where no token has a finite score.
     template <class T>
-    bool distribution(const T* logits, int64_t size, const Request& request, float* probabilities) {
+    bool distribution(const T* logits, int64_t size, const Sampling& request, float* probabilities) {
         const int64_t likeliest = argmax(logits, size);
         if (likeliest < 0) return false;
         if (request.temperature == 0) {
@@ -134,7 +134,7 @@ class Chooser {
     }
 
     // The least value that the request's filters leave.
-    float floor_of(const Request& request, int64_t size) {
+    float floor_of(const Sampling& request, int64_t size) {
         float floor = request.min_p_floor;
         const bool has_top_k = request.top_k > 0 && request.top_k < size;
         if (has_top_k) floor = std::max(floor, kth_greatest(size, request.top_k));

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.sampler.batch import RequestParams
-from engine.sampler.structs import Drafted, Request, Rows
+from engine.sampler.structs import DraftedArgs, LogitsArgs, SamplingArgs
 from native.build import BuildError, declare, load_library
 from native.openmp import gomp_parallel
 
@@ -39,7 +39,7 @@ class NativeSampler:
 
     def __init__(self) -> None:
         source = Path(__file__).parent / "choose.cpp"
-        structs = Request, Rows, Drafted
+        structs = SamplingArgs, LogitsArgs, DraftedArgs
         self._choose = RowsFunction(source, "tandem_choose", *structs)
         self._draw = RowsFunction(source, "tandem_draw", *structs)
 
@@ -73,7 +73,7 @@ class NativeSampler:
         distributions = torch.empty(logits.shape)
         starts_address = rows.ctypes.data + 2 * rows.strides[0]
         fields = _rows(logits, requests, rows, chosen)
-        self._draw(Drafted(fields, starts_address, distributions.data_ptr()), logits)
+        self._draw(DraftedArgs(fields, starts_address, distributions.data_ptr()), logits)
         return chosen, distributions
 
     def probabilities(self, logits: Tensor, requests: RequestParams, index: Sequence[int]) -> Tensor:
@@ -81,7 +81,7 @@ class NativeSampler:
         logits = readable(logits, len(index))
         rows, unused = np.array((index, index), np.int64), torch.empty(0, dtype=torch.int64)
         distributions = torch.empty(logits.shape)
-        self._draw(Drafted(_rows(logits, requests, rows, unused), None, distributions.data_ptr()), logits)
+        self._draw(DraftedArgs(_rows(logits, requests, rows, unused), None, distributions.data_ptr()), logits)
         return distributions
 
 
@@ -113,10 +113,10 @@ def readable(logits: Tensor, num_rows: int) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _rows(logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Tensor) -> Rows:
+def _rows(logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Tensor) -> LogitsArgs:
     """`rows`, int64 [2 or more, n], begin with index and positions."""
     numbers = rows.ctypes.data
-    return Rows(
+    return LogitsArgs(
         logits.data_ptr(),
         logits.stride(0),
         *logits.shape[::-1],

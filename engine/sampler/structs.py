@@ -1,11 +1,11 @@
-"""The structs of `chooser.h` and `choose.cpp`, which say what their fields are."""
+"""The structs of `chooser.h` and `choose.cpp`, with `Args` after their names. They explain the fields."""
 
 from __future__ import annotations
 
 from ctypes import Structure, c_double, c_float, c_int64, c_void_p
 
 
-class Request(Structure):
+class SamplingArgs(Structure):
     _fields_ = (
         ("seed", c_int64),
         ("top_k", c_int64),
@@ -15,7 +15,7 @@ class Request(Structure):
     )
 
 
-class Rows(Structure):
+class LogitsArgs(Structure):
     _fields_ = (
         ("logits", c_void_p),
         *((name, c_int64) for name in ("stride", "size", "count")),
@@ -23,5 +23,5 @@ class Rows(Structure):
     )
 
 
-class Drafted(Structure):
-    _fields_ = (("rows", Rows), ("starts", c_void_p), ("distributions", c_void_p))
+class DraftedArgs(Structure):
+    _fields_ = (("rows", LogitsArgs), ("starts", c_void_p), ("distributions", c_void_p))

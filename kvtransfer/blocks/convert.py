@@ -11,17 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtransfer.blocks.layout import BlockLayout, LayoutError, Segment, conversion_problem
+from kvtransfer.blocks.extents import BlockIndices
+from kvtransfer.blocks.layout import BlockLayout, LayoutError, SegmentLayout, conversion_problem
 from kvtransfer.blocks.scratch import Scratch, chunks, scale_by
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
-
-Indices = npt.NDArray[np.int64]
-
 
 HALF_PER_FP8 = 2.0**8
 _EXTENDED_SIGN = 0x4000
@@ -35,8 +32,8 @@ class RangeError(TandemError):
 class Move:
     """`count` tokens from slot `source_slot` of each wire block to slot `target_slot` of each of ours."""
 
-    wire_blocks: Indices
-    our_blocks: Indices
+    wire_blocks: BlockIndices
+    our_blocks: BlockIndices
     source_slot: int
     target_slot: int
     count: int
@@ -65,7 +62,12 @@ class Converter:
         return self._wire.block_bytes
 
     def place(
-        self, staged: memoryview, positions: Indices, block_ids: Indices, first_token: int, num_tokens: int
+        self,
+        staged: memoryview,
+        positions: BlockIndices,
+        block_ids: BlockIndices,
+        first_token: int,
+        num_tokens: int,
     ) -> None:
         """Write the tokens in [first_token, num_tokens) of the wire blocks at the start of `staged`.
 
@@ -87,7 +89,7 @@ class Converter:
             for wire, ours in zip(self._wire.segments, self._ours.segments, strict=True):
                 self._move(move, wire, ours, blocks)
 
-    def _move(self, move: Move, wire: Segment, ours: Segment, blocks: Tensor) -> None:
+    def _move(self, move: Move, wire: SegmentLayout, ours: SegmentLayout, blocks: Tensor) -> None:
         values = wire.values(blocks).narrow(2, move.source_slot, move.count)
         target = ours.values(self._pool).narrow(2, move.target_slot, move.count)
         _, heads, head_dim = wire.tokens_shape
@@ -124,7 +126,11 @@ class Converter:
 
 
 def moves(
-    positions: Indices, block_ids: Indices, block_sizes: tuple[int, int], first_token: int, num_tokens: int
+    positions: BlockIndices,
+    block_ids: BlockIndices,
+    block_sizes: tuple[int, int],
+    first_token: int,
+    num_tokens: int,
 ) -> Iterator[Move]:
     """The tokens in [first_token, num_tokens) of the wire blocks, by kind; `block_sizes` are (wire, ours)."""
     wire_size, our_size = block_sizes
@@ -148,14 +154,14 @@ def moves(
         yield Move(rows[members], block_ids[blocks[members]], *kind)
 
 
-def _select(blocks: Tensor, index: Indices) -> Tensor:
+def _select(blocks: Tensor, index: BlockIndices) -> Tensor:
     """These blocks: a view if they follow one another, as staged ones mostly do."""
     if _consecutive(index):
         return blocks[index[0] : index[0] + len(index)]
     return blocks.index_select(0, torch.from_numpy(index))
 
 
-def _write(blocks: Tensor, index: Indices, values: Tensor) -> None:
+def _write(blocks: Tensor, index: BlockIndices, values: Tensor) -> None:
     if _consecutive(index):
         blocks[index[0] : index[0] + len(index)].copy_(values)
     elif blocks.device != values.device:
@@ -165,5 +171,5 @@ def _write(blocks: Tensor, index: Indices, values: Tensor) -> None:
         blocks.view(bits).numpy()[index] = values.view(bits).numpy()
 
 
-def _consecutive(index: Indices) -> bool:
+def _consecutive(index: BlockIndices) -> bool:
     return bool(index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all())

@@ -45,7 +45,7 @@ class LayoutError(ValueError):
 
 
 @dataclass(frozen=True)
-class Segment:
+class SegmentLayout:
     """A segment's place in its block: `start` and `nbytes` are in bytes, `planes` are those of all layers."""
 
     info: SegmentInfo
@@ -105,10 +105,10 @@ class BlockLayout:
         problem = _layout_problem(segments)
         if problem is not None:
             raise LayoutError(*problem)
-        self.segments: list[Segment] = []
+        self.segments: list[SegmentLayout] = []
         self.block_bytes = 0
         for info in segments:
-            self.segments.append(Segment(info, self.block_bytes))
+            self.segments.append(SegmentLayout(info, self.block_bytes))
             self.block_bytes += self.segments[-1].nbytes
         self.block_size = segments[0].shape[2]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtransfer.blocks.layout import SCALE_DTYPE, BlockLayout, Segment, wire_segments
+from kvtransfer.blocks.layout import SCALE_DTYPE, BlockLayout, SegmentLayout, wire_segments
 from kvtransfer.blocks.scratch import Scratch, chunks, scale_by
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
@@ -113,7 +113,7 @@ def _scale(top: Tensor, largest_code: float, out: Tensor) -> Tensor:
     return inverse
 
 
-def _check(top: Tensor, segment: Segment, blocks: npt.NDArray[np.int64], planes: slice) -> None:
+def _check(top: Tensor, segment: SegmentLayout, blocks: npt.NDArray[np.int64], planes: slice) -> None:
     bad = ~(top <= LARGEST)
     if bad.any():
         row, plane, _, head, _ = bad.nonzero()[0].tolist()

@@ -58,7 +58,7 @@ class ReceiverCore:
     handshake_timeout_s: float
 
 
-class Connection(threading.Thread):
+class ReceiverConnection(threading.Thread):
     """Serves one accepted socket until it ends."""
 
     def __init__(self, accepted: socket.socket, transport: Transport, core: ReceiverCore) -> None:

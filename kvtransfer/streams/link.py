@@ -12,7 +12,7 @@ from kvtransfer.counters import TransferCounters
 from kvtransfer.framing.channel import StoppedError
 from kvtransfer.framing.messages import Ack, failure_kind
 from kvtransfer.interface import TransferError
-from kvtransfer.pairs import Pairs, Refusal
+from kvtransfer.pairs import Pairs, RefusalKind
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity
 from kvtransfer.streams.pieces import PieceQueue, QueuedPiece
 from kvtransfer.streams.stream import Stream
@@ -369,7 +369,7 @@ class Link(threading.Thread):
         self._core.on_down(self, self._reason)
 
 
-def _refusal(error: Exception) -> Refusal:
+def _refusal(error: Exception) -> RefusalKind:
     if isinstance(error, TransferError):
         return "refused" if isinstance(error, HandshakeRefusedError) else "unavailable"
     return "timeout" if isinstance(error, TimeoutError) else "unreachable"

@@ -110,7 +110,7 @@ class Carrier(Protocol):
         """The object's buffers, read-only; None if they don't come in time. Raises OSError if it is lost."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="object-store"):
+class ObjectStoreWelcome(msgspec.Struct, frozen=True, tag="object-store"):
     """Receiver to sender, right after the handshake: where to send the objects of this connection."""
 
     address: Id
@@ -200,14 +200,14 @@ class ObjectStoreTransport(Transport):
         self._carrier = carrier
 
     def writer(self, channel: Channel, pool: RegisteredPool, deadline: float) -> ObjectWriter:
-        welcome = channel.recv(Welcome, deadline)
+        welcome = channel.recv(ObjectStoreWelcome, deadline)
         return ObjectWriter(self._carrier.sender_to(welcome.address, welcome.inbox_id), pool)
 
     def reader(self, channel: Channel, target: RegisteredPool, hello: Hello, deadline: float) -> ObjectReader:
         tune(channel.socket)
         reader = ObjectReader(self._carrier, channel, target)
         try:
-            channel.send(Welcome(self._carrier.address, reader.inbox.inbox_id), deadline)
+            channel.send(ObjectStoreWelcome(self._carrier.address, reader.inbox.inbox_id), deadline)
         except BaseException:
             reader.close()
             raise

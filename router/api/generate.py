@@ -28,7 +28,7 @@ _STREAM_START = {
 }
 
 
-class Generate:
+class GenerateEndpoint:
     """An ASGI app: `build` makes a generation of the body, `answer_format` writes what comes of it."""
 
     def __init__(

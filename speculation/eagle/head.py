@@ -74,7 +74,7 @@ class Head(nn.Module):
             self.norm = LlamaRMSNorm(size, eps)
         else:
             self.fc = _linear(shape, "fc", size + shape.feature_size, size)
-        self.midlayer = Layer(shape)
+        self.midlayer = MidLayer(shape)
         self.rotary = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=shape.num_heads * shape.head_dim,
@@ -134,7 +134,7 @@ class Head(nn.Module):
         return normed, normed if self.shape.norm_output else hidden
 
 
-class Layer(nn.Module):
+class MidLayer(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         size, eps = shape.hidden_size, shape.rms_norm_eps

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.decoder.description import ROPE_TYPES, NativeModel
 from engine.decoder.forward import NativeDecoder
-from engine.decoder.structs import Entry, Layer, Model
+from engine.decoder.structs import EntryArgs, LayerArgs, ModelArgs
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
 from speculation.eagle.head import Head
@@ -60,7 +60,7 @@ class _HeadDescription(NativeModel):
         super().__init__()
         shape, layer = head.shape, head.midlayer
         attention, mlp = layer.self_attn, layer.mlp
-        self._layer = Layer(
+        self._layer = LayerArgs(
             mlp_norm=self.keep(layer.post_attention_layernorm.weight),
             qkv=self.weights(attention.q_proj, attention.k_proj, attention.v_proj),
             output=self.weights(attention.o_proj),
@@ -69,7 +69,7 @@ class _HeadDescription(NativeModel):
             window=shape.sliding_window or 0,
         )
         self._draft_ids = draft_ids
-        self._entry = Entry(
+        self._entry = EntryArgs(
             normed_goes_on=shape.norm_before_residual,
             feeds_normed=shape.norm_output,
             token_ids=None if draft_ids is None else draft_ids.data_ptr(),
@@ -87,7 +87,7 @@ class _HeadDescription(NativeModel):
         if self.mixes:
             self._entry.mixing = self.weights(head.fc)
         cosines, sines = self.rotation(head.rotary, shape.max_positions)
-        self.model = Model(
+        self.model = ModelArgs(
             layers=ctypes.addressof(self._layer),
             num_layers=1,
             hidden=shape.hidden_size,

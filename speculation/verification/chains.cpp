@@ -11,7 +11,7 @@ namespace {
 struct Chains {
     const void* logits;
     int64_t stride, size, count;
-    const Request* requests;
+    const Sampling* requests;
     const int64_t *positions, *lengths;  // of each one's next token, and of its chain
     const float* const* distributions;   // [length, size]: what each token was drawn from; null: chance had no part
     const int64_t* token_ids;            // one chain after the other
@@ -31,7 +31,7 @@ struct Outcome {
 };
 
 // The target's own tokens, as far as the draft foresaw them.
-template <class T> Outcome follow(const Chain<T>& chain, const Request& request, Chooser& chooser) {
+template <class T> Outcome follow(const Chain<T>& chain, const Sampling& request, Chooser& chooser) {
     for (int64_t i = 0;; i++) {
         const T* row = chain.logits + i * chain.stride;
         const int64_t token = chooser.choose(row, chain.size, request, chain.position + i);
@@ -44,7 +44,7 @@ void take_away(const float* __restrict target, const float* __restrict drawn, in
     for (int64_t i = 0; i < size; i++) left[i] = std::max(target[i] - drawn[i], 0.0f);
 }
 
-template <class T> Outcome judge(const Chain<T>& chain, const Request& request, Chooser& chooser) {
+template <class T> Outcome judge(const Chain<T>& chain, const Sampling& request, Chooser& chooser) {
     static thread_local std::vector<float> target, left;
     const int64_t size = chain.size, start = chain.position;
     target.resize(size), left.resize(size);
@@ -76,7 +76,7 @@ template <class T> void verify(const Chains& chains, int64_t threads, Parallel p
         const T* logits = static_cast<const T*>(chains.logits) + (before + s) * chains.stride;
         const Chain<T> chain{logits, chains.stride, chains.size, chains.positions[s], chains.lengths[s],
                              chains.token_ids + before, chains.distributions[s]};
-        const Request& request = chains.requests[s];
+        const Sampling& request = chains.requests[s];
         const bool is_coupled = chains.coupled || chain.length == 0 || request.temperature == 0;
         const Outcome outcome = is_coupled ? follow(chain, request, chooser) : judge(chain, request, chooser);
         chains.accepted[s] = outcome.accepted, chains.last_tokens[s] = outcome.last_token;
@@ -87,7 +87,7 @@ template <class T> void verify(const Chains& chains, int64_t threads, Parallel p
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Request), sizeof(Chains)};
+extern const int64_t tandem_sizes[] = {sizeof(Sampling), sizeof(Chains)};
 
 int64_t tandem_verify_bf16(const Chains* chains, int64_t threads, Parallel parallel) {
     verify<bf16>(*chains, threads, parallel);

@@ -21,7 +21,7 @@ from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
 from engine.sampler.native import RowsFunction, readable
 from engine.sampler.rows import edits_logits
-from engine.sampler.structs import Request
+from engine.sampler.structs import SamplingArgs
 from engine.sequence import SequenceState
 from native.build import BuildError
 
@@ -44,7 +44,7 @@ class Chains(ctypes.Structure):
 def compiled() -> RowsFunction | None:
     """The compiled rule, built at the first call; None where it can't be."""
     try:
-        return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify", Request, Chains)
+        return RowsFunction(Path(__file__).parent / "chains.cpp", "tandem_verify", SamplingArgs, Chains)
     except BuildError as error:
         logger.warning("drafts are verified by torch's operators: %s", error)
         return None

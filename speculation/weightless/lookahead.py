@@ -39,7 +39,7 @@ class LookaheadDrafter(TextDrafter):
         self._num_guesses = options.lookahead_guesses
         self._masks = window_masks(self._num_levels, self._num_columns)
         self._eos = frozenset(eos_token_ids)
-        self._windows: dict[str, Window] = {}
+        self._windows: dict[str, LookaheadWindow] = {}
         self._pools: dict[str, NgramPool] = {}
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
@@ -48,7 +48,7 @@ class LookaheadDrafter(TextDrafter):
     def _draft(self, sequence: SequenceState, num_rows: int) -> Draft | None:
         name, tokens = sequence.request_id, self._updated(sequence).tokens
         if name not in self._windows:
-            self._windows[name] = Window(tokens, self._num_levels, self._num_columns, self._eos)
+            self._windows[name] = LookaheadWindow(tokens, self._num_levels, self._num_columns, self._eos)
             self._pools[name] = NgramPool(self._num_guesses)
         remembered = self._pools[name].starting_with(sequence.token_ids[-1])
         nodes, parents = tree(self._choose(remembered, ngrams_of(tokens, self._num_levels)), num_rows)
@@ -80,7 +80,7 @@ class LookaheadDrafter(TextDrafter):
         self._pools.pop(request_id, None)
 
 
-class Window:
+class LookaheadWindow:
     """Guesses at what comes after the text's last token, in columns and levels.
 
     The token of level l in column c is to stand c + l places after the last token, which itself takes the

@@ -18,7 +18,7 @@ from engine.draft import Draft
 from engine.sequence import SequenceState
 from native.build import BuildError, declare, load_library
 from protocol.speculation import SpeculativeConfig
-from speculation.weightless.text import Batch, TextDrafter
+from speculation.weightless.text import TextBatch, TextDrafter
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("tandem.speculation")
 def compiled() -> Callable[..., None] | None:
     """The compiled search, built at the first call; None where it can't be."""
     try:
-        library = load_library(Path(__file__).parent / "ngram.cpp", Batch, keep_gil=True)
+        library = load_library(Path(__file__).parent / "ngram.cpp", TextBatch, keep_gil=True)
     except BuildError as error:
         logger.warning("n-grams are looked up with numpy: %s", error)
         return None
@@ -46,7 +46,7 @@ class NgramDrafter(TextDrafter):
             pairs = zip(texts, counts, strict=True)
             drafted = [look_up(text.tokens, count, *self._bounds) for text, count in pairs]
         else:
-            batch = Batch(texts, counts)
+            batch = TextBatch(texts, counts)
             self._compiled(ctypes.byref(batch), *self._bounds)
             drafted = batch.drafted()
         return [Draft(token_ids) if token_ids else None for token_ids in drafted]

@@ -21,7 +21,7 @@ from engine.sequence import SequenceState
 from native.build import BuildError, declare, load_library
 from protocol.speculation import SpeculativeConfig
 from speculation.weightless.corpus import Corpus, Ring
-from speculation.weightless.text import Batch, TextDrafter
+from speculation.weightless.text import TextBatch, TextDrafter
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -29,7 +29,7 @@ CAPACITY = 2**20
 """Symbols of earlier outputs: 40 MiB."""
 
 
-class Settings(ctypes.Structure):
+class SuffixArgs(ctypes.Structure):
     """`Settings` of `suffix.cpp`."""
 
     _fields_ = (
@@ -43,7 +43,9 @@ class Settings(ctypes.Structure):
 def compiled() -> ctypes.CDLL | None:
     """The compiled search, built at the first call; None where it can't be."""
     try:
-        library = load_library(Path(__file__).parent / "suffix.cpp", Batch, Settings, Ring, keep_gil=True)
+        library = load_library(
+            Path(__file__).parent / "suffix.cpp", TextBatch, SuffixArgs, Ring, keep_gil=True
+        )
     except BuildError as error:
         logger.warning("n-grams are looked up instead of suffixes, which takes a C++ compiler: %s", error)
         return None
@@ -59,7 +61,7 @@ class SuffixDrafter(TextDrafter):
         super().__init__()
         library = compiled()
         assert library is not None
-        self._settings = Settings(
+        self._settings = SuffixArgs(
             options.suffix_decoding_max_tree_depth,
             options.suffix_decoding_max_spec_factor,
             options.suffix_decoding_min_token_prob,
@@ -71,7 +73,7 @@ class SuffixDrafter(TextDrafter):
             self._corpus = Corpus(max_outputs, CAPACITY, library.tandem_suffix_enter)
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        batch = Batch([self._updated(sequence) for sequence in sequences], counts)
+        batch = TextBatch([self._updated(sequence) for sequence in sequences], counts)
         ring = ctypes.byref(self._corpus.ring()) if self._corpus is not None else None
         tenants = (ctypes.c_int64 * len(sequences))(*map(self._tenant, sequences))
         self._library.tandem_suffix_search(

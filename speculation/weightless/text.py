@@ -38,7 +38,7 @@ class Text:
         self.length = len(token_ids)
 
 
-class Batch(ctypes.Structure):
+class TextBatch(ctypes.Structure):
     """Texts to draft for, with room for the drafts: `Batch` of `repeats.h`."""
 
     _fields_ = (

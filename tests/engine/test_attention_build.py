@@ -167,12 +167,14 @@ def test_libraries_that_others_may_have_planted_are_not_loaded(
 
 @has_compiler
 def test_structs_unlike_those_in_the_sources_are_refused() -> None:
-    class Call(ctypes.Structure):
-        _fields_ = structs.Call._fields_[:-1]
+    class CallArgs(ctypes.Structure):
+        _fields_ = structs.CallArgs._fields_[:-1]
 
-    assert build.load_library(SOURCE, structs.KvLayer, structs.Pool, structs.Step, structs.Call)
-    with pytest.raises(build.BuildError, match="KvLayer, Pool, Step, Call are not the"):
-        build.load_library(SOURCE, structs.KvLayer, structs.Pool, structs.Step, Call)
+    assert build.load_library(
+        SOURCE, structs.KvLayerArgs, structs.PoolArgs, structs.StepArgs, structs.CallArgs
+    )
+    with pytest.raises(build.BuildError, match="KvLayerArgs, PoolArgs, StepArgs, CallArgs are not the"):
+        build.load_library(SOURCE, structs.KvLayerArgs, structs.PoolArgs, structs.StepArgs, CallArgs)
 
 
 @pytest.mark.slow

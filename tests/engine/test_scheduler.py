@@ -6,7 +6,7 @@ import pytest
 
 from engine.block_manager import BlockManager
 from engine.scheduler import ScheduledStep, Scheduler
-from engine.sequence import SequenceState, Stage
+from engine.sequence import SequenceStage, SequenceState
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.fake_pool import FakePool
@@ -80,11 +80,11 @@ def test_a_prompt_that_is_handed_over_is_never_preempted() -> None:
     scheduler = make_scheduler(num_blocks=11, budget=2)
     old = add(scheduler, 0, 8)
     handed_over = add(scheduler, 1, 24, prefill_only=True)
-    while handed_over.stage is Stage.WAITING:
+    while handed_over.stage is SequenceStage.WAITING:
         step(scheduler)
     blocks = list(handed_over.held.blocks[0])
     step_until_preempted(scheduler)
-    assert handed_over.stage is Stage.RUNNING, "it is still being computed"
+    assert handed_over.stage is SequenceStage.RUNNING, "it is still being computed"
     assert handed_over.held.blocks == [blocks]
     assert scheduler.waiting == [old]
 

@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.forward import RowsForward
 from engine.profiling import ProfilingRun
 from engine.rows import SequenceRows
-from engine.sequence import Stage
+from engine.sequence import SequenceStage
 from protocol.errors import ConfigError
 from protocol.messages import EngineRequest
 from protocol.speculation import SpeculativeConfig
@@ -155,7 +155,7 @@ def test_bug_22_no_length_runs_ahead_of_the_committed_tokens(pair: tuple[Path, P
         for output in engine.step().outputs:
             found.setdefault(output.request_id, []).extend(output.token_ids)
         for sequence in engine._sequences.values():
-            if sequence.stage is Stage.RUNNING:
+            if sequence.stage is SequenceStage.RUNNING:
                 assert drafter.num_drafted(sequence.request_id) <= sequence.num_computed
                 assert sequence.num_computed < len(sequence.token_ids) <= longest
                 assert len(sequence.held.blocks[0]) * BLOCK_SIZE <= longest

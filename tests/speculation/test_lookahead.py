@@ -18,8 +18,8 @@ from speculation.verification.coupled import agreeing_path
 from speculation.weightless import lookahead
 from speculation.weightless.lookahead import (
     LookaheadDrafter,
+    LookaheadWindow,
     NgramPool,
-    Window,
     ngrams_of,
     tree,
     window_masks,
@@ -98,7 +98,7 @@ def test_a_row_sits_as_far_out_as_it_sees_others(levels: int, columns: int) -> N
 
 
 def test_a_window_moves_on_and_brings_ngrams() -> None:
-    window = Window(np.arange(10, 22, dtype=np.int32), 3, 3, [EOS])
+    window = LookaheadWindow(np.arange(10, 22, dtype=np.int32), 3, 3, [EOS])
     assert window.probes() == [14, 18, 11, 15, 19, 12, 16, 20]  # pieces of the text, column by column
     ngrams = window.advance(99, [51, 52, 53])
     assert ngrams == [(99, (11, 12, 51)), (14, (15, 16, 52)), (18, (19, 20, 53))]
@@ -108,7 +108,19 @@ def test_a_window_moves_on_and_brings_ngrams() -> None:
 
 
 def test_a_short_text_fills_a_window() -> None:
-    assert Window(np.array([7, 8], np.int32), 3, 4, [EOS]).probes() == [8, 7, 8, 8, 7, 8, 7, 7, 8, 7, 8]
+    assert LookaheadWindow(np.array([7, 8], np.int32), 3, 4, [EOS]).probes() == [
+        8,
+        7,
+        8,
+        8,
+        7,
+        8,
+        7,
+        7,
+        8,
+        7,
+        8,
+    ]
 
 
 @pytest.mark.parametrize(("ngram", "window", "least"), [(2, 4, 1.4), (3, 5, 1.7), (4, 5, 1.9), (5, 6, 2.0)])

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from decode_worker.loop import DecodeLoop
-from decode_worker.request import DecodeRequest, Stage
+from decode_worker.request import DecodeRequest, DecodeStage
 from engine.engine import Engine
 from kvtransfer.interface import Failed, Progress
 from protocol.codec import encode, peer_request
@@ -239,7 +239,7 @@ class DecodeStages(RuleBasedStateMachine):
                 self.grants[reply.lease_id] = identity.decode().partition(":")[0], reply
         for request in self.light.requests:
             self.seen[request] = None
-            if request.stage is Stage.RUNNING:
+            if request.stage is DecodeStage.RUNNING:
                 self.ran.add(request)
             if request.lease_id is not None:
                 self.leases[request] = request.lease_id
@@ -257,24 +257,24 @@ class DecodeStages(RuleBasedStateMachine):
     def every_used_block_has_an_owner(self) -> None:
         owned = self.light.computing_blocks()
         for request in self.light.requests:
-            if request.stage in (Stage.RESERVED, Stage.CLOSING, Stage.ABANDONED):
+            if request.stage in (DecodeStage.RESERVED, DecodeStage.CLOSING, DecodeStage.ABANDONED):
                 owned |= set(request.granted.holdings.blocks[0])
         assert self.light.used_blocks() == owned
 
     @invariant()
     def the_stage_says_what_is_held(self) -> None:
         for request in self.light.requests:
-            assert request.stage is not Stage.ENDED
+            assert request.stage is not DecodeStage.ENDED
             handed = request.reserve is not None
-            assert (request.lease_id is not None) == (handed and request.stage is not Stage.QUEUED)
-            assert (request.deadline is None) == (request.stage is Stage.RUNNING)
-            assert (request in self.light.loop._queue) == (request.stage is Stage.QUEUED)
+            assert (request.lease_id is not None) == (handed and request.stage is not DecodeStage.QUEUED)
+            assert (request.deadline is None) == (request.stage is DecodeStage.RUNNING)
+            assert (request in self.light.loop._queue) == (request.stage is DecodeStage.QUEUED)
             assert (self.light.table.get(request.request_id) is request) == (
-                request.stage is not Stage.ABANDONED
+                request.stage is not DecodeStage.ABANDONED
             )
-        running = {each.request_id for each in self.light.requests if each.stage is Stage.RUNNING}
+        running = {each.request_id for each in self.light.requests if each.stage is DecodeStage.RUNNING}
         assert running == set(self.engine._sequences)
-        reserved = {each.lease_id for each in self.light.requests if each.stage is Stage.RESERVED}
+        reserved = {each.lease_id for each in self.light.requests if each.stage is DecodeStage.RESERVED}
         assert set(self.light.receiver.open_leases) <= reserved
 
     def teardown(self) -> None:
@@ -284,7 +284,7 @@ class DecodeStages(RuleBasedStateMachine):
         self.note()
         assert sum(self.engine.blocks.available) == NUM_BLOCKS, "blocks leaked"
         assert not self.light.requests and not self.light.loop._queue and not self.light.loop._unstepped
-        assert all(request.stage is Stage.ENDED for request in self.seen)
+        assert all(request.stage is DecodeStage.ENDED for request in self.seen)
         self.every_request_was_answered_once()
 
     def every_request_was_answered_once(self) -> None:
@@ -310,9 +310,9 @@ def test_every_message_in_every_stage(engine: Engine) -> None:
     walk(DecodeStages)
 
 
-@pytest.mark.parametrize("before", Stage)
-def test_only_transitions_of_the_table_are_legal(before: Stage) -> None:
-    for after in Stage:
+@pytest.mark.parametrize("before", DecodeStage)
+def test_only_transitions_of_the_table_are_legal(before: DecodeStage) -> None:
+    for after in DecodeStage:
         check_transition(DecodeRequest(prompt_request("short"), before), after)
 
 

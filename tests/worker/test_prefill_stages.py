@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, Sent
 from prefill_worker.loop import PrefillLoop
-from prefill_worker.request import PrefillRequest, Stage
+from prefill_worker.request import PrefillRequest, PrefillStage
 from protocol.handoff import Extent
 from protocol.messages import (
     ANY_LEASE,
@@ -146,11 +146,11 @@ class PrefillStages(RuleBasedStateMachine):
         request = self.light.table.get(name)
         lease = request.lease_id if request is not None and right else None
         ack = HandoffAck(request_id=name, lease_id=lease or "unknown", error=error)
-        sent = request is not None and request.stage is Stage.SENT
+        sent = request is not None and request.stage is PrefillStage.SENT
         self.reply(name, ack, peer)
         if sent and lease and peer and error is None:
             self.handed_over.add(request)
-            assert request.stage in (Stage.SETTLING, Stage.ENDED)
+            assert request.stage in (PrefillStage.SETTLING, PrefillStage.ENDED)
 
     def reply(self, name: str, reply: PeerReply, peer: bool) -> None:
         """From the request's own decode worker if `peer`, else from another one."""
@@ -215,13 +215,15 @@ class PrefillStages(RuleBasedStateMachine):
     @invariant()
     def the_stage_says_what_is_held(self) -> None:
         for request in self.light.requests:
-            assert request.stage is not Stage.ENDED
-            has_lease = request.stage in (Stage.PUSHING, Stage.SENT, Stage.SETTLING)
+            assert request.stage is not PrefillStage.ENDED
+            has_lease = request.stage in (PrefillStage.PUSHING, PrefillStage.SENT, PrefillStage.SETTLING)
             assert (request.lease_id is not None) == (request.grant is not None) == has_lease
-            assert (request.deadline is None) == (request.stage in (Stage.WHOLE, Stage.ASSIGNED))
-            assert (request.peer is None) == (request.stage is Stage.WHOLE)
-            assert (request in self.light.loop._pushing.values()) == (request.stage is Stage.PUSHING)
-            if request.stage in (Stage.SENT, Stage.SETTLING):
+            assert (request.deadline is None) == (
+                request.stage in (PrefillStage.WHOLE, PrefillStage.ASSIGNED)
+            )
+            assert (request.peer is None) == (request.stage is PrefillStage.WHOLE)
+            assert (request in self.light.loop._pushing.values()) == (request.stage is PrefillStage.PUSHING)
+            if request.stage in (PrefillStage.SENT, PrefillStage.SETTLING):
                 assert request.first_token is not None
 
     @invariant()
@@ -245,7 +247,7 @@ class PrefillStages(RuleBasedStateMachine):
         self.light.finish(self.note)
         assert sum(self.engine.blocks.available) == NUM_BLOCKS, "blocks leaked"
         assert not self.light.requests and not self.light.loop._pushing and not self.light.sender.read
-        assert all(request.stage is Stage.ENDED for request in self.seen)
+        assert all(request.stage is PrefillStage.ENDED for request in self.seen)
         unanswered = self.withdrawn | self.handed_over
         ends = sum(self.light.num_ends(name) for name in PROMPTS)
         assert ends == self.unknown + sum(each not in unanswered for each in self.seen)
@@ -256,9 +258,9 @@ def test_every_message_in_every_stage(engine: Engine) -> None:
     walk(PrefillStages)
 
 
-@pytest.mark.parametrize("before", Stage)
-def test_only_transitions_of_the_table_are_legal(before: Stage) -> None:
-    for after in Stage:
+@pytest.mark.parametrize("before", PrefillStage)
+def test_only_transitions_of_the_table_are_legal(before: PrefillStage) -> None:
+    for after in PrefillStage:
         check_transition(PrefillRequest(prompt_request("short"), before), after)
 
 
@@ -310,7 +312,7 @@ def test_a_message_for_another_incarnation_changes_nothing(light: LightLoop) -> 
     assert (output.error_kind, output.finish_reason) == ("worker_lost", "error")
     light.generate(prompt_request("short"), DECODES[0])
     light.loop._on_router_message(Redirect(incarnation=STALE, request_id="short", decode=None))
-    assert light.table.get("short").stage is Stage.ASSIGNED
+    assert light.table.get("short").stage is PrefillStage.ASSIGNED
     assert light.loop.counters["stale_messages_total"] == 2
 
 
@@ -342,7 +344,7 @@ def test_an_acknowledgement_before_the_manifest_is_stale(light: LightLoop) -> No
     light.step()
     light.loop.on_peer_reply(DECODES[0], grant("long", "lease"))
     light.loop.on_peer_reply(DECODES[0], HandoffAck(request_id="long", lease_id="lease"))
-    assert light.table.get("long").stage is Stage.PUSHING
+    assert light.table.get("long").stage is PrefillStage.PUSHING
     assert light.loop.counters["stale_messages_total"] == 1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_kernel.structs import Call, KvLayer, Pool, Step
+from engine.attention.cpu_kernel.structs import CallArgs, KvLayerArgs, PoolArgs, StepArgs
 from engine.attention.interface import AttentionMetadata
 from native.build import declare, load_library
 from native.openmp import gomp_parallel
@@ -20,7 +20,7 @@ from native.openmp import gomp_parallel
 @functools.cache
 def load() -> ctypes.CDLL:
     """The compiled kernel. Raises BuildError."""
-    library = load_library(Path(__file__).parent / "attention.cpp", KvLayer, Pool, Step, Call)
+    library = load_library(Path(__file__).parent / "attention.cpp", KvLayerArgs, PoolArgs, StepArgs, CallArgs)
     pointer = ctypes.c_void_p
     declare(library, "tandem_attention_create", pointer, pointer)
     declare(library, "tandem_attention_destroy", None, pointer)
@@ -46,9 +46,9 @@ class CpuBackend:
         self._layers = list(layers)
         self._dtype = first.dtype
         self._num_rows = 0
-        table = [KvLayer(layer.data_ptr(), layer.stride(1), *layer.shape[3:]) for layer in layers]
-        copied = (KvLayer * len(layers))(*table)
-        described = Pool(
+        table = [KvLayerArgs(layer.data_ptr(), layer.stride(1), *layer.shape[3:]) for layer in layers]
+        copied = (KvLayerArgs * len(layers))(*table)
+        described = PoolArgs(
             ctypes.addressof(copied),
             len(layers),
             first.stride(0),
@@ -59,7 +59,7 @@ class CpuBackend:
         )
         self._kernel: int = self._library.tandem_attention_create(ctypes.byref(described))
         weakref.finalize(self, self._library.tandem_attention_destroy, self._kernel)
-        self._step = Step()
+        self._step = StepArgs()
         self._run = self._library.tandem_attention_forward
         self._metadata: AttentionMetadata | None = None
 
@@ -77,7 +77,7 @@ class CpuBackend:
         rows = metadata.slot_mapping.shape[0]
         self._num_rows = rows
         num_seqs, max_blocks = metadata.block_table.shape
-        self._step = Step(
+        self._step = StepArgs(
             metadata.query_start.data_ptr(),
             metadata.context_len.data_ptr(),
             metadata.block_table.data_ptr(),
@@ -110,7 +110,7 @@ class CpuBackend:
             query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._check(layer, query, key, value)
-        call = Call(
+        call = CallArgs(
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),

@@ -1,18 +1,18 @@
-"""The structs of `step.h`, which say what their fields are."""
+"""The structs of `step.h`, with `Args` after their names. It explains the fields."""
 
 from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
 
-class KvLayer(Structure):
+class KvLayerArgs(Structure):
     _fields_ = (
         ("data", c_void_p),
         *((name, c_int64) for name in ("side_stride", "num_kv_heads", "head_dim")),
     )
 
 
-class Pool(Structure):
+class PoolArgs(Structure):
     _fields_ = (
         ("layers", c_void_p),
         *((name, c_int64) for name in ("num_layers", "block_stride", "num_blocks", "block_size", "is_bf16")),
@@ -20,7 +20,7 @@ class Pool(Structure):
     )
 
 
-class Step(Structure):
+class StepArgs(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("query_start", "context_len", "block_table", "slots")),
         *((name, c_void_p) for name in ("visible", "tree_start", "first_key")),
@@ -28,7 +28,7 @@ class Step(Structure):
     )
 
 
-class Call(Structure):
+class CallArgs(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("query", "key", "value", "out")),
         *((name, c_int64) for name in ("query_token", "query_head", "key_token", "key_head")),

@@ -27,7 +27,7 @@ class Introduction(msgspec.Struct, frozen=True, tag="ucx"):
     token: Annotated[int, Meta(ge=1, lt=2**62)]
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="ucx-welcome"):
+class UcxWelcome(msgspec.Struct, frozen=True, tag="ucx-welcome"):
     """Receiver to sender: it has read from the pool, or it can't (`refusal`)."""
 
     refusal: Reason = ""

@@ -18,7 +18,7 @@ from kvtransfer.transports.transport import PieceReader
 from kvtransfer.transports.ucx.agent import Agent, Memory, Remote, Transfer
 from kvtransfer.transports.ucx.messages import Introduction
 from kvtransfer.transports.ucx.orphans import OrphanedReads
-from kvtransfer.transports.ucx.words import Word
+from kvtransfer.transports.ucx.words import ConnectionWord
 
 _FIRST_PAUSE_S = 50e-6
 _PAUSE_GROWTH = 1.06
@@ -43,7 +43,7 @@ class UcxReader(PieceReader):
         sender: Introduction,
         source: Memory,
         pool: RegisteredPool,
-        word: Word,
+        word: ConnectionWord,
     ) -> None:
         self._agent = agent
         self._pool = pool

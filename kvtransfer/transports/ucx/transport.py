@@ -22,10 +22,10 @@ from kvtransfer.interface import RegisteredPool
 from kvtransfer.transports.sockets import tune
 from kvtransfer.transports.transport import PieceWriter, Transport
 from kvtransfer.transports.ucx.agent import Agent, Memory
-from kvtransfer.transports.ucx.messages import Introduction, Welcome
+from kvtransfer.transports.ucx.messages import Introduction, UcxWelcome
 from kvtransfer.transports.ucx.orphans import OrphanedReads
 from kvtransfer.transports.ucx.reader import UcxReader
-from kvtransfer.transports.ucx.words import Word, Words
+from kvtransfer.transports.ucx.words import ConnectionWord, Words
 from protocol.errors import ProtocolError
 
 _NO_READ = (
@@ -37,7 +37,7 @@ _NO_READ = (
 class UcxWriter(PieceWriter):
     remote_reads = True
 
-    def __init__(self, pool: RegisteredPool, word: Word) -> None:
+    def __init__(self, pool: RegisteredPool, word: ConnectionWord) -> None:
         super().__init__(pool)
         self._word = word
 
@@ -96,7 +96,7 @@ class UcxTransport(Transport):
                 ),
                 deadline,
             )
-            refusal = channel.recv(Welcome, deadline).refusal
+            refusal = channel.recv(UcxWelcome, deadline).refusal
             if refusal:
                 raise OSError(refusal)
         except BaseException:
@@ -118,10 +118,10 @@ class UcxTransport(Transport):
         reader = UcxReader(self._agent, self._orphans, channel, sender, source, target, word)
         try:
             reader.warm_up(deadline)
-            channel.send(Welcome(), deadline)
+            channel.send(UcxWelcome(), deadline)
         except ConnectionError as error:
             reader.close()
-            channel.send(Welcome(_NO_READ.format(error=error)[:512]), deadline)
+            channel.send(UcxWelcome(_NO_READ.format(error=error)[:512]), deadline)
             raise
         except BaseException:
             reader.close()

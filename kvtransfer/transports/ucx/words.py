@@ -27,16 +27,16 @@ class Words:
         self.memory = Memory(int(self._values.ctypes.data), WORD_BYTES, MAX_WORDS)
         self._free = list(range(MAX_WORDS))
 
-    def take(self) -> Word:
+    def take(self) -> ConnectionWord:
         """Raises OSError if all are in use."""
         try:
             index = self._free.pop()
         except IndexError:
             raise OSError(f"more than {MAX_WORDS} connections") from None
-        return Word(self._values[index : index + 1], index, self._free)
+        return ConnectionWord(self._values[index : index + 1], index, self._free)
 
 
-class Word:
+class ConnectionWord:
     """One of them, from `Words.take` to `release`. Its token was never used before."""
 
     def __init__(self, value: np.ndarray, index: int, free: list[int]) -> None:
