@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer import Failed, Progress
+from kvtransfer import Completed, Failed, Progress
 from kvtransfer.framing.messages import SPOILED, Ack
 from kvtransfer.transports.registry import TransportOptions
 from tests.kvtransfer.transfer_sides import (
@@ -111,8 +111,12 @@ def test_aborts_in_a_stream_of_pieces_leave_only_believed_blocks(closing: Closin
         receiver.receiver.close_lease(lease)
 
 
-def test_aborting_what_was_never_pushed_is_nothing(closing: Closing) -> None:
-    closing(SenderEnd(["tcp"])).sender.abort("nobody")
+def test_a_lease_may_be_aborted_before_it_is_pushed(closing: Closing) -> None:
+    sender, receiver = closing(SenderEnd(["tcp"])), closing(ReceiverEnd(["tcp"]))
+    receiver.open("lease", [1])
+    sender.sender.abort("lease")
+    sender.push(receiver.peer, "lease", [1])
+    assert isinstance(sender.wait_lease("lease"), Completed)
 
 
 def test_an_abort_while_the_wire_breaks_sends_nothing_again(closing: Closing) -> None:

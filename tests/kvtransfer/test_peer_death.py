@@ -110,12 +110,12 @@ def test_a_frozen_receiver_is_given_up_in_bounded_time(closing: Closing, transpo
 
 
 def test_an_idle_link_outlives_the_progress_timeout(closing: Closing, transport: str) -> None:
-    sender = closing(SenderEnd([transport], progress_timeout_s=0.5))
-    receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.5))
+    sender = closing(SenderEnd([transport], progress_timeout_s=0.25))
+    receiver = closing(ReceiverEnd([transport], progress_timeout_s=0.25))
     receiver.open("lease", [1, 2])
     sender.push(receiver.peer, "lease", [1], final=False)
     sender.wait_for(lambda event: True)
-    time.sleep(1.2)
+    time.sleep(0.6)
     sender.push(receiver.peer, "lease", [2], 1)
     assert isinstance(sender.wait_lease("lease"), Completed)
     assert sender.sender.counters()["connections_made"] == 1

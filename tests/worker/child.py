@@ -21,6 +21,7 @@ import worker.fetch
 import worker.heartbeat
 import worker.peer_links
 from engine.results import StepResult
+from engine.scheduler import ScheduledStep
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.roles import RoleSpec
@@ -118,25 +119,25 @@ def strike(loop: WorkerLoop, number: signal.Signals, when: str, method: str, tim
 
 def break_steps(loop: WorkerLoop, times: int) -> None:
     """Let the engine's first `times` steps fail."""
-    step = loop.engine.step
+    run = loop.engine.run
     left = times
 
-    def failing_step() -> StepResult:
+    def failing_run(step: ScheduledStep) -> StepResult:
         nonlocal left
         if left > 0:
             left -= 1
             raise RuntimeError("a fault that the test put in")
-        return step()
+        return run(step)
 
-    loop.engine.step = failing_step  # type: ignore[method-assign]
+    loop.engine.run = failing_run  # type: ignore[method-assign]
 
 
 def slow_steps(loop: WorkerLoop, seconds: float) -> None:
     """Let every step of the engine take this much longer."""
-    step = loop.engine.step
+    run = loop.engine.run
 
-    def slow_step() -> StepResult:
+    def slow_run(step: ScheduledStep) -> StepResult:
         time.sleep(seconds)
-        return step()
+        return run(step)
 
-    loop.engine.step = slow_step  # type: ignore[method-assign]
+    loop.engine.run = slow_run  # type: ignore[method-assign]
