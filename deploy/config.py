@@ -18,11 +18,13 @@ from messaging.tls import tls_files
 from models.bundled import BUNDLED_FOLDER, DRAFTS, bundled_path, is_bundled_model
 from protocol.config import DEFAULT_MODEL, KV_TRANSPORTS, ServeConfig, flag_name, transport_names
 from protocol.errors import ConfigError
+from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.speculation import MODEL_METHODS, SpeculativeConfig, parse_speculative_config
 
 logger = logging.getLogger("tandem.config")
 
 ENV_PREFIX = "TANDEM_"
+_JSON_FIELDS = ("speculative_config", "kv_events_config")
 
 
 def load_config(
@@ -54,12 +56,15 @@ def load_config(
     for field in values:
         if field not in known:
             raise ConfigError(f"{sources[field]}: there is no such option")
-        if field != "speculative_config" or values[field] is None:
+        if field not in _JSON_FIELDS or values[field] is None:
             _check_field(field, values[field], sources[field])
     model = values["model"] = bundled_path(str(values.get("model", DEFAULT_MODEL)))
     if values.get("speculative_config") is not None:
         flag = sources["speculative_config"]
         values["speculative_config"] = speculative_config(values["speculative_config"], flag, model)
+    if values.get("kv_events_config") is not None:
+        flag = sources["kv_events_config"]
+        values["kv_events_config"] = parse_kv_events_config(values["kv_events_config"], flag)
     config = msgspec.convert(values, ServeConfig, strict=False)
     _check_together(config)
     return config
@@ -95,6 +100,7 @@ def _check_together(config: ServeConfig) -> None:
         raise ConfigError("--kv-transports: name at least one transport")
     _check_tls(config)
     _check_tiers(config)
+    _check_kv_events(config)
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
@@ -128,6 +134,29 @@ def _check_tiers(config: ServeConfig) -> None:
         raise ConfigError("--kv-disk-path: needs --kv-offloading-size, since blocks pass through host memory")
     if (config.kv_disk_path is not None) != (config.kv_disk_size > 0):
         raise ConfigError("--kv-disk-size: must be given together with --kv-disk-path, and above 0")
+
+
+def _check_kv_events(config: ServeConfig) -> None:
+    events = config.kv_events_config
+    if events is None:
+        return
+    if not config.enable_prefix_caching:
+        raise ConfigError(
+            "--kv-events-config: needs --enable-prefix-caching, whose blocks the events tell of"
+        )
+    endpoints = {"endpoint": events.endpoint, "replay_endpoint": events.replay_endpoint}
+    ports = {field: port_of(endpoint) for field, endpoint in endpoints.items() if endpoint is not None}
+    taken = f"{config.num_workers} workers take as many ports"
+    for field, port in ports.items():
+        if port + config.num_workers > 65536:
+            raise ConfigError(f"--kv-events-config: {field}: {taken} from {port} on")
+    if len(ports) == 2 and all(ports.values()):
+        distance = abs(ports["endpoint"] - ports["replay_endpoint"])
+        if distance < config.num_workers:
+            raise ConfigError(
+                f"--kv-events-config: replay_endpoint: {taken} from each of {ports['endpoint']} and "
+                f"{ports['replay_endpoint']} on"
+            )
 
 
 def speculative_config(value: object, flag: str, target: str) -> SpeculativeConfig:

@@ -8,10 +8,13 @@ is never written again. What is evicted may go to a lower tier.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import KeysView
 
+from engine.cache_events import CacheLog
 from engine.tiers.host import Evicted, HostTier
 from protocol.errors import TandemError
 from protocol.ids import BlockIdentity
+from protocol.kv_events import Medium
 
 
 class OutOfBlocksError(TandemError):
@@ -22,6 +25,7 @@ class Arena:
     def __init__(self, num_blocks: int, lower: HostTier | None = None) -> None:
         self.num_blocks = num_blocks
         self.lower = lower
+        self.log: CacheLog | None = None
         self.drafted = [False] * num_blocks
         """Of each block: whether all of its places hold draft KV too."""
         self._references = [0] * num_blocks
@@ -48,6 +52,10 @@ class Arena:
     def find(self, identity: BlockIdentity) -> int | None:
         return self._block_of.get(identity)
 
+    def published(self) -> KeysView[BlockIdentity]:
+        """The identities of all blocks that can be found."""
+        return self._block_of.keys()
+
     def is_locked(self, block: int) -> bool:
         """Whether it must not be written in place, by whom it may be: it is shared or published."""
         return self._references[block] > 1 or self._identity_of[block] is not None
@@ -68,11 +76,13 @@ class Arena:
             self.drafted[block] = False
         return sorted(taken)
 
-    def publish(self, identity: BlockIdentity, block: int) -> None:
-        """It can be found from now on, unless an equal one can."""
-        if identity not in self._block_of and self._identity_of[block] is None:
-            self._block_of[identity] = block
-            self._identity_of[block] = identity
+    def publish(self, identity: BlockIdentity, block: int) -> bool:
+        """It can be found from now on, unless an equal one can; whether that is new."""
+        if identity in self._block_of or self._identity_of[block] is not None:
+            return False
+        self._block_of[identity] = block
+        self._identity_of[block] = identity
+        return True
 
     def reference(self, block: int) -> None:
         """Of one that can be found."""
@@ -94,4 +104,6 @@ class Arena:
         assert identity is not None
         del self._block_of[identity]
         self._identity_of[block] = None
+        if self.log is not None:
+            self.log.removed(Medium.GPU, identity)
         return Evicted(identity, block)

@@ -7,15 +7,19 @@ What is evicted may go to lower tiers, from where a later sequence with the same
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.arena import Arena, OutOfBlocksError
+from engine.cache_events import CacheEvent, CacheLog
 from engine.kv_pool import KVPool
 from engine.tiers.host import HostTier
 from protocol.handoff import Extent
 from protocol.ids import BlockIdentity, block_identities, child_identity
+from protocol.kv_events import Medium
 
 
 class BlockManager:
@@ -30,6 +34,23 @@ class BlockManager:
         self.tiers = tiers
         below = itertools.zip_longest(pool.arenas, tiers)
         self.arenas = [Arena(len(blocks), tier) for blocks, tier in below]
+        self.log: CacheLog | None = None
+
+    def watch(self) -> CacheLog:
+        """A log that begins with all that the prefix cache holds, and gets every change from now on."""
+        self.log = CacheLog(self.contents())
+        for arena in self.arenas:
+            arena.log = self.log
+        for tier in self.tiers:
+            tier.watch(self.log)
+        return self.log
+
+    def contents(self) -> list[CacheEvent]:
+        """The events that lead from nothing known to what the prefix cache holds."""
+        everywhere = functools.reduce(operator.and_, (arena.published() for arena in self.arenas))
+        stored = [(Medium.GPU, identity) for identity in everywhere]
+        stored.extend(itertools.chain.from_iterable(tier.contents() for tier in self.tiers))
+        return [CacheEvent("cleared"), *(CacheEvent("stored", *block) for block in stored)]
 
     @property
     def num_blocks(self) -> int:
@@ -67,6 +88,7 @@ class BlockManager:
         for tier in self.tiers if held.below else ():
             tier.touch(held.below)
         covered = len(held.identities) * self.block_size
+        held.tokens_below = token_ids[covered : covered + len(held.below) * self.block_size]
         return held, min(covered, len(token_ids) - 1) if compute_last and token_ids else covered
 
     def reserve(self, token_ids: Sequence[int], root: BlockIdentity) -> tuple[Holdings, int] | None:
@@ -104,8 +126,8 @@ class Holdings:
     """What one sequence, reservation or loan has of the pool: `blocks` of each arena, in order.
 
     `identities` are those of the leading full blocks whose tokens are committed; it may lag behind `blocks`.
-    `below` are the next ones, as far as they were found in the lower tiers. Blocks that are not `shareable`
-    are never published.
+    `below` are the next ones, as far as they were found in the lower tiers, and `tokens_below` their tokens.
+    Blocks that are not `shareable` are never published.
     """
 
     manager: BlockManager
@@ -113,6 +135,7 @@ class Holdings:
     blocks: list[list[int]] = field(init=False)
     identities: list[BlockIdentity] = field(default_factory=list)
     below: list[BlockIdentity] = field(default_factory=list)
+    tokens_below: Sequence[int] = ()
     shareable: bool = True
 
     def __post_init__(self) -> None:
@@ -177,8 +200,8 @@ class Holdings:
         ]
         if min(counts):
             covered = min((first + min(counts)) * size, limit)
-            for identity in self.below[: covered // size - first]:
-                self._share(identity)
+            for index, identity in enumerate(self.below[: covered // size - first]):
+                self._share(identity, self.tokens_below[index * size : (index + 1) * size])
         self.below.clear()
         for tier in tiers:
             tier.count_misses(limit // size - covered // size)
@@ -203,8 +226,8 @@ class Holdings:
         if full <= len(self.identities) or not (self.manager.enable_prefix_caching and self.shareable):
             return
         for start in range(len(self.identities) * size, full * size, size):
-            parent = self.identities[-1] if self.identities else self.root
-            self._share(child_identity(parent, token_ids[start : start + size]))
+            block = token_ids[start : start + size]
+            self._share(child_identity(self._last_identity, block), block)
 
     def mark_drafted(self, num_places: int) -> None:
         """The first `num_places` places hold draft KV too. That lies in the first arena."""
@@ -262,9 +285,17 @@ class Holdings:
         for source in reversed(sources):
             arena.dereference(source)
 
-    def _share(self, identity: BlockIdentity) -> None:
-        """The next full block is `identity`."""
-        place = len(self.identities)
+    def _share(self, identity: BlockIdentity, token_ids: Sequence[int]) -> None:
+        """The next full block is `identity` and has these tokens."""
+        place, is_new = len(self.identities), False
         for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
-            arena.publish(identity, blocks[place])
+            is_new |= arena.publish(identity, blocks[place])
+        if is_new and self.manager.log is not None:
+            event = CacheEvent("stored", Medium.GPU, identity, self.root, self._last_identity, token_ids)
+            self.manager.log.add(event)
         self.identities.append(identity)
+
+    @property
+    def _last_identity(self) -> BlockIdentity:
+        """The parent of the next block."""
+        return self.identities[-1] if self.identities else self.root

@@ -34,6 +34,7 @@ from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
 from protocol.handoff import REBUILD, DraftState, Extent
+from protocol.kv_events import CacheFormat
 from protocol.messages import (
     EngineRequest,
     ErrorKind,
@@ -64,6 +65,11 @@ class Engine:
         self.max_model_len = loaded.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
         self.kv_format = loaded.kv_group.describe(config.block_size)
+        self.cache_format = CacheFormat(
+            model=f"{config.model_name}@{config.revision or ''}/{config.load_format}",
+            kv_format=self.kv_format,
+            block_size=config.block_size,
+        )
         self._speculator = speculate(config, loaded) if speculate is not None else None
         groups = [loaded.kv_group]
         hidden_layers: tuple[int, ...] = ()
@@ -86,7 +92,7 @@ class Engine:
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._scheduler = Scheduler(
             self.blocks,
-            model=f"{config.model_name}@{config.revision or ''}/{config.load_format}",
+            model=self.cache_format.model,
             kv_format=self.kv_format,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=_token_budget(config, loaded.device),

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.handoff import MAX_HANDOFF_S
+from protocol.kv_events import KvEventsConfig
 from protocol.roles import ROLES, RoleOptions, RoleSpec
 from protocol.speculation import SpeculativeConfig
 
@@ -118,6 +119,14 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     speculative_config: Annotated[
         SpeculativeConfig | None,
         _doc('Draft tokens ahead: JSON with a method and its options, as in \'{"method": "ngram"}\'.'),
+    ] = None
+
+    kv_events_config: Annotated[
+        KvEventsConfig | None,
+        _doc(
+            "Publish what the prefix caches hold to other routers, unencrypted: JSON, as in "
+            '\'{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}\'.'
+        ),
     ] = None
 
     kv_transports: Annotated[

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.handoff import MAX_HANDOFF_S, Extents, HandoffManifest, SegmentInfo
+from protocol.kv_events import CacheFormat, KvChange
 from protocol.sampling import SamplingParams
 from protocol.speculation import Count, RequestSpeculation, Seconds, SpeculationState
 
@@ -97,6 +98,13 @@ class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
     decode: PeerAddress | None = None
 
 
+class ReplayKvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="replay_kv_events"):
+    """Send the batches of KV events again, from number `first` on, or all that is held if that is too old."""
+
+    incarnation: Id
+    first: Count
+
+
 # --- worker -> router -------------------------------------------------------------------------------
 
 
@@ -134,6 +142,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     prefix_query_tokens: Count = 0
     prefix_hit_tokens: Count = 0
     steps: Count = 0
+    num_kv_events: Count = 0
+    """Batches of `KvEvents` sent."""
     counters: dict[Id, float] = {}
     transports: dict[Id, Id] = {}
     pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
@@ -147,7 +157,10 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
-    """A worker is ready to serve, as process `pid` on the machine named `host`."""
+    """A worker is ready to serve, as process `pid` on the machine named `host`.
+
+    `cache` tells how it identifies blocks; without a prefix cache there is none.
+    """
 
     address: PeerAddress
     host: ShortText = ""
@@ -158,6 +171,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     vocab_size: Count
     eos_token_ids: TokenIds
     state: WorkerState
+    cache: CacheFormat | None = None
     start_up: dict[Id, ShortText] = {}
 
 
@@ -226,6 +240,18 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     worker_id: Id
     incarnation: Id
     outputs: list[TokenOutput]
+
+
+class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events"):
+    """What changed in a worker's prefix cache, in this order. Its batches are numbered from 0.
+
+    One that begins with "cleared" needs none of those before it.
+    """
+
+    worker_id: Id
+    incarnation: Id
+    sequence: Count
+    changes: Annotated[list[KvChange], Meta(max_length=2**16)]
 
 
 class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_failed"):
@@ -341,7 +367,7 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
     incarnation: Id
 
 
-RouterToWorker = Registered | Generate | Peers | Abort | Redirect
-WorkerToRouter = Register | WorkerState | StepOutput | HandoverFailed
+RouterToWorker = Registered | Generate | Peers | Abort | Redirect | ReplayKvEvents
+WorkerToRouter = Register | WorkerState | StepOutput | KvEvents | HandoverFailed
 PeerRequest = Reserve | Handoff | Release | Fetch
 PeerReply = Reserved | ReserveRefused | HandoffAck | FetchRefused | Stale

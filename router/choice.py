@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from protocol.kv_events import CacheFormat
 from protocol.messages import TokenLogprobs, TokenOutput
 from router.detokenizer import Detokenizer
+from router.prompt_blocks import Chain, hash_blocks
 from router.stop_strings import StopStringMatcher
 
 
@@ -17,6 +19,15 @@ class Prompt(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     text: str | None = None
+    chains: dict[tuple[CacheFormat, str], Chain] = msgspec.field(default_factory=dict)
+
+    def blocks(self, cache: CacheFormat, cache_salt: str) -> Chain:
+        """Its full blocks in a format; hashed once."""
+        chain = self.chains.get((cache, cache_salt))
+        if chain is None:
+            chain = hash_blocks(cache.root(cache_salt), self.token_ids, cache.block_size)
+            self.chains[cache, cache_salt] = chain
+        return chain
 
 
 @dataclass(slots=True)

@@ -188,7 +188,6 @@ class Dispatcher:
         if choice.finish_reason is not None:
             if output.finish_reason is None:
                 self._placer.abort([request])
-            self._placer.note_prefix(request)
             self._placer.release(request)
             self._journal.remove(request)
             self._metrics.request_finished(request, now)

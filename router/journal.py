@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from protocol.ids import new_request_id
+from protocol.kv_events import CacheFormat
 from protocol.messages import EngineRequest, FinishReason, RequestTiming, TokenOutput
 from protocol.roles import Task
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from router.choice import Choice
 from router.errors import ApiError
+from router.prompt_blocks import hash_blocks
 from router.registry import Worker
 
 
@@ -53,6 +55,14 @@ class LiveRequest:
     def token_ids(self) -> list[int]:
         """The prompt, and the answer as far as it has come."""
         return self.choice.prompt.token_ids + self.output_token_ids
+
+    def block_keys(self, cache: CacheFormat) -> list[int]:
+        """The index' keys of its full blocks in a format; of the answer too, where that has begun."""
+        chain = self.choice.prompt.blocks(cache, self.generation.cache_salt)
+        if not self.output_token_ids:
+            return chain.keys
+        rest = self.token_ids[len(chain.keys) * cache.block_size :]
+        return chain.keys + hash_blocks(chain.last, rest, cache.block_size).keys
 
     @property
     def has_answered(self) -> bool:

@@ -39,6 +39,9 @@ class Metrics:
         self.num_parked: Gauge = self._metrics["num_requests_parked"]
         self.failed = self._counting("request_failures_total")
         self.dropped = self._counting("messages_dropped_total")
+        self.kv_events_dropped = self._counting("kv_events_dropped_total")
+        self.kv_event_gaps: Counter = self._metrics["kv_event_gaps_total"]
+        self.num_indexed_blocks: Gauge = self._metrics["kv_index_blocks"]
         self.placed_anew = self._counting("requests_placed_anew_total")
         self.redirected = self._counting("handoff_redirects_total")
         self.taken_over = self._counting("handoff_takeovers_total")

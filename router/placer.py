@@ -13,9 +13,9 @@ from protocol.config import ServeConfig
 from protocol.messages import Abort, Generate
 from protocol.roles import Task
 from router.journal import Journal, LiveRequest
+from router.kv_feed import KvFeed
 from router.metrics import Metrics
 from router.placement.interface import Placement, PlacementPolicy, Refusal, RequestFacts
-from router.prefixes import PrefixDirectory
 from router.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class Placer:
         metrics: Metrics,
         send: Send,
         policy: PlacementPolicy,
+        kv_feed: KvFeed,
     ) -> None:
         self._config = config
         self._journal = journal
@@ -48,7 +49,7 @@ class Placer:
         self._send = send
         self._parked: dict[LiveRequest, None] = {}
         self._missing: Task | None = None
-        self.prefixes = PrefixDirectory()
+        self._kv_feed = kv_feed
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -107,17 +108,6 @@ class Placer:
         if isinstance(placement, Refusal):
             return prefill
         return self._registry.named(placement.workers["decode"])
-
-    def note_prefix(self, request: LiveRequest) -> None:
-        """What its workers hold from now on; nobody computes the KV of an answer's last token."""
-        if not self._shares_prefix(request):
-            return
-        salt = request.generation.cache_salt
-        decode = request.assigned.get("decode")
-        if decode is not None:
-            self.prefixes.add(decode.key, request.token_ids[:-1], salt)
-        if request.prefilled_by is not None:
-            self.prefixes.add(request.prefilled_by.key, request.choice.prompt.token_ids, salt)
 
     # --- parking ----------------------------------------------------------------------------------
 
@@ -179,13 +169,9 @@ class Placer:
         )
 
     def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:
-        if not self._shares_prefix(request):
+        if request.sampling.prompt_logprobs is not None:  # it computes all of its prompt
             return {}
-        found = self.prefixes.find(request.token_ids, request.generation.cache_salt)
-        return {key.worker_id: tokens for key, tokens in found.items() if self._registry.current(*key)}
-
-    def _shares_prefix(self, request: LiveRequest) -> bool:
-        return self._config.enable_prefix_caching and request.sampling.prompt_logprobs is None
+        return self._kv_feed.cached_tokens(request)
 
     def _assign(self, request: LiveRequest, placement: Placement) -> Worker:
         """Write the placement down; returns the worker that begins."""

@@ -44,6 +44,7 @@ class Worker:
         self.role = role
         self.host, self.pid = register.host, register.pid
         self.start_up = register.start_up
+        self.cache = register.cache
         self.state = register.state
         self.silence_s = 0.0
         self.is_reachable = True

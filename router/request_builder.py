@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
+from protocol.kv_events import CacheFormat
 from protocol.sampling import SamplingParams, check_sampling_params
 from protocol.speculation import check_request_speculation, parse_request_speculation
 from router.choice import Choice, Prompt
@@ -51,11 +52,20 @@ class Built(NamedTuple):
 
 
 class RequestBuilder:
-    """Checks every limit. Raises `ApiError` or `InvalidRequestError`, which name the field."""
+    """Checks every limit. Raises `ApiError` or `InvalidRequestError`, which name the field.
 
-    def __init__(self, config: ServeConfig, tokenizer: Tokenizer) -> None:
+    `formats` tells how the workers identify blocks, so that prompts are hashed here, not in the event loop.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        tokenizer: Tokenizer,
+        formats: Callable[[], Collection[CacheFormat]] = tuple,
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._formats = formats
 
     def completion(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
         body = decode_body(raw, CompletionBody)
@@ -210,6 +220,8 @@ class RequestBuilder:
         skip = output.skip_special_tokens
         choices: list[tuple[Choice, SamplingParams]] = []
         for prompt, params in prompts:
+            for cache in self._formats():
+                prompt.blocks(cache, body.cache_salt or "")
             offset = 0
             if output.echo and output.keep_details:
                 offset = len(prompt.text or self._tokenizer.decode(prompt.token_ids, skip))

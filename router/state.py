@@ -10,6 +10,7 @@ from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.messages import (
     HandoverFailed,
+    KvEvents,
     Peers,
     Register,
     Registered,
@@ -21,6 +22,7 @@ from router.bodies import Bodies
 from router.dispatcher import Dispatcher
 from router.errors import unavailable
 from router.journal import Journal
+from router.kv_feed import KvFeed
 from router.metrics import Metrics
 from router.placement import placement_policy
 from router.placer import Placer
@@ -46,7 +48,9 @@ class RouterState:
         self.metrics = Metrics(config.model_name, self.registry)
         self.link = WorkerLink(keys, link_host, self.metrics)
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)
-        self.placer = Placer(*shared, policy)
+        self.kv_feed = KvFeed(self.registry, self.metrics, self.link.send)
+        self.metrics.num_indexed_blocks.set_function(lambda: len(self.kv_feed.index))
+        self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.registry.on_registered = self._greet
         self.registry.on_lost = self.dispatcher.worker_lost
@@ -95,6 +99,9 @@ class RouterState:
             case WorkerState():
                 if not self.registry.update(message):
                     self.metrics.dropped("stale_incarnation")
+                self.kv_feed.check(message)
+            case KvEvents():
+                self.kv_feed.take(message)
             case Register():
                 if self.registry.register(message) is None:
                     self.metrics.dropped("refused_registration")
@@ -114,5 +121,6 @@ class RouterState:
     def _sweep(self) -> None:
         if self._loop is not None:
             self.registry.sweep(time.monotonic())
+            self.kv_feed.sweep()
             self.dispatcher.resume_parked()
             self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)

@@ -71,6 +71,13 @@ class RouterLink:
     def send(self, message: WorkerToRouter) -> None:
         self.socket.send(encode(message))
 
+    def offer(self, raw: bytes) -> None:
+        """Send an encoded message, unless the queue is full: it is one that the router can ask for again."""
+        try:
+            self.socket.send(raw, zmq.NOBLOCK)
+        except zmq.Again:
+            self._counters.add("dropped_messages_total")
+
     def send_outputs(self, outputs: list[TokenOutput]) -> None:
         self.send(StepOutput(worker_id=self._worker_id, incarnation=self._incarnation, outputs=outputs))
 

@@ -30,10 +30,12 @@ from protocol.messages import (
     Peers,
     Redirect,
     Registered,
+    ReplayKvEvents,
     RouterToWorker,
     TokenOutput,
 )
 from worker.fetch import PrefixFetcher, PrefixHolder
+from worker.kv_events import KvEventSender
 from worker.link import RouterLink
 from worker.parts import WorkerParts
 from worker.peer_links import PeerLinks
@@ -82,6 +84,9 @@ class WorkerLoop(ABC):
         )
         self._holder = PrefixHolder(engine, self.sender, self.counters)
         self.outbox: list[TokenOutput] = []
+        self._kv_events: KvEventSender | None = None
+        if self.config.enable_prefix_caching:
+            self._kv_events = KvEventSender(parts, engine.blocks, link, parts.kv_publisher)
         self._stop = threading.Event()
         self._advancing = True
         """False after a step that had nothing to run: then the loop waits for a message in its poll."""
@@ -179,6 +184,8 @@ class WorkerLoop(ABC):
             self._keep_house(now)
         if self.outbox:
             self._flush()
+        if self._kv_events is not None:
+            self._kv_events.send()
         self.counters.add("loop_seconds_total", time.perf_counter() - started - stepped)
 
     def handle(self, events: dict[object, int]) -> None:
@@ -301,6 +308,8 @@ class WorkerLoop(ABC):
                 self._warm_up(message.peers)
             case Redirect():
                 self._on_redirect(message)
+            case ReplayKvEvents():
+                self._on_replay(message)
             case Registered():
                 self.counters.add("duplicate_messages_total")
 
@@ -320,6 +329,12 @@ class WorkerLoop(ABC):
             self.counters.add("stale_messages_total")
         else:
             self.redirect(message.request_id, message.decode)
+
+    def _on_replay(self, message: ReplayKvEvents) -> None:
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+        elif self._kv_events is not None:
+            self._kv_events.replay(message.first)
 
     def _start_or_fetch(self, message: Generate) -> None:
         """Start the request, or fetch its prefix from another worker first."""

@@ -16,6 +16,7 @@ from protocol.config import ServeConfig
 from protocol.messages import WorkerState
 from protocol.roles import RoleSpec
 from worker.counters import Counters
+from worker.kv_publisher import KvPublisher
 from worker.wake import Wakeup
 
 
@@ -43,6 +44,9 @@ class WorkerParts:
     pairs: Pairs = field(default_factory=Pairs)
     engine: Engine | None = None
     pool: RegisteredPool | None = None
+    kv_publisher: KvPublisher | None = None
+    num_kv_events: int = 0
+    """Batches of KV events sent to the router."""
 
     def state(self) -> WorkerState:
         """The heartbeat's content, once there is an engine; called from the heartbeat's thread."""
@@ -53,6 +57,7 @@ class WorkerParts:
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             role=self.role.name,
+            num_kv_events=self.num_kv_events,
             counters=self.counters.snapshot() | transfers | self.engine.counters(),
             transports=transports,
             pairs=self.pairs.snapshot(transports),

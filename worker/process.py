@@ -19,6 +19,7 @@ from protocol.errors import TandemError
 from protocol.messages import PeerAddress, Register
 from protocol.speculation import describe
 from worker.heartbeat import Heartbeat
+from worker.kv_publisher import open_publisher
 from worker.launch import Launch
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
@@ -60,6 +61,7 @@ def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None)
         parts.engine = engine
         name = f"{parts.worker_id} {parts.incarnation}"
         parts.wires = open_wires(config, parts.pool, name, parts.pairs, carrier)
+        parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
         engine.on_fetched = parts.wake.set
         loop = make_loop(parts, engine, link)
         gc.collect()
@@ -75,6 +77,8 @@ def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None)
     finally:
         heartbeat.stop()
         link.close()
+        if parts.kv_publisher is not None:
+            parts.kv_publisher.close()
         for wire in parts.wires:
             wire.close()
         context.destroy(linger=500)
@@ -84,6 +88,7 @@ def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None)
 
 
 def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> Register:
+    publisher = parts.kv_publisher
     return Register(
         address=address,
         host=platform.node(),
@@ -94,7 +99,12 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),
-        start_up={**engine.start_up, "speculation": describe(parts.config.speculative_config)},
+        cache=engine.cache_format if parts.config.enable_prefix_caching else None,
+        start_up={
+            **engine.start_up,
+            "speculation": describe(parts.config.speculative_config),
+            "kv_events": ", ".join(publisher.endpoints) if publisher is not None else "to the router alone",
+        },
     )
 
 

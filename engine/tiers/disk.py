@@ -13,11 +13,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, KeysView
 from dataclasses import dataclass
 
+from engine.cache_events import CacheLog
 from engine.tiers.slot_file import CorruptBlockError, SlotFile
 from protocol.ids import BlockIdentity
+from protocol.kv_events import Medium
 
 logger = logging.getLogger("tandem.engine")
 
@@ -72,6 +74,7 @@ class DiskTier:
     ) -> None:
         self.counters = DiskCounters(corrupt_blocks=file.num_corrupt, foreign_files=file.num_foreign)
         self.capacity = file.capacity
+        self.log: CacheLog | None = None
         self._file = file
         self._buffer = buffer
         self._on_read = on_read
@@ -116,6 +119,10 @@ class DiskTier:
     def holds(self, identity: BlockIdentity) -> bool:
         return identity in self._slot_of
 
+    def stored(self) -> KeysView[BlockIdentity]:
+        """All blocks that can be read."""
+        return self._slot_of.keys()
+
     def touch(self, identity: BlockIdentity) -> None:
         """The block is used, or was until now by the host tier: others make room before it."""
         self._slot_of.move_to_end(identity)
@@ -123,8 +130,10 @@ class DiskTier:
     def write(self, identity: BlockIdentity, host_slot: int) -> None:
         """Queue the block; the least recently used one makes room for it. Only when `can_write`."""
         if not self._free:
-            _, slot = self._slot_of.popitem(last=False)
+            oldest, slot = self._slot_of.popitem(last=False)
             self.counters.evicted_blocks += 1
+            if self.log is not None:
+                self.log.removed(Medium.STORAGE, oldest)
         else:
             slot = self._free.pop()
         self._age += 1
@@ -166,11 +175,15 @@ class DiskTier:
         if not job.done and self._slot_of.get(job.identity) == job.slot:
             del self._slot_of[job.identity]
             self._free.append(job.slot)
+            if self.log is not None:
+                self.log.removed(Medium.STORAGE, job.identity)
 
     def _after_write(self, job: Job) -> None:
         self._writing.discard(job.identity)
         if job.done:
             self._slot_of[job.identity] = job.slot
+            if self.log is not None:
+                self.log.stored(Medium.STORAGE, job.identity)
             return
         self.counters.dropped_blocks += 1
         if job.no_room and job.slot >= self._file.num_allocated:

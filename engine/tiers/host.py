@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from engine.cache_events import CacheLog
 from engine.tiers.disk import DiskTier
 from engine.tiers.memory import HostMemory
 from protocol.ids import BlockIdentity
+from protocol.kv_events import Medium
 
 FETCH_TIMEOUT_S = 2.0
 """Seconds that a sequence waits for its blocks from the disk before it is computed instead."""
@@ -72,6 +74,7 @@ class HostTier:
         self.counters = HostCounters()
         self._memory = memory
         self._disk = disk
+        self._log: CacheLog | None = None
         self._slot_of: OrderedDict[BlockIdentity, int] = OrderedDict()
         self._free = list(range(memory.num_slots - 1, -1, -1))
         self._wanted: deque[BlockIdentity] = deque()
@@ -84,6 +87,19 @@ class HostTier:
         self._max_writing = self.capacity // 4
 
     # --- the block manager's side -------------------------------------------------------------------
+
+    def watch(self, log: CacheLog) -> None:
+        """Tell the log what comes and goes, here and on the disk."""
+        self._log = log
+        if self._disk is not None:
+            self._disk.log = log
+
+    def contents(self) -> Iterator[tuple[Medium, BlockIdentity]]:
+        """All blocks, here and on the disk."""
+        for identity in self._slot_of:
+            yield Medium.CPU, identity
+        for identity in self._disk.stored() if self._disk is not None else ():
+            yield Medium.STORAGE, identity
 
     def holds(self, identity: BlockIdentity) -> bool:
         """Whether `load` would find the block now."""
@@ -106,7 +122,7 @@ class HostTier:
             slot = self._take_slot(may_drop=True)
             assert slot is not None
             self._memory.save(block, slot)
-            self._slot_of[identity] = slot
+            self._keep(identity, slot)
             if self._disk is not None and not self._disk.holds(identity):
                 self._unwritten[identity] = None
             self.counters.saved_blocks += 1
@@ -226,6 +242,11 @@ class HostTier:
 
     # --- inside -------------------------------------------------------------------------------------
 
+    def _keep(self, identity: BlockIdentity, slot: int) -> None:
+        self._slot_of[identity] = slot
+        if self._log is not None:
+            self._log.stored(Medium.CPU, identity)
+
     def _take_slot(self, may_drop: bool) -> int | None:
         """A slot to fill, which the least recently used block leaves."""
         full = len(self._slot_of) + self._num_reading >= self.capacity
@@ -241,6 +262,8 @@ class HostTier:
             return False
         self._free.append(self._slot_of.pop(identity))
         self.counters.evicted_blocks += 1
+        if self._log is not None:
+            self._log.removed(Medium.CPU, identity)
         if disk is not None and identity in self._unwritten:
             del self._unwritten[identity]
             disk.counters.dropped_blocks += 1
@@ -274,7 +297,7 @@ class HostTier:
                 continue
             self._num_reading -= 1
             if job.done and job.identity not in self._slot_of:
-                self._slot_of[job.identity] = job.host_slot
+                self._keep(job.identity, job.host_slot)
             else:
                 self._free.append(job.host_slot)
             self._arrived(job.identity)

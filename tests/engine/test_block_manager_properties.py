@@ -14,6 +14,7 @@ from engine.block_manager import BlockManager, Holdings
 from protocol.ids import block_identities, root_identity
 from tests.engine.cached_prefix import cached_prefix
 from tests.engine.fake_pool import FakePool
+from tests.engine.listener import Listener, really_held
 
 ROOTS = [root_identity("model", "fp32"), root_identity("model", "fp32", "salt")]
 Prefix = tuple[int, ...]
@@ -48,6 +49,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def make(self, num_blocks: int, block_size: int) -> None:
         self.pool = FakePool(block_size, num_blocks)
         self.manager = BlockManager(self.pool)
+        self.log, self.listener = self.manager.watch(), Listener()
         self.block_size = block_size
         self.content: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.live: list[ModelTable] = []
@@ -245,6 +247,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for root, *token_ids in getattr(self, "ever_published", ()):
             expected = len(self.cached_blocks(root, token_ids)) * self.block_size
             assert cached_prefix(self.manager, token_ids, ROOTS[root]) == expected
+
+    @invariant()
+    def the_log_tells_what_is_held(self) -> None:
+        if hasattr(self, "listener"):
+            self.listener.hear(self.log.take())
+            assert self.listener.held == really_held(self.manager)
 
 
 TestBlockManagerAgainstModel = BlockManagerMachine.TestCase

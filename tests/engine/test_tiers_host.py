@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from engine.cache_events import CacheLog
 from engine.tiers import host as host_module
 from engine.tiers.disk import DiskTier
 from engine.tiers.host import DiskFetch, Evicted, HostTier
 from engine.tiers.slot_file import SlotFile
 from protocol.ids import BlockIdentity
+from tests.engine.listener import Listener, held_below
 from tests.engine.tiers_parts import (
     PlainMemory,
     content_of,
@@ -33,6 +35,9 @@ class Rig:
         self.woken = threading.Event()
         self.disk = DiskTier(self.file, self.memory.buffer, self.woken.set)
         self.host = HostTier(self.memory, self.disk)  # type: ignore[arg-type]
+        self.log, self.listener = CacheLog([]), Listener()
+        self.listener.held.update(self.host.contents())
+        self.host.watch(self.log)
 
     def evict(self, *numbers: int) -> None:
         """Blocks leave the pool; the disk gets the time that it needs."""
@@ -96,6 +101,8 @@ def make_rig(tmp_path: Path):
 
     yield make
     for rig in rigs:
+        rig.listener.hear(rig.log.take())
+        assert rig.listener.held == held_below(rig.host), "the log tells what is held"
         rig.host.close()
 
 

@@ -51,6 +51,7 @@ class HostTierMachine(BlockManagerMachine):
         BlockManagerMachine.make(self, num_blocks, block_size)
         self.tier = HostTier(ListMemory(self.content, host_slots))
         self.manager = BlockManager(self.pool, tiers=[self.tier])
+        self.log = self.manager.watch()
         self.host: list[Prefix] = []
         """Least recently used first."""
         self.below: list[Prefix] = []

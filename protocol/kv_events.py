@@ -1,0 +1,108 @@
+"""What workers tell of the blocks in their prefix caches, and how a deployment asks for it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import ConfigError
+from protocol.fields import FieldError, to_struct
+from protocol.ids import BlockIdentity, root_identity
+
+IDENTITY_BYTES = 16
+MAX_BLOCKS_PER_BATCH = 8192
+"""What a router takes up in a few milliseconds."""
+
+REPLAY_BATCHES = 10_000
+"""Batches that a worker keeps for those who missed some."""
+
+EventKind = Literal["stored", "removed", "cleared"]
+
+
+class Medium(enum.IntEnum):
+    """The tiers where a block may lie, by the names that others know: the pool, whatever its device, the host
+    memory and the disk.
+    """
+
+    GPU = 0
+    CPU = 1
+    STORAGE = 2
+
+
+class CacheFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's block identities depend on beside tokens and salt."""
+
+    model: Annotated[str, Meta(max_length=4096)]
+    kv_format: Annotated[str, Meta(max_length=4096)]
+    block_size: Annotated[int, Meta(ge=1, le=2**16)]
+
+    def root(self, cache_salt: str = "") -> BlockIdentity:
+        return root_identity(self.model, self.kv_format, cache_salt)
+
+
+class KvChange(msgspec.Struct, frozen=True, array_like=True):
+    """The same happened to several blocks: their identities, one after another. "cleared" has none."""
+
+    kind: EventKind
+    medium: Medium = Medium.GPU
+    identities: Annotated[bytes, Meta(max_length=IDENTITY_BYTES * MAX_BLOCKS_PER_BATCH)] = b""
+
+
+class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `--kv-events-config`: where and how workers publish to other consumers.
+
+    A worker binds `endpoint` and `replay_endpoint`, with its place among all workers added to the port: those
+    of the first role come first. Port 0 picks a free one. `topic` is `kv@<worker>@<model>` by default.
+    """
+
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    topic: str | None = None
+    encoding: Literal["array", "map"] = "array"
+    buffer_steps: Annotated[int, Meta(ge=1, le=1_000_000)] = REPLAY_BATCHES
+    hwm: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
+
+
+def parse_kv_events_config(value: object, flag: str = "--kv-events-config") -> KvEventsConfig:
+    """From JSON text or a mapping. Raises `ConfigError` that names `flag`, the field and its limit."""
+    if isinstance(value, KvEventsConfig):
+        return value
+    try:
+        fields = msgspec.json.decode(value) if isinstance(value, str) else value
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f'{flag}: must be JSON, as in \'{{"endpoint": "tcp://*:5557"}}\': {error}'
+        ) from error
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"{flag}: must be an object, got {value!r}")
+    try:
+        config = to_struct(fields, KvEventsConfig)
+        for name in ("endpoint", "replay_endpoint"):
+            _check_endpoint(name, getattr(config, name))
+    except FieldError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    return config
+
+
+def port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
+
+
+def endpoint_at(endpoint: str, place: int) -> str:
+    """The endpoint of the worker at this place."""
+    port = port_of(endpoint)
+    return f"{endpoint.rpartition(':')[0]}:{port + place if port else 0}"
+
+
+def _check_endpoint(name: str, endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or not host or not port.isascii() or not port.isdigit():
+        raise FieldError(name, f"must be like tcp://*:5557, got {endpoint!r}")
+    if int(port) > 65535:
+        raise FieldError(name, f"the port must be at most 65535, got {port}")

@@ -1,0 +1,184 @@
+"""Which worker holds which block, and in which tier: what the workers' KV events tell, in little memory.
+
+A block has one entry, however many workers hold it: a key of 60 bits, so that two of a million times a
+million blocks might be taken for one another, and the set of its holders as an integer with four bits for
+each worker, one of them for each tier. Equal sets are one object. The entries are spread over many small
+dictionaries, since a large one stands still for a third of a second when it grows.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+from protocol.kv_events import IDENTITY_BYTES, Medium
+
+KEY_BITS = (1 << 60) - 1
+"""Integers below this take 32 bytes, larger ones 48."""
+NUM_SHARDS = 4096
+MAX_SHARED_SETS = 2**16
+"""Beyond so many different sets equal ones may be kept twice."""
+
+_SLOT_BITS = 4
+_ALL_TIERS = (1 << _SLOT_BITS) - 1
+_FEW = 16
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def block_keys(identities: bytes) -> list[int]:
+    """The index' keys of blocks whose identities follow one another."""
+    words = struct.unpack(f"<{len(identities) // IDENTITY_BYTES * 2}Q", identities)
+    return [word & KEY_BITS for word in words[::2]]
+
+
+class KvIndex(Generic[Name]):
+    """Belongs to one thread. A holder has a slot, a small number; `Name` is what its owner calls it."""
+
+    def __init__(self) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._names: list[Name | None] = []
+        self._free: list[int] = []
+        self._live = 0
+        """The lowest bit of each slot in use."""
+        self._shared: dict[int, int] = {}
+        self._dead = 0
+        """All bits of the slots that were removed and whose entries are still there."""
+        self._sweeping = 0
+        """Those of them that the present round through the shards is about."""
+        self._next_shard = 0
+
+    def __len__(self) -> int:
+        """Number of blocks, with those of removed holders that are yet to be swept."""
+        return sum(map(len, self._shards))
+
+    # --- holders ------------------------------------------------------------------------------------
+
+    def add(self, name: Name) -> int:
+        """A slot for a holder that has nothing yet."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = len(self._names)
+            self._names.append(None)
+        self._names[slot] = name
+        self._live |= 1 << slot * _SLOT_BITS
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """At once its blocks are found no more; `sweep` frees their memory."""
+        self._names[slot] = None
+        self._live ^= 1 << slot * _SLOT_BITS
+        self._dead |= _ALL_TIERS << slot * _SLOT_BITS
+
+    # --- blocks -------------------------------------------------------------------------------------
+
+    def store(self, slot: int, medium: Medium, keys: Sequence[int]) -> None:
+        shards, bit = self._shards, self._bit(slot, medium)
+        for key in keys:
+            shard = shards[key % NUM_SHARDS]
+            holders = shard.get(key)
+            if holders is None:
+                shard[key] = bit
+            elif not holders & bit:
+                shard[key] = self._share(holders | bit)
+
+    def evict(self, slot: int, medium: Medium, keys: Sequence[int]) -> None:
+        """Blocks that it is not known to have are ignored."""
+        shards, bit = self._shards, self._bit(slot, medium)
+        for key in keys:
+            shard = shards[key % NUM_SHARDS]
+            holders = shard.get(key, 0)
+            if holders == bit:
+                del shard[key]
+            elif holders & bit:
+                shard[key] = self._share(holders ^ bit)
+
+    def find(self, keys: Sequence[int], lowest: Medium = Medium.GPU) -> dict[Name, int]:
+        """How many leading blocks of a prompt each holder has, in the tiers down to `lowest`.
+
+        Whoever has a block is taken to have those before it, back to the last one that was looked at: a pool
+        evicts the end of a prefix first. So a prompt takes few look-ups, which the processor's caches miss.
+        """
+        found: dict[Name, int] = {}
+        if not keys:
+            return found
+        spans = [(0, self._holders(keys[0], lowest), len(keys), 0)]
+        while spans:
+            start, holders, end, left = spans.pop()
+            if holders == left:
+                continue
+            if end - start == 1:
+                self._note(found, holders ^ left, end)
+                continue
+            middle = (start + end) // 2
+            halfway = self._holders(keys[middle], lowest) & holders
+            spans.append((start, holders, middle, halfway))
+            spans.append((middle, halfway, end, left & halfway))
+        return found
+
+    def _holders(self, key: int, lowest: Medium) -> int:
+        """The lowest bit of each slot that has the block."""
+        tiers = holders = self._shards[key % NUM_SHARDS].get(key, 0)
+        for tier in range(1, lowest + 1):
+            holders |= tiers >> tier
+        return holders & self._live
+
+    def _note(self, found: dict[Name, int], holders: int, num_blocks: int) -> None:
+        for slot in _slots(holders):
+            name = self._names[slot]
+            if name is not None:
+                found[name] = num_blocks
+
+    def _bit(self, slot: int, medium: Medium) -> int:
+        return self._share(1 << slot * _SLOT_BITS + medium)
+
+    def _share(self, holders: int) -> int:
+        if len(self._shared) > MAX_SHARED_SETS:
+            self._shared.clear()
+        return self._shared.setdefault(holders, holders)
+
+    # --- removed holders ----------------------------------------------------------------------------
+
+    def sweep(self, seconds: float) -> None:
+        """Forget blocks of removed holders, for about so long; their slots are free after a whole round."""
+        deadline = time.perf_counter() + seconds
+        while self._dead and time.perf_counter() < deadline:
+            if self._next_shard == 0:
+                self._sweeping = self._dead
+            self._sweep_shard(self._shards[self._next_shard])
+            self._next_shard = (self._next_shard + 1) % NUM_SHARDS
+            if self._next_shard == 0:
+                self._end_round()
+
+    def _sweep_shard(self, shard: dict[int, int]) -> None:
+        dead = self._sweeping
+        for key, holders in [(key, holders) for key, holders in shard.items() if holders & dead]:
+            left = holders & ~dead
+            if left:
+                shard[key] = self._share(left)
+            else:
+                del shard[key]
+
+    def _end_round(self) -> None:
+        swept, self._sweeping = self._sweeping, 0
+        self._dead ^= swept
+        self._shared.clear()
+        self._free.extend(_slots(swept & _lowest_bits(len(self._names))))
+
+
+def _lowest_bits(num_slots: int) -> int:
+    return ((1 << num_slots * _SLOT_BITS) - 1) // _ALL_TIERS
+
+
+def _slots(bits: int) -> list[int]:
+    """Of the lowest bits of slots."""
+    if bits.bit_count() > _FEW:
+        return [slot for slot, digit in enumerate(reversed(f"{bits:x}")) if digit == "1"]
+    slots = []
+    while bits:
+        slots.append((bits.bit_length() - 1) // _SLOT_BITS)
+        bits ^= 1 << slots[-1] * _SLOT_BITS
+    return slots

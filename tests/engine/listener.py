@@ -1,0 +1,44 @@
+"""Somebody who knows of a prefix cache what its events tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.block_manager import BlockManager
+from engine.cache_events import CacheEvent
+from engine.tiers.host import HostTier
+from protocol.ids import BlockIdentity, child_identity
+from protocol.kv_events import Medium
+
+Held = set[tuple[Medium, BlockIdentity]]
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.held: Held = set()
+
+    def hear(self, events: Sequence[CacheEvent]) -> None:
+        """No event is told twice, and those of computed blocks say what their identity is made of."""
+        for event in events:
+            block = (event.medium, event.identity)
+            if event.kind == "cleared":
+                self.held.clear()
+            elif event.kind == "removed":
+                self.held.remove(block)
+            else:
+                assert block not in self.held
+                self.held.add(block)
+            if event.token_ids:
+                assert child_identity(event.parent, event.token_ids) == event.identity
+
+
+def really_held(manager: BlockManager) -> Held:
+    held = {(Medium.GPU, identity) for identity in manager.arenas[0]._block_of}
+    return held.union(*map(held_below, manager.tiers))
+
+
+def held_below(tier: HostTier) -> Held:
+    held = {(Medium.CPU, identity) for identity in tier._slot_of}
+    if tier._disk is not None:
+        held |= {(Medium.STORAGE, identity) for identity in tier._disk._slot_of}
+    return held

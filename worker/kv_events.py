@@ -1,0 +1,79 @@
+"""Tells the router what the prefix cache holds, and other consumers, if there are any.
+
+What a step changed is sent after its tokens, over the same line. A batch that gets lost shows by its number,
+and is sent again on demand.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from engine.block_manager import BlockManager
+from engine.cache_events import CacheEvent
+from protocol.codec import encode
+from protocol.kv_events import MAX_BLOCKS_PER_BATCH, REPLAY_BATCHES, KvChange
+from protocol.messages import KvEvents
+from worker.kv_publisher import KvPublisher
+from worker.link import RouterLink
+from worker.parts import WorkerParts
+
+log = logging.getLogger(__name__)
+
+
+class KvEventSender:
+    """Belongs to the loop's thread. The first batch tells all that is held at the start."""
+
+    def __init__(
+        self, parts: WorkerParts, blocks: BlockManager, link: RouterLink, publisher: KvPublisher | None
+    ) -> None:
+        self._parts = parts
+        self._blocks = blocks
+        self._log = blocks.watch()
+        self._link = link
+        self._publisher = publisher
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BATCHES)
+
+    def send(self) -> None:
+        """Tell what has changed since the last call."""
+        events = self._log.take()
+        if events:
+            self._send_batches(events)
+            if self._publisher is not None:
+                self._publisher.publish(events)
+
+    def replay(self, first: int) -> None:
+        """Send the batches from number `first` on again, or, if they are not kept, all that is held."""
+        self.send()
+        if self._sent and first < self._sent[0][0]:
+            log.warning("the router missed KV events that are not kept any more: it is told everything anew")
+            self._parts.counters.add("kv_events_restated_total")
+            self._send_batches(self._blocks.contents())
+            return
+        for sequence, raw in self._sent:
+            if sequence >= first:
+                self._link.offer(raw)
+                self._parts.counters.add("kv_events_replayed_total")
+
+    def _send_batches(self, events: Sequence[CacheEvent]) -> None:
+        parts = self._parts
+        for changes in _batches(events):
+            sequence = parts.num_kv_events
+            message = KvEvents(
+                worker_id=parts.worker_id, incarnation=parts.incarnation, sequence=sequence, changes=changes
+            )
+            raw = encode(message)
+            self._sent.append((sequence, raw))
+            parts.num_kv_events = sequence + 1
+            self._link.offer(raw)
+
+
+def _batches(events: Sequence[CacheEvent]) -> Iterator[list[KvChange]]:
+    for start in range(0, len(events), MAX_BLOCKS_PER_BATCH):
+        runs = groupby(events[start : start + MAX_BLOCKS_PER_BATCH], key=lambda event: event[:2])
+        yield [
+            KvChange(kind, medium, b"".join([event.identity for event in run]))
+            for (kind, medium), run in runs
+        ]
