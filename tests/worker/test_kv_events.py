@@ -1,0 +1,266 @@
+"""A worker's prefix cache and the router's index of it, with real sockets between them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+import worker.kv_events
+from engine.engine import Engine
+from messaging.sockets import ClusterKeys, bind_router, start_authenticator
+from protocol.codec import encode, worker_to_router
+from protocol.kv_events import MAX_BLOCKS_PER_BATCH, Medium
+from protocol.messages import KvEvents, PeerAddress, Register, ReplayKvEvents, StepOutput
+from protocol.roles import ROLES
+from router.kv_feed import KvFeed
+from router.kv_index import block_keys
+from router.metrics import Metrics
+from router.registry import Registry
+from tests.engine.listener import really_held
+from tests.worker.harness import request, tiny_config
+from tests.worker.light_loop import BLOCK_BYTES
+from tests.worker.tiny_model import VOCAB_SIZE
+from worker.kv_events import KvEventSender
+from worker.link import RouterLink
+from worker.parts import WorkerParts
+
+POOL, HOST = 24, 16
+GIB = 2**30
+WAIT_MS = 20_000
+
+
+class Wire:
+    """A worker's events on their way to the router's feed. `lose` tells which batches get lost, `twice` which
+    come twice.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.keys = ClusterKeys.generate()
+        self.context: zmq.Context[Any] = zmq.Context()
+        self._authenticator = start_authenticator(self.context, self.keys)
+        self._socket, self.endpoint = bind_router(self.context, self.keys, "127.0.0.1")
+        self.registry = Registry(60.0)
+        self.metrics = Metrics("m", self.registry)
+        self.feed = KvFeed(self.registry, self.metrics, self._send_to_worker)
+        self.engine = engine
+        self.lose: Callable[[KvEvents], bool] = lambda message: False
+        self.twice = False
+        self.start("first")
+
+    def start(self, incarnation: str) -> None:
+        """The worker's process begins, with what the engine holds."""
+        self.parts = WorkerParts(
+            config=self.engine.config,
+            role=ROLES["decode"],
+            worker_id="w",
+            incarnation=incarnation,
+            host="127.0.0.1",
+            keys=self.keys,
+            context=self.context,
+            engine=self.engine,
+        )
+        self.link = RouterLink(self.parts, self.endpoint)
+        register = Register(
+            address=PeerAddress(worker_id="w", incarnation=incarnation, control="tcp://x:1"),
+            role="decode",
+            model="m",
+            max_model_len=1,
+            vocab_size=1,
+            eos_token_ids=[],
+            state=self.parts.state(),
+            cache=self.engine.cache_format,
+        )
+        self.registry.register(register)
+        self.sender = KvEventSender(self.parts, self.engine.blocks, self.link, None)
+
+    def _send_to_worker(self, worker: object, message: msgspec.Struct) -> bool:
+        self._socket.send_multipart([b"w", encode(message)])
+        return True
+
+    def deliver(self) -> None:
+        """All that the worker has sent so far reaches the feed."""
+        self.link.send_outputs([])
+        while True:
+            assert self._socket.poll(WAIT_MS)
+            message = worker_to_router.decode(self._socket.recv_multipart()[1])
+            if isinstance(message, StepOutput):
+                return
+            assert isinstance(message, KvEvents)
+            if not self.lose(message):
+                for _ in range(1 + self.twice):
+                    self.feed.take(message)
+
+    def replay(self) -> None:
+        """The worker does what the router asked for."""
+        assert self.link.socket.poll(WAIT_MS)
+        for message in self.link.receive():
+            assert isinstance(message, ReplayKvEvents)
+            self.sender.replay(message.first)
+
+    def run(self, *prompts: list[int]) -> None:
+        """Serve the prompts; after each step the router is told."""
+        for index, prompt in enumerate(prompts):
+            self.engine.add(request(f"r{index}", prompt, max_tokens=4))
+        while self.engine.has_work():
+            self.engine.step()
+            self.sender.send()
+
+    def told(self) -> set[tuple[Medium, int]]:
+        """What the index says of the worker."""
+        (source,) = self.feed._sources.values()
+        return {
+            (medium, key)
+            for shard in self.feed.index._shards
+            for key, holders in shard.items()
+            for medium in Medium
+            if holders >> 4 * source.slot + medium & 1
+        }
+
+    def truth(self) -> set[tuple[Medium, int]]:
+        return {(medium, block_keys(identity)[0]) for medium, identity in really_held(self.engine.blocks)}
+
+    def counted(self, name: str, **labels: str) -> float:
+        labels["model_name"] = "m"
+        return self.metrics.registry.get_sample_value(f"tandem_{name}", labels) or 0.0
+
+    def close(self) -> None:
+        self._authenticator.stop()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """With a host tier and a disk tier below its pool."""
+    config = tiny_config(
+        model_folder,
+        max_model_len=256,
+        kv_cache_memory_bytes=POOL * BLOCK_BYTES,
+        kv_offloading_size=HOST * BLOCK_BYTES / GIB,
+        kv_disk_path=str(tmp_path_factory.mktemp("disk")),
+        kv_disk_size=40 * BLOCK_BYTES / GIB,
+    )
+    engine = Engine(config)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def wire(engine: Engine) -> Iterator[Wire]:
+    wire = Wire(engine)
+    yield wire
+    wire.close()
+
+
+_seeds = itertools.count()
+
+
+def prompts(count: int) -> list[list[int]]:
+    """New ones, some with a common beginning."""
+    rng = random.Random(next(_seeds))
+    shared = rng.choices(range(1, VOCAB_SIZE), k=40)
+    return [
+        shared * rng.randrange(2) + rng.choices(range(1, VOCAB_SIZE), k=rng.randrange(20, 150))
+        for _ in range(count)
+    ]
+
+
+def test_the_index_equals_the_block_manager(wire: Wire) -> None:
+    """After many evictions to the host, the disk and nowhere; twice sent is once heard."""
+    for wire.twice in (False, True):
+        for prompt in prompts(12):
+            wire.run(prompt, prompt[:50])
+            wire.deliver()
+            assert wire.told() == wire.truth()
+    assert {medium for medium, _ in wire.told()} == set(Medium)
+    assert wire.counted("kv_events_dropped_total", reason="duplicate") > 0
+    assert wire.counted("kv_event_gaps_total") == 0
+
+
+def test_what_is_found_is_what_the_engine_finds(wire: Wire) -> None:
+    (prompt,) = prompts(1)
+    wire.run(prompt)
+    wire.deliver()
+    root = wire.engine.cache_format.root()
+    held, _ = wire.engine.blocks.start(prompt, root)
+    assert len(held.identities) == len(prompt) // 16
+    found = wire.feed.index.find(block_keys(b"".join(held.identities)))
+    assert list(found.values()) == [len(held.identities)]
+    held.free()
+
+
+@pytest.mark.parametrize("kept", [1000, 3])
+def test_lost_batches_are_sent_again(wire: Wire, kept: int) -> None:
+    """Or all that is held, if the gap is older than what is kept. What is sent meanwhile does no harm."""
+    wire.sender._sent = deque(maxlen=kept)
+    wire.run(*prompts(2))
+    wire.deliver()
+    first, wire.lose = wire.parts.num_kv_events, lambda message: True
+    for prompt in prompts(5):
+        wire.run(prompt)
+    wire.deliver()
+    assert wire.parts.num_kv_events > first + 5
+    wire.lose = lambda message: False
+    wire.run(*prompts(1))
+    wire.deliver()
+    assert wire.told() != wire.truth()
+    wire.run(*prompts(1))  # sent before the worker hears of the gap
+    wire.replay()
+    wire.run(*prompts(1))
+    wire.deliver()
+    assert wire.told() == wire.truth()
+    counters = wire.parts.counters
+    assert (counters["kv_events_replayed_total"] > 0) == (kept == 1000)
+    assert counters["kv_events_restated_total"] == (kept == 3)
+    assert wire.counted("kv_event_gaps_total") == 1
+
+
+def test_the_last_batch_is_missed_too(wire: Wire) -> None:
+    wire.run(*prompts(1))
+    wire.deliver()
+    wire.lose = lambda message: True
+    wire.run(*prompts(1))
+    wire.deliver()
+    wire.lose = lambda message: False
+    for _ in range(2):
+        wire.feed.check(wire.parts.state())
+    wire.replay()
+    wire.deliver()
+    assert wire.told() == wire.truth()
+
+
+def test_a_restart_begins_anew(wire: Wire) -> None:
+    """With another incarnation; or with the same, where only the numbers tell."""
+    wire.run(*prompts(3))
+    wire.deliver()
+    for incarnation in ("second", "second"):
+        wire.lose = lambda message: True
+        wire.run(*prompts(3))
+        wire.deliver()
+        wire.lose = lambda message: False
+        wire.link.close()
+        wire.start(incarnation)
+        wire.run(*prompts(1))
+        wire.deliver()
+        wire.feed.sweep()
+        assert wire.told() == wire.truth()
+    assert wire.counted("kv_event_gaps_total") == 0
+
+
+def test_much_is_told_in_several_batches(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire.run(*prompts(5))
+    assert MAX_BLOCKS_PER_BATCH > 5
+    monkeypatch.setattr(worker.kv_events, "MAX_BLOCKS_PER_BATCH", 5)
+    wire.start("second")
+    wire.sender.send()
+    assert wire.parts.num_kv_events > 5
+    wire.deliver()
+    wire.feed.sweep()
+    assert wire.told() == wire.truth()
