@@ -127,6 +127,17 @@ def test_messages_name_the_limit_and_the_value():
         ({"kv_disk_path": "x", "kv_disk_size": 1}, "--kv-disk-path: .*--kv-offloading-size"),
         ({"kv_disk_path": "x", "kv_offloading_size": 1}, "--kv-disk-size: "),
         ({"kv_disk_size": 1, "kv_offloading_size": 1}, "--kv-disk-size: .*--kv-disk-path"),
+        ({"kv_events_config": "{"}, "--kv-events-config: must be JSON"),
+        ({"kv_events_config": "[]"}, "--kv-events-config: must be an object"),
+        ({"kv_events_config": '{"encodign": "map"}'}, "--kv-events-config: encodign: .*is encoding meant"),
+        ({"kv_events_config": '{"encoding": "xml"}'}, "--kv-events-config: encoding: must be one of"),
+        ({"kv_events_config": '{"endpoint": "ipc://x"}'}, "--kv-events-config: endpoint: must be like tcp"),
+        ({"kv_events_config": '{"endpoint": "tcp://*:70000"}'}, "--kv-events-config: endpoint: the port"),
+        (
+            {"kv_events_config": '{"replay_endpoint": "tcp://*:5558"}'},
+            "--kv-events-config: replay_endpoint: 2 workers take as many ports from each of 5557 and 5558",
+        ),
+        ({"kv_events_config": "{}", "enable_prefix_caching": False}, "--kv-events-config: needs"),
     ],
 )
 def test_the_tiers_options_fit_together(flags, flag):
