@@ -14,7 +14,7 @@ from protocol.messages import KvEvents, ReplayKvEvents, WorkerState
 from router.journal import LiveRequest
 from router.kv_index import KvIndex, block_keys
 from router.metrics import Metrics
-from router.registry import Registry, Worker, WorkerKey
+from router.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ SWEEP_S = 0.002
 class _Source:
     """One incarnation of a worker. `announced` is how many batches its last heartbeat said it had sent."""
 
+    worker: Worker
     slot: int
-    cache: CacheFormat | None
     has_blocks: bool = False
     next: int = 0
     announced: int = 0
@@ -43,11 +43,12 @@ class KvFeed:
     def __init__(
         self, registry: Registry, metrics: Metrics, send: Callable[[Worker, msgspec.Struct], bool]
     ) -> None:
-        self.index: KvIndex[WorkerKey] = KvIndex()
+        self.index: KvIndex[str] = KvIndex()
+        """Of worker ids."""
         self._registry = registry
         self._metrics = metrics
         self._send = send
-        self._sources: dict[WorkerKey, _Source] = {}
+        self._sources: dict[str, _Source] = {}
         self.formats: Collection[CacheFormat] = ()
         """How the workers identify blocks: mostly there is one."""
 
@@ -55,77 +56,91 @@ class KvFeed:
         """How many leading tokens of a request each worker has in its pool, by their ids."""
         found: dict[str, int] = {}
         for cache in self.formats:
-            for key, num_blocks in self.index.find(request.block_keys(cache)).items():
-                if self._registry.current(*key) is not None:
-                    found[key.worker_id] = num_blocks * cache.block_size
+            leading = self.index.find(request.block_keys(cache))
+            found |= {worker_id: num_blocks * cache.block_size for worker_id, num_blocks in leading.items()}
         return found
 
     # --- events -------------------------------------------------------------------------------------
 
+    def add(self, worker: Worker) -> None:
+        """It has registered, perhaps not for the first time. Nothing is known yet of a new incarnation."""
+        known = self._sources.get(worker.key.worker_id)
+        if known is not None and known.worker is worker:
+            return
+        if known is not None:
+            self._forget(known)
+        worker_id = worker.key.worker_id
+        self._sources[worker_id] = _Source(worker, self.index.add(worker_id))
+        self._collect_formats()
+
     def take(self, message: KvEvents) -> None:
         """Those that are not from a current incarnation, came before, or come too early, are dropped."""
-        worker = self._registry.current(message.worker_id, message.incarnation)
-        if worker is None:
+        source = self._source(message.worker_id, message.incarnation)
+        if source is None:
             self._metrics.kv_events_dropped("unknown_worker")
             return
-        source = self._source(worker)
         if message.changes and message.changes[0].kind == "cleared":
             source.next = message.sequence
         if message.sequence < source.next:
             self._metrics.kv_events_dropped("duplicate")
         elif message.sequence > source.next:
             self._metrics.kv_events_dropped("gap")
-            self._ask(worker, source)
+            self._ask(source)
         else:
             source.next += 1
             for change in message.changes:
-                self._apply(worker.key, source, change)
+                self._apply(source, change)
 
     def check(self, state: WorkerState) -> None:
         """A heartbeat may overtake the events that it counts, but not by a whole interval."""
-        worker = self._registry.current(state.worker_id, state.incarnation)
-        if worker is None:
+        source = self._source(state.worker_id, state.incarnation)
+        if source is None:
             return
-        source = self._source(worker)
         if source.next < source.announced:
-            self._ask(worker, source)
+            self._ask(source)
         source.announced = state.num_kv_events
 
     def sweep(self) -> None:
         """Forget what is known of workers that are gone, a little at a time."""
-        gone = [key for key in self._sources if self._registry.current(*key) is None]
-        for key in gone:
-            self.index.remove(self._sources.pop(key).slot)
-        if gone:
-            self._collect_formats()
+        gone = [source for source in self._sources.values() if not self._is_current(source.worker)]
+        for source in gone:
+            self._forget(source)
         self.index.sweep(SWEEP_S)
 
-    def _source(self, worker: Worker) -> _Source:
-        source = self._sources.get(worker.key)
-        if source is None:
-            source = self._sources[worker.key] = _Source(self.index.add(worker.key), worker.cache)
-            self._collect_formats()
+    def _is_current(self, worker: Worker) -> bool:
+        return self._registry.current(*worker.key) is worker
+
+    def _source(self, worker_id: str, incarnation: str) -> _Source | None:
+        source = self._sources.get(worker_id)
+        if source is None or source.worker.key.incarnation != incarnation:
+            return None
         return source
 
+    def _forget(self, source: _Source) -> None:
+        self.index.remove(source.slot)
+        del self._sources[source.worker.key.worker_id]
+        self._collect_formats()
+
     def _collect_formats(self) -> None:
-        caches = (source.cache for source in self._sources.values())
+        caches = (source.worker.cache for source in self._sources.values())
         self.formats = {cache for cache in caches if cache is not None}
 
-    def _apply(self, key: WorkerKey, source: _Source, change: KvChange) -> None:
+    def _apply(self, source: _Source, change: KvChange) -> None:
         if len(change.identities) % IDENTITY_BYTES:
             self._metrics.kv_events_dropped("malformed")
         elif change.kind == "cleared":
             if source.has_blocks:
                 self.index.remove(source.slot)
-                source.slot, source.has_blocks = self.index.add(key), False
+                source.slot = self.index.add(source.worker.key.worker_id)
+                source.has_blocks = False
         elif change.kind == "stored":
             source.has_blocks = True
             self.index.store(source.slot, change.medium, block_keys(change.identities))
         else:
             self.index.evict(source.slot, change.medium, block_keys(change.identities))
 
-    def _ask(self, worker: Worker, source: _Source) -> None:
-        now = time.monotonic()
+    def _ask(self, source: _Source) -> None:
+        worker, now = source.worker, time.monotonic()
         if now - source.asked_at < REPLAY_INTERVAL_S:
             return
         source.asked_at = now

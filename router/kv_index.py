@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Hashable, Sequence
+from itertools import compress
 from typing import Generic, TypeVar
 
 from protocol.kv_events import IDENTITY_BYTES, Medium
@@ -23,6 +24,8 @@ MAX_SHARED_SETS = 2**16
 
 _SLOT_BITS = 4
 _ALL_TIERS = (1 << _SLOT_BITS) - 1
+_IS_SET = bytes(digit != ord("0") for digit in range(256))
+"""Of a hexadecimal digit: one for each slot, as it happens."""
 _FEW = 16
 
 Name = TypeVar("Name", bound=Hashable)
@@ -39,7 +42,7 @@ class KvIndex(Generic[Name]):
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
-        self._names: list[Name | None] = []
+        self._names: list[Name] = []
         self._free: list[int] = []
         self._live = 0
         """The lowest bit of each slot in use."""
@@ -62,14 +65,13 @@ class KvIndex(Generic[Name]):
             slot = self._free.pop()
         else:
             slot = len(self._names)
-            self._names.append(None)
+            self._names.append(name)
         self._names[slot] = name
         self._live |= 1 << slot * _SLOT_BITS
         return slot
 
     def remove(self, slot: int) -> None:
         """At once its blocks are found no more; `sweep` frees their memory."""
-        self._names[slot] = None
         self._live ^= 1 << slot * _SLOT_BITS
         self._dead |= _ALL_TIERS << slot * _SLOT_BITS
 
@@ -127,10 +129,15 @@ class KvIndex(Generic[Name]):
         return holders & self._live
 
     def _note(self, found: dict[Name, int], holders: int, num_blocks: int) -> None:
-        for slot in _slots(holders):
-            name = self._names[slot]
-            if name is not None:
-                found[name] = num_blocks
+        """`holders` are lowest bits of slots."""
+        names = self._names
+        if holders.bit_count() > _FEW:
+            found.update(dict.fromkeys(compress(names, _flags(holders)), num_blocks))
+            return
+        while holders:
+            slot = (holders.bit_length() - 1) // _SLOT_BITS
+            found[names[slot]] = num_blocks
+            holders ^= 1 << slot * _SLOT_BITS
 
     def _bit(self, slot: int, medium: Medium) -> int:
         return self._share(1 << slot * _SLOT_BITS + medium)
@@ -141,6 +148,11 @@ class KvIndex(Generic[Name]):
         return self._shared.setdefault(holders, holders)
 
     # --- removed holders ----------------------------------------------------------------------------
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether there are blocks of removed holders to be swept."""
+        return bool(self._dead)
 
     def sweep(self, seconds: float) -> None:
         """Forget blocks of removed holders, for about so long; their slots are free after a whole round."""
@@ -166,19 +178,9 @@ class KvIndex(Generic[Name]):
         swept, self._sweeping = self._sweeping, 0
         self._dead ^= swept
         self._shared.clear()
-        self._free.extend(_slots(swept & _lowest_bits(len(self._names))))
+        self._free.extend(compress(range(len(self._names)), _flags(swept)))
 
 
-def _lowest_bits(num_slots: int) -> int:
-    return ((1 << num_slots * _SLOT_BITS) - 1) // _ALL_TIERS
-
-
-def _slots(bits: int) -> list[int]:
-    """Of the lowest bits of slots."""
-    if bits.bit_count() > _FEW:
-        return [slot for slot, digit in enumerate(reversed(f"{bits:x}")) if digit == "1"]
-    slots = []
-    while bits:
-        slots.append((bits.bit_length() - 1) // _SLOT_BITS)
-        bits ^= 1 << slots[-1] * _SLOT_BITS
-    return slots
+def _flags(bits: int) -> bytes:
+    """For each slot, whether it has any bit."""
+    return f"{bits:x}"[::-1].encode().translate(_IS_SET)

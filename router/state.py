@@ -108,6 +108,7 @@ class RouterState:
 
     def _greet(self, worker: Worker) -> None:
         """Confirm a registration, and have workers connect before the first request needs them to."""
+        self.kv_feed.add(worker)
         self.link.send(worker, Registered(incarnation=worker.key.incarnation))
         live = self.registry.live()
         receivers = [other.address for other in live if other.role.name in worker.role.pushes_to]

@@ -84,5 +84,4 @@ def cached_blocks(serving: HttpServing, seed: int) -> dict[str, int]:
     """Where the router finds how much of a prompt."""
     feed = serving.router.state.kv_feed
     (cache,) = feed.formats
-    keys = hash_blocks(cache.root(), prompt(seed), cache.block_size).keys
-    return {key.worker_id: num_blocks for key, num_blocks in feed.index.find(keys).items()}
+    return feed.index.find(hash_blocks(cache.root(), prompt(seed), cache.block_size).keys)

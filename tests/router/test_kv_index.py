@@ -70,7 +70,7 @@ def test_removed_holders_leave_nothing() -> None:
     for slot in slots[1:]:
         index.remove(slot)
     assert index.find(chain(5)) == {"worker 0": SHARED}
-    while index._dead:
+    while index.is_dirty:
         index.sweep(0.001)
     assert len(index) == CHAIN
     assert index.find(chain(1)) == {"worker 0": CHAIN}

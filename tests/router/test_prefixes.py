@@ -44,6 +44,7 @@ class Router:
         self.metrics = Metrics("m", self.registry)
         self.sent: list[Any] = []
         self.feed = KvFeed(self.registry, self.metrics, self._send)
+        self.registry.on_registered = self.feed.add
         shared = (ServeConfig(), Journal(), self.registry, self.metrics, self._send)
         self.placer = Placer(*shared, least_loaded, self.feed)
         self.numbers: dict[str, int] = {}
@@ -152,6 +153,7 @@ def test_what_a_restarted_worker_had_is_forgotten(router: Router) -> None:
         router.feed.sweep()
     assert router.found(tokens(100)) == {"a": 48, "b": 96}
     router.registry.mark_dead("b", "new", "it was killed")
+    router.feed.sweep()
     assert router.found(tokens(100)) == {"a": 48}
 
 

@@ -50,6 +50,7 @@ class Wire:
         self.registry = Registry(60.0)
         self.metrics = Metrics("m", self.registry)
         self.feed = KvFeed(self.registry, self.metrics, self._send_to_worker)
+        self.registry.on_registered = self.feed.add
         self.engine = engine
         self.lose: Callable[[KvEvents], bool] = lambda message: False
         self.twice = False

@@ -1,0 +1,145 @@
+"""What the router's view of the prefix caches costs.
+
+    python -m bench.placement [--entries 10000000] [--workers 256,1024,4096] [--prompt-blocks 512]
+
+For each number of workers an index is filled in a process of its own: with prompts that one worker holds, and
+a preamble that all of them hold. Then prompts are looked up that lie at one worker, nowhere, or share the
+preamble alone, each for the first time, so that neither they nor their entries are in the processor's caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from protocol.ids import block_identities
+from protocol.kv_events import CacheFormat, Medium
+from router.kv_index import KvIndex, block_keys
+from router.prompt_blocks import hash_blocks
+
+BLOCK_SIZE = 16
+PREAMBLE_BLOCKS = 64
+LOOKUPS = 3000
+
+
+def _keys(name: str, count: int) -> list[int]:
+    return block_keys(random.Random(name).randbytes(16 * count))
+
+
+class Filled:
+    """An index with so many blocks, in prompts of `length` blocks, dealt out to workers in turn."""
+
+    def __init__(self, entries: int, workers: int, length: int) -> None:
+        self.length = length
+        self.num_prompts = entries // length
+        self.preamble = _keys("preamble", PREAMBLE_BLOCKS)
+        self.index: KvIndex[str] = KvIndex()
+        before = _resident_bytes()
+        slots = [self.index.add(f"worker {worker}") for worker in range(workers)]
+        took = []
+        for slot in slots:
+            self.index.store(slot, Medium.GPU, self.preamble)
+        for number in range(self.num_prompts):
+            keys = _keys(f"held {number}", length)
+            began = time.perf_counter()
+            self.index.store(slots[number % workers], Medium.GPU, keys)
+            took.append(time.perf_counter() - began)
+        self.bytes = _resident_bytes() - before
+        self.store_s, self.longest_store_s = sum(took) / entries, max(took)
+
+    def held(self, number: int) -> list[int]:
+        return _keys(f"held {number}", self.length)
+
+    def unknown(self, number: int) -> list[int]:
+        return _keys(f"unknown {number}", self.length)
+
+    def with_preamble(self, number: int) -> list[int]:
+        return self.preamble + _keys(f"unknown {number}", self.length - PREAMBLE_BLOCKS)
+
+    def lookup_s(self, prompt: Callable[[int], Sequence[int]]) -> float:
+        """Median over prompts, in random order."""
+        prompts = [prompt(random.Random(n).randrange(self.num_prompts)) for n in range(LOOKUPS)]
+        times = []
+        for keys in prompts:
+            began = time.perf_counter()
+            self.index.find(keys)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    def remove_s(self) -> tuple[float, float, float]:
+        """Seconds that a worker's removal takes, the longest of its sweeps of 2 ms, and all of them."""
+        began = time.perf_counter()
+        self.index.remove(0)
+        removed = time.perf_counter() - began
+        sweeps = []
+        while self.index.is_dirty:
+            began = time.perf_counter()
+            self.index.sweep(0.002)
+            sweeps.append(time.perf_counter() - began)
+        return removed, max(sweeps), sum(sweeps)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _measure(entries: int, workers: int, length: int) -> None:
+    filled = Filled(entries, workers, length)
+    blocks = len(filled.index)
+    print(f"{workers} workers, {blocks:,} blocks: {_resident_bytes() / 2**30:.2f} GiB resident,", end=" ")
+    print(f"{filled.bytes / blocks:.0f} bytes per block")
+    print(f"  store: {filled.store_s * 1e9:.0f} ns per block,", end=" ")
+    print(f"the longest batch of {length} {filled.longest_store_s * 1e3:.1f} ms")
+    for name, prompt in (
+        ("at one worker", filled.held),
+        ("nowhere", filled.unknown),
+        (f"{PREAMBLE_BLOCKS} blocks at all workers", filled.with_preamble),
+    ):
+        seconds = filled.lookup_s(prompt)
+        print(f"  look-up of {length} blocks, {name}: {seconds * 1e6:.1f} us, {1 / seconds:,.0f} per second")
+    removed, longest, total = filled.remove_s()
+    print(
+        f"  removal of a worker: {removed * 1e6:.0f} us, then sweeps of at most {longest * 1e3:.1f} ms,",
+        end=" ",
+    )
+    print(f"{total:.1f} s in all")
+
+
+def _measure_hashing(length: int) -> None:
+    cache = CacheFormat(model="m", kv_format="f", block_size=BLOCK_SIZE)
+    token_ids = random.Random(0).choices(range(100_000), k=length * BLOCK_SIZE)
+    for name, hash_all in (
+        ("identities", lambda: list(block_identities(cache.root(), token_ids, BLOCK_SIZE))),
+        ("identities and keys", lambda: hash_blocks(cache.root(), token_ids, BLOCK_SIZE)),
+    ):
+        times = []
+        for _ in range(200):
+            began = time.perf_counter()
+            hash_all()
+            times.append(time.perf_counter() - began)
+        print(f"{name} of {len(token_ids)} tokens: {statistics.median(times) * 1e6:.0f} us, once per prompt")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the router's view of the prefix caches costs.")
+    parser.add_argument("--entries", type=int, default=10_000_000, help="blocks in the index")
+    parser.add_argument("--workers", default="256,1024,4096", help="numbers of workers")
+    parser.add_argument("--prompt-blocks", type=int, default=512, help="blocks of a prompt, at least 65")
+    arguments = parser.parse_args()
+    _measure_hashing(arguments.prompt_blocks)
+    for workers in map(int, arguments.workers.split(",")):
+        process = multiprocessing.Process(
+            target=_measure, args=(arguments.entries, workers, arguments.prompt_blocks)
+        )
+        process.start()
+        process.join()
+
+
+if __name__ == "__main__":
+    main()
