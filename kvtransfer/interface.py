@@ -62,7 +62,7 @@ class RegisteredPool:
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block; of a pool without segments a block counts as one."""
+        """Tokens in a block; 1 for a pool without segments."""
         return self.segments[0].shape[2] if self.segments else 1
 
 
@@ -70,10 +70,10 @@ class RegisteredPool:
 class Arrival:
     """Receiver: how a lease's blocks came.
 
-    The last was in place at `at` (monotonic), `seconds` after the first push, `exposed_s` of them after the
-    final push, that is when nothing was left to compute; `wait_s` is the time that pieces waited for their
-    turn, summed. `nbytes` is what the wire carried. `transport`: the last one, should it have changed.
-    `foreign_formats`: of what came, each `layout.foreign_format` that is not empty.
+    The last block was in place at `at` (monotonic), `seconds` after the first push. `exposed_s` of these came
+    after the final push, when nothing was left to compute. `wait_s` is how long pieces waited for their turn,
+    summed. `nbytes` is what the wire carried, `transport` the one that carried the last piece.
+    `foreign_formats`: each `layout.foreign_format` of what came that is not empty.
     """
 
     at: float
@@ -105,7 +105,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Sent:
-    """Sender: so many of the blocks pushed under the lease are in place there."""
+    """Sender: how many of the blocks pushed under the lease are in place."""
 
     lease_id: str
     blocks: int
@@ -115,9 +115,9 @@ class Sent:
 class Completed:
     """Sender: the peer has every piece of the lease.
 
-    `seconds` since the lease's first push. Some piece was on its way for `busy_s` of them, `hidden_s` of
-    these before the final push, that is while the prompt was still being computed; `wait_s` is the time that
-    pieces waited for their turn, summed. `nbytes` and `num_extents` are what the wire carried.
+    It took `seconds` since the lease's first push. For `busy_s` of these some piece was on its way, and for
+    `hidden_s` of those the prompt was still being computed. `wait_s` is how long pieces waited for their
+    turn, summed. `nbytes` and `num_extents` are what the wire carried.
     """
 
     lease_id: str

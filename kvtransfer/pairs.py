@@ -11,7 +11,7 @@ from typing import Literal
 from protocol.messages import PairState
 
 MAX_PEERS = 128
-"""Peers that are remembered; the one unheard of for the longest goes first."""
+"""Peers that are remembered; the least recently used one is forgotten first."""
 
 PairCounter = Literal[
     "kv_transfer_bytes_total",
@@ -48,7 +48,7 @@ class _Pair:
 
 
 class Pairs:
-    """Totals since the first contact, for use from every thread. Adding is one short critical section."""
+    """Totals since the first contact. Thread-safe."""
 
     def __init__(self, max_peers: int = MAX_PEERS) -> None:
         self._max_peers = max_peers
@@ -56,7 +56,7 @@ class Pairs:
         self._peers: OrderedDict[str, dict[str, _Pair]] = OrderedDict()
 
     def add(self, peer: str, transport: str, amounts: Mapping[PairCounter, float]) -> None:
-        """`transport` is empty for what no wire is to blame for."""
+        """`transport` is empty for what no transport caused."""
         with self._lock:
             counters = self._pair(peer, transport).counters
             for name, amount in amounts.items():
@@ -67,7 +67,7 @@ class Pairs:
             self._pair(peer, transport).counters[f"kv_transfer_errors_total{{kind={kind}}}"] += count
 
     def refuse(self, peer: str, transport: str, refusal: RefusalKind, reason: str) -> bool:
-        """Note why a transport does not serve the pair; returns whether that is news, worth a log line.
+        """Note why a transport does not serve the pair. Returns whether that is new, and worth a log line.
 
         `peer` is empty for a transport that this worker can't offer to anybody.
         """
@@ -78,7 +78,7 @@ class Pairs:
             return is_news
 
     def accept(self, peer: str, transport: str) -> None:
-        """Nothing is known any more that speaks against the transport."""
+        """Forget why the transport did not serve the pair."""
         with self._lock:
             pair = self._peers.get(peer, {}).get(transport)
             if pair is not None:

@@ -33,7 +33,7 @@ class Receiver:
 
     The caller opened the transports, and closes them. `key` is the cluster's 32-byte transfer key, `host` the
     address to listen on, as peers reach it. `on_event` is called from an I/O thread whenever `poll` has
-    something new; it must not block. A connection that stands in the middle of a piece is dropped after
+    something new; it must not block. A connection that stops in the middle of a piece is dropped after
     `progress_timeout_s` seconds. A sender without a connection gets `reconnect_grace_s` seconds to come back
     over another wire before its leases fail. `pairs` gets what came from each peer.
     """
@@ -100,7 +100,7 @@ class Receiver:
         self._leases.open(lease_id, extents, first_token, num_tokens)
 
     def poll(self) -> list[ReceiveEvent]:
-        """What happened since the last call, of open leases; and which closed ones are over."""
+        """The events since the last call: those of open leases, and `Closed` for closed ones."""
         events = []
         while self._events:
             event = self._events.popleft()
@@ -111,7 +111,7 @@ class Receiver:
     def close_lease(self, lease_id: str) -> bool:
         """Forget a lease; idempotent. No write begins under it after this.
 
-        Whether none is under way either. If one is, the blocks are to be left alone until a Closed event.
+        Returns whether no write is under way. If one is, the blocks must not be used until a Closed event.
         """
         return self._leases.close(lease_id)
 

@@ -51,12 +51,11 @@ class Sender:
     """Pushes blocks of `pool` into leased blocks of other workers.
 
     `transports`, which the caller opened and closes, are in order of preference. Only `abort` and `close`
-    ever wait for a peer: links are made by threads of their own, at the first `push` or `connect` to a peer.
+    ever wait for a peer: a thread of its own makes each link, at the first `push` or `connect` to the peer.
     `on_event` is called from an I/O thread whenever `poll` has something new; it must not block. A wire on
-    which nothing is acknowledged for `progress_timeout_s` seconds counts as broken: what is on its way goes
-    over the next one, and the broken one is tried again every `retry_interval_s` seconds.
-    `checksum` goes with each piece: of none of its bytes (`off`), a sample, or all of them. `pairs` gets what
-    went to each peer.
+    which nothing is acknowledged for `progress_timeout_s` seconds counts as broken: its pieces are sent over
+    the next one, and the broken one is tried again every `retry_interval_s` seconds. `checksum` says which
+    bytes of a piece its checksum covers: none (`off`), a sample, or all. `pairs` gets what went to each peer.
     """
 
     def __init__(

@@ -6,10 +6,10 @@
 
 namespace {
 
-// GOMP_parallel calls a function with an argument on so many threads.
+// GOMP_parallel(function, argument, number of threads, flags) calls the function on each thread.
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
-// work(thread) on each of so many threads; on one where `parallel` is null.
+// Calls work(thread) on each of `threads` threads; on this one alone if `parallel` is null.
 template <class Work> void on_threads(int64_t threads, Parallel parallel, const Work& work) {
     if (threads <= 1 || !parallel) return work(0);
     struct Job {
@@ -23,7 +23,7 @@ template <class Work> void on_threads(int64_t threads, Parallel parallel, const 
     parallel(run, &job, unsigned(threads), 0);
 }
 
-// work(i) for all i below `count`, shared out to so many threads.
+// Calls work(i) for all i below `count`, on up to `threads` threads.
 template <class Work> void share_out(int64_t count, int64_t threads, Parallel parallel, const Work& work) {
     std::atomic<int64_t> next{0};
     on_threads(threads, parallel, [&](int64_t) {

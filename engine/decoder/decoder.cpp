@@ -1,6 +1,6 @@
-// A Llama-like decoder in bfloat16, whole: for models so small that calling operators one by one costs more than
-// they compute. Matrix products and attention are the engine's own kernels, called through their addresses; here is
-// what lies between them. Values are rounded to bfloat16 where Transformers' modules round them.
+// A whole Llama-like decoder in bfloat16, in one call. It is for models so small that calling operators one by one
+// costs more than their computation. Matrix products and attention are the engine's own kernels, called by address;
+// the rest is here. Values are rounded to bfloat16 where Transformers' modules round them.
 
 #include <algorithm>
 #include <cstdint>
@@ -14,14 +14,14 @@
 namespace {
 
 constexpr int64_t SERIAL_PRODUCTS = 1 << 22;  // below so many multiplications in a forward, threads don't pay
-constexpr int64_t SERIAL_ROWS = 16;           // below so many rows, between two products neither
+constexpr int64_t SERIAL_ROWS = 16;           // below so many rows, threads don't pay between two products
 constexpr int64_t ROWS_AT_ONCE = 8;
 
 class Decoder {
   public:
     explicit Decoder(const Model& model) : m(model), layers(model.layers, model.layers + model.num_layers) {}
 
-    // The attention's `begin` came before.
+    // The caller has called the attention's `begin`.
     void forward(const Rows& rows) {
         int64_t n = rows.count;
         const int64_t hidden = m.hidden, queries = m.num_heads * m.head_dim;
@@ -35,7 +35,7 @@ class Decoder {
             each_row(n, [&](int64_t r) { memcpy(&x[r * hidden], embedding(rows, r), hidden * sizeof(bf16)); });
         }
         int64_t captured = 0;
-        bool narrows = false;  // behind the last layer's KV only rows with logits go on
+        bool narrows = false;  // after the last layer's attention only rows with logits are computed
         for (size_t l = 0; l < layers.size(); l++) {
             const Layer& layer = layers[l];
             if (captured < rows.num_hidden && rows.hidden_layers[captured] == int64_t(l))
@@ -61,7 +61,7 @@ class Decoder {
             feed_forward(layer, n);
             add_product(n);
         }
-        if (captured < rows.num_hidden) {  // the last one is behind the final norm
+        if (captured < rows.num_hidden) {  // the last hidden state is taken after the final norm
             norm(m.final_norm, n);
             capture(rows, captured, normed.data());
         }
@@ -119,7 +119,7 @@ class Decoder {
     }
 
   private:
-    // Where the batch's rows belong, and the last row of each sequence.
+    // Finds each row's position and slot, and the last row of each sequence.
     const char* place_rows(const Batch& b) {
         if (const char* fault = b.fault()) return fault;
         const int64_t n = b.num_sequences;
@@ -142,14 +142,14 @@ class Decoder {
         context_len[s] = int32_t(place + 1);
     }
 
-    // The attention's step, over the rows that were placed.
+    // Begins the attention's step over these rows.
     const char* begin(const Batch& b, int64_t num_sequences) {
         const Step step{query_start.data(), context_len.data(), b.block_table, slots.data(), nullptr, nullptr,
                         b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), m.threads};
         return m.begin(m.attention, &step);
     }
 
-    // The hidden states that a head takes, of n rows of the target's.
+    // The hidden states that a draft head reads, made from n rows of the target's.
     const bf16* mixed_states(const bf16* states, int64_t n) {
         if (!m.entry || !m.entry->mixing.values) return states;
         mixed.resize(n * m.hidden);
@@ -169,7 +169,7 @@ class Decoder {
         return m.embeddings + rows.token_ids[r] * m.hidden;
     }
 
-    // x and normed, as the layer takes them, and room in normed for what comes after.
+    // Fills `x` and `normed` as the head's layer reads them, with room in `normed` for the rows with logits.
     void enter(const Entry& entry, const Rows& rows) {
         const int64_t n = rows.count, hidden = m.hidden;
         normed.resize(std::max(2 * n, rows.num_logits) * hidden);
@@ -204,7 +204,7 @@ class Decoder {
         each_row(n, [&](int64_t r) { add_row(&x[r * m.hidden], &product[r * m.hidden], m.hidden); });
     }
 
-    // Those with logits.
+    // Keeps only the rows with logits.
     void keep_rows(const Rows& rows, std::vector<bf16>& values, int64_t width) {
         kept.resize(rows.num_logits * width);
         for (int64_t i = 0; i < rows.num_logits; i++)
@@ -222,7 +222,7 @@ class Decoder {
         m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
     }
 
-    // Norms, where the model has them, and rotation of a row's queries and keys.
+    // Normalizes (where the model does) and rotates a row's queries and keys.
     void place_heads(const Layer& layer, int64_t width, bf16* row, int64_t position) {
         const bf16 *cosine = m.cosines + position * m.head_dim, *sine = m.sines + position * m.head_dim;
         for (int64_t h = 0; h * m.head_dim < width; h++, row += m.head_dim) {
@@ -243,7 +243,7 @@ class Decoder {
         multiply(active.data(), layer.down, product.data(), n);
     }
 
-    // The sequence's token of this number, by the draft's logits.
+    // The sequence's drafted token of this number, from its logits.
     int64_t next_token(const Draft& d, int64_t s, int64_t number, const bf16* logits) {
         const int64_t start = d.batch.ends[s], position = start + number;
         if (!d.distributions)
@@ -253,7 +253,8 @@ class Decoder {
         return draw(distribution, d.width, round_key(d.seeds[s], start, position, DRAFT));
     }
 
-    // The softmax of logits / temperature, in the target's vocabulary; one token alone where there is none.
+    // The softmax of logits / temperature, over the target's vocabulary. If greedy, or without a finite logit, one
+    // token has probability 1.
     void spread(const bf16* logits, int64_t vocab, float temperature, float* distribution, int64_t width) {
         std::fill_n(distribution, width, 0.0f);
         const int64_t likeliest = argmax(logits, vocab);
@@ -269,7 +270,7 @@ class Decoder {
         for (int64_t i = 0; i < int64_t(probabilities.size()); i++) distribution[token_id(i)] = probabilities[i];
     }
 
-    // The argmax of logits / temperature + Gumbel noise, as the sampler has it without filters.
+    // The argmax of logits / temperature + Gumbel noise, as the sampler computes it without filters.
     int64_t choose(const bf16* logits, int64_t vocab, int64_t seed, int64_t position, float temperature) {
         const int64_t likeliest = argmax(logits, vocab);
         if (likeliest < 0) return 0;

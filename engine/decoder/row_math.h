@@ -1,4 +1,4 @@
-// What lies between matrix products, a row at a time: bfloat16 in and out, rounded where Transformers' modules do.
+// The row operations between matrix products: bfloat16 in and out, rounded where Transformers' modules round.
 
 #pragma once
 
@@ -19,7 +19,7 @@ inline bf16 narrow(float value) {
 
 inline float rounded(float value) { return widen(narrow(value)); }
 
-// Loops over a row's values: vector code, since sizes come by value and nothing overlaps what is written.
+// The compiler vectorizes these loops: sizes are passed by value, and the output overlaps no other operand.
 
 float sum_of_squares(const bf16* x, int64_t size) {
     constexpr int LANES = 16;
@@ -44,8 +44,8 @@ void add_row(bf16* __restrict sum, const bf16* __restrict summand, int64_t size)
     for (int64_t i = 0; i < size; i++) sum[i] = narrow(widen(sum[i]) + widen(summand[i]));
 }
 
-// silu(gate) * up. In two loops: in one, the compiler would divide every value by the greatest power too, in case it
-// is clamped to that, and such denormal quotients take Intel's CPUs a hundred cycles each.
+// silu(gate) * up, in two loops. In a single loop the compiler would also divide every value by exp_of's upper limit,
+// and the denormal quotients take Intel's CPUs a hundred cycles each.
 void gate_row(const bf16* __restrict gate, const bf16* __restrict up, int64_t size, bf16* __restrict out) {
     constexpr int64_t PART = 128;
     float powers[PART];

@@ -21,18 +21,19 @@ struct Weights {
 };
 
 struct Layer {
-    const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // of heads: null for none
+    const bf16 *input_norm, *query_norm, *key_norm, *mlp_norm;  // null where there is none
     Weights qkv, output, gate_up, down;
     int64_t window;
 };
 
-// How a draft head of one layer begins: with pairs of a token and the hidden state before it (EAGLE). Either both
-// are normed, joined for the layer's products, and the hidden state goes on beside it, or `joint` makes one of them.
+// The input of a draft head of one layer (EAGLE): a token and the hidden state before it. Either both are normed and
+// concatenated for the layer's products, and the hidden state is the residual (EAGLE-3); or the product `joint` makes
+// one vector of the two.
 struct Entry {
-    const bf16 *token_norm, *hidden_norm;  // null: `joint` is there
-    Weights joint, mixing;             // the latter makes hidden states of the target's, for drafts; null: they are
-    int64_t normed_goes_on, feeds_normed;  // what goes on beside the layer, and into the next row: after its norm?
-    const int64_t* token_ids;              // those of the head's logits; null: all in order
+    const bf16 *token_norm, *hidden_norm;  // null where there is `joint`
+    Weights joint, mixing;             // `mixing` makes the head's hidden states from the target's; null: they are equal
+    int64_t normed_goes_on, feeds_normed;  // whether the residual, and the next row's hidden state, is the normed one
+    const int64_t* token_ids;              // the token of each of the head's logits; null: the logit's index
 };
 
 struct Model {
@@ -60,14 +61,14 @@ struct Rows {
     int64_t num_hidden;
     bf16* hidden;  // [count, num_hidden, hidden]
     const bf16* before;  // for a head, [count, hidden]: the hidden states before the tokens
-    bf16* after;         // and [num_logits, hidden]: those for the rows after them; may be `before`
+    bf16* after;         // out, [num_logits, hidden]: the hidden states for the next rows; may be `before`
 };
 
-// Rows of chains: for each sequence those from place `starts` up to `ends`, whose KV goes to its blocks.
+// Rows without trees: of each sequence the positions [starts, ends). Their KV is written to its blocks.
 struct Batch {
     int64_t num_sequences, table_stride, block_size;
     const int64_t *token_ids, *starts, *ends;  // one sequence after the other
-    const int32_t *block_table, *first_key;    // no keys before the latter are looked at; may be null
+    const int32_t *block_table, *first_key;    // keys before `first_key` are not read; may be null
 
     // The name of the field that is out of range, or null.
     const char* fault() const {
@@ -83,18 +84,18 @@ struct Batch {
     }
 };
 
-// Drafting one token after the other, for sequences of which each wants no more of them than the one before. First
-// the batch's rows are read, which no one has run yet.
+// Drafts token by token. No sequence wants more tokens than the one before it. The batch's rows, whose draft KV is not
+// there yet, are run first.
 struct Draft {
     Batch batch;
-    int64_t vocab;              // only so many of the logits count
-    const int64_t* counts;      // of tokens wanted
+    int64_t vocab;              // how many of the logits are used
+    const int64_t* counts;      // tokens to draft
     const int64_t* seeds;
     const float* temperatures;  // 0: the likeliest token
-    const bf16* before;         // for a head, [rows, mixing.in or hidden]: what was before those to be read
+    const bf16* before;         // for a head, [rows, mixing.in or hidden]: the target's hidden states before them
     int64_t* drafted;           // [counts[0], num_sequences]
-    // [num_sequences, counts[0], width]: what tokens are drawn from, with noise of their own; null: they are chosen
-    // with the target's noise
+    // out, [num_sequences, counts[0], width]: the distributions that tokens are drawn from, with noise of their own.
+    // Null: tokens are chosen with the target's noise.
     float* distributions;
     int64_t width;
 };

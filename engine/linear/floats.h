@@ -1,5 +1,5 @@
-// A tile in float32, for CPUs that can't multiply bfloat16: inputs are widened once for all panels, weights in
-// registers, where one shift or mask makes 16 (or 8) of them floats for all of the tile's rows.
+// A tile in float32, for CPUs that can't multiply bfloat16. Inputs are widened once for all panels. Weights are
+// widened in registers: one shift or mask makes float32 of 16 (or 8), for all rows of the tile.
 
 #pragma once
 
@@ -16,12 +16,12 @@ namespace {
 
 class Floats : public VectorTiles<Floats, float> {
   public:
-    // Of the rows [row, end); until the next call.
+    // The inputs of rows [row, end); valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const uint16_t* x = p.x + row * p.in_features;
         const size_t count = (end - row) * p.in_features;
         if (widened.size() < count) widened.resize(count);
-        float* to = widened.data();  // asked for once: this object is a thread's own, so that it takes a call
+        float* to = widened.data();  // read once: each access to a thread_local object takes a call
         for (size_t i = 0; i < count; i++) to[i] = bf16_to_float(x[i]);
         return to;
     }
@@ -33,7 +33,7 @@ class Floats : public VectorTiles<Floats, float> {
   private:
     static constexpr int VECTORS = LANES == 16 ? 4 : 2;  // with the sums of 6 rows they fit into the registers
     static constexpr int WIDTH = VECTORS * LANES;
-    static constexpr int64_t AHEAD = 6144, LINE = 32;  // weights; as far ahead they are asked for, a line at a time
+    static constexpr int64_t AHEAD = 6144, LINE = 32;  // in weights: how far ahead is prefetched, and a cache line
 
     template <int ROWS>
     static void part_of_tile(const Product& p, const Input* x, int64_t row, int64_t panel, int part) {
@@ -63,7 +63,7 @@ class Floats : public VectorTiles<Floats, float> {
         }
     }
 
-    // To nearest, ties to even. Rounding keeps a NaN one: its low bits are zero, as those of what it came from.
+    // To nearest, ties to even. A NaN stays NaN: its low bits are zero, since it came from a bfloat16.
     static void narrow(Vec values, uint16_t* to) {
         typedef uint16_t ShortVec __attribute__((vector_size(LANES * 2)));
         const IntVec bits = (IntVec)values;

@@ -1,5 +1,5 @@
-// Tiles by AMX-BF16, which multiplies 16 rows with 16 outputs' next 32 weights at once; the panels lie as it wants
-// them. Fewer rows are multiplied as 16, which take no longer than the memory for their weights.
+// Tiles for AMX-BF16: one instruction multiplies 16 rows by the next 32 weights of 16 outputs, and the panels have the
+// layout that it reads. Fewer rows are computed as 16, which takes no longer than loading the weights.
 
 #pragma once
 
@@ -21,7 +21,7 @@ class MatrixTiles {
   public:
     using Input = uint16_t;
 
-    // While it lives, this thread's tile registers have their shape: 16 rows of 64 bytes.
+    // While this object lives, the thread's tile registers are configured as 16 rows of 64 bytes.
     struct Registers {
         Registers() {
             alignas(64) static const struct {
@@ -39,14 +39,14 @@ class MatrixTiles {
         return granted && p.in_features % DEPTH == 0;
     }
 
-    // Of the rows [row, end); until the next call.
+    // The inputs of rows [row, end); valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const int64_t K = p.in_features, left = (end - row) % ROWS;
         if (left) {
             last_rows.resize(ROWS * K);
             memcpy(last_rows.data(), p.x + (end - left) * K, left * K * sizeof(Input));
         }
-        std::atomic_signal_fence(std::memory_order_release);  // the compiler doesn't see that tiles load from there
+        std::atomic_signal_fence(std::memory_order_release);  // the compiler doesn't know that tiles load from here
         return p.x + row * K;
     }
 
@@ -65,12 +65,12 @@ class MatrixTiles {
 
   private:
     static constexpr int ROWS = 16, OUTPUTS = Outputs::COUNT, DEPTH = 32;
-    static constexpr int64_t STEP = DEPTH * PANEL;                   // weights of a panel at once
+    static constexpr int64_t STEP = DEPTH * PANEL;                   // weights of a panel in one step
     static constexpr int64_t STRIDE = 2 * PANEL * sizeof(uint16_t);  // bytes between a tile's rows of weights
-    static constexpr int64_t AHEAD = 3;                              // steps; so far ahead they are asked for
+    static constexpr int64_t AHEAD = 3;                              // steps that weights are prefetched ahead
     using Sums = float[4][ROWS][OUTPUTS];
 
-    // Linux grants a process the registers' large state when it asks (ARCH_REQ_XCOMP_PERM).
+    // A process has to ask Linux for the use of AMX registers (ARCH_REQ_XCOMP_PERM).
     static bool ask_for_registers() {
         constexpr int REQUEST = 0x1023, TILE_DATA = 18;
         return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
@@ -144,7 +144,7 @@ class MatrixTiles {
         for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++) outputs.put(row + r, _mm512_loadu_ps(sums[r]));
     }
 
-    std::vector<Input> last_rows;  // of an incomplete tile, and whatever
+    std::vector<Input> last_rows;  // those of an incomplete tile; what follows them is ignored
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Sums of 16 outputs on their way out, on CPUs with AVX512-BF16.
+// Adds the bias to the sums of 16 outputs and stores them as bfloat16, on CPUs with AVX512-BF16.
 
 #pragma once
 
@@ -14,7 +14,7 @@ class Outputs {
   public:
     static constexpr int COUNT = 16;
 
-    // From the product's output n on, as far as there are any.
+    // The product's outputs n to n + 15, as far as it has them.
     Outputs(const Product& product, int64_t n)
         : p(product), n(n), mask((1u << std::clamp<int64_t>(p.out_features - n, 0, COUNT)) - 1),
           bias(p.bias ? widen(_mm256_maskz_loadu_epi16(mask, p.bias + n)) : _mm512_setzero_ps()) {}

@@ -1,4 +1,4 @@
-// A tile by AVX512-BF16's products of pairs: inputs and weights are read as they are.
+// A tile for AVX512-BF16, which multiplies pairs of bfloat16: inputs and weights need no conversion.
 
 #pragma once
 

@@ -1,9 +1,8 @@
 // out[row][n] = sum over k of x[row][k] * w[n][k], plus bias[n]: bfloat16 in and out, float32 sums.
 //
 // The weights are packed in panels of 64 outputs: [n / 64][k / 2][64][2]. So a product reads them in one
-// stream, as fast as the memory gives them, and a vector holds 16 (or 8) outputs' next two weights. Each output
-// is summed by one thread over ascending k, whatever the number of rows and threads: a row's result has the same
-// bits in every batch.
+// sequential stream, and a vector holds the next two weights of 16 (or 8) outputs. Each output is summed by one
+// thread over ascending k, whatever the number of rows and threads: a row's result has the same bits in every batch.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,7 +19,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK_ROWS = 192;  // rows whose inputs stay in the cache while the panels pass
+constexpr int64_t BLOCK_ROWS = 192;  // rows whose inputs stay in the cache while all panels are read
 constexpr int64_t SERIAL_WEIGHTS = 1 << 15;
 
 template <class Tiles> void multiply(const Product& p, int64_t most_threads, Parallel parallel) {
@@ -43,7 +42,7 @@ template <class Tiles> void multiply(const Product& p, int64_t most_threads, Par
 
 extern "C" {
 
-// By float32 products, on any CPU.
+// With float32 products, on any CPU.
 void tandem_linear_in_floats(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
@@ -51,7 +50,7 @@ void tandem_linear_in_floats(
 }
 
 #if defined(__AVX512BF16__)
-// By products of pairs of bfloat16.
+// With products of bfloat16 pairs.
 void tandem_linear_in_pairs(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
@@ -59,7 +58,7 @@ void tandem_linear_in_pairs(
 }
 #endif
 
-// By what this CPU is fastest with.
+// With the fastest kernel for this CPU.
 void tandem_linear(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {

@@ -1,4 +1,4 @@
-// What is multiplied, and how the weights lie.
+// The arguments of a product, and how many outputs a panel of weights has.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What tiles held in vector registers share.
+// The code that the tiles in vector registers share (floats.h and pairs.h).
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// What it takes to choose a token from a row of logits: the noise of noise.py, and the races of race.py. Loops over a
-// row are vector code, since sizes come by value and nothing overlaps what is written.
+// Chooses a token from a row of logits: the noise of noise.py, and the choice of race.py. The compiler vectorizes the
+// loops over a row: sizes are passed by value, and the output overlaps no other operand.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace {
 
 typedef uint16_t bf16;
 
-constexpr int64_t BLOCK = 128;  // tokens that are passed over together
-constexpr int64_t LANES = 16;   // sums that grow side by side
+constexpr int64_t BLOCK = 128;  // tokens that are skipped together
+constexpr int64_t LANES = 16;   // partial sums
 
 inline float widen(float value) { return value; }
 
@@ -39,8 +39,8 @@ inline float exp_of(float x) {
 // The noise.
 
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u;
-constexpr float MAX_NOISE = 22.88f;   // there is none greater
-constexpr float NOISE_SPAN = 26.03f;  // no noise lifts a token over one whose logarithm is greater by this
+constexpr float MAX_NOISE = 22.88f;   // the greatest there is
+constexpr float NOISE_SPAN = 26.03f;  // no noise lifts a token above one whose log probability is greater by this
 
 // What a speculative round draws beside the target's own tokens.
 enum Purpose : int64_t { DRAFT = 1, ACCEPTANCE = 2, RECOVERY = 3 };
@@ -59,7 +59,7 @@ inline uint64_t stream_key(int64_t seed, int64_t position) {
     return mix(mix(uint64_t(seed)) + uint64_t(position + 1) * GAMMA);
 }
 
-// For noise that nothing else shares, in the round that began at `start`.
+// The key of noise that is used for nothing else, in the round that began at `start`.
 inline uint64_t round_key(int64_t seed, int64_t start, int64_t position, Purpose purpose) {
     const uint64_t of_purpose = stream_key(seed, -1 - purpose);  // at a position that no token has
     return stream_key(int64_t(stream_key(int64_t(of_purpose), start)), position);
@@ -80,7 +80,7 @@ inline float gumbel_noise(uint64_t key, int64_t token) {
     return float(-std::log(-std::log(uniform_noise(key, token))));
 }
 
-// Integers in the order of the floats that they stand for; -0 comes just before 0.
+// Maps floats to integers in the same order; -0 comes just before 0.
 inline int16_t order(bf16 value) { return int16_t(value ^ (int16_t(value) >> 15 & 0x7fff)); }
 
 inline int32_t order(float value) {
@@ -92,7 +92,7 @@ inline int32_t order(float value) {
 inline int16_t infinity_like(bf16) { return 0x7f80; }
 inline int32_t infinity_like(float) { return 0x7f800000; }
 
-// The first of the greatest of a row; -1 where that is not finite, or some are no numbers.
+// The index of a row's greatest value, the first of equal ones; -1 if it is not finite, or any value is NaN.
 template <class T> int64_t argmax(const T* __restrict row, int64_t size) {
     using Order = decltype(order(T()));
     const Order infinity = infinity_like(T());
@@ -113,14 +113,14 @@ template <class T> int64_t argmax(const T* __restrict row, int64_t size) {
     return first;
 }
 
-// Logarithms of the probabilities, but for a summand that makes the greatest 0.
+// Log probabilities up to a constant, which makes the greatest 0.
 template <class T>
 void scale_row(const T* __restrict row, int64_t size, int64_t likeliest, float temperature, float* __restrict values) {
     const float top = widen(row[likeliest]);
     for (int64_t i = 0; i < size; i++) values[i] = (widen(row[i]) - top) / temperature;
 }
 
-// The distribution that is drawn from: of values as scale_row leaves them, those that are at least `floor`.
+// The distribution that a token is drawn from. `values` are as from scale_row; those below `floor` get 0.
 inline void softmax(const float* __restrict values, int64_t size, float floor, float* __restrict probabilities) {
     floor = std::max(floor, -NOISE_SPAN);
     for (int64_t i = 0; i < size; i++) probabilities[i] = values[i] >= floor ? exp_of(values[i]) : 0;
@@ -151,9 +151,9 @@ template <class Visit> void each_at_least(const float* values, int64_t size, flo
     }
 }
 
-// The first with the greatest value + noise among those whose value is at least `floor`, and only they: `values` are as
-// scale_row leaves them, and token_id(i) has the noise of i. Only those whose noise may lift them above the likeliest
-// one's score need logarithms: -log u is at least 1 - u.
+// The index with the greatest value + noise among values of at least `floor`, the first of equal ones. `values` are as
+// from scale_row; the noise of index i is that of token_id(i). Logarithms are computed only where the noise may lift a
+// token above the likeliest one's score: -log u is at least 1 - u.
 template <class TokenId>
 int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, uint64_t key, const TokenId& token_id) {
     int64_t best = likeliest;
@@ -164,7 +164,7 @@ int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, 
         const int64_t count = std::min(BLOCK, size - first);
         const float* __restrict value = values + first;
         if (!count_at_least(value, count, floor)) continue;
-        float lifts[BLOCK];  // how far the noise is from lifting a token above the bar: at least 0 if it may
+        float lifts[BLOCK];  // at least 0 if the noise may lift the token above the bar
         for (int64_t i = 0; i < count; i++) {
             const float tail = tail_probability(key, token_id(first + i));
             lifts[i] = value[i] >= floor ? exp_of(value[i] - bar) - tail : -1;
@@ -177,8 +177,8 @@ int64_t race(const float* values, int64_t size, float floor, int64_t likeliest, 
     return best;
 }
 
-// A token with a chance in proportion to its weight: the one with the least -log u / weight, which is the greatest
-// log(weight) + Gumbel noise. -1 where there is no weight.
+// Draws a token with a probability proportional to its weight: the one with the least -log u / weight, which is the one
+// with the greatest log(weight) + Gumbel noise. -1 if all weights are 0.
 inline int64_t draw(const float* weights, int64_t size, uint64_t key) {
     int64_t best = argmax(weights, size);
     if (best < 0 || weights[best] <= 0) return -1;

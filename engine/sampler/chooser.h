@@ -1,4 +1,5 @@
-// A row's token or distribution by a request's parameters, with the filters of filters.py; and rows on threads.
+// A row's token or distribution by a request's sampling parameters, with the filters of filters.py; many rows are
+// spread over threads.
 #pragma once
 
 #include <functional>
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int64_t SERIAL_LOGITS = 1 << 17;  // below so many, threads don't pay
 
-// The parameters of a request that its tokens are drawn by.
+// A request's sampling parameters.
 struct Sampling {
     int64_t seed, top_k;  // 0: no filter
     double top_p;         // 1: no filter
@@ -19,7 +20,7 @@ struct Sampling {
     float min_p_floor;
 };
 
-// exp of what is at most 0, in vector code; relative error below 1e-14.
+// exp(x) for x <= 0, which the compiler vectorizes; relative error below 1e-14.
 inline double exp_of(double x) {
     const double shifted = std::max(x, -700.0) * 1.4426950408889634 + 0x1.8p52;  // its last bits are the integer
     const double n = shifted - 0x1.8p52;
@@ -49,7 +50,7 @@ inline double mass_of(const float* __restrict values, int64_t size, float floor)
     return mass;
 }
 
-// Copies the values with keep(value) to `kept`, which may be where they are, and returns how many.
+// Copies the values with keep(value) to `kept`, which may be `values`, and returns how many.
 template <class Keep> int64_t copy_some(const float* values, int64_t size, float* kept, const Keep& keep) {
     int64_t count = 0;
     for (int64_t i = 0; i < size; i++) {
@@ -79,14 +80,14 @@ inline float kth_of(float* some, int64_t size, int64_t k) {
     return some[k - 1];
 }
 
-// The last value in descending order before which there is less mass than `wanted`, of `size` values from `low` to 0.
-// That range is halved until there is little to sort.
+// Of `size` values from `low` to 0 in descending order: the last one with less mass than `wanted` before it. The range
+// is halved until few values are left to sort.
 inline float smallest_inside(float* some, int64_t size, float low, double wanted) {
     for (float high = 0; size > LANES;) {
         const float middle = (low + high) / 2;
         if (!(low < middle && middle < high)) break;
         const double mass = mass_of(some, size, middle);
-        if (mass >= wanted || count_at_least(some, size, middle) == size) {  // the latter where sums were rounded
+        if (mass >= wanted || count_at_least(some, size, middle) == size) {  // the latter if sums were rounded
             low = middle;
             size = copy_some(some, size, some, [=](float value) { return value >= middle; });
         } else {
@@ -100,7 +101,7 @@ inline float smallest_inside(float* some, int64_t size, float low, double wanted
     return some[i];
 }
 
-// A thread's rows are looked at one by one, in the same memory.
+// One per thread: it takes one row at a time and reuses its buffers.
 class Chooser {
   public:
     // -1 where no token has a finite score.
@@ -133,7 +134,7 @@ class Chooser {
         scale_row(logits, size, likeliest, temperature, values.data());
     }
 
-    // The least value that the request's filters leave.
+    // The least value that passes the request's filters.
     float floor_of(const Sampling& request, int64_t size) {
         float floor = request.min_p_floor;
         const bool has_top_k = request.top_k > 0 && request.top_k < size;

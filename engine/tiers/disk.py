@@ -1,9 +1,8 @@
 """The disk tier: blocks of the host tier, written and read by a thread of its own.
 
-The engine's thread owns the index of what lies where and never waits for the disk: it names a slot of host
-memory to be written or filled, and learns later that this is done. Reads go before writes, so a read always
-finds its slot as it was when the read was asked for: the writes asked for later, which alone may reuse the
-slot, come after it.
+The engine's thread owns the index of blocks and never waits for the disk: it queues a job, which writes or
+fills a slot of host memory, and learns later that the job is done. Reads go before writes. So a read finds
+the slot of the file as it was when the read was queued: only a write that was queued later may reuse it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class DiskCounters:
     read_seconds: float = 0
     evicted_blocks: float = 0
     dropped_blocks: float = 0
-    """Lost because the disk could not keep up, or had no room."""
+    """Blocks not written, because the disk was too slow or full."""
     corrupt_blocks: float = 0
     foreign_files: float = 0
     io_errors: float = 0
@@ -48,7 +47,7 @@ class DiskCounters:
 
 @dataclass(eq=False)
 class Job:
-    """A block on its way between a slot of the file and one of host memory, which stays as it is so long."""
+    """A block on its way between a slot of the file and one of host memory, which nobody else changes."""
 
     identity: BlockIdentity
     slot: int
@@ -85,7 +84,7 @@ class DiskTier:
         self._writing: set[BlockIdentity] = set()
         self._reads: deque[Job] = deque()
         self._announced: deque[int] = deque()
-        """Slots that are soon to be read; the kernel has yet to hear of them."""
+        """Slots that will soon be read, and that the kernel is not told of yet."""
         self._writes: deque[Job] = deque()
         self._finished: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -106,7 +105,7 @@ class DiskTier:
 
     @property
     def can_write(self) -> bool:
-        """Whether there is room: not on a disk that was full from the start."""
+        """Whether a block may be written: not if the disk was full from the start."""
         return bool(self._free or self._slot_of) and not self._closing
 
     @property
@@ -124,7 +123,7 @@ class DiskTier:
         return self._slot_of.keys()
 
     def touch(self, identity: BlockIdentity) -> None:
-        """The block is used, or was until now by the host tier: others make room before it."""
+        """Mark the block as recently used: others are evicted before it."""
         self._slot_of.move_to_end(identity)
 
     def write(self, identity: BlockIdentity, host_slot: int) -> None:

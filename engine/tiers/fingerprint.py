@@ -1,5 +1,5 @@
-"""Tells one model's weights from another's, since a disk outlives them: a model may be trained again under
-the same name."""
+"""Tells one model's weights from another's: files on the disk outlive a process, and a model may be trained
+again under the same name."""
 
 from __future__ import annotations
 

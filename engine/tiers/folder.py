@@ -1,4 +1,4 @@
-"""A folder on the disk that one process alone uses, although several are given the same path."""
+"""Gives each process a folder of its own, although several processes are given the same path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_WORKERS = 1024
 
 @dataclass(frozen=True)
 class ClaimedFolder:
-    """Ours until `release` or the end of the process, however it ends: the kernel then drops the lock."""
+    """Locked until `release` or the end of the process, even after a SIGKILL: the kernel drops the lock."""
 
     path: Path
     lock_fd: int
@@ -28,7 +28,7 @@ class ClaimedFolder:
 def claim_folder(parent: Path) -> ClaimedFolder:
     """The first of `parent`/worker-0, worker-1, ... that no living process has claimed.
 
-    A block's identity says all about it, so it does not matter which worker used the folder before. Raises
+    A block is found by its identity alone, so it does not matter which worker used the folder before. Raises
     `ConfigError`, naming the flag.
     """
     try:
@@ -58,7 +58,7 @@ def _try_lock(path: Path) -> int | None:
 
 
 def check_free_space(folder: Path, wanted: int) -> None:
-    """Raise `ConfigError` unless `wanted` bytes fit, those that our files already take included."""
+    """Raise `ConfigError` unless `wanted` bytes fit, including what our files already take."""
     present = sum(file.stat().st_blocks * 512 for file in folder.iterdir() if file.is_file())
     room = shutil.disk_usage(folder).free + present
     if wanted > room:

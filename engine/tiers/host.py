@@ -1,12 +1,11 @@
 """The host tier: blocks that the device pool evicted, in host memory, found again by their identity.
 
-A block is copied when it is evicted, not when it is published: as long as the pool has room nothing is
-copied at all, once it has none the number of copies is the same, and a block that came back from here is
-still here when it is evicted again.
+A block is copied when the pool evicts it, not when it is published. So nothing is copied while the pool has
+room, and a block that was loaded from here and is evicted again needs no second copy.
 
-With a disk tier each block is also written there, in the background and oldest first. In the long run that
-is as often as when it left here, but then a burst of evictions finds most blocks written already, and a
-restart finds them all.
+With a disk tier each block is also written to the disk, in the background and oldest first. Writing a block
+only when the host tier evicts it would be as many writes; but this way a burst of evictions finds most
+blocks written already, and a restart finds all of them.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ FETCH_TIMEOUT_S = 2.0
 """Seconds that a sequence waits for its blocks from the disk before it is computed instead."""
 
 MIN_SLOTS_WITH_DISK = 4
-"""So that not all can be in use by the disk: it reads into half of them, and writes a quarter."""
+"""So that the disk never uses all slots: it reads into at most half of them and writes at most a quarter."""
 
 
 class Evicted(NamedTuple):
-    """A published block of the device pool whose room is wanted; its content is still there."""
+    """A published block of the device pool that is about to be overwritten."""
 
     identity: BlockIdentity
     block: int
@@ -59,11 +58,11 @@ class HostCounters:
 
 
 class HostTier:
-    """Below one arena of a device pool. Only the engine's thread may call it, except for the counters. Copies
-    are in order with whatever uses the device pool.
+    """The host memory below one arena of a device pool. Only the engine's thread may call it, except for the
+    counters. Copies are in order with everything else that uses the device pool.
 
-    Each slot of `memory` is free, in the index, or lent to the disk tier to be filled. A block that is being
-    written stays in the index and in its slot until that is done.
+    Each slot of `memory` is free, in the index, or lent to the disk tier, which fills it. A block that is
+    being written to the disk stays in the index and in its slot until the write is done.
     """
 
     def __init__(self, memory: HostMemory, disk: DiskTier | None = None) -> None:
@@ -79,9 +78,9 @@ class HostTier:
         self._free = list(range(memory.num_slots - 1, -1, -1))
         self._wanted: deque[BlockIdentity] = deque()
         self._fetches: dict[BlockIdentity, list[DiskFetch]] = {}
-        """Who waits for a block, wanted or being read."""
+        """The fetches that wait for a block, which is being read or soon will be."""
         self._unwritten: OrderedDict[BlockIdentity, None] = OrderedDict()
-        """In the index, and neither on the disk nor given to it, oldest first."""
+        """Blocks that are in the index, and neither on the disk nor queued for it; oldest first."""
         self._num_reading = 0
         self._max_reading = self.capacity // 2
         self._max_writing = self.capacity // 4
@@ -106,7 +105,7 @@ class HostTier:
         return identity in self._slot_of
 
     def touch(self, identities: Sequence[BlockIdentity]) -> None:
-        """They are about to be loaded; the first is the last to be given up."""
+        """Mark blocks that will soon be loaded as recently used; the first one is evicted last."""
         for identity in reversed(identities):
             if identity in self._slot_of:
                 self._slot_of.move_to_end(identity)
@@ -131,7 +130,7 @@ class HostTier:
         self.counters.save_seconds += time.perf_counter() - started
 
     def load(self, identities: Sequence[BlockIdentity], block_ids: Sequence[int]) -> int:
-        """Copy into the device blocks until the first that is no longer here; returns how many were."""
+        """Copy the blocks to the device, up to the first that is no longer here; returns how many."""
         started = time.perf_counter()
         num_loaded = 0
         for identity, block in zip(identities, block_ids, strict=True):
@@ -146,7 +145,7 @@ class HostTier:
         return num_loaded
 
     def count_misses(self, num_blocks: int) -> None:
-        """So many full blocks of an admitted prompt were in no tier."""
+        """Count full blocks of an admitted prompt that no tier had."""
         self.counters.miss_blocks += num_blocks
 
     def finish(self) -> None:
@@ -156,9 +155,9 @@ class HostTier:
     # --- the scheduler's side -----------------------------------------------------------------------
 
     def fetch(self, identities: Iterable[BlockIdentity]) -> DiskFetch:
-        """Begin to bring those of a prompt's next blocks that lie on the disk within reach of `load`.
+        """Begin to read those of a prompt's next blocks that lie on the disk, so that `load` finds them.
 
-        At most half of the host tier's blocks: what they displace may be wanted as well.
+        At most half as many blocks as the host tier has: the blocks that they evict may be wanted too.
         """
         fetch = DiskFetch(time.monotonic() + FETCH_TIMEOUT_S)
         if self._disk is None:
@@ -185,7 +184,7 @@ class HostTier:
         return fetch
 
     def is_pending(self, fetch: DiskFetch) -> bool:
-        """Whether waiting for it makes sense: some are still to come, and the deadline has not passed."""
+        """Whether to wait for it: some blocks are still to come, and the deadline has not passed."""
         if fetch.remaining == 0:
             return False
         if time.monotonic() < fetch.deadline:
@@ -196,7 +195,7 @@ class HostTier:
         return False
 
     def poll(self) -> None:
-        """Take back what the disk is done with, and give it more to read."""
+        """Take the jobs that the disk has done, and queue more reads."""
         if self._disk is not None:
             self._collect()
             self._begin_reads()
@@ -234,7 +233,7 @@ class HostTier:
         return text
 
     def close(self) -> None:
-        """Write to the disk what is not there yet, within `CLOSE_TIMEOUT_S`. Idempotent."""
+        """Write the blocks that are not on the disk yet, for at most `CLOSE_TIMEOUT_S`. Idempotent."""
         if self._disk is not None:
             self._collect()
             self._begin_writes(self.capacity)
@@ -248,14 +247,14 @@ class HostTier:
             self._log.stored(Medium.CPU, identity)
 
     def _take_slot(self, may_drop: bool) -> int | None:
-        """A slot to fill, which the least recently used block leaves."""
+        """A slot to fill: a free one, or that of the least recently used block."""
         full = len(self._slot_of) + self._num_reading >= self.capacity
         if full and not self._give_up_oldest(may_drop):
             return None
         return self._free.pop()
 
     def _give_up_oldest(self, may_drop: bool) -> bool:
-        """False if all are being written, or if the oldest has yet to be and must not be lost."""
+        """Evict the oldest block. False if all are being written, or it is unwritten and must not be lost."""
         disk = self._disk
         identity = next((i for i in self._slot_of if disk is None or not disk.is_writing(i)), None)
         if identity is None or (identity in self._unwritten and not may_drop):
@@ -303,6 +302,6 @@ class HostTier:
             self._arrived(job.identity)
 
     def _arrived(self, identity: BlockIdentity) -> None:
-        """Nobody needs to wait for the block any longer, wherever it is."""
+        """No fetch waits for the block any longer."""
         for fetch in self._fetches.pop(identity):
             fetch.remaining -= 1

@@ -14,8 +14,8 @@ class HostMemory:
     """`num_slots` slots, each as large as one block of `pool`, a tensor [num_blocks, ...] on any device.
 
     On a CPU a copy is done when the call returns. On CUDA it is queued in the current stream, from or to
-    pinned memory: so it runs after the forward that wrote the block and before the one that reads or
-    overwrites it, while this thread goes on.
+    pinned memory. So it runs after the forward that wrote the block and before the one that reads or
+    overwrites it, and this thread does not wait.
     """
 
     def __init__(self, pool: Tensor, num_slots: int) -> None:
@@ -42,7 +42,7 @@ class HostMemory:
         return memoryview(self._slots[slot].numpy())
 
     def finish(self) -> None:
-        """Wait for all copies: someone else than this thread's forwards is going to use the device pool."""
+        """Wait for all copies, before anything but this thread's forwards uses the device pool."""
         if self._on_cuda:
             torch.cuda.current_stream(self._blocks.device).synchronize()
 
@@ -58,7 +58,7 @@ class HostMemory:
 
 
 def _allocate(num_slots: int, block_bytes: int, pinned: bool) -> Tensor:
-    """[num_slots, block_bytes] uint8; unless pinned it is physically allocated as it is first touched."""
+    """[num_slots, block_bytes] uint8. Unless pinned, pages are allocated when they are first touched."""
     if pinned:
         return torch.empty((num_slots, block_bytes), dtype=torch.uint8, pin_memory=True)
     pages = mmap.mmap(-1, num_slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

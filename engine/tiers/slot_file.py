@@ -1,10 +1,10 @@
 """Blocks in a file of fixed-size slots, beside an index of what each slot holds.
 
-A slot takes one write for the block and two of 64 bytes for its index entry, and no file-system metadata; a
-file for each block would cost as much for its creation as a small block takes to write. The entry is cleared
-before the block is written and set after it, so a process killed at any point leaves a whole block or none.
-The checksum, verified at every read, covers what is left: a machine that loses power, a disk that errs, a
-file that someone changed.
+To fill a slot takes one write for the block and two of 64 bytes for its index entry, and no file-system
+metadata; with a file for each block, creating the file would cost as much as writing a small block. The entry
+is cleared before the block is written and set after it, so a process that is killed at any point leaves a
+whole block or none. The checksum, which every read verifies, finds the other faults: power loss, disk errors,
+a file that someone changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CorruptBlockError(Exception):
 
 class StoredBlock(NamedTuple):
     age: int
-    """Grows with every write."""
+    """A number that grows with every write."""
     identity: BlockIdentity
     slot: int
 
@@ -45,7 +45,7 @@ class SlotFile:
     """`capacity` slots of `block_bytes`, in the files `index` and `blocks` of `folder`; they grow as needed,
     and `close` releases the folder.
 
-    `model` (16 bytes) says whose KV this is: files of another model, format or version are emptied. One
+    `model` (16 bytes) identifies the model: files of another model, format or version are emptied. One
     thread at a time may use it. Raises OSError.
     """
 
@@ -63,7 +63,7 @@ class SlotFile:
         self._index = _open(folder.path / "index")
         self._blocks = _open(folder.path / "blocks")
         self.stored = self._attach(folder.path)
-        """What was found, oldest first."""
+        """The blocks that were found when the file was opened, oldest first."""
 
     def write(self, slot: int, identity: BlockIdentity, age: int, data: memoryview) -> None:
         if slot >= self.num_allocated:
@@ -89,13 +89,13 @@ class SlotFile:
             raise CorruptBlockError(f"slot {slot} holds other bytes than were written")
 
     def announce(self, slot: int) -> None:
-        """The block is soon to be read. A prompt's last blocks were written first, so the kernel does not
-        see by itself what comes next."""
+        """Tell the kernel that the block will soon be read. A prompt's last blocks were written first, so
+        the kernel's own read-ahead does not find the next one."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._blocks, slot * self.block_bytes, self.block_bytes, os.POSIX_FADV_WILLNEED)
 
     def erase(self, slot: int) -> None:
-        """The slot holds nothing from now on."""
+        """Mark the slot as empty."""
         _write_all(self._index, memoryview(_NO_ENTRY), _entry_offset(slot))
 
     def close(self) -> None:

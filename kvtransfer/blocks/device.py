@@ -1,7 +1,8 @@
-"""A pool in a GPU's memory: where a wire can't reach it, its blocks pass through pinned host memory.
+"""A pool in a GPU's memory: if the transport can't read it, its blocks are copied through pinned host memory.
 
-Copies run on a stream of their own, after everything that was launched before on the device's default stream:
-what a step computes is complete when it is read, and nobody reads any more what is overwritten.
+Copies run on a stream of their own, after everything that was launched before on the device's default stream.
+So a step's results are complete before they are copied, and no kernel still reads a block that a copy
+overwrites.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def pinned(nbytes: int, device: torch.device) -> memoryview:
 
 @contextmanager
 def in_order(device: torch.device) -> Iterator[None]:
-    """Around copies by any thread: after what is launched already; done when it is left."""
+    """Context for copies in any thread: they run after all that was launched, and are done at its end."""
     if device.type != "cuda":
         yield
         return
@@ -35,7 +36,7 @@ def in_order(device: torch.device) -> Iterator[None]:
 
 
 def settle(blocks: Tensor | None) -> None:
-    """Wait for all that is launched already and may use a device pool; without one there is nothing to do."""
+    """Wait for everything launched so far that may use the device's pool; does nothing without a device."""
     if blocks is not None:
         with in_order(blocks.device):
             pass

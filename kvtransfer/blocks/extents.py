@@ -22,18 +22,18 @@ BlockIndices: TypeAlias = npt.NDArray[np.int64]
 Blocks: TypeAlias = npt.NDArray[np.int64]
 
 PART_BYTES = 16 * 1024 * 1024
-"""What a slow wire carries at once, so that no request holds up the others for long."""
+"""Size of a part: small enough that on a slow wire no request delays the others for long."""
 PARTS_AT_ONCE = 4
-"""So many parts make one piece where the receiver reads by itself: that takes some milliseconds, beside which
-what every piece costs, up to half of one, is little."""
+"""How many parts make a piece where the receiver reads by itself. Reading one takes some milliseconds, so
+that the cost of each piece, up to half a millisecond, matters little."""
 MAX_PIECE_BLOCKS = 4096
 RUN_BYTES = 12
 _WIRE_TYPE = np.dtype("<i4")
 NO_BLOCKS: Blocks = np.zeros((2, 0), dtype=np.int64)
 
 BATCH_BYTES = 1024 * 1024
-"""What a system call is offered: about what a socket's buffer takes or gives at once. The whole list of
-buffers is walked at each call, however much it then moves."""
+"""Bytes offered to one system call: about what a socket's buffer holds. The kernel walks the whole list of
+buffers at each call, however few bytes it moves."""
 MAX_BATCH_BUFFERS = 512
 """Under IOV_MAX (1024)."""
 
@@ -57,7 +57,7 @@ def cut(source: Sequence[int], first_position: int, source_blocks: int, max_bloc
 
 
 def to_wire(blocks: Blocks) -> bytes:
-    """In as few runs as the order allows."""
+    """As runs, as few as the order allows."""
     breaks = np.flatnonzero((np.diff(blocks) != 1).any(axis=0)) + 1
     starts = np.concatenate((np.zeros(min(1, blocks.shape[1]), dtype=np.int64), breaks))
     lengths = np.diff(starts, append=blocks.shape[1])
@@ -65,7 +65,7 @@ def to_wire(blocks: Blocks) -> bytes:
 
 
 def from_wire(raw: bytes, source_blocks: int, max_blocks: int) -> Blocks:
-    """Raises ProtocolError for runs that leave a source of so many blocks, or are too many at once."""
+    """Raises ProtocolError for runs with blocks that the source does not have, or with too many blocks."""
     if len(raw) % RUN_BYTES:
         raise ProtocolError(f"runs of {len(raw)} bytes are not a multiple of {RUN_BYTES}")
     if not raw:

@@ -1,8 +1,8 @@
 // Copies scattered blocks from one pool to another.
 //
-// A large copy goes past the caches, as memcpy's do where a single buffer is larger than they are. A plain
-// store reads its line from memory first, which costs a third of the bandwidth, and pushes out of the caches
-// what the model is working on.
+// A large copy bypasses the caches, as memcpy does for one large buffer. A plain store would first read its
+// cache line from memory, which costs a third of the bandwidth, and would evict the model's data from the
+// caches.
 
 #include <algorithm>
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace {
 #if defined(__SSE2__)
 
 constexpr int64_t LINE = 64, BURST = 256, PAGE = 4096, PAGES = 4;
-constexpr int64_t SHORT_RUN = 64 * 1024;  // bytes up to which waiting for address translations shows
+constexpr int64_t SHORT_RUN = 64 * 1024;  // bytes; in longer runs address translation costs little
 
 void stream_lines(char* target, const char* source, int64_t nbytes) {
     for (int64_t at = 0; at < nbytes; at += sizeof(__m128i)) {
@@ -26,7 +26,7 @@ void stream_lines(char* target, const char* source, int64_t nbytes) {
     }
 }
 
-// Four pages take turns, so that their translations are looked up at the same time.
+// Copies from four pages in turn, so that their address translations overlap.
 void stream_pages(char* target, const char* source) {
     for (int64_t at = 0; at < PAGE; at += BURST)
         for (int64_t page = 0; page < PAGES * PAGE; page += PAGE)

@@ -16,9 +16,9 @@ from native.build import BuildError, load_library
 logger = logging.getLogger("tandem.kvtransfer")
 
 GIL_FREE_BYTES = 64 * 1024
-"""Shorter copies keep the interpreter lock: taking it back from a busy thread costs more than they do."""
+"""Shorter copies keep the GIL: to get it back from a busy thread costs more than the copy."""
 PAST_CACHES_BYTES = 2 * 1024 * 1024
-"""A piece of fewer bytes may be read again soon enough to be found in a cache."""
+"""A smaller piece may be read again while it is still in a cache."""
 
 
 @functools.cache

@@ -140,14 +140,14 @@ def wire_segments(segments: Sequence[SegmentInfo], wire_dtype: str) -> tuple[Seg
 
 
 def needs_conversion(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> bool:
-    """Whether blocks of the wire are anything but blocks of our pool."""
+    """Whether blocks as on the wire differ from blocks of our pool."""
     return tuple(wire) != tuple(ours)
 
 
 def foreign_format(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> str:
-    """Names how values of this wire are not what our pool would have computed; empty if they may be.
+    """Names how values on this wire differ from those that our worker computes; empty if they don't.
 
-    Values of another dtype, or that were quantized, are near ours at best. The block size changes no value.
+    Another dtype and quantization change values; another block size does not.
     """
     theirs_and_ours = ([(each.dtype, each.quantization) for each in side] for side in (wire, ours))
     theirs, here = theirs_and_ours
@@ -164,7 +164,7 @@ def conversion_problem(
     """Why blocks of the wire can't become blocks of our pool: (field, reason), or None if they can.
 
     Block sizes may differ in any way, dtypes among `DTYPES`, and the wire may be quantized. Everything else
-    must agree. `wire` may come from a peer: nothing is assumed of it but its types.
+    must agree. `wire` may come from a peer, so nothing but its types is trusted.
     """
     if their_tensor_parallel != our_tensor_parallel:
         return "tensor_parallel", _unlike(their_tensor_parallel, our_tensor_parallel)

@@ -4,7 +4,7 @@ An attention kernel that walks a large pool needs far fewer address translations
 time for scattered reads. Linux gives them to private memory on request. To shared memory it gives them at
 first touch only if an administrator allowed that
 (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), but from 6.1 on it turns pages in use into huge ones
-for whoever asks (`MADV_COLLAPSE`), with any setting. A thread asks for it as the pool fills.
+on request (`MADV_COLLAPSE`), with any setting. A thread requests that as the pool fills.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PoolMemory:
             self.buffer = memoryview(pages)
 
     def close(self) -> None:
-        """Drop this object's hold. Idempotent."""
+        """Release this object's reference to the memory. Idempotent."""
         self.buffer = memoryview(b"")
         self.fd = None
 
@@ -91,7 +91,7 @@ def _shared(nbytes: int) -> tuple[int, memoryview]:
 
 
 def _map_over(address: int, nbytes: int, fd: int) -> None:
-    """Map the file in place of private memory. Python's `mmap` object unmaps it with what is around it."""
+    """Map the file over a part of an anonymous mapping. Python's `mmap` object unmaps both together."""
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
     call = _libc.mmap
     call.restype = ctypes.c_void_p
@@ -108,7 +108,7 @@ def _advise_huge_pages(pages: mmap.mmap) -> None:
 
 
 def _keep_huge(pages: weakref.ref[mmap.mmap], address: int, nbytes: int, fd: int) -> None:
-    """Whenever more of the file is allocated than is on huge pages, make the next ones, from the front on.
+    """Whenever more of the file is allocated, turn the next pages into huge ones, from the front on.
 
     Blocks are handed out from the front, so this stays just ahead of what is used. A part for which there is
     no huge page free stays as it is.

@@ -1,8 +1,8 @@
 """Packs KV blocks for the wire: one byte a value, with a scale for each (block, layer, plane, kv head).
 
 Symmetric: the scale is the largest magnitude of its group over the largest code (127 for int8, 448 for fp8),
-so nothing is clipped and zero stays zero. Only the tokens that a block holds count; the slots behind them are
-packed as zeros, so that what an earlier owner left there neither widens a scale nor travels.
+so nothing is clipped and zero stays zero. Only the tokens that a block holds count. The slots after them are
+packed as zeros, so that values of an earlier owner neither enlarge a scale nor leave the worker.
 """
 
 from __future__ import annotations

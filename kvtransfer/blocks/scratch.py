@@ -1,4 +1,4 @@
-"""Work over many values in chunks that stay in the cache, in buffers that are made once."""
+"""Chunks of work that stay in the cache, and buffers that are allocated once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 CHUNK_VALUES = 1024 * 1024
-"""A float32 buffer of as many is 4 MiB: it stays in a shared cache, and the cost of the calls vanishes."""
+"""As float32 it is 4 MiB: that stays in a shared cache, and the cost of calls is negligible beside it."""
 
 
 class Scratch:
-    """Named buffers that grow to what was asked of them. For one thread at a time."""
+    """Named buffers that grow when a larger one is asked for. For one thread at a time."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}

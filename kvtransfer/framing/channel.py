@@ -21,7 +21,7 @@ CHECK_BYTES = 4
 PREFIX_BYTES = LENGTH_BYTES + CHECK_BYTES
 """What goes before a message's payload."""
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
-"""How an alert and a handshake begin. With the next two bytes they are no length of ours."""
+"""The first bytes of a TLS alert and a TLS handshake. With the next two they exceed our lengths."""
 
 T = TypeVar("T")
 Buffer: TypeAlias = memoryview | bytearray
@@ -75,9 +75,9 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def frame(payload: bytes) -> bytes:
-    """A message's bytes as they go over the wire: their length first, and a check of it and of them.
+    """A message as it goes over the wire: its length, a checksum of length and payload, the payload.
 
-    A piece whose blocks are whole but whose message is damaged would put them in the wrong places.
+    If a piece's message were damaged, whole blocks would be written to wrong places.
     """
     length = len(payload).to_bytes(LENGTH_BYTES, "little")
     return length + xxhash.xxh32_digest(length + payload) + payload
@@ -111,7 +111,7 @@ def frame_length(header: bytes | bytearray) -> int:
 class Channel:
     """Frames and bytes over a non-blocking `socket`. Deadlines are values of `time.monotonic()`.
 
-    A connection on which nothing moves for `progress_timeout_s` seconds in the middle of something is broken.
+    In the middle of an operation, a connection on which nothing moves for `progress_timeout_s` s is broken.
     """
 
     def __init__(self, sock: socket.socket, wake: Wake, progress_timeout_s: float) -> None:
@@ -125,7 +125,7 @@ class Channel:
         self._events = 0
 
     def progress_deadline(self) -> float:
-        """When the peer must have moved, if it moves now for the last time."""
+        """The deadline for the peer's next progress, counted from now."""
         return time.monotonic() + self.progress_timeout_s
 
     def wait(self, events: int, deadline: float | None) -> int:
@@ -142,7 +142,7 @@ class Channel:
         return next(iter(ready.values()), 0)
 
     def ready(self, events: int, deadline: float) -> None:
-        """Wait for events, whatever wakes us in between."""
+        """Wait for events; wake-ups do not end it."""
         while not self.wait(events, deadline):
             pass
 
@@ -154,14 +154,14 @@ class Channel:
             raise OSError(error, os.strerror(error))
 
     def hung_up(self) -> bool:
-        """Whether the peer has closed its side, whatever is left to read. Raises StoppedError."""
+        """Whether the peer has closed its side, even if there is data left to read. Raises StoppedError."""
         try:
             return bool(self.wait(select.POLLRDHUP, time.monotonic()))
         except TimeoutError:
             return False
 
     def at_end(self) -> bool:
-        """Whether the peer has closed its side, nothing being left to read."""
+        """Whether the peer has closed its side and no data is left to read."""
         try:
             return not self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:

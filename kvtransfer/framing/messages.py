@@ -16,9 +16,9 @@ WIRE_VERSION = 6
 NONCE_BYTES = 32
 
 GOOD, SPOILED = b"good", b"void"
-"""What follows a piece's blocks. Spoiled: the sender gave the blocks up midway and padded the rest.
+"""The trailer that follows a piece's blocks. Spoiled: the sender aborted midway and padded the rest.
 
-Anything else means that bytes were lost or came twice: what follows can't be understood either.
+Anything else means that bytes were lost or came twice, so that the rest of the stream is unreadable.
 """
 
 UNKNOWN_LEASE = "unknown lease"
@@ -43,18 +43,18 @@ REFUSALS = {
     OUT_OF_RANGE: "out_of_range",
     NOT_QUANTIZABLE: "not_quantizable",
 }
-"""Why a piece does not count, and as what it is counted."""
+"""Why a piece was refused, and the counter for it."""
 TRANSIENT = {STILL_WRITTEN, CHECKSUM_MISMATCH}
-"""Sending the piece once more may help."""
+"""After one of these the piece may be sent once more."""
 
 
 def failure_kind(refusal: str) -> str:
-    """Bounded in number, whatever a peer answers."""
+    """The counter for a refusal. There are few, whatever a peer answers."""
     return REFUSALS.get(refusal, "refused")
 
 
 def error_kind(error: Exception) -> str:
-    """As what a connection that ended by this error is counted; `internal` is a defect of ours."""
+    """The counter for a connection that ended by this error; `internal` is a defect of ours."""
     if isinstance(error, ProtocolError):
         return "malformed"
     if isinstance(error, TimeoutError):
@@ -71,7 +71,7 @@ Segments = Annotated[list[SegmentInfo], Meta(max_length=8)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Sender to receiver: who calls, whom it wants, what its pool holds and how that looks on the wire."""
+    """Sender to receiver: who calls and whom, what its pool holds, and its layout on the wire."""
 
     version: int
     nonce: Nonce
@@ -140,7 +140,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
-    """The piece is in place, or it is not (`error`); with `again` it may be sent once more."""
+    """The piece is in place, or not (`error`). With `again` it may be sent once more."""
 
     sequence: Number
     error: Reason = ""

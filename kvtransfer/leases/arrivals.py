@@ -24,8 +24,8 @@ class PieceArrival:
 class ArrivalRecord:
     """How one lease's pieces came in, as their receiver sees it.
 
-    Only lengths of time come from the sender, so the two clocks need not agree; what a message takes on its
-    way is not seen.
+    The sender reports durations only, so the two clocks need not agree. The time that a message is in transit
+    is not included.
     """
 
     transport: str = ""

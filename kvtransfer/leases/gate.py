@@ -58,12 +58,12 @@ class WriteGate:
                 self.leave()
 
     def close(self) -> bool:
-        """No write begins after this. Whether none is under way either; if not, `on_empty` tells."""
+        """No write begins after this. Returns whether none is under way; if one is, `on_empty` follows."""
         with self._state:
             self._open = False
             return not self._writers
 
     def wait_empty(self, deadline: float) -> bool:
-        """Whether the last writer leaves by then (monotonic seconds)."""
+        """Whether the last writer has left by the deadline (monotonic seconds)."""
         with self._state:
             return self._state.wait_for(lambda: not self._writers, max(0.0, deadline - time.monotonic()))

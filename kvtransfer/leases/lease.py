@@ -18,14 +18,14 @@ from kvtransfer.leases.gate import WriteGate
 
 @dataclass(slots=True)
 class _Attempts:
-    """To write one part: the latest one's number, and the gates of those that may still be writing."""
+    """Attempts to write one part: the latest one's number, and the gates of those that may still write."""
 
     number: int = -1
     gates: list[WriteGate] = field(default_factory=list)
 
 
 class Lease:
-    """Blocks of one prompt, in order, in one or more arenas, and what has come of them.
+    """Blocks of one prompt, in order, in one or more arenas, and which of them have arrived.
 
     Only tokens in [`first_token`, `num_tokens`) are written: those before are cached, and maybe shared. A
     *position* is the index of one of the sender's blocks within the prompt.

@@ -18,7 +18,7 @@ from kvtransfer.leases.lease import Lease
 from protocol.handoff import Extent
 
 REMEMBERED_LEASES = 4096
-"""Completed leases whose names are kept. Their pieces may come again, if an ack was lost: no error."""
+"""Completed leases whose ids are kept. Their pieces may come again, after a lost ack, which is no error."""
 
 
 class LeaseTable:
@@ -70,7 +70,7 @@ class LeaseTable:
             self._leases[lease_id] = lease
 
     def close(self, lease_id: str) -> bool:
-        """No write begins under the lease after this; idempotent. Whether its blocks are free at once.
+        """No write begins under the lease after this. Returns whether its blocks are free now. Idempotent.
 
         If not, `on_emptied` is called when they are.
         """
@@ -132,7 +132,7 @@ class LeaseTable:
                     lease.lost_at = now
 
     def fail_lost(self, grace_s: float) -> tuple[list[str], float | None]:
-        """End the leases whose sender has been gone for so long. Returns them, and when to look again."""
+        """Close leases whose sender is gone for `grace_s` seconds. Returns them, and when to look again."""
         now, lost, next_at = time.monotonic(), [], None
         with self._lock:
             for lease in self._leases.values():

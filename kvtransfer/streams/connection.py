@@ -125,7 +125,7 @@ class ReceiverConnection(threading.Thread):
             reader.read(sources, positions, _CLOSED)
         else:
             refusal = self._take(reader, inlet, hello, piece, blocks, lease)
-        # Before anything is believed: a sender that has given us up has closed the connection first.
+        # Before the piece counts: a sender that gave us up has closed the connection first.
         ack = Ack(piece.sequence, refusal, again=refusal in TRANSIENT)
         channel.send(ack, channel.progress_deadline())
         if refusal:

@@ -3,7 +3,7 @@
     sender -> receiver   Hello      (nonce, ids, pool)
     receiver -> sender   Challenge  (nonce)
     sender -> receiver   Proof      HMAC-SHA256(key, "sender", Hello, Challenge)
-    receiver -> sender   Answer    with HMAC-SHA256(key, "receiver", Hello, Challenge, Answer)
+    receiver -> sender   Answer     with HMAC-SHA256(key, "receiver", Hello, Challenge, Answer)
 
 Both digests cover everything said so far, so ids, incarnations and pool can't be swapped, nothing can be
 replayed (each side chose a nonce), and neither side's digest can be reflected (role labels). The receiver
@@ -134,7 +134,7 @@ def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
 
 
 def _contradiction(hello: Hello, pool: RegisteredPool) -> tuple[str, str] | None:
-    """What can be true of no pool: the wire and the block's size follow from the segments."""
+    """What contradicts itself in the Hello: the wire and the block's size follow from the segments."""
     expected = pool.block_bytes
     if not hello.segments == hello.wire == list(pool.segments):
         quantization = hello.wire[0].quantization if hello.wire else ""

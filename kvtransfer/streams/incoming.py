@@ -1,4 +1,4 @@
-"""Where a connection's blocks go: straight into the pool, or by way of a staging area that is converted."""
+"""Where a connection's blocks go: straight into the pool, or converted by way of a staging buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvtransfer.leases.lease import Lease
 
 
 class Incoming:
-    """The sender's blocks look like ours, and go straight to their places."""
+    """The sender's blocks have our layout, and are written straight to their places."""
 
     def __init__(self, target: RegisteredPool, max_blocks: int, foreign: str = "") -> None:
         self.target = target
@@ -27,11 +27,11 @@ class Incoming:
         """`layout.foreign_format` of what comes."""
 
     def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
-        """The blocks of `target` that the reader is to bring a piece for these `leased` ones into."""
+        """The blocks of `target` that the reader writes, for a piece that belongs in these `leased` ones."""
         return leased[positions]
 
     def place(self, positions: BlockIndices, lease: Lease, arena: int, gate: WriteGate) -> bool:
-        """Bring it from there into the lease's blocks; whether the gate was open for that."""
+        """Copy the piece from `target` into the lease's blocks, if the gate is open; whether it was."""
         return True
 
 
@@ -61,7 +61,7 @@ class Converting(Incoming):
 
 
 def incoming(pool: RegisteredPool, hello: Hello, max_blocks: int, reaches_devices: bool) -> Incoming:
-    """Checksums are made on the host, so that what has one passes through it."""
+    """Checksums are computed on the host, so blocks with one are staged there."""
     if needs_conversion(hello.wire, pool.segments):
         return Converting(pool, hello, max_blocks)
     if pool.device is not None and not (reaches_devices and hello.checksum == "off"):

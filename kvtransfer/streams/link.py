@@ -1,4 +1,4 @@
-"""The connections to one peer: over the best transport that works, and over the next one when that breaks."""
+"""The connections to one peer: over the best transport that works, and when that breaks over the next one."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ class Link(threading.Thread):
     # --- for any thread ---------------------------------------------------------------------------
 
     def enqueue(self, piece: QueuedPiece) -> None:
-        """Send this, a piece at a time as the wire has them, taking turns with other leases.
+        """Send these parts, a piece at a time. Leases take turns.
 
-        Does nothing on a link that is down: `on_down` has reported that.
+        Does nothing on a link that is down, which `on_down` has reported.
         """
         with self.state:
             if self.down or piece.lease_id in self._refused:
@@ -187,9 +187,9 @@ class Link(threading.Thread):
     def _settle(
         self, stream: Stream, pieces: list[QueuedPiece], error: str, again: bool
     ) -> list[tuple[str, str]]:
-        """Send pieces that failed once more, or refuse their leases; returns the refusals that are final.
+        """Queue failed pieces again, or refuse their leases; returns the final refusals.
 
-        A lease is refused when none of its pieces is on its way any more: until then its blocks are read.
+        A lease is refused once none of its pieces is on its way: until then its blocks may be read.
         """
         retried = []
         for piece in pieces:
@@ -263,7 +263,7 @@ class Link(threading.Thread):
         return False
 
     def _try(self, candidate: Candidate) -> str:
-        """Open streams over it, or put it off; returns why it can't be had, or an empty string."""
+        """Open streams over it, or schedule a retry; returns why it failed, or an empty string."""
         try:
             self._open(candidate)
         except (OSError, TransferError, ProtocolError) as error:
@@ -329,7 +329,7 @@ class Link(threading.Thread):
             level = logging.WARNING
             counters.add("fallbacks")
             self._core.pairs.add(self.peer.worker_id, name, {"kv_transfer_fallbacks_total": 1})
-        for other in self._candidates[rank(candidate) :]:  # the worse ones are merely not needed
+        for other in self._candidates[rank(candidate) :]:  # worse ones are not needed
             self._core.pairs.accept(self.peer.worker_id, other.transport.name)
         logger.log(level, "link to %s over %s, %d streams", self.peer.worker_id, name, streams)
 

@@ -1,4 +1,4 @@
-"""Pieces on their way: the queue that they wait in, and the time that they took, as either side sees it."""
+"""Pieces to be sent: the queue in which they wait, and how long they took."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtransfer.blocks.extents import RUN_BYTES, Blocks, to_wire
 
 @dataclass(eq=False)
 class QueuedPiece:
-    """Parts of a lease in one arena that follow each other, the first of them its `index`th.
+    """Consecutive parts of a lease in one arena; the first is part `index` of the lease.
 
     `wanted` turns false when the lease is aborted. `num_tokens` of the prompt were valid when it was pushed,
     `pushed_s` after the lease's first piece.
@@ -38,7 +38,7 @@ class QueuedPiece:
 
     @cached_property
     def runs(self) -> bytes:
-        """As they go over the wire."""
+        """The blocks as runs for the wire."""
         return to_wire(self.blocks)
 
     @property
@@ -50,7 +50,7 @@ class QueuedPiece:
         return self.blocks.shape[1]
 
     def split(self, num_parts: int) -> tuple[QueuedPiece, QueuedPiece]:
-        """The first parts, fewer than all, and the others."""
+        """Split into a piece of the first parts and one of the rest."""
         first = replace(self, parts=self.parts[:num_parts], final=False)
         return first, replace(self, parts=self.parts[num_parts:], index=self.index + num_parts)
 
@@ -68,7 +68,7 @@ class PieceQueue:
         self._by_lease.setdefault(piece.lease_id, deque()).append(piece)
 
     def put_back(self, pieces: list[QueuedPiece]) -> None:
-        """These were taken, and come first again."""
+        """Return taken pieces to the front of the queue."""
         for piece in reversed(pieces):
             self._by_lease.setdefault(piece.lease_id, deque()).appendleft(piece)
 

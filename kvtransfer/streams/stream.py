@@ -42,7 +42,7 @@ class StreamOwner(Protocol):
     state: threading.Condition
 
     def take(self, max_parts: int) -> QueuedPiece | None:
-        """The piece that comes next; called with `state` held."""
+        """The next piece to send; called with `state` held."""
 
     def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None: ...
 
@@ -60,7 +60,7 @@ class _Transmission:
         self.rest = ScatterList([self._header, *payload])
 
     def pad(self) -> None:
-        """Send zeros instead of what is left of the blocks, and say so in the trailer."""
+        """Send zeros instead of the rest of the blocks, and mark the piece as spoiled in its trailer."""
         if self._padded:
             return
         self._padded = True
@@ -141,13 +141,13 @@ class Stream(threading.Thread):
         self.wake()
 
     def let_go(self, lease_id: str, deadline: float) -> bool:
-        """Wait until no source block is read any more of a lease whose pieces are not wanted any more.
+        """Wait until no source block of an aborted lease is read any more.
 
-        Where the peer reads them by itself it has until the deadline, then the connection is cut: False. A
-        peer whose connection is cut believes nothing that it still reads.
+        If the peer reads them by itself, it has until the deadline; then the connection is cut, and this
+        returns False. After that the peer ignores whatever it still reads.
         """
         with self._reading:
-            pass  # what is sent from now on of an unwanted piece is padding
+            pass  # from now on only padding is sent of an unwanted piece
         if self._writer is None or not self._writer.remote_reads:
             return True
         state = self._owner.state
@@ -155,7 +155,7 @@ class Stream(threading.Thread):
             while any(piece.lease_id == lease_id for _, piece in self.in_flight):
                 if not state.wait(deadline - time.monotonic()):
                     assert self._channel is not None
-                    self._writer.close()  # from here on the peer believes nothing that it reads
+                    self._writer.close()  # from here on the peer ignores what it reads
                     self._channel.shutdown()
                     return False
         return True
@@ -173,7 +173,7 @@ class Stream(threading.Thread):
             if kind == "internal":
                 logger.exception("a stream to %s ended by a defect", self._peer.worker_id)
         finally:
-            # First of all: the peer then believes no block that it has yet to copy.
+            # First: the peer then ignores every block that it has not copied yet.
             self.close()
             self._owner.ended(self, kind, f"{self.transport_name}: {reason}")
 
@@ -248,7 +248,7 @@ class Stream(threading.Thread):
         return _Transmission(queued, frame(encode(piece)), payload)
 
     def _give_up(self, queued: QueuedPiece, reason: str) -> None:
-        """Nothing of the piece was sent, and nothing of it can be."""
+        """The piece can't be sent, and nothing of it was."""
         logger.warning("lease %s: %s", queued.lease_id, reason)
         with self._owner.state:
             sequence, _ = self.in_flight.pop()

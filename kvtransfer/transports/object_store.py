@@ -2,9 +2,9 @@
 
 The connection is an ordinary TCP one. Before the sender writes a piece's message to it, it copies the piece's
 blocks into an object and sends the object's reference to the receiver's carrier, which puts it into the
-connection's inbox. The receiver copies from the object into its pool. So the sender's blocks are not read any
-more once the message is on its way, and the store holds at most `MAX_IN_FLIGHT` objects of a pair, and one
-that is leaving.
+connection's inbox. The receiver copies from the object into its pool. So the sender's blocks are not read
+after the message is sent, and the store holds at most `MAX_IN_FLIGHT` objects of a pair, and one that is
+being deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Id
 
 Reference: TypeAlias = Any
-"""Names an object in the store and keeps it there: it goes with the last reference to it, anywhere."""
+"""Names an object in the store and keeps it there, until the last reference in any process is dropped."""
 
 SendObject: TypeAlias = Callable[[int, Sequence[memoryview]], None]
 """Stores a copy of the buffers and sends its reference to the peer, as the one of this number.
@@ -52,7 +52,7 @@ class Inbox:
         self._next = 0
 
     def put(self, number: int, reference: Reference) -> None:
-        """What was taken or skipped, or is more than a sender may have on its way, is dropped."""
+        """Add a reference. It is dropped if it was taken or skipped, or if there are too many."""
         with self._changed:
             if self._next <= number <= self._next + MAX_IN_FLIGHT:
                 self._arrived[number] = reference
@@ -184,7 +184,7 @@ def aligned(
 
 
 def copy(source: memoryview, target: memoryview, gate: WriteGate) -> bool:
-    """If the gate is open; whether it is."""
+    """Copy if the gate is open; returns whether it is."""
     with gate.writing() as is_open:
         if is_open:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -3,8 +3,8 @@
 The connection is an abstract Unix socket, so it has no file and is reachable only on this host (in this
 network namespace). The sender passes its pool's file over it once; after that only pieces and acks travel.
 
-A piece counts only if its acknowledgement could still be sent after the copy: a sender that gives up on
-us closes the connection before it reuses the blocks, so a copy of reused blocks is never believed.
+A piece counts only if its acknowledgement could be sent after the copy: a sender that gives us up closes
+the connection before it reuses the blocks, so a copy of reused blocks never counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport
 from protocol.errors import ProtocolError
 
 _SLICE_BYTES = 4 * 1024 * 1024
-"""What is copied before the gate is looked at again: well under a millisecond's work."""
+"""Bytes that are copied between two looks at the gate: well under a millisecond."""
 
 
 class ShmWriter(PieceWriter):

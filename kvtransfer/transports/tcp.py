@@ -1,4 +1,4 @@
-"""The `tcp` transport: blocks follow their piece's message on the stream, straight from pool to pool."""
+"""The `tcp` transport: blocks follow their piece's message, sent from and received into the pools."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _DISCARDED = memoryview(bytearray(1024 * 1024))
 
 
 def _bound_buffers(sock: socket.socket) -> None:
-    """Within one host, keep what is on its way small enough to be found in a cache.
+    """Within one host, keep the socket's buffers small enough for a cache.
 
-    There the kernel lets it grow to tens of megabytes, for no delay that it had to cover. Between hosts the
-    sizes stay the kernel's: it grows them as far as the path needs.
+    There the kernel would let them grow to tens of megabytes, although there is no network delay to cover.
+    Between hosts the kernel's own sizes are used: they grow as far as the path needs.
     """
     if sock.getpeername()[0] != sock.getsockname()[0]:
         return

@@ -18,7 +18,7 @@ from messaging.tls import TlsFiles
 from protocol.errors import ProtocolError
 
 _CHUNK_BYTES = 128 * 1024
-"""Encrypted, and read from the socket, at a time: it stays in the cache, and spares calls of the kernel."""
+"""Bytes encrypted, or read from the socket, at a time: few enough for the cache, and few system calls."""
 
 _PROTOCOL_VERSION_ALERT = bytes.fromhex("15 0301 0002 02 46")
 
@@ -41,13 +41,13 @@ class TlsChannel(Channel):
         self._peeked = b""
         self._unsent = memoryview(b"")
         self._owed = 0
-        """How much of the caller's data lies encrypted in `_unsent`, and is not reported as sent yet."""
+        """Bytes of the caller's data that are encrypted in `_unsent` and not yet reported as sent."""
         self._sending_waits_for_input = False
 
     # --- waiting ----------------------------------------------------------------------------------
 
     def wait(self, events: int, deadline: float | None) -> int:
-        """What the connection is ready for may be another thing than what the caller can do."""
+        """TLS may have to read before it can write, and the other way round."""
         if events & select.POLLIN and self._has_plaintext():
             return events
         awaited = events
@@ -79,7 +79,7 @@ class TlsChannel(Channel):
     # --- sending ----------------------------------------------------------------------------------
 
     def write(self, buffers: Sequence[Buffer]) -> int:
-        """How much was sent. After a 0 some may lie encrypted here, and can't be taken back."""
+        """How many bytes were sent. After a 0 some may be encrypted already and will be sent."""
         try:
             if not self._owed:
                 self._encrypt(buffers)
@@ -157,7 +157,7 @@ class TlsChannel(Channel):
                 self._fail(error)
 
     def _feed(self) -> bool:
-        """Take in what has come; False at the end of the connection."""
+        """Read what has arrived; False at the end of the connection."""
         try:
             data = self.socket.recv(_CHUNK_BYTES)
         except ConnectionError:
@@ -173,7 +173,7 @@ class TlsChannel(Channel):
         return 0
 
     def _fail(self, error: ssl.SSLError) -> NoReturn:
-        """Raises ProtocolError; the peer is told as well."""
+        """Send the TLS alert, then raise ProtocolError."""
         with contextlib.suppress(OSError):
             self._flush()
             if error.reason == "WRONG_VERSION_NUMBER":  # OpenSSL itself says nothing to such a peer

@@ -1,4 +1,4 @@
-"""What a wire has to provide. Pieces, acks, leases and the handshake are the same for all of them.
+"""What a transport has to provide. Pieces, acks, leases and the handshake are common to all.
 
 A new transport derives from `Transport`, says how it differs from a plain TCP stream, and adds itself to
 `registry.py`.
@@ -18,14 +18,14 @@ from kvtransfer.leases.gate import WriteGate
 from kvtransfer.transports.sockets import connect_tcp, listen_tcp
 
 MAX_IN_FLIGHT = 3
-"""Pieces sent and not acknowledged. It bounds memory on the way, and how long an abort has to wait."""
+"""Pieces sent and not acknowledged, at most. It bounds memory in transit, and how long an abort waits."""
 
 
 class PieceWriter:
     """The sender's end of one connection: the pool's blocks follow their piece's message on it."""
 
     remote_reads = False
-    """The peer reads our pool by itself, up to its acknowledgement of a piece."""
+    """Whether the peer reads our pool by itself, until it acknowledges the piece."""
 
     def __init__(self, pool: RegisteredPool, block_bytes: int | None = None) -> None:
         self.block_bytes = block_bytes or pool.block_bytes
@@ -33,9 +33,9 @@ class PieceWriter:
         self._pool = pool
 
     def source(self, blocks: Blocks, num_tokens: int) -> tuple[memoryview, BlockIndices]:
-        """A buffer with the blocks as they travel, and where in it each one is; valid until the next call.
+        """A buffer with the blocks as they are sent, and their indices in it; valid until the next call.
 
-        `num_tokens` of the prompt are valid; what a block at its end holds beyond them means nothing.
+        Only the prompt's first `num_tokens` tokens are valid: the rest of its last block is not.
         """
         return self._pool.buffer, blocks[0]
 
@@ -48,7 +48,7 @@ class PieceWriter:
     def close(self) -> None:
         """The sender gives the connection up. Idempotent, for any thread.
 
-        A peer that reads our pool believes nothing whose read ends after this.
+        A peer that reads our pool ignores whatever it reads after this.
         """
         return
 
@@ -58,11 +58,11 @@ class PieceReader(ABC):
 
     @abstractmethod
     def read(self, sources: BlockIndices, targets: BlockIndices, gate: WriteGate) -> bool:
-        """Bring the sender's blocks into our blocks while the gate is open; discard what comes after.
+        """Bring the sender's blocks into our blocks while the gate is open; discard the rest.
 
         Returns whether all of them are in place, as they were before the sender gave the connection up;
-        either way the connection stands before the next message. Raises OSError for a broken wire,
-        TimeoutError for one that stands.
+        either way the next message follows on the connection. Raises OSError if the connection is broken,
+        TimeoutError if it makes no progress.
         """
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Transport(ABC):
     parts_at_once = 1
     """How many parts of a prompt make a piece."""
     reaches_devices = False
-    """Its readers write a GPU's memory by themselves."""
+    """Whether its readers can write a GPU's memory."""
     streams = 1
     """Connections per pair of workers."""
     wire_dtype = "auto"

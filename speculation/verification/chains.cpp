@@ -1,5 +1,5 @@
-// Verification of drafted chains in one call, row after row up to the first rejection: coupled.py's rule, and
-// standard.py's with rejection.py's odds, left-over and last draw.
+// Verifies drafted chains in one call, row by row up to the first rejection: by coupled.py's rule, or by standard.py's
+// (rejection sampling, as in rejection.py).
 
 #include <vector>
 
@@ -16,7 +16,7 @@ struct Chains {
     const float* const* distributions;   // [length, size]: what each token was drawn from; null: chance had no part
     const int64_t* token_ids;            // one chain after the other
     int64_t *accepted, *last_tokens;     // how many tokens, and the one after them: -1 where none has a finite score
-    int64_t coupled;                     // whether that is the rule
+    int64_t coupled;                     // whether to verify by the coupled rule
 };
 
 template <class T> struct Chain {
@@ -30,7 +30,7 @@ struct Outcome {
     int64_t accepted, last_token;
 };
 
-// The target's own tokens, as far as the draft foresaw them.
+// The coupled rule: accepts drafted tokens as long as they are the target's own.
 template <class T> Outcome follow(const Chain<T>& chain, const Sampling& request, Chooser& chooser) {
     for (int64_t i = 0;; i++) {
         const T* row = chain.logits + i * chain.stride;
@@ -39,7 +39,7 @@ template <class T> Outcome follow(const Chain<T>& chain, const Sampling& request
     }
 }
 
-// What a rejected token left of the target's distribution, not normalized.
+// The target's distribution less the one that a rejected token was drawn from, not normalized.
 void take_away(const float* __restrict target, const float* __restrict drawn, int64_t size, float* __restrict left) {
     for (int64_t i = 0; i < size; i++) left[i] = std::max(target[i] - drawn[i], 0.0f);
 }

@@ -1,4 +1,4 @@
-// Finds where a text's last tokens stood before, and what followed there.
+// Finds an earlier occurrence of a text's last tokens, and drafts what followed there.
 
 #include "repeats.h"
 

@@ -1,4 +1,4 @@
-// Texts to draft for, and where a text's last tokens stood before.
+// Texts to draft for, and the search for earlier occurrences of a text's last tokens.
 
 #pragma once
 
@@ -23,16 +23,16 @@ inline int64_t matched(const int32_t* text, int64_t length, int64_t place, int64
     return count;
 }
 
-// Whether at one of COUNT places stands `last`, and `first` so many places before it. Without a way out, so that
-// vectors compare many places at once.
+// Whether one of COUNT places has the token `last`, and the token `first` so many places before. There is no early
+// exit, so that the compiler vectorizes the loop.
 template <int64_t COUNT> bool contains(const int32_t* places, int32_t last, int64_t before, int32_t first) {
     bool found = false;
     for (int64_t i = 0; i < COUNT; i++) found |= (places[i] == last) & (places[i - before] == first);
     return found;
 }
 
-// Calls visit(place, number of tokens, up to `longest`) where at least `wanted` of the text's last tokens stood
-// before, the most recent place first. It returns how many it wants from now on: more than `longest` to end.
+// Calls visit(place, length) for each earlier place where at least `wanted` of the text's last tokens end, the most
+// recent first; `length` of them match, at most `longest`. visit returns the new `wanted`: above `longest` to stop.
 template <class Visit>
 void for_each_repeat(const int32_t* text, int64_t length, int64_t wanted, int64_t longest, Visit visit) {
     constexpr int64_t BLOCK = 64;

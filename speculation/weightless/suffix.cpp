@@ -1,11 +1,10 @@
-// Suffix decoding: which tokens most often followed where a text's last tokens stood before, in the text itself
+// Suffix decoding: drafts what most often followed earlier occurrences of a text's last tokens, in the text itself
 // and in a corpus of earlier outputs.
 //
-// What a tree of suffixes counts at a node is how often its path occurs. Here it is counted at the occurrences
-// themselves, at most RECENT of them: no tree is built, and text takes little memory. A text is searched anew
-// at each step. The corpus has chains of the places where the same last 1, 2, 4 or 8 symbols (its orders) stood,
-// from each place to the one before it: the places of a longer match are found in the chain of the greatest order
-// that it includes.
+// A suffix tree stores how often each path occurs. Here the occurrences are counted at each search, at most RECENT
+// of them: no tree is built, and text takes little memory. A text is searched anew at each step. The corpus has hash
+// chains of four orders: of places where the same last 1, 2, 4 or 8 symbols end, each with a link to the place
+// before it. A longer match is found in the chain of the greatest order that is not longer.
 
 #include "repeats.h"
 
@@ -23,8 +22,8 @@ struct Settings {
     double max_spec_factor, min_token_prob;
 };
 
-// A ring of outputs, each with NOTHING at its end. A symbol is a tenant's number and a token, so that nothing
-// of one tenant's matches another's. Places count on and on, modulo 2^32.
+// A ring buffer of outputs, each with NOTHING at its end. A symbol is a tenant's number and a token, so that no
+// tenant's text matches another's. Places are never reset; they count modulo 2^32.
 struct Corpus {
     const int64_t* symbols;            // [capacity]
     uint32_t (*previous)[NUM_ORDERS];  // [capacity]: the place before in each order's chain
@@ -43,7 +42,7 @@ struct Text {
     int32_t after(uint32_t place) const { return place + 1 < length ? tokens[place + 1] : NOTHING; }
 };
 
-// Where the text's last tokens stood, the most recent first, and how many of them.
+// Earlier occurrences of the text's last tokens, the most recent first, and how many tokens match at each.
 struct Places {
     int count = 0;
     uint32_t at[RECENT];
@@ -59,7 +58,7 @@ struct Places {
 struct Draft {
     int32_t* tokens;
     int64_t length = 0;
-    double score = 0;  // how many of the tokens will be accepted, if the past is a guide
+    double score = 0;  // the expected number of accepted tokens
 };
 
 uint64_t mix(uint64_t hash, int64_t symbol) {
@@ -67,8 +66,8 @@ uint64_t mix(uint64_t hash, int64_t symbol) {
     return hash ^ hash >> 32;
 }
 
-// Follows the most frequent token at each branch. The share of the places that have come along is the
-// probability of the path up to there.
+// Follows the most frequent next token at each branch. The share of the places that are still on the path is its
+// probability.
 template <class Source>
 void walk(const Source& source, uint32_t* places, int count, int64_t limit, double min_prob, int32_t* path,
           Draft& best) {
@@ -100,7 +99,7 @@ void walk(const Source& source, uint32_t* places, int count, int64_t limit, doub
     }
 }
 
-// Tries each match length from the order's greatest to its own.
+// Tries each match length of an order, the longest first.
 template <class Source>
 void try_order(const Source& source, const Places& places, int order, int64_t count, const Settings& settings,
                int32_t* path, Draft& best) {
@@ -132,8 +131,8 @@ void search_text(const Text& text, int64_t count, const Settings& settings, int3
         try_order(text, places[order], order, count, settings, path, best);
 }
 
-// The places of one order, by its chain. What the chain says is checked: hashes may be equal by chance, and
-// what was there may have been overwritten.
+// The places in the chain of one order. Each is checked: hashes may collide, and places may have been
+// overwritten.
 Places follow_chain(const Corpus& corpus, const int64_t* last, int64_t known, int order, int64_t longest) {
     Places places;
     if (known < ORDERS[order] || longest < ORDERS[order]) return places;
@@ -168,7 +167,7 @@ void search_corpus(const Corpus& corpus, const Text& text, int64_t tenant, int64
 
 extern "C" const int64_t tandem_sizes[] = {sizeof(Batch), sizeof(Settings), sizeof(Corpus)};
 
-// Enters the `count` symbols from `start` on, an output's, in the chains.
+// Adds an output, the `count` symbols from `start` on, to the chains.
 extern "C" void tandem_suffix_enter(const Corpus* corpus, uint32_t start, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         const uint32_t place = start + uint32_t(i);

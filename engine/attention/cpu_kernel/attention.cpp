@@ -1,9 +1,9 @@
 // Causal attention over a paged KV pool on the CPU: plain pointers in, plain pointers out.
 //
-// A context is cut at multiples of SPLIT keys, wherever its query rows are; each split is an online softmax
-// of its own, and a row's result folds its splits in order. So splits may run on different threads, and
-// neither their number nor the other rows of the step show in the bits of a row's result. Nor does it show
-// whether a row is of a chain or of a tree.
+// A context is cut into splits at multiples of SPLIT keys. Each split is an online softmax of its own, and a row's
+// result merges its splits in order. So splits may run on different threads. The bits of a row's result depend
+// neither on the number of threads, nor on the other rows of the step, nor on whether the row is in a chain or a
+// tree.
 
 #include <utility>
 
@@ -23,7 +23,7 @@ constexpr int64_t WRITTEN_AT_ONCE = 16;
 static_assert(SPLIT % TILE == 0, "a tile lies in one split");
 static_assert(TILE == 64, "a tile's keys are the bits of a word");
 
-// Memory that is kept from call to call and handed out from its start in each.
+// Memory that is kept between calls. Each call takes its buffers from the start.
 class Scratch {
   public:
     void reserve(size_t floats) {
@@ -97,7 +97,7 @@ class Attention {
     Plan plan;
     Scratch partials;
     float* first_partial = nullptr;
-    std::vector<Scratch> scratch;  // a thread's each
+    std::vector<Scratch> scratch;  // one per thread
     std::atomic<int64_t> next_task{0};
     int64_t threads_running = 1;
 };
@@ -172,7 +172,7 @@ template <class Math, class Element> struct Attention::Worker {
         partial = {scratch.take(sizes[7]), width};
     }
 
-    // `after` is a guess at this thread's next task, whose first keys are fetched ahead.
+    // `after` is probably this thread's next task: its first keys are prefetched.
     void run(const Task& task, const Task* after) {
         head_rows = task.queries * a.plan.group;
         rows = head_rows * task.heads;
@@ -225,7 +225,7 @@ template <class Math, class Element> struct Attention::Worker {
                 std::min(task.last_split * int64_t(SPLIT), last_key(task))};
     }
 
-    // Behind the last key that any of a task's rows sees.
+    // One past the last key that any row of the task sees.
     int64_t last_key(const Task& task) const {
         return step.first_position(task.sequence) + task.first_query + task.queries;
     }
@@ -268,8 +268,8 @@ template <class Math, class Element> struct Attention::Worker {
         }
     }
 
-    // The rows of a tree, where not all of a tile's keys are before it: each row's keys come into the places that
-    // they would have in a chain, so that its result has the bits that it has there.
+    // For a tile with keys of the tree: each row's keys are moved to the places that they would have in a chain, so
+    // that the row's result has the same bits as in a chain.
     void attend_paths(const Task& task, int head, int64_t first_key, Sweep<Element>& sweep, const RowState& state) {
         const int64_t start = step.tree_start[task.sequence], offset = head * head_dim;
         pack_keys<Math>(behind, offset, head_dim, sweep, buffer, keys + TILE * words);
@@ -310,7 +310,7 @@ template <class Math, class Element> struct Attention::Worker {
                                state.stride(), width / LANES);
     }
 
-    // The scores of a tile and the one behind it, from there to a chain's places.
+    // Scores this tile and the next, then moves the scores to the places that their keys would have in a chain.
     void score_path(int row, int count, const Path& path) {
         float* found[] = {scores + BLOCK_ROWS * TILE, scores + 2 * BLOCK_ROWS * TILE};
         const int counts[] = {tile->count, behind.count};

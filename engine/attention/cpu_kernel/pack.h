@@ -5,7 +5,7 @@
 
 #include "product.h"
 
-// A row of elements as words of the arithmetic: in place where they are the same bits, else in the buffer.
+// A row in the type that the arithmetic takes: the row itself where it has that type, else a copy in the buffer.
 static inline const float* as_words(const float* row, int, float*) { return row; }
 static inline const uint32_t* as_words(const uint16_t* row, int, uint32_t*) { return (const uint32_t*)row; }
 static inline const float* as_words(const uint16_t* row, int head_dim, float* buffer) {
@@ -39,22 +39,22 @@ static inline void transpose_16(const Word* const* from, int words, Word* to) {
         for (int k = 0; k < 16; k++) to[w * TILE + k] = from[k][w];
 }
 
-// Where a tile's keys lie, for the first head of a task; a key's value lies `to_value` elements behind it.
+// Pointers to a tile's keys, for the first head of a task. A key's value is `to_value` elements after the key.
 template <class Element> struct TileRows {
     const Element* keys[TILE];
     int64_t to_value;
     int count = 0;
 };
 
-// Fetches the tile after this one, all heads of the task, in the order of memory and a few rows at a time: in
-// between the work on this tile, so that the memory never waits for the arithmetic nor the other way round.
+// Prefetches the next tile, for all heads of the task, in memory order. It takes a few rows at a time, between
+// parts of the work on this tile, so that loads and arithmetic overlap.
 template <class Element> struct Sweep {
     const TileRows<Element>& rows;
     int elements;  // of a row, all heads
     int quota;     // rows to fetch at a time
     int done = 0;
 
-    // Inlined by force: g++ takes a call that only prefetches for one without effect, and drops it.
+    // always_inline: g++ drops calls to a function that only prefetches, because it sees no effect.
     __attribute__((always_inline)) void fetch() {
         constexpr int LINE = 64 / sizeof(Element);
         for (int last = std::min(done + quota, 2 * rows.count); done < last; done++) {
@@ -65,7 +65,7 @@ template <class Element> struct Sweep {
     }
 };
 
-// packed[word][TILE]: one column a key. Columns up to a multiple of 16 are filled (with the last key).
+// packed[word][TILE]: one column per key, up to a multiple of 16 columns. Extra columns repeat the last key.
 template <class Math, class Element>
 static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
                       typename Math::Word* buffer, typename Math::Word* packed) {

@@ -1,5 +1,5 @@
-// Huge pages for the part of the pool that is in use: with small ones, reading scattered blocks waits for
-// address translation as much as for memory.
+// Backs the used part of the pool with huge pages. With small pages, reads of scattered blocks wait for address
+// translation as long as for memory.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ class HugePages {
         done.resize(last > first ? last - first : 0);
     }
 
-    // Moves the pages under some bytes of the pool to huge ones, the first time that they are asked for.
+    // Asks for huge pages under these bytes of the pool, once for each page.
     void cover(int64_t offset, int64_t bytes) {
         for (uintptr_t page = (base + offset) / SIZE; page * SIZE < base + offset + bytes; page++) {
             if (page < first || page - first >= done.size() || done[page - first]) continue;

@@ -10,18 +10,18 @@
 #include "step.h"
 
 constexpr int SPLIT = 512;      // keys; a multiple of the tile
-constexpr int TASK_ROWS = 72;   // query rows (positions times heads of the group) of one task
+constexpr int TASK_ROWS = 72;   // query rows (positions times query heads per KV head) of one task
 constexpr int PACK_COST = 10;   // packing a key costs about as much as this many query rows
 constexpr int TASKS_EACH = 4;   // tasks per thread to aim at, so that no thread waits long for another
 
-// Query rows [first_query, first_query + queries) of a sequence for some KV heads' groups and some splits.
+// Query rows [first_query, first_query + queries) of a sequence, for a range of KV heads and a range of splits.
 struct Task {
     int sequence, first_query, queries, first_head, heads, first_split, last_split;
     int shared;  // index of the Shared if other tasks have the rest of the splits, or -1
     int64_t cost;
 };
 
-// A task cut into pieces: their splits' partial results, and who comes last folds them.
+// A task cut into pieces for several threads. Each split has a partial result; the last thread to end merges them.
 struct Shared {
     int pieces, splits;
     int64_t partial;  // where the first split's rows begin, in rows
@@ -35,7 +35,7 @@ class Plan {
   public:
     int group = 0, kv_heads = 0;
     int64_t cost = 0;          // keys times rows
-    int64_t partial_rows = 0;  // that all Shareds need
+    int64_t partial_rows = 0;  // of the partial results of all in `shared`
     std::vector<Task> tasks;
     std::deque<Shared> shared;
 

@@ -1,7 +1,7 @@
 // The product kernel: a block of query rows against a tile of packed keys or values.
 //
-// Every row goes through the same operations in the same order whatever rows it shares a block with, so a
-// row's result has the same bits alone, in a crowd, as a decode row and in a prefill chunk.
+// Every row goes through the same operations in the same order, whatever other rows are in its block. So a row's
+// result has the same bits alone or in a batch, in decode or in a prefill chunk.
 #pragma once
 
 #include "simd.h"
@@ -14,8 +14,8 @@ constexpr int BLOCK_COLS = 2;
 constexpr int BLOCK_COLS = 4;
 #endif
 
-// How two factors and a sum in float32 are combined: a word is one float32, or two bfloat16 where the CPU
-// multiplies pairs of them.
+// The multiply-add, with sums in float32. A word is one float32 factor, or two bfloat16 factors where the CPU
+// multiplies pairs of them (AVX512-BF16).
 struct FloatMath {
     typedef float Word;
     static constexpr int PER_WORD = 1;

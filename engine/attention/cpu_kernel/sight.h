@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <cstdint>
 
-// The keys [first, last): by the places that they would have in a chain, in a tree too.
+// A row sees the keys [first, last). For a tree row these are places on its path, counted as in a chain.
 struct Sight {
     int64_t first, last;
 
-    // Bit k: whether key `tile` + k is seen, for the 64 of a tile.
+    // Bit k: whether the row sees key `tile` + k, for the 64 keys of a tile.
     uint64_t in_tile(int64_t tile) const {
         const int64_t low = std::clamp<int64_t>(first - tile, 0, 64);
         const int64_t high = std::clamp<int64_t>(last - tile, 0, 64);

@@ -35,7 +35,7 @@ static inline void store(float* to, Vec v) { memcpy(to, &v, sizeof v); }
 
 static inline Vec splat(float x) { return x - Vec{}; }
 
-// A NaN in the first operand stays one.
+// If the first operand is NaN, so is the result.
 static inline Vec max(Vec a, Vec b) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_max_ps((__m512)b, (__m512)a);

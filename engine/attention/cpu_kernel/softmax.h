@@ -42,9 +42,9 @@ struct RowState {
     }
 };
 
-// The step of the online softmax of a block of rows over the scores of a tile's first GROUPS * 16 keys, of
-// which row r sees those whose bits in seen[r] are set. Writes their weights, zeros elsewhere; updates the
-// rows' maxima and sums; tells what to scale the rows' outputs by. What a row does not see adds nothing to it.
+// One step of the online softmax: a block of rows over the scores of a tile's first GROUPS * 16 keys. Row r sees
+// the keys whose bits in seen[r] are set. Writes their weights, and 0 for the other keys; updates the rows' maxima
+// and sums; returns in `rescale` what to multiply the rows' outputs by.
 template <class Math, int GROUPS>
 static void softmax_block(int rows, const float* scores, const uint64_t* seen, const ScoreScale& how,
                           const RowState& state, int first_row, typename Math::Word* weights,
@@ -66,7 +66,7 @@ static void softmax_block(int rows, const float* scores, const uint64_t* seen, c
         const float before = state.maximum(first_row + r);
         const float maximum = std::max(before, largest_lane(largest) * how.scale);
         state.maximum(first_row + r) = maximum;
-        // A row that has seen no key yet: any finite number makes all its weights 0.
+        // If the row has seen no key yet, any finite number gives weights of 0.
         const float subtract = maximum == MINUS_INFINITY ? 0 : maximum;
         drop[r] = before - subtract;
         totals[r] = Vec{};

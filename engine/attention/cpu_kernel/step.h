@@ -1,4 +1,4 @@
-// What the kernel is told of a KV pool, of a step and of a layer, by the decoder and by Python (structs.py).
+// The kernel's arguments: a KV pool, a step and a layer's call. The decoder and Python (structs.py) fill them in.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 #include "../../../native/parallel.h"
 #include "sight.h"
 
-// A layer's keys and values, the latter `side_stride` elements behind the former.
+// A layer's KV. The values are `side_stride` elements after the keys.
 struct KvLayer {
     void* data;
     int64_t side_stride, num_kv_heads, head_dim;
@@ -49,7 +49,7 @@ struct Step {
         return first_seen(s, is_tree(s) ? tree_start[s] : first_position(s) + q, window);
     }
 
-    // The rows of a tree that row q sees, as bits: its own is the last.
+    // Bit i: whether row q of a tree sees row i. Its own bit is the highest.
     uint64_t path(int64_t s, int q) const { return visible[query_start[s] + q]; }
 
     Sight sight(int64_t s, int q, int64_t window) const {

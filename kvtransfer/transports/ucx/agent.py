@@ -3,10 +3,10 @@
 Only what NIXL calls an agent's metadata travels, as opaque bytes, with plain integers beside it. Its
 descriptor lists, which it would serialize with pickle, are made anew on each side.
 
-What NIXL does when a peer is lost shapes this module. The first call that finds out forgets the peer, and
-with it the remote keys that prepared lists point to: using such a list afterwards ends the process. So every
-call happens under one lock, and a `Remote` that is lost stays lost. And a transfer cannot be cancelled:
-releasing one that is under way only forgets it, and its bytes still land. So it is asked until it is over.
+Two properties of NIXL shape this module. The first call that finds a peer lost forgets the peer, and with it
+the remote keys that prepared lists point to: using such a list afterwards crashes the process. So every call
+is made under one lock, and a `Remote` that is lost stays lost. And a transfer cannot be cancelled: releasing
+one that is under way only forgets it, and its bytes are still written. So it is polled until it is over.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Indices = npt.NDArray[np.int32]
 _PROGRESS_DELAY_US = 100_000
 """How long NIXL's progress thread sleeps at most when nothing happens.
 
-It waits in `poll` for UCX's event descriptor and wakes as soon as something arrives, so this delays nothing;
-it is there for transports whose events UCX misses. NIXL's own default of 0 never sleeps: it costs a core.
+It waits in `poll` for UCX's event descriptor and wakes as soon as something arrives, so this delays nothing.
+It is a fallback for transports whose events UCX misses. NIXL's default of 0 never sleeps and costs a core.
 """
 
 ENGINE_CONFIG = "PROTO_EMULATION_ENABLE=n,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
@@ -70,13 +70,13 @@ class Memory:
 
 
 def _errors_of(nixl: Any) -> tuple[type[Exception], ...]:
-    """What its calls raise: a class for each status, with no base of their own."""
+    """What NIXL's calls raise: a class for each status, without a common base."""
     kinds = [kind for kind in vars(nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     return (RuntimeError, *kinds)
 
 
 class AgentClosedError(OSError):
-    """What there was to undo is undone."""
+    """The agent is closed; whatever it held is released."""
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class Transfer:
 class Agent:
     """For use from every thread. Raises OSError for whatever NIXL can't do.
 
-    After `close` what undoes something has no effect, and everything else raises AgentClosedError.
+    After `close`, releasing calls have no effect and all others raise AgentClosedError.
 
     `name` must never be used again by any agent of the cluster.
     """
@@ -210,7 +210,7 @@ class Agent:
     def poll(self, transfer: Transfer) -> bool:
         """Whether the transfer is over; never blocks. Raises ConnectionResetError when it has failed.
 
-        Either way nothing is written by it any more once `transfer.is_over`.
+        Once `transfer.is_over` it writes nothing more.
         """
         with self._calling(f"cannot ask for a read from {transfer.remote.name}") as agent:
             if transfer.is_over:

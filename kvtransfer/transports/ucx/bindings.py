@@ -1,7 +1,7 @@
 """NIXL's compiled bindings, found without importing the Python package around them.
 
-That package sets up logging for the whole process when it is imported, which closes every handler that is
-there already; nothing in it is needed here.
+When that package is imported it configures logging for the whole process and closes all existing handlers;
+nothing in it is needed here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from kvtransfer.interface import TransferError
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
-"""NIXL is built once per CUDA release; `nixl` itself only picks one of these."""
+"""NIXL is built for each CUDA release; the package `nixl` only selects one of these."""
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def _load(package: str) -> ModuleType | None:
 
 
 def preload() -> None:
-    """Load NIXL's libraries, if there are any: for a process that is going to fork those that use them."""
+    """Load NIXL's libraries, if they are installed, in a process that forks the ones that use them."""
     with contextlib.suppress(TransferError):
         package = Path(bindings().__file__).parent
         for plugin in package.parent.glob(f"{package.name}.libs/**/libplugin_UCX.so"):

@@ -16,7 +16,7 @@ _LOOK_S = 0.02
 class OrphanedReads:
     """Polls each such read, in a thread of its own, until it is over, then releases what it held.
 
-    Each ends some day: UCX gives up a dead peer, and a frozen one goes on or dies.
+    Each read ends at some time: UCX gives up a dead peer, and a frozen peer continues or dies.
     """
 
     def __init__(self, agent: Agent) -> None:

@@ -24,15 +24,15 @@ _FIRST_PAUSE_S = 50e-6
 _PAUSE_GROWTH = 1.06
 _LONGEST_PAUSE_S = 2e-3
 _LOOK_S = 10e-3
-"""How often the connection is looked at during a read: its end means that the sender has given up on us."""
+"""How often the connection is checked during a read: it is closed if the sender has given us up."""
 _FIRST = np.zeros(1, dtype=np.int32)
 
 
 class UcxReader(PieceReader):
     """Reads blocks of the sender's `source` into blocks of our `target`, and the sender's word into `word`.
 
-    For one thread at a time. What it holds goes with `close`, or when its last transfer is over, whichever is
-    later.
+    For one thread at a time. Its resources are released at `close`, or when its last transfer is over,
+    whichever is later.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class UcxReader(PieceReader):
         return prepared
 
     def _confirm(self, deadline: float) -> None:
-        """Raises ConnectionResetError if the sender gave the connection up: it may have reused its blocks."""
+        """Raises ConnectionResetError if the sender gave us up: it may have reused its blocks."""
         self._word.write(0)
         transfer = self._agent.read(self._remote, self._their_word, _FIRST, self._our_word, _FIRST)
         with ExitStack() as held:
@@ -116,7 +116,7 @@ class UcxReader(PieceReader):
             raise ConnectionResetError("the sender gave the connection up during a read")
 
     def _finish(self, transfer: Transfer, held: ExitStack, deadline: float) -> None:
-        """Wait for the transfer; if that ends before the transfer does, `held` is kept until then."""
+        """Wait for the transfer. If the wait fails first, `held` is kept until the transfer is over."""
         try:
             self._wait(transfer, deadline)
         except BaseException:
@@ -129,10 +129,9 @@ class UcxReader(PieceReader):
             raise
 
     def _wait(self, transfer: Transfer, deadline: float) -> None:
-        """Ask at intervals that grow with the time waited: a short read ends soon, a long one costs little.
+        """Poll at growing intervals: a short read ends soon, a long one costs little CPU.
 
-        Asking also does UCX's work, so the bytes that are there are taken in by this thread, or by NIXL's own
-        while this one sleeps.
+        A poll also makes UCX progress. While this thread sleeps, NIXL's progress thread does that.
         """
         pause = _FIRST_PAUSE_S
         look_at = time.monotonic() + _LOOK_S

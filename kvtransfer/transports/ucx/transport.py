@@ -1,13 +1,13 @@
 """The `ucx` transport: the receiver reads the sender's blocks with one-sided operations.
 
 The connection is an ordinary TCP one; over it go the handshake, the sender's introduction, pieces and acks.
-Reading rather than writing keeps a pool to its own process: a read that is over cannot write any more, and
-whether it is over is known here, without a word from a peer that may be dead. Until then the gate of the
-lease that it writes under stays entered, so that the blocks are not used for anything else.
+The receiver reads, rather than the sender writing, so that only a pool's own process writes to it: a read
+that is over writes nothing more, and the receiver itself knows when it is over, even if the peer is dead.
+Until then it stays inside the lease's write gate, so that the blocks are not used for anything else.
 
-A piece counts only if the sender still stood by its blocks when their read had ended. The receiver reads that
-from the sender's memory too (see `words`). That an acknowledgement can be sent says nothing: TCP takes the
-first one after the peer has hung up.
+A piece counts only if the sender had not given the connection up when the read ended. The receiver reads that
+from the sender's memory too (see `words`). A successful send of the acknowledgement proves nothing: TCP
+accepts the first one after the peer has hung up.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class UcxTransport(Transport):
         return reader
 
     def close(self) -> None:
-        """After it NIXL holds and does nothing in this process any more. Idempotent."""
+        """After it NIXL holds no resources and runs no thread in this process. Idempotent."""
         self._orphans.stop()
         self._agent.close()
         self._orphans.release()

@@ -1,8 +1,8 @@
-"""Words of memory in which a sender tells readers whether it still stands by its blocks.
+"""Words of memory that tell readers whether the sender's blocks are still valid.
 
 Each connection has a word in the sender's memory. It holds the connection's token until the sender gives the
-connection up, which is before it reuses the blocks. A receiver reads the blocks of a piece, then the word: if
-the token is still there, the blocks were untouched when their read ended.
+connection up, which it does before it reuses the blocks. A receiver reads the blocks of a piece, then the
+word: if the token is still there, the blocks were unchanged until their read ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Words:
 
 
 class ConnectionWord:
-    """One of them, from `Words.take` to `release`. Its token was never used before."""
+    """One word, from `Words.take` to `release`. Its token was never used before."""
 
     def __init__(self, value: np.ndarray, index: int, free: list[int]) -> None:
         self.token = secrets.randbits(61) + 1
