@@ -181,6 +181,25 @@ def test_an_earlier_attempt_at_a_piece_ends_before_the_next_begins() -> None:
     assert emptied == ["lease"] and table.close("lease")
 
 
+def test_a_closed_lease_keeps_its_id_and_blocks_until_the_last_write_ends() -> None:
+    emptied: list[str] = []
+    table = LeaseTable([8], 1, emptied.append)
+    piece = Piece(1, "lease", 0, 1, runs((0, 0, 1)), True)
+    table.open("lease", [Extent(0, [5])])
+    lease, _ = table.admit(piece, np.array([0]), "sender", 1)
+    assert lease is not None and lease.gate.enter()
+    for _ in range(2):
+        assert not table.close("lease")
+        assert table.admit(piece, np.array([0]), "sender", 1) == (None, "unknown lease")
+    with pytest.raises(ValueError, match="lease is open already"):
+        table.open("lease", [Extent(0, [6])])
+    with pytest.raises(ValueError, match="another open lease"):
+        table.open("other", [Extent(0, [5])])
+    lease.gate.leave()
+    assert emptied == ["lease"] and table.close("lease")
+    table.open("lease", [Extent(0, [5])])
+
+
 def test_only_so_many_completed_leases_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvtransfer.leases.table, "REMEMBERED_LEASES", 3)
     table = LeaseTable([8], 1, lambda lease_id: None)

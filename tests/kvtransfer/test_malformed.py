@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvtransfer import Completed, Failed, Receiver
-from kvtransfer.framing.channel import encode, frame
+from kvtransfer.framing.channel import PREFIX_BYTES, encode, frame, unframe
 from kvtransfer.framing.messages import GOOD, Ack, Piece
+from protocol.errors import ProtocolError
 from tests.kvtransfer.test_leases import runs
 from tests.kvtransfer.transfer_sides import (
     RawPeer,
@@ -25,6 +26,15 @@ from tests.kvtransfer.transfer_sides import (
 )
 
 Closing = Callable[[Any], Any]
+
+GOOD_MESSAGE = frame(encode(Piece(1, "lease", 0, 1, runs((0, 0, 1)), True)))
+
+
+def flip(message: bytes, bit: int) -> bytearray:
+    damaged = bytearray(message)
+    damaged[bit // 8] ^= 1 << bit % 8
+    return damaged
+
 
 BAD_MESSAGES = {
     "oversized": (2**32 - 1).to_bytes(4, "little"),
@@ -38,7 +48,15 @@ BAD_MESSAGES = {
     "too many blocks": frame(encode(Piece(1, "lease", 0, 1, runs(*[(0, 0, 60)] * 1000), False))),
     "torn runs": frame(encode(Piece(1, "lease", 0, 1, b"12345", False))),
     "empty lease id": frame(encode(Piece(1, "", 0, 1, runs((0, 0, 1)), False))),
+    "another block by damage": bytes(flip(GOOD_MESSAGE, 8 * GOOD_MESSAGE.index(runs((0, 0, 1))))),
 }
+
+
+def test_any_flipped_bit_of_a_message_is_seen() -> None:
+    assert unframe(bytearray(GOOD_MESSAGE)) == GOOD_MESSAGE[PREFIX_BYTES:]
+    for bit in range(8 * len(GOOD_MESSAGE)):
+        with pytest.raises(ProtocolError, match="damaged on the way"):
+            unframe(flip(GOOD_MESSAGE, bit))
 
 
 @pytest.mark.parametrize("name", BAD_MESSAGES)

@@ -349,6 +349,35 @@ def test_an_aborted_requests_blocks_wait_for_the_last_write(light: LightLoop, en
     assert sum(engine.blocks.available) == NUM_BLOCKS - 2
 
 
+def test_what_arrives_renews_the_lease(light: LightLoop, engine: Engine) -> None:
+    grant = reserve(light)
+    request = light.table.get("short")
+    reserved_until = request.deadline
+    light.receiver.tell(Progress(grant.lease_id, 1, complete=False))
+    light.deliver()
+    pushed_until = request.deadline
+    assert hand_off(light, manifest_of(engine, grant, "prefill-0")) is None
+    assert reserved_until < pushed_until < request.deadline
+    light.loop.expire(pushed_until)
+    assert light.table.get("short") is request
+    light.loop.expire(request.deadline)
+    assert not light.requests
+    assert light.loop.counters["reservations_expired_total"] == 1
+    [pair] = light.loop.parts.pairs.snapshot({})
+    assert (pair.peer, pair.counters) == ("prefill-0", {"kv_transfer_leases_expired_total": 1})
+
+
+def test_only_the_first_release_of_a_lease_counts(light: LightLoop, engine: Engine) -> None:
+    """The second one comes when the request is here again, under another lease."""
+    release = Release(incarnation=OURS, lease_id=reserve(light).lease_id, request_id="short")
+    light.loop.on_peer_request(identity_of("prefill-0"), release)
+    assert not light.requests and sum(engine.blocks.available) == NUM_BLOCKS
+    reserve(light)
+    light.loop.on_peer_request(identity_of("prefill-0"), release)
+    assert light.table.get("short").stage is DecodeStage.RESERVED
+    assert light.loop.counters["reservations_released_total"] == 1
+
+
 def test_decoding_waits_for_the_last_write(light: LightLoop, engine: Engine) -> None:
     grant = reserve(light)
     light.receiver.begin_write(grant.lease_id)

@@ -339,6 +339,18 @@ def test_a_reply_of_another_incarnation_changes_nothing(light: LightLoop, stage:
     assert release.lease_id == "foreign", "a grant that nobody wants is given back"
 
 
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_silent_decode_worker_is_counted_for_its_pair(light: LightLoop, granted: bool) -> None:
+    light.generate(prompt_request("short"), DECODES[0])
+    light.step()
+    if granted:
+        light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
+    light.pass_deadlines()
+    assert light.loop.counters["handoffs_expired_total"] == 1
+    [pair] = light.loop.parts.pairs.snapshot({})
+    assert (pair.peer, pair.counters) == ("decode-0", {"kv_transfer_leases_expired_total": 1})
+
+
 def test_an_acknowledgement_before_the_manifest_is_stale(light: LightLoop) -> None:
     light.generate(prompt_request("long"), DECODES[0])
     light.step()

@@ -66,6 +66,18 @@ def test_what_came_is_cached(light: LightLoop) -> None:
     assert cached_tokens(light) == 3 * 16
 
 
+def test_blocks_that_come_extend_the_deadline(light: LightLoop) -> None:
+    lease, fetcher = fetch(light), light.loop._fetcher
+    [waiting] = fetcher.fetches
+    asked_until = waiting.deadline
+    light.receiver.tell(Progress(lease, 1, complete=False))
+    light.deliver()
+    fetcher.expire(asked_until)
+    assert len(fetcher.fetches) == 1
+    fetcher.expire(waiting.deadline)
+    assert not len(fetcher.fetches) and light.loop.counters["prefix_fetch_failures_total"] == 1
+
+
 def test_values_that_the_wire_changed_are_not_used(light: LightLoop) -> None:
     lease = fetch(light)
     changed = arrival(frozenset({"float32 through int8"}))
