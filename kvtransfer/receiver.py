@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer.counters import TransferCounters
-from kvtransfer.framing.channel import Wake
 from kvtransfer.interface import Closed, Failed, ReceiveEvent, RegisteredPool
 from kvtransfer.leases.table import LeaseTable
 from kvtransfer.pairs import Pairs
@@ -19,6 +18,7 @@ from kvtransfer.streams.connection import ReceiverConnection, ReceiverCore
 from kvtransfer.streams.handshake import Identity
 from kvtransfer.transports.host import host_id
 from kvtransfer.transports.transport import Transport
+from messaging.wake import Wake
 from protocol.handoff import Extent
 from protocol.messages import TransferOffer
 

@@ -16,13 +16,13 @@ import msgspec
 import zmq
 
 from engine.cache_events import CacheEvent
+from messaging.wake import Wake
 from protocol import foreign_events as foreign
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.ids import BlockIdentity
 from protocol.kv_events import CacheFormat, KvEventsConfig, endpoint_at
 from protocol.roles import ROLES
-from worker.wake import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class KvPublisher:
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._num_sent = 0
         self._waiting: deque[tuple[float, Sequence[CacheEvent]]] = deque()
-        self._wake = Wakeup()
+        self._wake = Wake()
         self._stop = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:

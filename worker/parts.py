@@ -12,12 +12,12 @@ from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
 from kvtransfer.transports.transport import Transport
 from messaging.sockets import ClusterKeys
+from messaging.wake import Wake
 from protocol.config import ServeConfig
 from protocol.messages import WorkerState
 from protocol.roles import RoleSpec
 from worker.counters import Counters
 from worker.kv_publisher import KvPublisher
-from worker.wake import Wakeup
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class WorkerParts:
     host: str
     keys: ClusterKeys
     context: zmq.Context[zmq.Socket[bytes]]
-    wake: Wakeup = field(default_factory=Wakeup)
+    wake: Wake = field(default_factory=Wake)
     counters: Counters = field(default_factory=Counters)
     wires: list[Transport] = field(default_factory=list)
     transports: Callable[[], dict[str, str]] = dict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -13,6 +12,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import xxhash
 
+from messaging.wake import Wake
 from protocol.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -26,48 +26,6 @@ _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 T = TypeVar("T")
 Buffer: TypeAlias = memoryview | bytearray
 _encoder = msgspec.msgpack.Encoder()
-
-
-class StoppedError(Exception):
-    """The owner of the channel is closing."""
-
-
-class Wake:
-    """Ends other threads' waits: once (`set`), or for good (`stop`)."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self.stopped = False
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def set(self) -> None:
-        try:
-            self._writer.send(b"\0")
-        except BlockingIOError:
-            return  # it is set already, many times over
-
-    def stop(self) -> None:
-        self.stopped = True
-        self.set()
-
-    def clear(self) -> None:
-        """Forget earlier `set`s; after `stop` raises StoppedError instead."""
-        if self.stopped:
-            raise StoppedError
-        with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                pass
-        if self.stopped:  # meanwhile, and what tells others may have been read just now
-            self.set()
-            raise StoppedError
-
-    def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -14,7 +14,6 @@ from kvtransfer.blocks.checksum import piece_checksum
 from kvtransfer.blocks.convert import RangeError
 from kvtransfer.blocks.extents import Blocks, blocks_per_part, from_wire
 from kvtransfer.counters import TransferCounters
-from kvtransfer.framing.channel import StoppedError, Wake
 from kvtransfer.framing.messages import (
     CHECKSUM_MISMATCH,
     GIVEN_UP,
@@ -36,6 +35,7 @@ from kvtransfer.pairs import Pairs
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, examine
 from kvtransfer.streams.incoming import Incoming, incoming
 from kvtransfer.transports.transport import PieceReader, Transport
+from messaging.wake import StoppedError, Wake
 
 logger = logging.getLogger("tandem.kvtransfer")
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.counters import TransferCounters
-from kvtransfer.framing.channel import StoppedError
 from kvtransfer.framing.messages import Ack, failure_kind
 from kvtransfer.interface import TransferError
 from kvtransfer.pairs import Pairs, RefusalKind
@@ -17,6 +16,7 @@ from kvtransfer.streams.handshake import HandshakeRefusedError, Identity
 from kvtransfer.streams.pieces import PieceQueue, QueuedPiece
 from kvtransfer.streams.stream import Stream
 from kvtransfer.transports.transport import Transport
+from messaging.wake import StoppedError
 from protocol.errors import ProtocolError
 from protocol.messages import PeerAddress, TransferOffer
 

@@ -16,8 +16,6 @@ from kvtransfer.framing.channel import (
     LENGTH_BYTES,
     PREFIX_BYTES,
     Channel,
-    StoppedError,
-    Wake,
     decode,
     encode,
     frame,
@@ -28,6 +26,7 @@ from kvtransfer.framing.messages import NOT_QUANTIZABLE, SPOILED, Ack, Piece, er
 from kvtransfer.streams.handshake import Identity, introduce
 from kvtransfer.streams.pieces import QueuedPiece
 from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceWriter, Transport
+from messaging.wake import StoppedError, Wake
 from protocol.errors import ProtocolError
 from protocol.messages import PeerAddress, TransferOffer
 

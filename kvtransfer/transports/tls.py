@@ -12,9 +12,10 @@ import ssl
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kvtransfer.framing.channel import Buffer, Channel, Wake
+from kvtransfer.framing.channel import Buffer, Channel
 from kvtransfer.transports.tcp import TcpTransport
 from messaging.tls import TlsFiles
+from messaging.wake import Wake
 from protocol.errors import ProtocolError
 
 _CHUNK_BYTES = 128 * 1024

@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, views
-from kvtransfer.framing.channel import Channel, Wake
+from kvtransfer.framing.channel import Channel
 from kvtransfer.framing.messages import GOOD, Hello
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases.gate import WriteGate
 from kvtransfer.transports.sockets import connect_tcp, listen_tcp
+from messaging.wake import Wake
 
 MAX_IN_FLIGHT = 3
 """Pieces sent and not acknowledged, at most. It bounds memory in transit, and how long an abort waits."""

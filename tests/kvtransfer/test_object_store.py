@@ -18,12 +18,13 @@ from deploy.config import load_config
 from deploy.ray_cluster import _STORE_BYTES_PER_PAIR, object_store_bytes
 from kvtransfer import Closed, Completed, Failed, Progress, TransferError
 from kvtransfer.blocks.extents import PART_BYTES
-from kvtransfer.framing.channel import Channel, Wake
+from kvtransfer.framing.channel import Channel
 from kvtransfer.framing.messages import GOOD
 from kvtransfer.leases.gate import WriteGate
 from kvtransfer.transports.object_store import Inbox, Inboxes, ObjectReader, aligned, copy
 from kvtransfer.transports.registry import open_transports
 from kvtransfer.transports.transport import MAX_IN_FLIGHT
+from messaging.wake import Wake
 from protocol.config import ServeConfig, transport_names
 from protocol.errors import ProtocolError
 from protocol.messages import PeerAddress

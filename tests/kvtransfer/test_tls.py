@@ -17,10 +17,10 @@ import pytest
 
 from bench.transfer.certificates import Authority
 from kvtransfer import Completed, Failed
-from kvtransfer.framing.channel import Wake
 from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.tls import TlsTransport
 from messaging.tls import TlsFiles
+from messaging.wake import Wake
 from protocol.messages import PeerAddress
 from tests.kvtransfer.transfer_sides import (
     PLAIN,

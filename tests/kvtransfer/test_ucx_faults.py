@@ -114,6 +114,8 @@ def test_a_frozen_sender_times_out_and_its_blocks_stay_guarded(closing: Closing)
     assert 0.4 < seconds < BOUNDED_S
     assert receiver.ask("num_orphaned_reads") == 1
     assert receiver.ask("close_gate") is False
+    with pytest.raises(ConnectionResetError, match="earlier reads"):  # NIXL would take them for failed
+        receiver.ask("connect_after_a_loss")
     receiver.ask("close_reader")
     assert receiver.ask("gate_emptied", 0.3) is False
     before = receiver.ask("digest")

@@ -12,13 +12,14 @@ import numpy as np
 
 from kvtransfer import Completed, Failed, PoolMemory, Progress, Receiver, RegisteredPool, Sender
 from kvtransfer.blocks.checksum import Mode
-from kvtransfer.framing.channel import Channel, Wake
+from kvtransfer.framing.channel import Channel
 from kvtransfer.framing.messages import Ack, Piece
 from kvtransfer.pairs import Pairs
 from kvtransfer.streams.handshake import Identity, examine, introduce
 from kvtransfer.transports.host import host_id
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport
+from messaging.wake import Wake
 from protocol.handoff import Extent
 from protocol.ids import new_incarnation
 from protocol.messages import PeerAddress, TransferOffer

@@ -62,7 +62,7 @@ class Side:
     """What both kinds of process do. Methods are commands, answered with what they return or raise."""
 
     def __init__(self, num_blocks: int, block_bytes: int, seed: int) -> None:
-        from kvtransfer.framing.channel import Wake
+        from messaging.wake import Wake
         from tests.kvtransfer.transfer_sides import make_pool
 
         self.wake = Wake()
@@ -218,6 +218,12 @@ class Receiver(Sender):
             agent.connect(name, metadata)
         finally:
             agent.close()
+
+    def connect_after_a_loss(self) -> None:
+        """As after a failed read, when others from the same sender are not over."""
+        remote = self.reader._remote
+        remote.lost = True
+        self.reader._agent.connect(remote.name, remote.metadata)
 
     def close_gate(self) -> bool:
         return self.gate.close()

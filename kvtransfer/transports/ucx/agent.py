@@ -155,7 +155,7 @@ class Agent:
         with self._calling(f"cannot use the metadata of {name}") as agent:
             remote = self._remotes.get(name)
             if remote is not None and remote.lost:
-                if remote.in_flight:
+                if remote.in_flight:  # NIXL would report them as failed while their bytes still arrive
                     raise ConnectionResetError(f"earlier reads from {name} are not over yet")
                 agent.invalidateRemoteMD(name)
                 remote = None

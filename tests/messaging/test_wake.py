@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import select
-import socket
 
 import pytest
 
-from kvtransfer.framing.channel import StoppedError, Wake
-
-
-class StopsFirst:
-    """A wake's reading end, at which a stop comes in between `clear`'s look and its read."""
-
-    def __init__(self, wake: Wake, reader: socket.socket) -> None:
-        self._wake = wake
-        self._reader = reader
-
-    def recv(self, size: int) -> bytes:
-        if not self._wake.stopped:
-            self._wake.stop()
-        return self._reader.recv(size)
+from messaging.wake import StoppedError, Wake
 
 
 def is_readable(wake: Wake) -> bool:
@@ -48,14 +35,28 @@ def test_a_stop_stays() -> None:
     wake.close()
 
 
-def test_a_stop_during_a_clear_is_not_lost() -> None:
+def test_a_stop_during_a_clear_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for this thread, and not for the others that wait for it."""
-    wake = Wake()
-    wake.set()
-    reader = wake._reader
-    wake._reader = StopsFirst(wake, reader)  # type: ignore[assignment]
+    wake, read = Wake(), os.eventfd_read
+
+    def stop_and_read(fd: int) -> int:
+        if not wake.stopped:
+            wake.stop()
+        return read(fd)
+
+    monkeypatch.setattr(os, "eventfd_read", stop_and_read)
     with pytest.raises(StoppedError):
         wake.clear()
-    wake._reader = reader
     assert is_readable(wake)
     wake.close()
+
+
+def test_a_closed_one_touches_nobodys_descriptor() -> None:
+    wake = Wake()
+    wake.close()
+    fd = os.eventfd(0, os.EFD_NONBLOCK)  # most likely with the same number
+    wake.set()
+    wake.close()
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(fd)
+    os.close(fd)
