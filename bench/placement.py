@@ -2,10 +2,10 @@
 
     python -m bench.placement [--entries 10000000] [--workers 256,1024,4096] [--prompt-blocks 512]
 
-For each number of workers an index is filled in a process of its own: with prompts that a prefill worker and
-a decode worker hold, any two, and a preamble that all of them hold. Then prompts are looked up that lie at two
-workers, nowhere, or share the preamble alone, each for the first time, so that neither they nor their entries
-are in the processor's caches.
+For each number of workers an index is filled in a process of its own: with prompts that a prefill and a
+decode worker hold, any two, and a preamble that all of them hold. Then prompts are looked up that lie at two
+workers, nowhere, or share the preamble alone, each for the first time, so that neither they nor their
+entries are in the caches of the processor.
 """
 
 from __future__ import annotations

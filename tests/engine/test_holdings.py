@@ -8,10 +8,12 @@ from torch import Tensor
 
 from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager, Holdings
+from engine.cache_events import CacheLog
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerPlace, PoolLayout, Segment
 from protocol.handoff import Extent
 from protocol.ids import block_identities, root_identity
+from protocol.kv_events import Medium
 from tests.engine.fake_pool import FakePool
 
 SIZE = 4
@@ -84,6 +86,12 @@ class FakeTier:
     def count_misses(self, num_blocks: int) -> None:
         self.num_missed += num_blocks
 
+    def watch(self, log: CacheLog) -> None:
+        pass
+
+    def contents(self) -> list[tuple[Medium, bytes]]:
+        return []
+
 
 def test_lower_tiers_bring_what_all_of_them_hold() -> None:
     identities = list(block_identities(ROOT, TOKENS, SIZE))
@@ -96,6 +104,34 @@ def test_lower_tiers_bring_what_all_of_them_hold() -> None:
     assert [tier.loaded for tier in tiers] == [[0, 1], [0]]
     assert [tier.num_missed for tier in tiers] == [1, 1]
     assert held.identities == identities[:1] and not held.below
+
+
+def test_blocks_that_come_back_are_told_with_their_tokens() -> None:
+    tier = FakeTier(list(block_identities(ROOT, TOKENS, SIZE)))
+    manager = BlockManager(FakePool(SIZE, 8), tiers=[tier])
+    held, _ = started(manager, TOKENS)
+    held.publish(TOKENS, 4)
+    held.free()
+    log = manager.watch()
+    log.take()
+    held, covered = started(manager, TOKENS)
+    assert (covered, held.fill(covered, 12)) == (4, 12)
+    told = [(event.kind, event.token_ids) for event in log.take()]
+    assert told == [("stored", TOKENS[4:8]), ("stored", TOKENS[8:])]
+
+
+def test_a_block_is_told_to_be_there_while_every_arena_has_it() -> None:
+    manager = BlockManager(FakePool(SIZE, 8, 3))
+    log = manager.watch()
+    held, _ = started(manager, TOKENS)
+    held.publish(TOKENS, 12)
+    held.free()
+    log.take()
+    started(manager, [100])  # the second arena has no other room
+    (event,) = log.take()
+    first, second, third = block_identities(ROOT, TOKENS, SIZE)
+    assert (event.kind, event.identity) == ("removed", third)
+    assert {event.identity for event in manager.contents() if event.kind == "stored"} == {first, second}
 
 
 def test_a_chain_moves_nothing_and_a_tree_moves_before_its_blocks_are_published() -> None:
