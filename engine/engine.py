@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.attention.select import select_backend
 from engine.block_manager import BlockManager
+from engine.calibration import measure_steps
 from engine.check import check_request
 from engine.draft import Outcome, Verdict
 from engine.kv_pool import Allocate, KVPool, pool_blocks
@@ -30,8 +31,10 @@ from engine.scheduler import ScheduledStep, Scheduler
 from engine.select_forward import build_runner
 from engine.sequence import SequenceStage, SequenceState
 from engine.speculator import Speculator
+from engine.step_times import StepTimes, work_of
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
+from protocol.costs import StepCosts
 from protocol.errors import InvalidRequestError
 from protocol.handoff import REBUILD, DraftState, Extent
 from protocol.kv_events import CacheFormat
@@ -90,12 +93,13 @@ class Engine:
         backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena)
         self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
+        budget = _token_budget(config, loaded.device)
         self._scheduler = Scheduler(
             self.blocks,
             model=self.cache_format.model,
             kv_format=self.kv_format,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=_token_budget(config, loaded.device),
+            max_num_batched_tokens=budget,
             fetcher=self.tiers,
         )
         self._sequences: dict[str, SequenceState] = {}
@@ -104,9 +108,14 @@ class Engine:
         self._eos = frozenset(loaded.eos_token_ids)
         loaded_s = time.monotonic() - started
         warm_up_s = self._runner.warm_up()
-        if self._speculator is not None:
-            self._speculator.attach(loaded, self.pool, self._sampler)
-            with ProfilingRun(self.blocks, self._runner, loaded.max_model_len) as profiling:
+        self._times = StepTimes(budget, self.pool.num_bytes // (num_blocks * config.block_size))
+        self._started_at = 0.0
+        self._ended_at: float | None = None
+        """When the latest step ended, if there was more to do."""
+        with ProfilingRun(self.blocks, self._runner, loaded.max_model_len) as profiling:
+            self._times.seed(measure_steps(profiling, self._profile_sampling, config.max_num_seqs, budget))
+            if self._speculator is not None:
+                self._speculator.attach(loaded, self.pool, self._sampler)
                 self._speculator.warm_up(profiling)
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
@@ -234,6 +243,8 @@ class Engine:
 
     def schedule(self) -> ScheduledStep:
         """Choose what `run` computes; nothing else may be asked of the engine in between."""
+        self._started_at = self._ended_at or time.perf_counter()
+        self._ended_at = None
         expired = self._expire()
         if self.tiers is not None:
             self.tiers.poll()
@@ -252,6 +263,7 @@ class Engine:
             scheduler = self._scheduler
             wants_hidden = self._speculator.prepare(step, scheduler.num_active, scheduler.make_room)
         packed = pack(step)
+        work = work_of(step.sequences, step.num_tokens)
         result.num_tokens = packed.num_tokens
         logits, hidden = self._runner.run(packed.batch, packed.logit_rows, wants_hidden=wants_hidden)
         self._collect_prompt_logprobs(packed.prompts, logits[packed.num_sampled_rows :])
@@ -262,6 +274,9 @@ class Engine:
                 result.outputs.append(output)
         if self._speculator is not None:
             self._speculator.finish(step, hidden)
+        ended = time.perf_counter()
+        self._times.observe(work, ended - self._started_at, step.outcomes)
+        self._ended_at = ended if self.has_work() else None
         return result
 
     def computed(self, request_id: str, first: int = 0) -> list[Extent]:
@@ -295,6 +310,10 @@ class Engine:
         counters = self.tiers.totals() if self.tiers is not None else {}
         return counters | (self._speculator.counters() if self._speculator is not None else {})
 
+    def costs(self) -> StepCosts:
+        """What steps take; for any thread."""
+        return self._times.costs()
+
     def speculation(self) -> SpeculationState | None:
         """What speculation does and costs at present, None where nothing could; for any thread."""
         return self._speculator.report() if self._speculator is not None else None
@@ -305,6 +324,11 @@ class Engine:
             self.tiers.close()
 
     # --- inside -------------------------------------------------------------------------------------
+
+    def _profile_sampling(self, sequences: Sequence[SequenceState], logits: Tensor) -> None:
+        self._sampler.sample(logits, [sequence.sampling_row() for sequence in sequences])
+        for sequence in sequences:
+            self._sampler.forget(sequence.request_id)
 
     def _fetched(self) -> None:
         if self.on_fetched is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvtransfer.speed import WireSpeed
 from protocol.messages import PairState
 
 MAX_PEERS = 128
@@ -43,6 +44,7 @@ RefusalKind = Literal[
 @dataclass
 class _Pair:
     counters: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    speed: WireSpeed = field(default_factory=WireSpeed)
     refused: RefusalKind | None = None
     reason: str = ""
 
@@ -87,6 +89,9 @@ class Pairs:
     def snapshot(self, in_use: Mapping[str, str]) -> list[PairState]:
         """All pairs; `in_use` has the transport in use by peer."""
         with self._lock:
+            for pairs in self._peers.values():
+                for pair in pairs.values():
+                    _look(pair)
             return [
                 PairState(
                     peer=peer,
@@ -94,6 +99,8 @@ class Pairs:
                     in_use=bool(transport) and in_use.get(peer) == transport,
                     refused=pair.refused or "",
                     reason=pair.reason,
+                    latency_s=pair.speed.latency_s,
+                    bytes_per_s=pair.speed.bytes_per_s,
                     counters=dict(pair.counters),
                 )
                 for peer, pairs in self._peers.items()
@@ -106,3 +113,12 @@ class Pairs:
         if len(self._peers) > self._max_peers:
             self._peers.popitem(last=False)
         return pairs.setdefault(transport, _Pair())
+
+
+def _look(pair: _Pair) -> None:
+    counters = pair.counters
+    pair.speed.look(
+        counters.get("kv_transfer_pieces_total", 0.0),
+        counters.get("kv_transfer_bytes_total", 0.0),
+        counters.get("kv_transfer_wire_seconds_total", 0.0),
+    )

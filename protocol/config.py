@@ -72,7 +72,12 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     )
 
     disaggregation: Annotated[bool, _doc("Prefill and decode on separate workers.")] = True
-    placement: Annotated[str, _doc("Placement policy.")] = "least_loaded"
+    placement: Annotated[
+        str,
+        _doc("Placement policy: cost, cache_aware, least_loaded, power_of_two or round_robin."),
+    ] = "cost"
+    prefill_placement: Annotated[str | None, _doc("Policy for prefill; default: --placement.")] = None
+    decode_placement: Annotated[str | None, _doc("Policy for decode; default: --placement.")] = None
     ray_address: Annotated[str | None, _doc("Ray cluster to join; default: start a local one.")] = None
     worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
     worker_threads: Annotated[

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.costs import StepCosts
 from protocol.handoff import MAX_HANDOFF_S, Extents, HandoffManifest, SegmentInfo
 from protocol.kv_events import CacheFormat, KvChange
 from protocol.sampling import SamplingParams
@@ -112,7 +113,8 @@ class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What went between a worker and one peer over one transport, and whether that transport serves the pair.
 
     `refused` is the kind of reason why not, `reason` the reason in words. Without a peer the transport serves
-    nobody; without a transport the counters are those of the pair as a whole.
+    nobody; without a transport the counters are those of the pair as a whole. A piece takes `latency_s`, and
+    its bytes move at `bytes_per_s`, both measured; 0 bytes a second: not yet.
     """
 
     peer: Annotated[str, Meta(max_length=128)]
@@ -120,13 +122,16 @@ class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     in_use: bool = False
     refused: Annotated[str, Meta(max_length=32)] = ""
     reason: Annotated[str, Meta(max_length=512)] = ""
+    latency_s: Seconds = 0.0
+    bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
     counters: dict[Id, float] = {}
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """A worker's load. Sent at a steady pace, from a thread of its own, so it doubles as the heartbeat.
+    """A worker's load, and what its steps cost.
 
-    Counters are totals since the incarnation began.
+    Sent at a steady pace, from a thread of its own, so it doubles as the heartbeat. Counters are totals since
+    the incarnation began.
     """
 
     worker_id: Id
@@ -148,6 +153,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     transports: dict[Id, Id] = {}
     pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
     speculation: SpeculationState | None = None
+    costs: StepCosts = StepCosts()
 
     @property
     def kv_usage(self) -> float:

@@ -188,7 +188,7 @@ class Dispatcher:
         if choice.finish_reason is not None:
             if output.finish_reason is None:
                 self._placer.abort([request])
-            self._placer.release(request)
+            self._placer.finished(request)
             self._journal.remove(request)
             self._metrics.request_finished(request, now)
             if logger.isEnabledFor(logging.DEBUG):
@@ -202,15 +202,14 @@ class Dispatcher:
     def _account_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
         prefill = request.assigned.get("prefill")
         if not request.has_answered:
-            (prefill or worker).outstanding_prefill_tokens -= request.num_prefill_tokens
+            self._placer.loads.answered(request)
         if not request.output_token_ids:
             request.first_token_time = now
             self._metrics.first_token(request, now)
         else:
             self._metrics.inter_token_latency.observe(now - request.last_token_time)
         if prefill is not None and worker is request.assigned["decode"]:
-            prefill.outstanding_requests -= 1
-            del request.assigned["prefill"]
+            self._placer.loads.leave_prefill(request)
         request.answered_by = worker
         request.last_token_time = now
         request.output_token_ids.extend(output.token_ids)
@@ -275,15 +274,12 @@ class Dispatcher:
         logger.warning("request %s: %s decodes it: %s", request.request_id, target.key.worker_id, reason)
         request.redirects += 1
         request.early.clear()
-        failed.outstanding_requests -= 1
+        self._placer.loads.move_decode(request, target)
         if target is not failed:
             self._send(failed, Abort(request_ids=[request.request_id]))
         if target is prefill:
-            request.assigned = {"decode": prefill}
             self._metrics.taken_over(kind)
         else:
-            request.assigned["decode"] = target
-            target.outstanding_requests += 1
             self._metrics.redirected(kind)
 
     def _next_decode(self, request: LiveRequest, prefill: Worker, again: Worker | None) -> Worker:

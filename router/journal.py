@@ -39,6 +39,9 @@ class LiveRequest:
         """Who does which task, in the order of the tasks; nobody while the request is parked."""
         self.answered_by: Worker | None = None
         """Who sent the current placement's newest token."""
+        self.waits_at: Worker | None = None
+        """Who is to bring the current placement's first token, and computes `num_uncached` tokens for it."""
+        self.num_uncached = 0
         self.prefilled_by: Worker | None = None
         """Whose prefix cache has the prompt, or will have it."""
         self.output_token_ids: list[int] = []
@@ -143,7 +146,9 @@ class Generation:
         priority: int = 0,
         cache_salt: str = "",
         speculation: RequestSpeculation | None = None,
+        session: str = "",
     ) -> None:
+        self.session = session
         self.arrival = arrival
         self.deadline = arrival + timeout_s
         self.priority = priority

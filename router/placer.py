@@ -14,11 +14,19 @@ from protocol.messages import Abort, Generate
 from protocol.roles import Task
 from router.journal import Journal, LiveRequest
 from router.kv_feed import KvFeed
+from router.loads import Loads
 from router.metrics import Metrics
-from router.placement.interface import Placement, PlacementPolicy, Refusal, RequestFacts
+from router.placement import PlacementPolicy
+from router.placement.cluster import Cluster
+from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
 from router.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
+
+FIRST_OUTPUT = 128.0
+"""[tokens] Mean answer before any request ended."""
+OUTPUT_PACE = 0.05
+"""Weight of a request that ends in that mean."""
 
 Send = Callable[[Worker, msgspec.Struct], bool]
 
@@ -50,6 +58,9 @@ class Placer:
         self._parked: dict[LiveRequest, None] = {}
         self._missing: Task | None = None
         self._kv_feed = kv_feed
+        self._state = PolicyState()
+        self._mean_output = FIRST_OUTPUT
+        self.loads = Loads(registry)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -83,7 +94,7 @@ class Placer:
         self.abort(unfinished)
         for request in unfinished:
             self._unpark(request)
-            self.release(request)
+            self.loads.release(request)
 
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         by_worker: dict[Worker, list[str]] = defaultdict(list)
@@ -93,21 +104,16 @@ class Placer:
         for worker, request_ids in by_worker.items():
             self._send(worker, Abort(request_ids=request_ids))
 
-    def release(self, request: LiveRequest) -> None:
-        """Give back its share of the load counts."""
-        for worker in request.holders:
-            worker.outstanding_requests -= 1
-        if not request.has_answered and request.holders:
-            request.holders[0].outstanding_prefill_tokens -= request.num_prefill_tokens
-        request.assigned = {}
-
     def next_decode(self, request: LiveRequest, prefill: Worker, workers: list[Worker]) -> Worker:
         """Who of `workers` is to decode what `prefill` has computed; itself if there is nobody."""
-        snapshots = [worker.snapshot() for worker in (prefill, *workers)]
-        placement = self._policy(self._facts(request), snapshots)
-        if isinstance(placement, Refusal):
-            return prefill
-        return self._registry.named(placement.workers["decode"])
+        cluster = Cluster(worker.load for worker in workers)
+        name = self._policy.next_decode(self._facts(request), cluster, self._state)
+        return self._registry.named(name) if name is not None else prefill
+
+    def finished(self, request: LiveRequest) -> None:
+        """It has all its tokens."""
+        self._mean_output += OUTPUT_PACE * (len(request.output_token_ids) - self._mean_output)
+        self.loads.release(request)
 
     # --- parking ----------------------------------------------------------------------------------
 
@@ -142,30 +148,33 @@ class Placer:
             return Refusal("every ready worker is busy")
         unreachable: Refusal | None = None
         while True:
-            placement = self._decide(request)
+            facts = self._facts(request)
+            placement, self._state = self._policy.place(facts, self._registry.cluster, self._state)
             if isinstance(placement, Refusal):
                 return unreachable or placement
-            first = self._assign(request, placement)
+            first = self._assign(request, placement, facts)
             if self._dispatch(request, first, placement.prefix):
                 logger.debug("request %s: %s", request.request_id, placement)
                 self._metrics.placed("prefill" in placement.workers)
                 self._note_fallback(placement)
                 return None
             first.is_reachable = False
+            self._registry.changed(first)
             unreachable = Refusal(f"worker {first.key.worker_id} cannot be reached")
-            self.release(request)
-
-    def _decide(self, request: LiveRequest) -> Placement | Refusal:
-        live = self._registry.live()
-        workers = [worker for worker in live if worker.key.incarnation not in request.failed] or live
-        return self._policy(self._facts(request), [worker.snapshot() for worker in workers])
+            self.loads.release(request)
 
     def _facts(self, request: LiveRequest) -> RequestFacts:
         holder = request.prefilled_by
+        holds = holder is not None and holder.live and holder.key.incarnation not in request.failed
+        left = request.sampling.max_tokens - len(request.output_token_ids)
         return RequestFacts(
+            num_tokens=request.num_prefill_tokens,
+            output_tokens=min(left, self._mean_output),
             disaggregate=self._config.disaggregation,
-            prefix_at=holder.key.worker_id if holder is not None and holder.live else None,
+            prefix_at=holder.key.worker_id if holder is not None and holds else None,
             cached_tokens=self._cached_tokens(request),
+            session=request.generation.session,
+            avoid=self._registry.named_by(request.failed) if request.failed else frozenset(),
         )
 
     def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:
@@ -173,15 +182,15 @@ class Placer:
             return {}
         return self._kv_feed.cached_tokens(request)
 
-    def _assign(self, request: LiveRequest, placement: Placement) -> Worker:
+    def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Worker:
         """Write the placement down; returns the worker that begins."""
         request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
         first = request.holders[0]
         if first.role.purpose == "prefill":
             request.prefilled_by = first
-        for worker in request.holders:
-            worker.outstanding_requests += 1
-        first.outstanding_prefill_tokens += request.num_prefill_tokens
+        source = first.key.worker_id if placement.prefix is None else placement.prefix
+        cached = min(facts.cached_tokens.get(source, 0), facts.num_tokens - 1)
+        self.loads.take(request, facts.num_tokens - cached)
         return first
 
     def _dispatch(self, request: LiveRequest, worker: Worker, prefix: str | None) -> bool:
@@ -197,8 +206,7 @@ class Placer:
     def _note_fallback(self, placement: Placement) -> None:
         """Count, and log at each change, requests that one worker serves alone for lack of another role."""
         missing = placement.missing
-        is_there = any(worker.role.purpose == missing for worker in self._registry.live())
-        if is_there or missing not in self._registry.known_purposes:
+        if missing not in self._registry.known_purposes:
             missing = None
         if missing is not None:
             self._metrics.role_fallback(missing)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from protocol.messages import Register, WorkerState
 from protocol.roles import ROLES, RoleSpec, Task
-from router.placement.interface import WorkerSnapshot
+from router.placement.cluster import Cluster
+from router.placement.interface import LinkSpeed, WorkerSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Worker:
     false between a message that could not be sent and the worker's next one.
     """
 
-    def __init__(self, register: Register, role: RoleSpec) -> None:
+    def __init__(self, register: Register, role: RoleSpec, block_size: int) -> None:
         self.key = WorkerKey(register.address.worker_id, register.address.incarnation)
         self.identity = register.address.worker_id.encode()
         self.address = register.address
@@ -50,18 +51,38 @@ class Worker:
         self.is_reachable = True
         self.live = True
         self.outstanding_requests = 0
+        self.outstanding_prompts = 0
+        """Of these, those whose first token is to come from here, with so many tokens to compute."""
         self.outstanding_prefill_tokens = 0
+        self.outstanding_rows = 0
+        """Of these, those that are or will be decoded here, with so many tokens of context."""
+        self.outstanding_context = 0
+        self._block_size = block_size
+        self.load = WorkerSnapshot(self.key.worker_id, role.tasks)
+        self.take(register.state)
 
-    def snapshot(self) -> WorkerSnapshot:
-        """Its load: what this router has sent, or of all routers what the last heartbeat told, if more."""
-        state = self.state
-        return WorkerSnapshot(
-            worker_id=self.key.worker_id,
-            tasks=self.role.tasks,
-            requests=max(self.outstanding_requests, state.num_running + state.num_waiting),
-            prefill_tokens=max(self.outstanding_prefill_tokens, state.waiting_tokens),
-            kv_usage=state.kv_usage,
+    def take(self, state: WorkerState) -> None:
+        """What it tells of itself. What this router did not send came from others."""
+        self.state = state
+        self._others = (
+            max(state.num_running + state.num_waiting - self.outstanding_requests, 0),
+            max(state.num_waiting - self.outstanding_prompts, 0),
+            max(state.waiting_tokens - self.outstanding_prefill_tokens, 0),
         )
+        load = self.load
+        load.costs, load.kv_usage = state.costs, state.kv_usage
+        load.kv_tokens = state.total_blocks * self._block_size
+        used = [pair for pair in state.pairs if pair.in_use]
+        load.links = {pair.peer: LinkSpeed(pair.latency_s, pair.bytes_per_s) for pair in used}
+        self.count()
+
+    def count(self) -> None:
+        """What this router has sent and not got back, and what others had sent at the last report."""
+        load, (requests, prompts, tokens) = self.load, self._others
+        load.requests = self.outstanding_requests + requests
+        load.prompts = self.outstanding_prompts + prompts
+        load.prefill_tokens = self.outstanding_prefill_tokens + tokens
+        load.rows, load.context_tokens = self.outstanding_rows, self.outstanding_context
 
 
 class Registry:
@@ -72,8 +93,11 @@ class Registry:
     never is.
     """
 
-    def __init__(self, worker_timeout: float) -> None:
+    def __init__(self, worker_timeout: float, block_size: int = 16) -> None:
         self._timeout = worker_timeout
+        self._block_size = block_size
+        self.cluster = Cluster()
+        """The workers that requests can be sent to, as placement policies see them."""
         self.on_registered: Callable[[Worker], None] = lambda worker: None
         self.on_lost: Callable[[Worker, str], None] = lambda worker, reason: None
         self._workers: dict[str, Worker] = {}
@@ -102,6 +126,10 @@ class Registry:
         """The worker's current incarnation; KeyError where there is none."""
         return self._workers[worker_id]
 
+    def named_by(self, incarnations: Collection[str]) -> frozenset[str]:
+        """The ids of those workers that are current ones."""
+        return frozenset(name for name, w in self._workers.items() if w.key.incarnation in incarnations)
+
     def current(self, worker_id: str, incarnation: str) -> Worker | None:
         """The worker, if this is its current incarnation."""
         worker = self._workers.get(worker_id)
@@ -126,8 +154,10 @@ class Registry:
             self.heard(known)
             self.on_registered(known)
             return known
-        worker = self._workers[key.worker_id] = Worker(register, role)
+        worker = self._workers[key.worker_id] = Worker(register, role, self._block_size)
         self.known_purposes.add(role.purpose)
+        self.cluster.remove(key.worker_id)
+        self.changed(worker)
         logger.debug("worker %s (%s, incarnation %s) registered", key.worker_id, role.name, key.incarnation)
         self.on_registered(worker)
         if known is not None:
@@ -139,9 +169,19 @@ class Registry:
         worker = self.current(state.worker_id, state.incarnation)
         if worker is None:
             return False
-        worker.state = state
+        worker.take(state)
         self.heard(worker)
         return True
+
+    def changed(self, worker: Worker) -> None:
+        """Its load, or whether requests can be sent to it."""
+        if self._workers.get(worker.key.worker_id) is not worker:
+            return
+        if worker.live and worker.is_reachable:
+            worker.count()
+            self.cluster.put(worker.load)
+        else:
+            self.cluster.remove(worker.key.worker_id)
 
     def heard(self, worker: Worker) -> None:
         worker.silence_s = 0.0
@@ -149,6 +189,7 @@ class Registry:
         if not worker.live:
             logger.warning("worker %s speaks again", worker.key.worker_id)
             worker.live = True
+        self.changed(worker)
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
         """The launcher knows that this incarnation is gone for good."""
@@ -158,6 +199,7 @@ class Registry:
             return
         self._retire(worker, reason)
         del self._workers[worker_id]
+        self.cluster.remove(worker_id)
 
     def sweep(self, now: float) -> None:
         """Declare the silent ones lost. To be called every `SWEEP_INTERVAL_S`.
@@ -171,6 +213,7 @@ class Registry:
         silent = [w for w in self._workers.values() if w.live and w.silence_s > self._timeout]
         for worker in silent:  # all at once, or requests of the first would be given to the second
             worker.live = False
+            self.changed(worker)
         for worker in silent:
             self._lose(worker, f"nothing was heard of it for {worker.silence_s:.1f} s")
 
@@ -186,5 +229,6 @@ class Registry:
 
     def _lose(self, worker: Worker, reason: str) -> None:
         worker.live = False
+        self.changed(worker)
         logger.error("worker %s (incarnation %s) is lost: %s", *worker.key, reason)
         self.on_lost(worker, reason)

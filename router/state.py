@@ -40,11 +40,11 @@ class RouterState:
         self.config = config
         self.created = int(time.time())
         self.is_draining = False
-        policy = placement_policy(config.placement)
+        policy = placement_policy(config.placement, config.prefill_placement, config.decode_placement)
         self.bodies = Bodies(config.max_body_bytes)
         self.journal = Journal()
         self.tokenizer = Tokenizer.load(config)
-        self.registry = Registry(config.worker_timeout)
+        self.registry = Registry(config.worker_timeout, config.block_size)
         self.metrics = Metrics(config.model_name, self.registry)
         self.link = WorkerLink(keys, link_host, self.metrics)
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)

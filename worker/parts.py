@@ -62,5 +62,6 @@ class WorkerParts:
             transports=transports,
             pairs=self.pairs.snapshot(transports),
             speculation=self.engine.speculation(),
+            costs=self.engine.costs(),
             **asdict(self.engine.stats()),
         )

@@ -6,16 +6,21 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.errors import ApiError
 from router.formats import Format, error_event
 from router.journal import Generation
 from router.middleware import REQUEST_ID_KEY
 from router.registry import ModelFacts
 from router.request_builder import Built
 from router.state import RouterState
+
+SESSION_HEADER = "x-session-id"
+MAX_SESSION_CHARS = 256
 
 _STREAM_START = {
     "type": "http.response.start",
@@ -49,6 +54,7 @@ class GenerateEndpoint:
             model = state.require_ready()
             built = await state.tokenizer.off_loop(len(raw), self._build, raw, model, arrival)
         generation, output = built
+        generation.session = _session(scope)
         answer = self._format(state.tokenizer, state.config.model_name, scope[REQUEST_ID_KEY], output)
         watcher = asyncio.ensure_future(_disconnected(receive))
         watcher.add_done_callback(lambda _: state.dispatcher.cancel(generation))
@@ -66,6 +72,15 @@ class GenerateEndpoint:
         finally:
             watcher.cancel()
             state.dispatcher.cancel(generation)
+
+
+def _session(scope: Scope) -> str:
+    """What the client calls the conversation: its requests go to the same workers, as far as these can."""
+    session = Headers(scope=scope).get(SESSION_HEADER, "")
+    if len(session) > MAX_SESSION_CHARS:
+        limit = f"at most {MAX_SESSION_CHARS} characters, got {len(session)}"
+        raise ApiError(400, f"{SESSION_HEADER}: {limit}", param=SESSION_HEADER, code="invalid_value")
+    return session
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -1,16 +1,96 @@
-"""Placement policies, by name."""
+"""Placement policies, by name: one rule for prefill and one for decode, or `cost` for both at once."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from protocol.errors import ConfigError
-from router.placement.interface import PlacementPolicy
-from router.placement.least_loaded import least_loaded
+from protocol.roles import Task
+from router.placement.cluster import Cluster
+from router.placement.cost import cheapest_decode, cheapest_prefill, place_by_cost
+from router.placement.interface import Answer, Placement, PolicyState, Refusal, RequestFacts, WorkerSnapshot
+from router.placement.predict import best_holder, prefill_cost
+from router.placement.rules import (
+    Rule,
+    cache_aware,
+    is_overloaded,
+    least_loaded,
+    power_of_two,
+    round_robin,
+)
 
-POLICIES: dict[str, PlacementPolicy] = {"least_loaded": least_loaded}
+
+def cost(request: RequestFacts, cluster: Cluster, task: Task, state: PolicyState) -> WorkerSnapshot | None:
+    """What this task alone costs; where both are chosen so, `place_by_cost` weighs them together."""
+    if task == "prefill":
+        return cheapest_prefill(request, cluster)
+    return cheapest_decode(request, cluster)
 
 
-def placement_policy(name: str) -> PlacementPolicy:
+RULES: dict[str, Rule] = {
+    "round_robin": round_robin,
+    "least_loaded": least_loaded,
+    "power_of_two": power_of_two,
+    "cache_aware": cache_aware,
+    "cost": cost,
+}
+
+
+@dataclass(frozen=True)
+class PlacementPolicy:
+    prefill: Rule
+    decode: Rule
+
+    def place(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> Answer:
+        """Where a request goes, and what to pass with the next one."""
+        if self.prefill is cost and self.decode is cost:
+            return place_by_cost(request, cluster), state.next()
+        return self._place(request, cluster, state), state.next()
+
+    def next_decode(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> str | None:
+        """Which decode worker takes a prompt that is computed already; None if there is none."""
+        worker = self._chosen("decode", request, cluster, state)
+        return worker.worker_id if worker is not None else None
+
+    def _place(self, request: RequestFacts, cluster: Cluster, state: PolicyState) -> Placement | Refusal:
+        """A prefill worker that already holds the prompt is taken whatever its load."""
+        held = cluster.get(request.prefix_at)
+        prefill = held if held is not None and held.purpose == "prefill" else None
+        if prefill is None:
+            prefill = self._chosen("prefill", request, cluster, state)
+        decode = self._chosen("decode", request, cluster, state)
+        names: dict[Task, str]
+        missing: Task | None = None
+        if prefill is not None and decode is not None and request.disaggregate:
+            first, names = prefill, {"prefill": prefill.worker_id, "decode": decode.worker_id}
+        elif decode is not None:
+            first, names = decode, {"decode": decode.worker_id}
+            missing = "prefill" if request.disaggregate else None
+        elif prefill is not None and "decode" in prefill.tasks:
+            first, names, missing = prefill, {"decode": prefill.worker_id}, "decode"
+        else:
+            return Refusal("no worker is ready")
+        prefix = prefill_cost(request, first, best_holder(request, cluster)).prefix
+        return Placement(names, missing, prefix)
+
+    def _chosen(
+        self, task: Task, request: RequestFacts, cluster: Cluster, state: PolicyState
+    ) -> WorkerSnapshot | None:
+        """A session goes to its own worker, unless that has too much to do."""
+        if request.session:
+            home = cluster.home(task, request.session, request.avoid)
+            if home is not None and not is_overloaded(home, cluster):
+                return home
+        return (self.prefill if task == "prefill" else self.decode)(request, cluster, task, state)
+
+
+def placement_policy(both: str, prefill: str | None = None, decode: str | None = None) -> PlacementPolicy:
     """Raises `ConfigError` for a name that isn't known."""
-    if name not in POLICIES:
-        raise ConfigError(f"--placement: unknown policy {name!r}; known: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
+    for flag, name in (
+        ("--placement", both),
+        ("--prefill-placement", prefill or both),
+        ("--decode-placement", decode or both),
+    ):
+        if name not in RULES:
+            raise ConfigError(f"{flag}: unknown policy {name!r}; known: {', '.join(RULES)}")
+    return PlacementPolicy(RULES[prefill or both], RULES[decode or both])

@@ -1,10 +1,16 @@
-"""What a placement policy sees and answers. A policy is a pure function, the same live and in a simulator."""
+"""What a placement policy sees and answers. A policy is a pure function, the same live and in a simulator.
+
+It looks at a few workers of the cluster and never at all of them. What it must remember from one decision to
+the next is an argument, and part of the answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.roles import Task
 
 
@@ -12,32 +18,96 @@ from protocol.roles import Task
 class RequestFacts:
     """What is known of a request before it runs.
 
+    `num_tokens` are to be computed before its first token, and it is expected to bring `output_tokens`.
     `prefix_at` is a prefill worker that has computed the prompt and may still hold it. `cached_tokens` tells
-    how many leading tokens each worker is believed to have in its prefix cache.
+    how many leading tokens each worker is believed to have in its prefix cache. `avoid` are workers that have
+    failed the request: they are taken where there are no others.
     """
 
+    num_tokens: int = 0
+    output_tokens: float = 0.0
     disaggregate: bool = True
     prefix_at: str | None = None
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    session: str = ""
+    avoid: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+class LinkSpeed(NamedTuple):
+    """Of the wire from a worker to a peer: seconds of each piece, and bytes a second; 0: not measured."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        """A wire that was never used is taken for free, so that it gets used and measured."""
+        return self.latency_s + nbytes / self.bytes_per_s if self.bytes_per_s > 0 else self.latency_s
+
+
+@dataclass(slots=True)
 class WorkerSnapshot:
-    """A live worker's load.
+    """A live worker's load; policies only read it.
 
-    `tasks` is what its role may be asked, its purpose first. `prefill_tokens` counts those of prompts whose
-    first token is still to come. `kv_usage` is the share of the KV pool that running requests hold.
+    `tasks` is what its role may be asked, its purpose first. Of its `requests`, `rows` are or will be decoded
+    there, with `context_tokens` in all. `prefill_tokens` are those of `prompts` whose first token is still to
+    come, less what is cached. `kv_usage` is the share of the KV pool that requests hold, `kv_tokens` the size
+    of that pool (0: unknown). `last_placed` rises with each request that is placed anywhere: who has the
+    smallest number was asked the longest ago. `links` are its wires to peers.
     """
 
     worker_id: str
     tasks: tuple[Task, ...]
-    requests: int = 0
-    prefill_tokens: int = 0
+    requests: float = 0
+    rows: float = 0
+    context_tokens: float = 0
+    prefill_tokens: float = 0
+    prompts: float = 0
     kv_usage: float = 0.0
+    kv_tokens: float = 0
+    last_placed: int = 0
+    costs: StepCosts = UNKNOWN_COSTS
+    links: Mapping[str, LinkSpeed] = field(default_factory=dict)
 
     @property
     def purpose(self) -> Task:
         return self.tasks[0]
+
+
+class Prediction(NamedTuple):
+    """Seconds that a placement is expected to take: the request's own, and those that others lose by it.
+
+    To its first token: `queue_s` for prompts ahead, `fetch_s` for a prefix from another worker, `prefill_s`.
+    Then `handoff_s` to its decode worker, as far as no chunk hides it, `room_s` for KV blocks, `decode_s`.
+    `delay_s` is what requests that decode beside its prefill lose, `slowdown_s` those beside its decode.
+    """
+
+    queue_s: float = 0.0
+    fetch_s: float = 0.0
+    prefill_s: float = 0.0
+    handoff_s: float = 0.0
+    room_s: float = 0.0
+    decode_s: float = 0.0
+    delay_s: float = 0.0
+    slowdown_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.fetch_s + self.prefill_s
+
+    @property
+    def total_s(self) -> float:
+        return sum(self)
+
+
+class Option(NamedTuple):
+    """One way to place a request, its tasks in order, and what it is expected to cost.
+
+    The worker that begins is to fetch the prompt's prefix from the worker `prefix`, if that is set.
+    """
+
+    workers: Mapping[Task, str]
+    prefix: str | None = None
+    predicted: Prediction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +116,15 @@ class Placement:
 
     Without a worker for `prefill`, the one for `decode` does all of it. `missing` is set if that is so only
     because no worker with that purpose is there. The worker that begins is to fetch the prompt's prefix from
-    the worker `prefix`, if that is set.
+    the worker `prefix`, if that is set. `options` are those that were compared, the chosen one among them.
     """
 
     workers: Mapping[Task, str]
     missing: Task | None = None
     prefix: str | None = None
+    predicted: Prediction | None = field(default=None, compare=False)
+    options: tuple[Option, ...] = field(default=(), compare=False)
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +134,14 @@ class Refusal:
     reason: str
 
 
-PlacementPolicy = Callable[[RequestFacts, Sequence[WorkerSnapshot]], Placement | Refusal]
+class PolicyState(NamedTuple):
+    """`turn` counts decisions; with `seed` it keys what is random."""
+
+    turn: int = 0
+    seed: int = 0
+
+    def next(self) -> PolicyState:
+        return PolicyState(self.turn + 1, self.seed)
+
+
+Answer = tuple[Placement | Refusal, PolicyState]

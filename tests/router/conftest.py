@@ -108,7 +108,9 @@ def make_router(model_folder: Path) -> Iterator[Callable[..., RunningRouter]]:
     routers: list[RunningRouter] = []
 
     def make(**options: Any) -> RunningRouter:
-        config = ServeConfig(**{"model": str(model_folder), "port": 0, **options})
+        config = ServeConfig(
+            **{"model": str(model_folder), "port": 0, "placement": "least_loaded", **options}
+        )
         routers.append(RunningRouter(config))
         return routers[-1]
 
@@ -126,7 +128,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(scope="module")
 def router(model_folder: Path) -> Iterator[RunningRouter]:
     """With one prefill and one decode worker that repeat the prompt."""
-    running = RunningRouter(ServeConfig(model=str(model_folder), port=0))
+    running = RunningRouter(ServeConfig(model=str(model_folder), port=0, placement="least_loaded"))
     decode = running.add_worker("decode-0", "decode")
     running.add_worker("prefill-0", "prefill", peers={"decode-0": decode})
     yield running

@@ -512,16 +512,19 @@ def test_the_prefill_worker_that_has_the_prompt_gets_it_again(make_router, pool)
     other = router.add_worker("prefill-1", "prefill")
     prefill.hold.set()
     other.hold.set()
-    load = pool.submit(post, router, prompt=list(range(20, 120)), max_tokens=1)
-    eventually(lambda: len(prefill.generated) == 2)
+    loads = []
+    for worker, count in ((other, 1), (prefill, 2)):
+        loads.append(pool.submit(post, router, prompt=list(range(20, 120)), max_tokens=1))
+        eventually(lambda worker=worker, count=count: len(worker.generated) == count)
     prefill.peers["decode-1"] = router.add_worker("decode-1")
     lose(router, decode)
     eventually(lambda: len(prefill.generated) == 3)
     assert len(prefill.generated[2].output_token_ids) == 3
     prefill.hold.clear()
     assert future.result(5).json()["usage"]["completion_tokens"] == 6
-    assert load.result(5).status_code == 200
-    assert not other.generated
+    other.hold.clear()
+    assert [load.result(5).status_code for load in loads] == [200, 200]
+    assert len(other.generated) == 1, "equally loaded, and asked longer ago"
 
 
 # --- role fallback ---

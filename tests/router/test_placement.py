@@ -1,210 +1,263 @@
-"""The placement policy and the registry of workers, on their own."""
+"""What each placement policy does, and what it must not do."""
 
 from __future__ import annotations
 
-import msgspec
+import math
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from protocol.costs import StepCosts
 from protocol.errors import ConfigError
-from protocol.messages import PeerAddress, Register, WorkerState
-from protocol.roles import ROLES
-from router.placement import POLICIES, placement_policy
-from router.placement.interface import Placement, Refusal, RequestFacts, WorkerSnapshot
-from router.registry import Registry
+from router.placement import RULES, placement_policy
+from router.placement.cluster import Cluster
+from router.placement.interface import (
+    LinkSpeed,
+    Placement,
+    PolicyState,
+    Refusal,
+    RequestFacts,
+    WorkerSnapshot,
+)
+from tests.router.placed import answer, decode, facts, placed, predicted, prefill
 
-REQUEST = RequestFacts()
-
-
-def prefill(name: str, **load) -> WorkerSnapshot:
-    return WorkerSnapshot(worker_id=name, tasks=ROLES["prefill"].tasks, **load)
-
-
-def decode(name: str, **load) -> WorkerSnapshot:
-    return WorkerSnapshot(worker_id=name, tasks=ROLES["decode"].tasks, **load)
+SPLITTING = sorted(set(RULES) - {"cost"})
 
 
-def least_loaded(workers, request=REQUEST):
-    return placement_policy("least_loaded")(request, workers)
-
-
-def test_picks_the_least_loaded_of_each_role():
+def test_least_loaded_takes_the_least_loaded_of_each_role():
     workers = [
         prefill("p0", prefill_tokens=500),
         prefill("p1", prefill_tokens=20, requests=9),
         decode("d0", requests=3),
         decode("d1", requests=2),
     ]
-    assert least_loaded(workers).workers == {"prefill": "p1", "decode": "d1"}
+    assert placed("least_loaded", workers).workers == {"prefill": "p1", "decode": "d1"}
+    usage = [decode("d0", kv_usage=0.9), decode("d1", kv_usage=0.5)]
+    assert placed("least_loaded", usage).workers["decode"] == "d1", "KV usage breaks ties"
 
 
-def test_kv_usage_breaks_ties():
-    workers = [decode("d0", kv_usage=0.9), decode("d1", kv_usage=0.5)]
-    assert least_loaded(workers).workers["decode"] == "d1"
+def test_round_robin_takes_one_after_the_other():
+    workers = [decode(f"d{index}", requests=index) for index in range(3)]
+    names = [placed("round_robin", workers, turn=turn).workers["decode"] for turn in range(4)]
+    assert names == ["d0", "d1", "d2", "d0"]
+    assert placed("round_robin", workers, facts(avoid=frozenset({"d0"}))).workers["decode"] == "d1"
 
 
-def test_fallbacks():
-    assert least_loaded([decode("d0")]) == Placement({"decode": "d0"}, missing="prefill")
-    assert least_loaded([prefill("p0")]) == Placement({"decode": "p0"}, missing="decode")
+def test_power_of_two_takes_the_less_loaded_of_two():
+    workers = [decode(f"d{index}", requests=index) for index in range(4)]
+    names = [placed("power_of_two", workers, turn=turn).workers["decode"] for turn in range(400)]
+    shares = [names.count(f"d{index}") / 400 for index in range(4)]
+    # Of the six pairs the least loaded is in three, the most loaded wins none.
+    assert shares == pytest.approx([3 / 6, 2 / 6, 1 / 6, 0], abs=0.08)
+
+
+def test_cache_aware_goes_to_the_cache_unless_that_is_overloaded_or_little():
+    workers = [decode("d0"), decode("d1", requests=1), decode("d2")]
+    cached = facts(cached_tokens={"d1": 200})
+    assert placed("cache_aware", workers, cached).workers["decode"] == "d1"
+    assert placed("cache_aware", workers, facts(cached_tokens={"d1": 100})).workers["decode"] != "d1"
+    workers[1] = decode("d1", requests=9)
+    assert placed("cache_aware", workers, cached).workers["decode"] != "d1"
+    cold = [decode("d0", requests=5), decode("d1", requests=1)]
+    assert placed("cache_aware", cold).workers["decode"] == "d1", "nothing is cached: the least loaded"
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_fallbacks(policy):
+    assert placed(policy, [decode("d0")]) == Placement({"decode": "d0"}, missing="prefill")
+    assert placed(policy, [prefill("p0")]) == Placement({"decode": "p0"}, missing="decode")
     both = [prefill("p0"), decode("d0")]
-    assert least_loaded(both, RequestFacts(disaggregate=False)) == Placement({"decode": "d0"})
+    assert placed(policy, both, facts(disaggregate=False)) == Placement({"decode": "d0"})
     only_prefill = WorkerSnapshot(worker_id="p0", tasks=("prefill",))
-    assert isinstance(least_loaded([only_prefill]), Refusal), "it may not be asked to decode"
-    assert isinstance(least_loaded([]), Refusal)
+    assert isinstance(answer(policy, [only_prefill]), Refusal), "it may not be asked to decode"
+    assert isinstance(answer(policy, []), Refusal)
 
 
-def test_who_holds_the_prompt_prefills_it_again():
+@pytest.mark.parametrize("policy", RULES)
+def test_who_failed_a_request_gets_it_again_only_if_there_is_nobody_else(policy):
+    workers = [prefill("p0"), prefill("p1", prefill_tokens=5000, prompts=3), decode("d0")]
+    workers.append(decode("d1", requests=9, rows=9))
+    avoided = placed(policy, workers, facts(avoid=frozenset({"p0", "d0"})))
+    assert set(avoided.workers.values()) <= {"p1", "d1"}
+    assert placed(policy, [decode("d0")], facts(avoid=frozenset({"d0"}))).workers == {"decode": "d0"}
+
+
+@pytest.mark.parametrize("policy", SPLITTING)
+def test_who_holds_the_prompt_prefills_it_again(policy):
     workers = [prefill("p0"), prefill("p1", prefill_tokens=500), decode("d0")]
-    assert least_loaded(workers, RequestFacts(prefix_at="p1")).workers["prefill"] == "p1"
-    assert least_loaded(workers, RequestFacts(prefix_at="p2")).workers["prefill"] == "p0"
+    assert placed(policy, workers, facts(prefix_at="p1")).workers["prefill"] == "p1"
+    assert placed(policy, workers, facts(prefix_at="p2")).workers["prefill"] in ("p0", "p1")
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_policies_are_pure(policy):
-    workers = [prefill("p0"), prefill("p1"), decode("d0"), decode("d1")]
-    assert policy(REQUEST, workers) == policy(REQUEST, list(workers)) == policy(REQUEST, workers[::-1])
+def test_rules_for_prefill_and_decode_are_chosen_apart():
+    policy = placement_policy("cost", "round_robin", "least_loaded")
+    workers = [prefill("p0"), prefill("p1"), decode("d0", requests=4), decode("d1", requests=2)]
+    found, state = policy.place(facts(), Cluster(workers), PolicyState(1))
+    assert isinstance(found, Placement)
+    assert (dict(found.workers), state) == ({"prefill": "p1", "decode": "d1"}, PolicyState(2))
+    for flags in (("magic",), ("cost", "magic"), ("cost", "cost", "magic")):
+        with pytest.raises(ConfigError, match="placement: unknown policy 'magic'; known: round_robin, "):
+            placement_policy(*flags)
 
 
-def test_unknown_policy():
-    with pytest.raises(ConfigError, match="--placement"):
-        placement_policy("magic")
+@pytest.mark.parametrize("policy", RULES)
+def test_a_session_stays_at_its_worker_until_that_is_overloaded(policy):
+    workers = [decode(f"d{index}") for index in range(4)]
+    homes = {
+        session: placed(policy, workers, facts(session=session)).workers["decode"]
+        for session in map(str, range(40))
+    }
+    assert set(homes.values()) == {"d0", "d1", "d2", "d3"}
+    left = [worker for worker in workers if worker.worker_id != "d2"]
+    for session, home in homes.items():
+        moved = placed(policy, left, facts(session=session)).workers["decode"]
+        assert moved == home or home == "d2", "only the sessions of who left move"
+    session = next(session for session, home in homes.items() if home == "d1")
+    workers[1].requests = workers[1].rows = 30
+    assert placed(policy, workers, facts(session=session)).workers["decode"] != "d1"
 
 
-class Recorder:
-    """A registry, and what it called."""
+# --- cost -----------------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self.greeted: list[str] = []
-        self.lost: list[str] = []
-        self.registry = Registry(5.0)
-        self.registry.on_registered = lambda worker: self.greeted.append(worker.key.incarnation)
-        self.registry.on_lost = lambda worker, reason: self.lost.append(worker.key.incarnation)
 
-    def register(self, incarnation: str, max_model_len: int = 100, role: str = "decode", worker_id="w"):
-        return self.registry.register(
-            Register(
-                address=PeerAddress(worker_id=worker_id, incarnation=incarnation, control="tcp://x:1"),
-                role=role,
-                model="m",
-                max_model_len=max_model_len,
-                vocab_size=10,
-                eos_token_ids=[0],
-                state=state(incarnation),
+def is_split(workers, **changes) -> bool:
+    return "prefill" in placed("cost", workers, facts(**changes)).workers
+
+
+def test_cost_splits_where_a_prompt_would_hold_up_many_and_not_where_nobody_waits():
+    idle = [prefill("p0"), decode("d0")]
+    assert not is_split(idle), "a hand-off would bring nothing"
+    busy = [prefill("p0"), decode("d0", rows=16, requests=16, context_tokens=5000)]
+    busy[0].tasks = ("prefill",)
+    assert is_split(busy, num_tokens=1500)
+    busy[0].prefill_tokens, busy[0].prompts = 200_000, 100
+    assert not is_split(busy, num_tokens=16), "the prefill worker's queue is longer than what the others lose"
+
+
+def test_cost_counts_what_the_wire_takes():
+    workers = [prefill("p0"), decode("d0", rows=4, requests=4, context_tokens=1000)]
+    workers[0].tasks = ("prefill",)
+    assert is_split(workers, num_tokens=1500)
+    workers[0].links = {"d0": LinkSpeed(0.0, 1e6)}
+    assert not is_split(workers, num_tokens=1500), "12 MB at a MB a second"
+    workers[0].links = {"d0": LinkSpeed(0.0, 1e9)}
+    found = placed("cost", workers, facts(num_tokens=1500))
+    last_chunk_s = 512 * 8192 / 1e9
+    assert predicted(found).handoff_s == pytest.approx(last_chunk_s + workers[1].costs.decode_s(4, 1000))
+
+
+def test_cost_goes_where_the_prompt_is_cached_until_the_queue_there_takes_longer():
+    workers = [decode("d0"), decode("d1", rows=2, requests=2, context_tokens=500)]
+    request = {"num_tokens": 3000, "cached_tokens": {"d1": 2990}}
+    far = LinkSpeed(1.0, 1e6)
+    workers[1].links = {"d0": far}
+    assert placed("cost", workers, facts(**request)).workers == {"decode": "d1"}
+    workers[1].prefill_tokens, workers[1].prompts = 30_000, 10
+    assert placed("cost", workers, facts(**request)).workers == {"decode": "d0"}
+
+
+def test_a_prefix_is_fetched_where_that_is_sooner_than_computing_it():
+    workers = [decode("d0"), decode("d1", rows=60, requests=60, context_tokens=20_000)]
+    workers[1].links = {"d0": LinkSpeed(1e-4, 1e9)}
+
+    def source(policy: str, cached: dict[str, int]) -> str | None:
+        found = placed(policy, workers, facts(num_tokens=2000, cached_tokens=cached))
+        assert found.workers == {"decode": "d0"}
+        return found.prefix
+
+    for policy in ("cost", "least_loaded"):
+        assert source(policy, {"d1": 1600}) == "d1"
+        assert source(policy, {"d1": 100}) is None, "both workers' steps take longer than computing it"
+        assert source(policy, {"d1": 1600, "d0": 1590}) is None
+        assert source(policy, {"gone": 1990}) is None
+        workers[1].links = {"d0": LinkSpeed(1e-4, 1e6)}
+        assert source(policy, {"d1": 1600}) is None, "13 MB at a MB a second"
+        workers[1].links = {"d0": LinkSpeed(1e-4, 1e9)}
+
+
+def test_cost_leaves_a_worker_without_room_for_the_kv():
+    workers = [
+        decode("d0", rows=8, requests=8, context_tokens=1000, kv_tokens=10_000),
+        decode("d1", rows=9, requests=9, context_tokens=1200, kv_tokens=10_000),
+    ]
+    assert placed("cost", workers).workers == {"decode": "d0"}
+    workers[0].kv_tokens = 1100
+    assert placed("cost", workers).workers == {"decode": "d1"}
+
+
+def test_the_prediction_adds_up():
+    """By hand: one idle decode worker, 256 tokens in one chunk, 127 steps that attend to 319.5 on average."""
+    decoding = {"step_s": 1e-3, "row_s": 1e-4, "context_s": 1e-6}
+    costs = StepCosts(**decoding, chunk_s=5e-3, token_s=1e-5, attention_s=0.0)
+    found = predicted(placed("cost", [decode("d0", costs=costs)]))
+    assert found.ttft_s == pytest.approx(1e-3 + 5e-3 + 256e-5)
+    assert found.decode_s == pytest.approx(127 * (1e-3 + 1e-4 + 319.5e-6))
+    assert found.total_s == pytest.approx(found.ttft_s + found.decode_s)
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+NUMBERS = st.one_of(
+    st.sampled_from([0, -1, math.nan, math.inf, -math.inf, 1e300, 0.5]), st.integers(-5, 10**6)
+)
+NAMES = st.sampled_from(["a", "b", "c", "d", "gone", ""])
+
+
+@st.composite
+def snapshots(draw):
+    fields = StepCosts.__struct_fields__
+    return WorkerSnapshot(
+        worker_id=draw(NAMES.filter(lambda name: name != "gone")),
+        tasks=draw(st.sampled_from([("prefill", "decode"), ("decode",)])),
+        costs=StepCosts(**{name: draw(NUMBERS) for name in fields}),
+        links={draw(NAMES): LinkSpeed(draw(NUMBERS), draw(NUMBERS))},
+        **{
+            name: draw(NUMBERS)
+            for name in (
+                "requests",
+                "rows",
+                "context_tokens",
+                "prefill_tokens",
+                "prompts",
+                "kv_usage",
+                "kv_tokens",
             )
-        )
+        },
+    )
 
 
-def state(incarnation: str) -> WorkerState:
-    return WorkerState(worker_id="w", incarnation=incarnation, role="decode")
-
-
-def test_a_new_incarnation_replaces_the_old():
-    recorder = Recorder()
-    recorder.register("one")
-    recorder.register("two")
-    assert (recorder.greeted, recorder.lost) == (["one", "two"], ["one"])
-    assert recorder.registry.current("w", "one") is None
-    assert not recorder.registry.update(state("one"))
-    assert recorder.registry.update(state("two"))
-    assert recorder.register("one") is None, "a registration that comes late"
-    assert [worker.key.incarnation for worker in recorder.registry.live()] == ["two"]
-
-
-def test_registering_again_is_harmless():
-    recorder = Recorder()
-    assert recorder.register("one") is recorder.register("one")
-    assert (recorder.greeted, recorder.lost) == (["one", "one"], [])
-
-
-def test_a_workers_load_is_what_was_sent_or_reported_whichever_is_more():
-    worker = Recorder().register("one")
-    worker.outstanding_requests, worker.outstanding_prefill_tokens = 2, 50
-    snapshot = worker.snapshot()
-    assert (snapshot.requests, snapshot.prefill_tokens, snapshot.kv_usage) == (2, 50, 0.0)
-    load = {"num_running": 1, "num_waiting": 2, "waiting_tokens": 40}
-    blocks = {"total_blocks": 10, "free_blocks": 3, "cached_blocks": 2}
-    worker.state = msgspec.structs.replace(state("one"), **load, **blocks)
-    snapshot = worker.snapshot()
-    assert (snapshot.requests, snapshot.prefill_tokens, snapshot.kv_usage) == (3, 50, 0.5)
-
-
-def sweep_for(registry: Registry, seconds: float, *, begin: float = 0.0, interval_s: float = 0.25) -> None:
-    """Let this time pass, as the router's timer does."""
-    for turn in range(round(seconds / interval_s) + 1):
-        registry.sweep(begin + turn * interval_s)
-
-
-def test_silence_and_return():
-    recorder = Recorder()
-    recorder.register("one")
-    recorder.registry.sweep(0.0)
-    assert recorder.registry.update(state("one"))
-    sweep_for(recorder.registry, 4.75)
-    assert recorder.lost == []
-    sweep_for(recorder.registry, 0.75, begin=4.75)
-    assert (recorder.lost, recorder.registry.live()) == (["one"], [])
-    assert recorder.registry.update(state("one"))
-    assert len(recorder.registry.live()) == 1
-
-
-def test_a_pause_of_the_router_is_no_silence_of_a_worker():
-    """It read nothing in that time, so nobody could be heard."""
-    recorder = Recorder()
-    worker = recorder.register("one")
-    recorder.registry.sweep(0.0)
-    assert recorder.registry.update(state("one"))
-    sweep_for(recorder.registry, 60.0, begin=10.0, interval_s=10.0)
-    assert recorder.lost == [], "seven turns of the timer"
-    sweep_for(recorder.registry, 5.0, begin=70.0)
-    assert recorder.lost == ["one"]
-    assert worker.silence_s > 5
-
-
-def test_all_silent_workers_are_lost_at_once():
-    """Or the requests of the first would be placed at the second."""
-    recorder = Recorder()
-    workers = [recorder.register("one", worker_id="v"), recorder.register("two", worker_id="w")]
-    live_then = []
-    recorder.registry.on_lost = lambda worker, reason: live_then.append(len(recorder.registry.live()))
-    recorder.registry.sweep(0.0)
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(snapshots(), max_size=6),
+    st.builds(
+        RequestFacts,
+        num_tokens=st.integers(-1, 10**6),
+        output_tokens=NUMBERS,
+        disaggregate=st.booleans(),
+        prefix_at=st.one_of(st.none(), NAMES),
+        cached_tokens=st.dictionaries(NAMES, st.integers(-5, 10**6)),
+        session=st.text(max_size=3),
+        avoid=st.frozensets(NAMES),
+    ),
+    st.sampled_from(sorted(RULES)),
+    st.sampled_from(sorted(RULES)),
+)
+def test_no_snapshot_breaks_a_policy(workers, request, prefill_rule, decode_rule):
+    cluster = Cluster()
     for worker in workers:
-        recorder.registry.heard(worker)
-    sweep_for(recorder.registry, 6.0)
-    assert live_then == [0, 0]
-
-
-def test_an_unknown_role_is_refused():
-    recorder = Recorder()
-    assert recorder.register("one", role="boss") is None
-    assert recorder.registry.live() == []
-
-
-def test_who_is_awaited():
-    recorder = Recorder()
-    recorder.registry.expected = ["v", "w"]
-    assert recorder.registry.awaited() == ["v", "w"]
-    worker = recorder.register("one")
-    assert recorder.registry.awaited() == ["v"]
-    worker.is_reachable = False
-    assert recorder.registry.awaited() == ["v", "w"]
-    assert recorder.registry.update(state("one"))
-    assert recorder.registry.awaited() == ["v"]
-
-
-def test_a_dead_one_never_returns():
-    recorder = Recorder()
-    recorder.register("one")
-    recorder.registry.mark_dead("w", "one", "it was killed")
-    recorder.registry.mark_dead("w", "one", "again")
-    assert recorder.lost == ["one"]
-    assert not recorder.registry.update(state("one"))
-    assert recorder.register("one") is None
-    recorder.registry.mark_dead("w", "two", "before it could register")
-    assert recorder.register("two") is None
-    assert recorder.register("three") is not None
-
-
-def test_another_model_is_refused():
-    recorder = Recorder()
-    recorder.register("one")
-    assert recorder.register("two", max_model_len=50) is None
-    assert recorder.registry.current("w", "one") is not None
+        cluster.put(worker)
+        worker.requests = 3
+        cluster.put(worker)
+    names = {worker.worker_id for worker in cluster}
+    policy = placement_policy("cost", prefill_rule, decode_rule)
+    for turn in range(2):
+        found, _ = policy.place(request, cluster, PolicyState(turn))
+        if isinstance(found, Placement):
+            assert {*found.workers.values(), *filter(None, [found.prefix])} <= names
+            assert "decode" in found.workers
+        else:
+            assert not names or (not request.disaggregate and not cluster.count("decode"))
+    for name in names:
+        cluster.remove(name)
+    assert isinstance(policy.place(request, cluster, PolicyState())[0], Refusal)

@@ -18,8 +18,7 @@ from router.choice import Choice, Prompt
 from router.journal import Generation, Journal, LiveRequest
 from router.kv_feed import KvFeed
 from router.metrics import Metrics
-from router.placement.interface import Placement, RequestFacts, WorkerSnapshot
-from router.placement.least_loaded import MIN_FETCHED_TOKENS, least_loaded
+from router.placement import placement_policy
 from router.placer import Placer
 from router.registry import Registry
 
@@ -46,7 +45,7 @@ class Router:
         self.feed = KvFeed(self.registry, self.metrics, self._send)
         self.registry.on_registered = self.feed.add
         shared = (ServeConfig(), Journal(), self.registry, self.metrics, self._send)
-        self.placer = Placer(*shared, least_loaded, self.feed)
+        self.placer = Placer(*shared, placement_policy("least_loaded"), self.feed)
         self.numbers: dict[str, int] = {}
 
     def _send(self, worker: object, message: msgspec.Struct) -> bool:
@@ -186,26 +185,6 @@ def test_a_heartbeat_shows_that_the_last_events_got_lost(router: Router) -> None
     assert router.sent == []
     router.feed.check(state)
     assert router.sent == [ReplayKvEvents(incarnation="new", first=1)]
-
-
-def placed(cached: dict[str, int]) -> Placement:
-    workers = [
-        WorkerSnapshot("p0", ("prefill",)),
-        WorkerSnapshot("p1", ("prefill",), prefill_tokens=9),
-        WorkerSnapshot("d0", ("decode",)),
-    ]
-    placement = least_loaded(RequestFacts(cached_tokens=cached), workers)
-    assert isinstance(placement, Placement)
-    return placement
-
-
-def test_a_prefix_is_fetched_where_that_pays() -> None:
-    assert placed({}).prefix is None
-    assert placed({"d0": MIN_FETCHED_TOKENS}).prefix == "d0"
-    assert placed({"d0": MIN_FETCHED_TOKENS - 1}).prefix is None
-    assert placed({"d0": 300, "p1": 400}).prefix == "p1"
-    assert placed({"d0": 300, "p0": 100}).prefix is None
-    assert placed({"gone": 1000}).prefix is None
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_port_in_use(router, model_folder):
 
 
 def test_unknown_policy(model_folder):
-    with pytest.raises(ConfigError, match="--placement: unknown policy 'magic'; known: least_loaded"):
+    with pytest.raises(ConfigError, match="--placement: unknown policy 'magic'; known: round_robin, "):
         RouterServer(ServeConfig(model=str(model_folder), port=0, placement="magic"), ClusterKeys.generate())
 
 

@@ -44,6 +44,7 @@ def tiny_config(model: Path, **changes: Any) -> ServeConfig:
         dtype="float32",
         device="cpu",
         compile="off",
+        placement="least_loaded",
         worker_threads=1,
         kv_cache_memory_bytes=4 * 1024 * 1024,
         max_num_batched_tokens=64,

@@ -1,0 +1,58 @@
+"""What a worker's steps cost, as it measures them. Workers fit the weights, the router predicts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Coefficient = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+
+
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds of a worker's step by what it computes; the sum of these, times their number.
+
+    `step_s` once, `row_s` for each sequence that decodes, `context_s` for each token that these attend to;
+    `chunk_s` once where there is a part of a prompt, `token_s` for each of its tokens, `attention_s` for each
+    pair of one of these and a token before it. A step computes at most `chunk_tokens` of prompts, and brings
+    `tokens_per_row` tokens on average to a sequence that decodes. `error` is the mean relative error of
+    predictions of the latest steps. A token's KV takes `kv_bytes`.
+
+    The defaults stand for a worker that has not told: those of a small model on one core.
+    """
+
+    step_s: Coefficient = 2e-3
+    row_s: Coefficient = 2e-4
+    context_s: Coefficient = 2e-7
+    chunk_s: Coefficient = 0.0
+    token_s: Coefficient = 1e-4
+    attention_s: Coefficient = 2e-8
+    chunk_tokens: Count = 512
+    tokens_per_row: Annotated[float, Meta(ge=1)] = 1.0
+    error: Coefficient = 0.0
+    kv_bytes: Count = 0
+
+    def decode_s(self, rows: float, context: float) -> float:
+        """A step that decodes so many sequences, which attend to `context` tokens in all."""
+        return self.step_s + self.row_s * rows + self.context_s * context
+
+    def chunks_s(self, tokens: float, before: float, chunk_tokens: float) -> float:
+        """What so many tokens of a prompt, after `before` others, add to the steps that compute them."""
+        chunks = -(-tokens // max(chunk_tokens, 1))
+        return chunks * self.chunk_s + tokens * (self.token_s + self.attention_s * (before + tokens / 2))
+
+    def fitting_tokens(self, seconds: float, before: float) -> int:
+        """How many tokens of a prompt, after `before` others, add no more than so many seconds to a step."""
+        left = seconds - self.chunk_s
+        linear, square = self.token_s + self.attention_s * before, self.attention_s / 2
+        if left <= 0:
+            return 0
+        if linear + square <= 0:
+            return 2**31
+        root = (linear * linear + 4 * square * left) ** 0.5
+        return int(min(2 * left / (linear + root), 2**31))
+
+
+UNKNOWN_COSTS = StepCosts()

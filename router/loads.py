@@ -1,0 +1,78 @@
+"""What this router has given to each worker and not got back, counted at once."""
+
+from __future__ import annotations
+
+import itertools
+
+from router.journal import LiveRequest
+from router.registry import Registry, Worker
+
+
+class Loads:
+    """Each of a request's shares is taken once and given back once, whatever becomes of it."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._order = itertools.count(1)
+
+    def take(self, request: LiveRequest, num_uncached: int) -> None:
+        """It was assigned: its first worker has so many tokens to compute before the first one comes."""
+        first, decode = request.holders[0], request.assigned["decode"]
+        request.waits_at, request.num_uncached = first, num_uncached
+        first.outstanding_prompts += 1
+        first.outstanding_prefill_tokens += num_uncached
+        self._take_row(request, decode)
+        for worker in request.holders:
+            worker.outstanding_requests += 1
+            worker.load.last_placed = next(self._order)
+            self._registry.changed(worker)
+
+    def answered(self, request: LiveRequest) -> None:
+        """Its first token has come."""
+        first, request.waits_at = request.waits_at, None
+        if first is not None:
+            first.outstanding_prompts -= 1
+            first.outstanding_prefill_tokens -= request.num_uncached
+            self._registry.changed(first)
+
+    def leave_prefill(self, request: LiveRequest) -> None:
+        """Its decode worker has it."""
+        prefill = request.assigned.pop("prefill")
+        prefill.outstanding_requests -= 1
+        self._registry.changed(prefill)
+
+    def move_decode(self, request: LiveRequest, target: Worker) -> None:
+        """Another worker decodes it, maybe the one that has its prompt."""
+        failed, prefill = request.assigned["decode"], request.assigned["prefill"]
+        self._give_row_back(request)
+        self._take_row(request, target)
+        failed.outstanding_requests -= 1
+        request.assigned["decode"] = target
+        if target is prefill:
+            request.assigned = {"decode": prefill}
+        else:
+            target.outstanding_requests += 1
+            target.load.last_placed = next(self._order)
+        for worker in (failed, target):
+            self._registry.changed(worker)
+
+    def release(self, request: LiveRequest) -> None:
+        """Nobody works on it any more."""
+        self.answered(request)
+        if request.assigned:
+            self._give_row_back(request)
+        for worker in request.holders:
+            worker.outstanding_requests -= 1
+            self._registry.changed(worker)
+        request.assigned = {}
+
+    @staticmethod
+    def _take_row(request: LiveRequest, worker: Worker) -> None:
+        worker.outstanding_rows += 1
+        worker.outstanding_context += request.num_prefill_tokens
+
+    @staticmethod
+    def _give_row_back(request: LiveRequest) -> None:
+        worker = request.assigned["decode"]
+        worker.outstanding_rows -= 1
+        worker.outstanding_context -= request.num_prefill_tokens

@@ -1,0 +1,148 @@
+"""The live workers as policies see them: by name, and of each purpose the least loaded first.
+
+Kept in order with each change, so that a decision among thousands looks at a few. Numbers that make no sense
+(negative, infinite or none) are taken as 0 for the order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from protocol.roles import Task
+from router.placement.interface import WorkerSnapshot
+
+LoadKey = tuple[float, float, float, int, str]
+
+
+@dataclass(slots=True)
+class _Purpose:
+    """Workers that share one purpose; `hashes` are of their names, in the order of `names`."""
+
+    by_load: list[LoadKey] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    hashes: np.ndarray | None = None
+    requests: float = 0.0
+
+
+class Cluster:
+    def __init__(self, workers: Iterable[WorkerSnapshot] = ()) -> None:
+        self._workers: dict[str, WorkerSnapshot] = {}
+        self._keys: dict[str, tuple[Task, LoadKey, float]] = {}
+        self._purposes: dict[Task, _Purpose] = {}
+        for worker in workers:
+            self.put(worker)
+
+    # --- changes ------------------------------------------------------------------------------------
+
+    def put(self, worker: WorkerSnapshot) -> None:
+        """Add it, or note that its load has changed."""
+        key = load_key(worker)
+        known = self._keys.get(worker.worker_id)
+        self._workers[worker.worker_id] = worker
+        if known is not None and known[:2] == (worker.purpose, key):
+            return
+        if known is None or known[0] != worker.purpose:
+            self.remove(worker.worker_id)
+            self._workers[worker.worker_id] = worker
+            group = self._purposes.setdefault(worker.purpose, _Purpose())
+            bisect.insort(group.names, worker.worker_id)
+            group.hashes = None
+        else:
+            group = self._purposes[worker.purpose]
+            del group.by_load[bisect.bisect_left(group.by_load, known[1])]
+            group.requests -= known[2]
+        requests = sane(worker.requests)
+        bisect.insort(group.by_load, key)
+        group.requests += requests
+        self._keys[worker.worker_id] = worker.purpose, key, requests
+
+    def remove(self, worker_id: str) -> None:
+        known = self._keys.pop(worker_id, None)
+        self._workers.pop(worker_id, None)
+        if known is None:
+            return
+        group = self._purposes[known[0]]
+        del group.by_load[bisect.bisect_left(group.by_load, known[1])]
+        del group.names[bisect.bisect_left(group.names, worker_id)]
+        group.hashes = None
+        group.requests -= known[2]
+
+    # --- what policies ask --------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[WorkerSnapshot]:
+        return iter(self._workers.values())
+
+    def get(self, worker_id: str | None) -> WorkerSnapshot | None:
+        return self._workers.get(worker_id) if worker_id is not None else None
+
+    def count(self, purpose: Task) -> int:
+        group = self._purposes.get(purpose)
+        return len(group.names) if group is not None else 0
+
+    def mean_requests(self, purpose: Task) -> float:
+        group = self._purposes.get(purpose)
+        return group.requests / len(group.names) if group is not None and group.names else 0.0
+
+    def least_loaded(self, purpose: Task, count: int, avoid: Collection[str] = ()) -> list[WorkerSnapshot]:
+        """Up to so many, the least loaded first; of those to avoid only where there are no others."""
+        group = self._purposes.get(purpose)
+        if group is None:
+            return []
+        names = (key[-1] for key in group.by_load if key[-1] not in avoid)
+        found = [self._workers[name] for name in islice(names, count)]
+        return found or [self._workers[key[-1]] for key in group.by_load[:count]]
+
+    def at(self, purpose: Task, index: int, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
+        """The one at this place of the circle of names, or the next one that is not to be avoided."""
+        group = self._purposes.get(purpose)
+        if group is None or not group.names:
+            return None
+        size = len(group.names)
+        names = (group.names[(index + step) % size] for step in range(size))
+        first = group.names[index % size]
+        return self._workers[next((name for name in names if name not in avoid), first)]
+
+    def home(self, purpose: Task, session: str, avoid: Collection[str] = ()) -> WorkerSnapshot | None:
+        """The session's worker by rendezvous hashing: when one comes or goes, only its sessions move."""
+        group = self._purposes.get(purpose)
+        if group is None or not group.names:
+            return None
+        if group.hashes is None:
+            group.hashes = np.array([_hash(name) for name in group.names], dtype=np.uint64)
+        scores = _mix(group.hashes ^ np.uint64(_hash(session)))
+        best = group.names[int(scores.argmax())]
+        if best in avoid:
+            order = [group.names[index] for index in np.argsort(scores)[::-1]]
+            best = next((name for name in order if name not in avoid), best)
+        return self._workers[best]
+
+
+def load_key(worker: WorkerSnapshot) -> LoadKey:
+    """Prompt tokens ahead for prefill, requests for decode. Equals are taken in turn."""
+    requests, tokens, usage = sane(worker.requests), sane(worker.prefill_tokens), sane(worker.kv_usage)
+    if worker.purpose == "prefill":
+        return tokens, requests, usage, worker.last_placed, worker.worker_id
+    return requests, usage, tokens, worker.last_placed, worker.worker_id
+
+
+def sane(value: float) -> float:
+    """Also for NaN."""
+    return value if 0 <= value < float("inf") else 0.0
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed

@@ -1,0 +1,135 @@
+"""The policy `cost`: what costs all requests together the fewest seconds, by measured models.
+
+It compares whole requests on one worker with splits between a prefill and a decode worker. Candidates are the
+least loaded workers and those with the most of the prompt cached, a few of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import TypeVar
+
+from protocol.roles import Task
+from router.placement.cluster import Cluster
+from router.placement.interface import Option, Placement, Prediction, Refusal, RequestFacts, WorkerSnapshot
+from router.placement.predict import (
+    DecodeCost,
+    PrefillCost,
+    best_holder,
+    cached_on,
+    decode_cost,
+    handoff_seconds,
+    prefill_cost,
+)
+from router.placement.rules import holders, is_overloaded
+
+Cost = TypeVar("Cost", PrefillCost, DecodeCost)
+
+CANDIDATES = 3
+"""Of each kind and purpose."""
+MARGIN = 0.03
+"""Share of the best cost that does not count: predictions are no better. Who was asked the longest ago is
+taken, or else equal workers would get nothing."""
+
+
+def place_by_cost(request: RequestFacts, cluster: Cluster) -> Placement | Refusal:
+    holder = best_holder(request, cluster)
+    prefills = [prefill_cost(request, worker, holder) for worker in candidates(request, cluster, "prefill")]
+    decodes = [decode_cost(request, worker) for worker in candidates(request, cluster, "decode")]
+    options = [_whole(request, prefill_cost(request, cost.worker, holder), cost) for cost in decodes]
+    if request.disaggregate or not decodes:
+        both = [cost for cost in prefills if "decode" in cost.worker.tasks]
+        options += [_whole(request, cost, decode_cost(request, cost.worker)) for cost in both]
+    if request.disaggregate:
+        options += [
+            _split(request, prefill, decode)
+            for prefill in _cheapest(prefills)
+            for decode in _cheapest(decodes)
+        ]
+    if not options:
+        return Refusal("no worker is ready")
+    chosen = _choose(request, cluster, options)
+    missing: Task | None = None
+    if not decodes:
+        missing = "decode"
+    elif not prefills and request.disaggregate:
+        missing = "prefill"
+    return Placement(chosen.workers, missing, chosen.prefix, chosen.predicted, tuple(options))
+
+
+def candidates(request: RequestFacts, cluster: Cluster, task: Task) -> list[WorkerSnapshot]:
+    """A session's own worker alone, unless that has too much to do."""
+    if request.session:
+        home = cluster.home(task, request.session, request.avoid)
+        if home is not None and not is_overloaded(home, cluster):
+            return [home]
+    found = cluster.least_loaded(task, CANDIDATES, request.avoid)
+    held = cluster.get(request.prefix_at)
+    others = [held] if held is not None and held.purpose == task else []
+    others += holders(request, cluster, task, CANDIDATES)
+    return list({worker.worker_id: worker for worker in (*found, *others)}.values())
+
+
+def cheapest_prefill(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | None:
+    """Where only the prefill worker is chosen by cost."""
+    holder = best_holder(request, cluster)
+    costs = [prefill_cost(request, worker, holder) for worker in candidates(request, cluster, "prefill")]
+    return next((cost.worker for cost in _cheapest(costs)), None)
+
+
+def cheapest_decode(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | None:
+    """Where only the decode worker is chosen by cost."""
+    costs = [decode_cost(request, worker) for worker in candidates(request, cluster, "decode")]
+    return next((cost.worker for cost in _cheapest(costs)), None)
+
+
+def _whole(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> Option:
+    predicted = Prediction(
+        queue_s=prefill.queue_s,
+        fetch_s=prefill.fetch_s,
+        prefill_s=prefill.prefill_s,
+        room_s=decode.room_s,
+        decode_s=decode.decode_s,
+        delay_s=prefill.delay_s,
+        slowdown_s=decode.slowdown_s,
+    )
+    return Option({"decode": prefill.worker.worker_id}, prefill.prefix, predicted)
+
+
+def _split(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> Option:
+    predicted = Prediction(
+        queue_s=prefill.queue_s,
+        fetch_s=prefill.fetch_s,
+        prefill_s=prefill.prefill_s,
+        handoff_s=handoff_seconds(prefill, decode, request.num_tokens - cached_on(request, decode.worker)),
+        room_s=decode.room_s,
+        decode_s=decode.decode_s + decode.pending_s,
+        delay_s=prefill.delay_s,
+        slowdown_s=decode.slowdown_s,
+    )
+    workers: dict[Task, str] = {"prefill": prefill.worker.worker_id, "decode": decode.worker.worker_id}
+    return Option(workers, prefill.prefix, predicted)
+
+
+def _cheapest(costs: Sequence[Cost]) -> list[Cost]:
+    return sorted(costs, key=lambda cost: (_sane(cost.total_s), cost.worker.last_placed))[:CANDIDATES]
+
+
+def _choose(request: RequestFacts, cluster: Cluster, options: Sequence[Option]) -> Option:
+    totals = [_sane(option.predicted.total_s) if option.predicted else inf for option in options]
+    limit = min(totals) * (1 + MARGIN)
+    equals = [option for option, total in zip(options, totals, strict=True) if total <= limit]
+    return min(equals, key=lambda option: _turn(request, cluster, option))
+
+
+def _turn(request: RequestFacts, cluster: Cluster, option: Option) -> tuple[int, int, int, tuple[str, ...]]:
+    """Among equals: who has more cached, then fewer workers, then who was asked the longest ago."""
+    workers = [worker for name in option.workers.values() if (worker := cluster.get(name)) is not None]
+    asked = max(worker.last_placed for worker in workers)
+    return -cached_on(request, workers[0]), len(workers), asked, tuple(option.workers.values())
+
+
+def _sane(seconds: float) -> float:
+    """What cannot be told is the worst."""
+    return seconds if 0 <= seconds < inf else inf

@@ -1,0 +1,124 @@
+"""What a placement will cost, from the workers' measured models."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from router.placement.cluster import Cluster
+from router.placement.interface import LinkSpeed, RequestFacts, WorkerSnapshot
+
+_NO_LINK = LinkSpeed()
+
+
+class PrefillCost(NamedTuple):
+    """Of computing the prompt on a worker; it begins with a fetch from `prefix`, if that is set."""
+
+    worker: WorkerSnapshot
+    cached: int
+    prefix: str | None
+    queue_s: float
+    fetch_s: float
+    prefill_s: float
+    delay_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.fetch_s + self.prefill_s + self.delay_s
+
+
+class DecodeCost(NamedTuple):
+    """Of decoding it on a worker: `pending_s` for prompts that are computed there meanwhile."""
+
+    worker: WorkerSnapshot
+    room_s: float
+    decode_s: float
+    slowdown_s: float
+    pending_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.room_s + self.decode_s + self.slowdown_s + self.pending_s
+
+
+def prefill_cost(request: RequestFacts, worker: WorkerSnapshot, holder: WorkerSnapshot | None) -> PrefillCost:
+    """With the prefix from `holder`, where that is sooner there than computed."""
+    cached = cached_on(request, worker)
+    own_s, prefix, fetch_s, begin = compute_s(worker, request.num_tokens - cached, cached), None, 0.0, cached
+    if holder is not None and holder.worker_id != worker.worker_id:
+        there = cached_on(request, holder)
+        if there > cached:
+            rest_s = compute_s(worker, request.num_tokens - there, there)
+            needed_s = fetch_seconds(worker, holder, there - cached)
+            if needed_s + rest_s < own_s:
+                own_s, prefix, fetch_s, begin = rest_s, holder.worker_id, needed_s, there
+    costs, ahead = worker.costs, _waiting(worker)
+    queue_s = compute_s(worker, ahead, 0) * worker.prompts if ahead > 0 else 0.0
+    delay_s = worker.rows * costs.chunks_s(request.num_tokens - begin, begin, costs.chunk_tokens)
+    return PrefillCost(worker, begin, prefix, queue_s, fetch_s, own_s, delay_s)
+
+
+def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
+    costs, rows, context = worker.costs, worker.rows, worker.context_tokens
+    output = max(request.output_tokens - 1, 0.0)
+    before_s = costs.decode_s(rows, context)
+    after_s = costs.decode_s(rows + 1, context + request.num_tokens + output / 2)
+    steps = output / max(costs.tokens_per_row, 1.0)
+    pending_s = costs.chunks_s(_waiting(worker), 0, costs.chunk_tokens) * worker.prompts
+    room_s = _room_share(worker, request.num_tokens + output) * steps * after_s
+    return DecodeCost(worker, room_s, steps * after_s, rows * steps * (after_s - before_s), pending_s)
+
+
+def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -> float:
+    """From the first token until the request is in the decode worker's batch.
+
+    Blocks move while further chunks are computed: what is left is the last chunk's, or all that the wire did
+    not manage in time. Then the batch's current step ends.
+    """
+    costs = prefill.worker.costs
+    link = prefill.worker.links.get(decode.worker.worker_id, _NO_LINK)
+    whole_s = link.seconds(num_tokens * costs.kv_bytes)
+    last_s = link.seconds(min(num_tokens, costs.chunk_tokens) * costs.kv_bytes)
+    there = decode.worker
+    return max(last_s, whole_s - prefill.prefill_s) + there.costs.decode_s(there.rows, there.context_tokens)
+
+
+def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
+    """To compute so many tokens of a prompt (at least one) in steps that also decode what runs there."""
+    costs, tokens = worker.costs, max(tokens, 1)
+    chunk = max(costs.chunk_tokens, 1)
+    steps = -(-tokens // chunk)
+    return steps * costs.decode_s(worker.rows, worker.context_tokens) + costs.chunks_s(tokens, before, chunk)
+
+
+def fetch_seconds(worker: WorkerSnapshot, holder: WorkerSnapshot, tokens: int) -> float:
+    """To bring so many tokens' KV: both workers look at their messages between two steps."""
+    link = holder.links.get(worker.worker_id, _NO_LINK)
+    wait_s = sum(each.costs.decode_s(each.rows, each.context_tokens) for each in (worker, holder))
+    return wait_s + link.seconds(tokens * holder.costs.kv_bytes)
+
+
+def cached_on(request: RequestFacts, worker: WorkerSnapshot) -> int:
+    if worker.worker_id == request.prefix_at:
+        return max(request.num_tokens, 0)
+    return max(min(request.cached_tokens.get(worker.worker_id, 0), request.num_tokens), 0)
+
+
+def best_holder(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | None:
+    """Who has most of the prompt's KV."""
+    held = cluster.get(request.prefix_at)
+    if held is not None or not request.cached_tokens:
+        return held
+    return cluster.get(max(request.cached_tokens, key=request.cached_tokens.__getitem__))
+
+
+def _waiting(worker: WorkerSnapshot) -> float:
+    """Mean tokens of the prompts that wait."""
+    return worker.prefill_tokens / worker.prompts if worker.prompts > 0 else 0.0
+
+
+def _room_share(worker: WorkerSnapshot, tokens: float) -> float:
+    """What must be freed for so many tokens, as a share of what runs there."""
+    if worker.kv_tokens <= 0 or worker.context_tokens <= 0:
+        return 0.0
+    used = max(worker.kv_usage * worker.kv_tokens, worker.context_tokens)
+    return min(max(used + tokens - worker.kv_tokens, 0.0) / worker.context_tokens, 1.0)

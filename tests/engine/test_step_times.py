@@ -1,0 +1,91 @@
+"""The costs of steps, fitted to what they took."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.step_times import StepTimes, StepWork
+from protocol.costs import StepCosts
+
+TRUE = StepCosts(step_s=2e-3, row_s=1e-4, context_s=5e-7, chunk_s=5e-4, token_s=8e-5, attention_s=2e-7)
+WEIGHTS = ("step_s", "row_s", "context_s", "chunk_s", "token_s", "attention_s")
+SEED = [
+    StepWork(1, 64),
+    StepWork(8, 512),
+    StepWork(8, 8192),
+    StepWork(0, 0, 16, 128),
+    StepWork(0, 0, 128, 8192),
+    StepWork(0, 0, 128, 139264),
+]
+
+
+def seconds(work: StepWork, costs: StepCosts = TRUE) -> float:
+    chunk = costs.chunk_s + costs.token_s * work.tokens + costs.attention_s * work.pairs
+    return costs.decode_s(work.rows, work.context) + (chunk if work.tokens else 0.0)
+
+
+def seeded(costs: StepCosts) -> StepTimes:
+    times = StepTimes(512, 100)
+    times.seed([(work, seconds(work, costs)) for work in SEED])
+    return times
+
+
+def weights(costs: StepCosts) -> list[float]:
+    return [getattr(costs, name) for name in WEIGHTS]
+
+
+def run(times: StepTimes, costs: StepCosts, count: int, noise: float = 0.0, most_rows: int = 16) -> None:
+    rng = random.Random(0)
+    for index in range(count):
+        rows = rng.randint(1, most_rows)
+        tokens = rng.randint(2, 512) if index % 5 == 0 else 0
+        work = StepWork(rows, rows * rng.randint(10, 2000), tokens, tokens * rng.randint(1, 2000))
+        times.observe(work, seconds(work, costs) * (1 + rng.uniform(-noise, noise)))
+        if index % 100 == 99:
+            times.costs()
+
+
+def test_the_measurements_at_the_start_are_enough():
+    assert weights(seeded(TRUE).costs()) == pytest.approx(weights(TRUE), rel=1e-3)
+
+
+def test_a_machine_that_turns_slower_is_followed():
+    times = seeded(TRUE)
+    slow = StepCosts(**{name: 3 * getattr(TRUE, name) for name in WEIGHTS})
+    run(times, slow, 3000, noise=0.1)
+    found = times.costs()
+    for work in SEED[:4]:
+        assert seconds(work, found) == pytest.approx(seconds(work, slow), rel=0.15)
+    assert found.error < 0.12
+
+
+def test_what_has_not_run_for_long_is_not_forgotten():
+    """Nothing but one sequence that decodes: what rows and prompts cost is known from the start."""
+    times = seeded(TRUE)
+    for index in range(20_000):
+        times.observe(StepWork(1, 100 + index % 50), seconds(StepWork(1, 100 + index % 50)))
+        if index % 500 == 0:
+            times.costs()
+    assert weights(times.costs()) == pytest.approx(weights(TRUE), rel=0.05)
+
+
+def test_no_weight_is_negative_and_a_pause_counts_little():
+    times = seeded(TRUE)
+    for index in range(1000):
+        work = StepWork(4, 400 + index % 7, (index % 3) * 100, (index % 3) * 5000)
+        falling = 5.0 if index == 500 else 3e-3 - 1e-5 * (index % 7) - 1e-6 * work.tokens
+        times.observe(work, falling)
+    found = times.costs()
+    assert min(weights(found)) >= 0
+    assert seconds(StepWork(4, 400), found) == pytest.approx(3e-3, rel=0.2)
+
+
+def test_fitting_tokens_is_the_inverse_of_what_a_chunk_takes():
+    for before in (0, 500, 10_000):
+        for tokens in (1, 37, 400):
+            needed = TRUE.chunks_s(tokens, before, 512)
+            assert TRUE.fitting_tokens(needed * 1.0001, before) == tokens
+    assert TRUE.fitting_tokens(0.0, 0) == 0
+    assert StepCosts(token_s=0.0, attention_s=0.0).fitting_tokens(1.0, 0) > 10**6

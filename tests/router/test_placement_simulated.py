@@ -1,0 +1,114 @@
+"""What policies do to a cluster, in simulated time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from itertools import pairwise
+from statistics import mean
+
+import pytest
+
+from router.placement import RULES, placement_policy
+from router.placement.cluster import Cluster
+from router.placement.interface import PolicyState
+from tests.router.placed import decode, facts, prefill
+from tests.router.placement_simulator import SLOW, Job, Simulation
+
+FOUR = [f"decode-{index}" for index in range(4)]
+BALANCING = sorted(set(RULES) - {"power_of_two"})
+
+
+def poisson(rate: float, seconds: float, seed: int, **fields) -> list[Job]:
+    rng, at, jobs = random.Random(seed), 0.0, []
+    while (at := at + rng.expovariate(rate)) < seconds:
+        jobs.append(Job(at, **fields))
+    return jobs
+
+
+@pytest.mark.parametrize("policy", BALANCING)
+def test_arrivals_between_two_load_reports_are_spread(policy):
+    simulation = Simulation(policy, FOUR)
+    for _ in range(64):
+        simulation.place(Job(0.0))
+    counts = [simulation.placed[name] for name in FOUR]
+    assert max(counts) <= 1.2 * min(counts)
+
+
+@pytest.mark.parametrize("policy", sorted(RULES))
+def test_paced_sessions_are_not_all_put_on_one_worker(policy):
+    """Each request comes when the one before has long ended: nothing is ever in flight."""
+    simulation = Simulation(policy, FOUR)
+    simulation.run([Job(float(index)) for index in range(80)])
+    counts = [simulation.placed[name] for name in FOUR]
+    assert max(counts) <= (40 if policy == "power_of_two" else 24)
+
+
+@pytest.mark.parametrize("policy", ["cost", "cache_aware"])
+def test_a_hot_prefix_is_replicated_and_another_keeps_its_worker(policy):
+    """The hot one alone is three times what a worker can serve. Fetching would take longer than computing."""
+    simulation = Simulation(policy, FOUR, SLOW)
+    simulation.run([Job(0.0, 2000, 32, "cold")])
+    home = max(simulation.placed, key=simulation.placed.__getitem__)
+    alone = Simulation(policy, FOUR[:1])
+    alone.run([Job(0.0, 2000, 32, "hot")])
+    served = alone.run([Job(9.0, 2000, 32, "hot") for _ in range(60)])
+    capacity = 60 / (max(job.end_s for job in served) - 9.0)
+    hot = poisson(3 * capacity, 4.0, 1, num_tokens=2000, output_tokens=32, prefix="hot")
+    cold = [Job(0.5 + index / 4, 2000, 32, "cold") for index in range(12)]
+    simulation.run(hot + cold)
+    used = Counter(job.workers["decode"].load.worker_id for job in hot)
+    assert len(used) >= 3 and max(used.values()) <= 0.6 * len(hot)
+    at_home = sum(job.workers["decode"].load.worker_id == home for job in cold)
+    assert at_home >= 9 or policy == "cache_aware", "that one leaves its worker for a moment's load"
+
+
+@pytest.mark.parametrize("policy", ["cost", "least_loaded", "cache_aware"])
+def test_a_step_to_twice_the_capacity_does_not_swing(policy):
+    """Each worker's queue grows alike; nobody gets bursts, and when the load is gone all are used at once."""
+    simulation = Simulation(policy, ["prefill-0", "prefill-1", "decode-0", "decode-1"])
+    jobs = simulation.run(poisson(60.0, 4.0, 2, num_tokens=512, output_tokens=64))
+    firsts = [next(iter(job.workers.values())).load.worker_id for job in jobs]
+    for begin in range(0, len(firsts) - 40, 40):
+        counts = Counter(firsts[begin : begin + 40])
+        assert max(counts.values()) <= 0.75 * 40
+    late = [job.first_s for job in jobs]
+    swings = sum(b < 0.5 * a for a, b in pairwise(late[20:]))
+    assert swings <= 0.1 * len(late), "the time to the first token grows, it does not jump"
+
+
+def test_cost_is_no_worse_than_any_other_policy():
+    """Mixed lengths, some shared prefixes, at 70 % of what the workers can do."""
+
+    def latency(policy: str) -> float:
+        jobs = poisson(14.0, 8.0, 3, num_tokens=200, output_tokens=100)
+        jobs += poisson(3.0, 8.0, 4, num_tokens=3000, output_tokens=20)
+        jobs += poisson(4.0, 8.0, 5, num_tokens=1500, output_tokens=50, prefix="shared")
+        names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+        return mean(job.end_s - job.at for job in Simulation(policy, names).run(jobs))
+
+    others = {policy: latency(policy) for policy in sorted(set(RULES) - {"cost"})}
+    assert latency("cost") <= min(others.values())
+
+
+@pytest.mark.parametrize("policy", sorted(RULES))
+def test_a_decision_among_thousands_looks_at_a_few(policy):
+    def seconds(count: int) -> float:
+        workers = [prefill(f"p{index}") for index in range(count // 2)]
+        workers += [decode(f"d{index}") for index in range(count // 2)]
+        cluster, state, best = Cluster(workers), PolicyState(), float("inf")
+        rule = placement_policy(policy)
+        request = facts(num_tokens=8000, cached_tokens={f"d{index}": 64 * index for index in range(8)})
+        for _ in range(5):
+            started = time.perf_counter()
+            for _ in range(50):
+                placement, state = rule.place(request, cluster, state)
+                worker = cluster.get(placement.workers["decode"])
+                worker.requests += 1
+                cluster.put(worker)
+            best = min(best, (time.perf_counter() - started) / 50)
+        return best
+
+    few, many = seconds(256), seconds(4096)
+    assert many < 1.5 * few, "16 times the workers: the logarithm grows by half"
