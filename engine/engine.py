@@ -17,6 +17,7 @@ from engine.attention.select import select_backend
 from engine.block_manager import BlockManager
 from engine.calibration import measure_steps
 from engine.check import check_request
+from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
 from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.loader import LoadedModel, load_model
@@ -94,6 +95,8 @@ class Engine:
         self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         budget = _token_budget(config, loaded.device)
+        kv_bytes = self.pool.num_bytes // (num_blocks * config.block_size)
+        self._times = StepTimes(budget, kv_bytes, config.itl_budget)
         self._scheduler = Scheduler(
             self.blocks,
             model=self.cache_format.model,
@@ -101,6 +104,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
             fetcher=self.tiers,
+            bound=ChunkBound(lambda: self._times.latest, config.itl_budget, config.block_size),
         )
         self._sequences: dict[str, SequenceState] = {}
         self._order = itertools.count()
@@ -108,7 +112,6 @@ class Engine:
         self._eos = frozenset(loaded.eos_token_ids)
         loaded_s = time.monotonic() - started
         warm_up_s = self._runner.warm_up()
-        self._times = StepTimes(budget, self.pool.num_bytes // (num_blocks * config.block_size))
         self._started_at = 0.0
         self._ended_at: float | None = None
         """When the latest step ended, if there was more to do."""

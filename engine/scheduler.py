@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
+from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome
 from engine.sequence import SequenceStage, SequenceState
 from engine.tiers.host import HostTier
@@ -61,6 +62,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         fetcher: HostTier | None = None,
+        bound: ChunkBound | None = None,
     ) -> None:
         self.blocks = blocks
         self.running: list[SequenceState] = []
@@ -75,6 +77,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fetcher = fetcher
+        self._bound = bound
 
     def root(self, cache_salt: str, foreign_format: str = "") -> BlockIdentity:
         """Parent identity of the first block of a tenant's sequences.
@@ -120,7 +123,11 @@ class Scheduler:
         step = ScheduledStep()
         budget = self._max_num_batched_tokens
         # A stable sort: decode rows before the chunks of prompts that are still being computed.
-        for sequence in sorted(self.running, key=lambda running: running.num_uncomputed > 1):
+        running = sorted(self.running, key=lambda running: running.num_uncomputed > 1)
+        if self._bound is not None:
+            rows = [sequence for sequence in running if sequence.num_uncomputed == 1]
+            self._bound.begin(len(rows), sum([sequence.num_computed for sequence in rows]))
+        for sequence in running:
             if budget == 0:
                 break
             if sequence.stage is not SequenceStage.RUNNING:
@@ -128,6 +135,8 @@ class Scheduler:
             budget -= self._schedule_running(sequence, budget, step)
         for sequence in list(self.waiting):
             if budget == 0 or len(self.running) >= self._max_num_seqs:
+                break
+            if self._bound is not None and self._bound.is_full:
                 break
             if self._waits_for_a_leader(sequence) or self._waits_for_the_disk(sequence):
                 continue
@@ -182,7 +191,9 @@ class Scheduler:
         return end
 
     def _schedule_running(self, sequence: SequenceState, budget: int, step: ScheduledStep) -> int:
-        count = min(budget, sequence.num_uncomputed)
+        count = self._chunk(sequence, budget)
+        if count == 0:
+            return 0
         while not self._grow(sequence, sequence.num_computed + count):
             # Blocks of a prompt that is being handed over may be on the wire: they are never taken away.
             victim = max(
@@ -218,8 +229,15 @@ class Scheduler:
             self.prefix_query_tokens += len(sequence.token_ids)
             self.prefix_hit_tokens += sequence.num_computed
             step.first_time.append(sequence.request)
-        count = min(budget, sequence.num_uncomputed)
+        count = self._chunk(sequence, budget)
         self._append(sequence, count, step)
+        return count
+
+    def _chunk(self, sequence: SequenceState, budget: int) -> int:
+        """How many of its tokens this step computes."""
+        count = min(budget, sequence.num_uncomputed)
+        if count > 1 and self._bound is not None:
+            count = self._bound.tokens(count, sequence.num_computed)
         return count
 
     @staticmethod

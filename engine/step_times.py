@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from engine.draft import Outcome
@@ -56,8 +57,13 @@ def work_of(sequences: Sequence[SequenceState], counts: Sequence[int]) -> StepWo
 class StepTimes:
     """`observe` belongs to the engine's thread; `costs` is for any."""
 
-    def __init__(self, chunk_tokens: int, kv_bytes: int, memory: float = MEMORY) -> None:
-        self._chunk_tokens, self._kv_bytes, self._memory = chunk_tokens, kv_bytes, memory
+    def __init__(
+        self, chunk_tokens: int, kv_bytes: int, itl_budget_s: float = 0.0, memory: float = MEMORY
+    ) -> None:
+        self._constants = StepCosts(chunk_tokens=chunk_tokens, kv_bytes=kv_bytes, itl_budget_s=itl_budget_s)
+        self._memory = memory
+        self.latest = self._constants
+        """What `costs` last answered; costs nothing to read."""
         self._decode, self._prefill = _Fit(memory), _Fit(memory)
         self._pending: deque[tuple[StepWork, float, int]] = deque(maxlen=_MOST_PENDING)
         self._accepted = self._rows = 0.0
@@ -71,6 +77,7 @@ class StepTimes:
             self._decode.keep()
             self._prefill.keep()
             self._error = self._judged = 0.0
+        self.costs()
 
     def observe(self, work: StepWork, seconds: float, outcomes: Sequence[Outcome] = ()) -> None:
         accepted = sum([outcome.num_accepted for outcome in outcomes])
@@ -84,18 +91,18 @@ class StepTimes:
                 self._learn(steps)
             step_s, row_s, context_s = self._decode.weights.tolist()
             chunk_s, token_s, attention_s = self._prefill.weights.tolist()
-            return StepCosts(
+            self.latest = msgspec.structs.replace(
+                self._constants,
                 step_s=step_s,
                 row_s=row_s,
                 context_s=context_s,
                 chunk_s=chunk_s,
                 token_s=token_s,
                 attention_s=attention_s,
-                chunk_tokens=self._chunk_tokens,
                 tokens_per_row=1.0 + (self._accepted / self._rows if self._rows else 0.0),
                 error=self._error / self._judged if self._judged else 0.0,
-                kv_bytes=self._kv_bytes,
             )
+            return self.latest
 
     def _judge(self, steps: Sequence[tuple[StepWork, float, int]]) -> None:
         """Compare new steps with what was known before them."""

@@ -114,6 +114,11 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     max_num_batched_tokens: Annotated[
         PositiveInt | None, _doc("Tokens in one step; default: 2048 on a GPU, 512 on a CPU.")
     ] = None
+    itl_budget: Annotated[
+        float,
+        Meta(ge=0, le=3600),
+        _doc("Seconds that a step may take to compute part of a prompt while others decode; 0: no bound."),
+    ] = 0.1
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 64
     attention_backend: Annotated[Literal["auto", "cpu", "torch"], _doc("Attention kernels.")] = "auto"
     compile: Annotated[

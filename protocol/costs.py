@@ -9,6 +9,8 @@ from msgspec import Meta
 
 Coefficient = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
+_ANY = 2**31
+"""More tokens than any prompt has."""
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -18,7 +20,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `chunk_s` once where there is a part of a prompt, `token_s` for each of its tokens, `attention_s` for each
     pair of one of these and a token before it. A step computes at most `chunk_tokens` of prompts, and brings
     `tokens_per_row` tokens on average to a sequence that decodes. `error` is the mean relative error of
-    predictions of the latest steps. A token's KV takes `kv_bytes`.
+    predictions of the latest steps. A token's KV takes `kv_bytes`. `itl_budget_s` bounds the chunks of
+    prompts beside sequences that decode; 0: nothing does.
 
     The defaults stand for a worker that has not told: those of a small model on one core.
     """
@@ -33,6 +36,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_row: Annotated[float, Meta(ge=1)] = 1.0
     error: Coefficient = 0.0
     kv_bytes: Count = 0
+    itl_budget_s: Coefficient = 0.0
 
     def decode_s(self, rows: float, context: float) -> float:
         """A step that decodes so many sequences, which attend to `context` tokens in all."""
@@ -43,16 +47,22 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         chunks = -(-tokens // max(chunk_tokens, 1))
         return chunks * self.chunk_s + tokens * (self.token_s + self.attention_s * (before + tokens / 2))
 
+    def chunk_seconds(self, rows: float, context: float, itl_budget_s: float) -> float:
+        """What a prompt may add to a step that decodes: the rest of the budget. Where decoding alone takes
+        more than half of it, as long as that takes, so that prompts get on.
+        """
+        decode_s = self.decode_s(rows, context)
+        return max(itl_budget_s - decode_s, decode_s)
+
     def fitting_tokens(self, seconds: float, before: float) -> int:
         """How many tokens of a prompt, after `before` others, add no more than so many seconds to a step."""
         left = seconds - self.chunk_s
         linear, square = self.token_s + self.attention_s * before, self.attention_s / 2
         if left <= 0:
             return 0
-        if linear + square <= 0:
-            return 2**31
-        root = (linear * linear + 4 * square * left) ** 0.5
-        return int(min(2 * left / (linear + root), 2**31))
+        steepness = linear + max(linear * linear + 4 * square * left, 0.0) ** 0.5
+        count = 2 * left / steepness if steepness > 0 else _ANY
+        return int(count) if count < _ANY else _ANY
 
 
 UNKNOWN_COSTS = StepCosts()

@@ -8,6 +8,8 @@ from router.placement.cluster import Cluster
 from router.placement.interface import LinkSpeed, RequestFacts, WorkerSnapshot
 
 _NO_LINK = LinkSpeed()
+LEAST_CHUNK = 16
+"""Tokens of a prompt that a step computes whatever they take: a block."""
 
 
 class PrefillCost(NamedTuple):
@@ -51,9 +53,10 @@ def prefill_cost(request: RequestFacts, worker: WorkerSnapshot, holder: WorkerSn
             needed_s = fetch_seconds(worker, holder, there - cached)
             if needed_s + rest_s < own_s:
                 own_s, prefix, fetch_s, begin = rest_s, holder.worker_id, needed_s, there
-    costs, ahead = worker.costs, _waiting(worker)
+    ahead = _waiting(worker)
     queue_s = compute_s(worker, ahead, 0) * worker.prompts if ahead > 0 else 0.0
-    delay_s = worker.rows * costs.chunks_s(request.num_tokens - begin, begin, costs.chunk_tokens)
+    chunk = chunk_tokens(worker, request.num_tokens)
+    delay_s = worker.rows * worker.costs.chunks_s(request.num_tokens - begin, begin, chunk)
     return PrefillCost(worker, begin, prefix, queue_s, fetch_s, own_s, delay_s)
 
 
@@ -85,9 +88,18 @@ def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -
 def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
     """To compute so many tokens of a prompt (at least one) in steps that also decode what runs there."""
     costs, tokens = worker.costs, max(tokens, 1)
-    chunk = max(costs.chunk_tokens, 1)
+    chunk = chunk_tokens(worker, before + tokens)
     steps = -(-tokens // chunk)
     return steps * costs.decode_s(worker.rows, worker.context_tokens) + costs.chunks_s(tokens, before, chunk)
+
+
+def chunk_tokens(worker: WorkerSnapshot, context: float) -> int:
+    """Of a prompt, up to so many in a step: fewer beside what decodes there."""
+    costs, rows = worker.costs, worker.rows
+    if rows <= 0 or costs.itl_budget_s <= 0:
+        return max(costs.chunk_tokens, 1)
+    seconds = costs.chunk_seconds(rows, worker.context_tokens, costs.itl_budget_s)
+    return min(max(costs.chunk_tokens, 1), max(costs.fitting_tokens(seconds, context / 2), LEAST_CHUNK))
 
 
 def fetch_seconds(worker: WorkerSnapshot, holder: WorkerSnapshot, tokens: int) -> float:
