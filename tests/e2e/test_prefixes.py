@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from router.placement.least_loaded import least_loaded
 from transformers import PreTrainedModel
 
 from router.placement.interface import Placement, Refusal, RequestFacts, WorkerSnapshot
-from router.placement.least_loaded import least_loaded
 from router.prompt_blocks import hash_blocks
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
