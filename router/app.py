@@ -12,6 +12,7 @@ from router.api.admin import admin_operations
 from router.api.generate import GenerateEndpoint
 from router.api.openapi import Operation, openapi
 from router.api.pages import page_operations
+from router.api.placement import placement_operations
 from router.api.tokenize import converter
 from router.formats import ChatFormat, CompletionFormat
 from router.middleware import Envelope
@@ -38,6 +39,7 @@ def build_app(state: RouterState) -> Envelope:
         post("/tokenize", TokenizeBody, "`count`, `max_model_len`, `tokens`, `token_strs`", tokenize),
         post("/detokenize", DetokenizeBody, "`prompt`", detokenize),
         *admin_operations(state),
+        *placement_operations(state),
     ]
     operations += page_operations(state.config.model_name, lambda: description)
     description = openapi(operations, state.config.api_key is not None)

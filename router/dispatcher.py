@@ -188,7 +188,7 @@ class Dispatcher:
         if choice.finish_reason is not None:
             if output.finish_reason is None:
                 self._placer.abort([request])
-            self._placer.finished(request)
+            self._placer.finished(request, now)
             self._journal.remove(request)
             self._metrics.request_finished(request, now)
             if logger.isEnabledFor(logging.DEBUG):
@@ -202,7 +202,7 @@ class Dispatcher:
     def _account_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
         prefill = request.assigned.get("prefill")
         if not request.has_answered:
-            self._placer.loads.answered(request)
+            self._placer.answered(request, now)
         if not request.output_token_ids:
             request.first_token_time = now
             self._metrics.first_token(request, now)

@@ -15,6 +15,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from router.choice import Choice
 from router.errors import ApiError
+from router.placement.decision import Decision
 from router.prompt_blocks import hash_blocks
 from router.registry import Worker
 
@@ -42,6 +43,8 @@ class LiveRequest:
         self.waits_at: Worker | None = None
         """Who is to bring the current placement's first token, and computes `num_uncached` tokens for it."""
         self.num_uncached = 0
+        self.decision: Decision | None = None
+        """The current placement."""
         self.prefilled_by: Worker | None = None
         """Whose prefix cache has the prompt, or will have it."""
         self.output_token_ids: list[int] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from math import inf
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -47,6 +48,10 @@ class Metrics:
         self.taken_over = self._counting("handoff_takeovers_total")
         self.role_fallback = self._counting("role_fallbacks_total")
         self.http_response = self._counting("http_responses_total")
+        self._seconds = {
+            name: self._metrics[f"placement_{name}_seconds_total"]
+            for name in ("predicted", "observed", "error")
+        }
         self._placed = self._counting("placements_total")
         self._succeeded = self._counting("request_success_total")
 
@@ -56,6 +61,13 @@ class Metrics:
 
     def placed(self, disaggregated: bool) -> None:
         self._placed("disaggregated" if disaggregated else "colocated")
+
+    def predicted(self, quantity: Literal["ttft", "tpot"], predicted_s: float, observed_s: float) -> None:
+        """What a placement was expected to bring, and what it brought."""
+        error_s = abs(predicted_s - observed_s)
+        for name, seconds in (("predicted", predicted_s), ("observed", observed_s), ("error", error_s)):
+            if 0 <= seconds < inf:
+                self._seconds[name].labels(quantity, self._model_name).inc(seconds)
 
     def parked(self, total: int) -> None:
         """One more request is parked; they are `total` now."""

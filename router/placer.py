@@ -12,6 +12,7 @@ import msgspec
 from protocol.config import ServeConfig
 from protocol.messages import Abort, Generate
 from protocol.roles import Task
+from router.decisions import DecisionLog
 from router.journal import Journal, LiveRequest
 from router.kv_feed import KvFeed
 from router.loads import Loads
@@ -61,6 +62,7 @@ class Placer:
         self._state = PolicyState()
         self._mean_output = FIRST_OUTPUT
         self.loads = Loads(registry)
+        self.decisions = DecisionLog(metrics)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -110,8 +112,14 @@ class Placer:
         name = self._policy.next_decode(self._facts(request), cluster, self._state)
         return self._registry.named(name) if name is not None else prefill
 
-    def finished(self, request: LiveRequest) -> None:
+    def answered(self, request: LiveRequest, now: float) -> None:
+        """The placement's first token has come."""
+        self.loads.answered(request)
+        self.decisions.answered(request, now)
+
+    def finished(self, request: LiveRequest, now: float) -> None:
         """It has all its tokens."""
+        self.decisions.finished(request, now)
         self._mean_output += OUTPUT_PACE * (len(request.output_token_ids) - self._mean_output)
         self.loads.release(request)
 
@@ -154,8 +162,8 @@ class Placer:
                 return unreachable or placement
             first = self._assign(request, placement, facts)
             if self._dispatch(request, first, placement.prefix):
-                logger.debug("request %s: %s", request.request_id, placement)
                 self._metrics.placed("prefill" in placement.workers)
+                self.decisions.placed(request, facts, placement)
                 self._note_fallback(placement)
                 return None
             first.is_reachable = False

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from engine.engine import Engine
 from protocol.config import ServeConfig
+from protocol.costs import StepCosts
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import EngineRequest, TokenOutput
 from protocol.sampling import SamplingParams
@@ -179,6 +180,21 @@ def test_decoding_goes_on_beside_a_long_prompt(make_engine: Callable[..., Engine
     for _ in range(2):
         assert [output.request_id for output in engine.step().outputs] == ["handed over"]
     assert len(run(engine)["long"]) == 8
+
+
+def test_a_prompt_beside_decoding_keeps_within_the_budget(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel
+) -> None:
+    engine = make_engine(max_num_batched_tokens=512, itl_budget=0.01)
+    costs = StepCosts(step_s=1e-3, row_s=0.0, context_s=0.0, token_s=9e-3 / 50, attention_s=0.0)
+    engine._times.latest = costs
+    engine.add(ask("alone", prompt_of(200)))
+    assert engine.step().num_tokens == 200
+    engine.add(ask("long", prompt_of(240, seed=1)))
+    engine.add(ask("next", prompt_of(100, seed=2)))
+    assert [engine.step().num_tokens for _ in range(4)] == [1 + 50] * 4
+    outputs = run(engine)
+    assert tokens(outputs["long"]) == greedy(reference, prompt_of(240, seed=1), 8)
 
 
 def test_lower_priority_values_run_first(make_engine: Callable[..., Engine]) -> None:

@@ -27,6 +27,8 @@ PATHS = {
     "/version": "get",
     "/metrics": "get",
     "/workers": "get",
+    "/decisions": "get",
+    "/cluster": "get",
 }
 BODIES = [
     each
@@ -87,7 +89,8 @@ def test_only_what_needs_the_key_says_so(make_router, document):
     assert "security" not in document["paths"]["/v1/completions"]["post"]
     paths = make_router(api_key="secret").http.get("/openapi.json").json()["paths"]
     protected = {path for path, method in PATHS.items() if "security" in paths[path][method]}
-    assert protected == {path for path in PATHS if path.startswith(("/v1", "/tokenize", "/detokenize"))}
+    with_key = ("/v1", "/tokenize", "/detokenize", "/decisions", "/cluster")
+    assert protected == {path for path in PATHS if path.startswith(with_key)}
 
 
 def test_the_pages_name_everything_and_load_nothing(router):

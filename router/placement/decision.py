@@ -1,0 +1,57 @@
+"""A placement that was made: what was compared, what it was expected to cost, and what then happened."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from router.placement.interface import Option, Placement, Prediction, RequestFacts
+
+
+class Decision:
+    """Observed seconds are those from the placement on; None until they are known."""
+
+    __slots__ = ("at", "facts", "observed_tpot_s", "observed_ttft_s", "placed_at", "placement", "request_id")
+
+    def __init__(self, request_id: str, facts: RequestFacts, placement: Placement) -> None:
+        self.request_id, self.facts, self.placement = request_id, facts, placement
+        self.at, self.placed_at = time.time(), time.monotonic()
+        self.observed_ttft_s: float | None = None
+        self.observed_tpot_s: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        placement, facts = self.placement, self.facts
+        return {
+            "request_id": self.request_id,
+            "at": self.at,
+            "num_tokens": facts.num_tokens,
+            "expected_output_tokens": facts.output_tokens,
+            "cached_tokens": dict(facts.cached_tokens),
+            "session": facts.session or None,
+            "chosen": _option(Option(placement.workers, placement.prefix, placement.predicted), facts),
+            "missing": placement.missing,
+            "alternatives": [
+                _option(option, facts)
+                for option in placement.options
+                if (option.workers, option.prefix) != (placement.workers, placement.prefix)
+            ],
+            "observed": {"ttft_s": self.observed_ttft_s, "tpot_s": self.observed_tpot_s},
+        }
+
+
+def tpot_seconds(predicted: Prediction, output_tokens: float) -> float:
+    """The time between two tokens, without the first."""
+    seconds = predicted.handoff_s + predicted.room_s + predicted.decode_s
+    return seconds / (output_tokens - 1) if output_tokens > 1 else 0.0
+
+
+def _option(option: Option, facts: RequestFacts) -> dict[str, Any]:
+    shown: dict[str, Any] = {"workers": dict(option.workers), "prefix": option.prefix}
+    if option.predicted is not None:
+        shown["predicted"] = {
+            "ttft_s": option.predicted.ttft_s,
+            "tpot_s": tpot_seconds(option.predicted, facts.output_tokens),
+            "cost_s": option.predicted.total_s,
+            "parts": option.predicted._asdict(),
+        }
+    return shown

@@ -1,0 +1,93 @@
+"""`/decisions` and `/cluster`, and how predictions did."""
+
+from __future__ import annotations
+
+import pytest
+from router_clients import eventually, make_pair, post
+
+from protocol.messages import PairState
+
+
+@pytest.fixture
+def router(make_router):
+    return make_router(placement="cost")
+
+
+def decisions(router, **params) -> list[dict]:
+    answer = router.http.get("/decisions", params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["decisions"]
+
+
+def test_a_decision_shows_its_reckoning_and_what_came_of_it(router):
+    make_pair(router)
+    for count in (1, 5):
+        assert post(router, max_tokens=count).status_code == 200
+    newest, oldest = decisions(router)
+    assert decisions(router, limit=1) == [newest]
+    predicted = newest["chosen"]["predicted"]
+    parts = predicted["parts"]
+    assert predicted["cost_s"] == pytest.approx(sum(parts.values()))
+    assert predicted["ttft_s"] == pytest.approx(parts["queue_s"] + parts["fetch_s"] + parts["prefill_s"])
+    workers = [newest["chosen"]["workers"], *(each["workers"] for each in newest["alternatives"])]
+    assert sorted(map(str, workers)) == [
+        "{'decode': 'decode-0'}",
+        "{'decode': 'prefill-0'}",
+        "{'prefill': 'prefill-0', 'decode': 'decode-0'}",
+    ]
+    assert 0 < newest["observed"]["ttft_s"] < 5 and 0 < newest["observed"]["tpot_s"] < 5
+    assert oldest["observed"]["tpot_s"] is None, "it had one token"
+    for quantity, number in (("ttft", 2), ("tpot", 1)):
+        values = [decision["observed"][f"{quantity}_s"] for decision in (newest, oldest)][:number]
+        name = "tandem_placement_observed_seconds_total"
+        assert router.metric(name, quantity=quantity) == pytest.approx(sum(values))
+        error = router.metric("tandem_placement_error_seconds_total", quantity=quantity)
+        foreseen = router.metric("tandem_placement_predicted_seconds_total", quantity=quantity)
+        assert foreseen > 0 and error >= abs(foreseen - sum(values)) - 1e-9
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "-1", "x", "", "9" * 5000])
+def test_a_bad_limit_is_refused_by_name(router, limit):
+    answer = router.http.get("/decisions", params={"limit": limit})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+
+
+def test_the_cluster_shows_load_costs_and_links(router, pool):
+    pairs = [
+        PairState(peer="decode-0", transport="shm", in_use=True, latency_s=1e-4, bytes_per_s=1e9),
+        PairState(peer="decode-0", transport="tcp"),
+    ]
+    worker = router.add_worker("decode-0", pairs=pairs)
+    worker.hold.set()
+    future = pool.submit(post, router, max_tokens=2)
+    eventually(lambda: worker.generated)
+    shown = router.http.get("/cluster").json()
+    assert shown["placement"] == {"prefill": "cost", "decode": "cost", "disaggregation": True}
+    (found,) = shown["workers"]
+    assert (found["id"], found["ready"], found["kv"]["tokens"]) == ("decode-0", True, 1600)
+    assert (found["load"]["requests"], found["load"]["rows"], found["load"]["prompts"]) == (1, 1, 1)
+    assert found["costs"]["step_s"] > 0
+    link = {"from": "decode-0", "to": "decode-0", "transport": "shm", "latency_s": 1e-4, "bytes_per_s": 1e9}
+    assert shown["links"] == [link]
+    worker.hold.clear()
+    assert future.result(5).status_code == 200
+    load = router.http.get("/cluster").json()["workers"][0]["load"]
+    assert (load["rows"], load["context_tokens"], load["prompts"], load["prefill_tokens"]) == (0, 0, 0, 0)
+
+
+def test_they_need_the_key(make_router):
+    router = make_router(api_key="secret")
+    for path in ("/decisions", "/cluster"):
+        assert router.http.get(path).status_code == 401
+        assert router.http.get(path, headers={"authorization": "Bearer secret"}).status_code == 200
+
+
+def test_a_session_header_names_the_worker(router):
+    workers = [router.add_worker(f"decode-{index}") for index in range(3)]
+    body = {"prompt": "the quick brown fox", "max_tokens": 1}
+    for _ in range(6):
+        headers = {"x-session-id": "a conversation"}
+        assert router.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    assert sorted(len(worker.generated) for worker in workers) == [0, 0, 6]
+    long = router.http.post("/v1/completions", json=body, headers={"x-session-id": "x" * 257})
+    assert (long.status_code, long.json()["error"]["param"]) == (400, "x-session-id")
