@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from protocol.errors import ConfigError
 from protocol.roles import Task
+from router.placement.by_cost import cheapest_decode, cheapest_prefill, place_by_cost
 from router.placement.cluster import Cluster
-from router.placement.cost import cheapest_decode, cheapest_prefill, place_by_cost
 from router.placement.interface import Answer, Placement, PolicyState, Refusal, RequestFacts, WorkerSnapshot
 from router.placement.predict import best_holder, prefill_cost
 from router.placement.rules import (

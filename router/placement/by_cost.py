@@ -26,7 +26,7 @@ from router.placement.rules import holders, is_overloaded
 
 Cost = TypeVar("Cost", PrefillCost, DecodeCost)
 
-CANDIDATES = 3
+CANDIDATES = 2
 """Of each kind and purpose."""
 MARGIN = 0.03
 """Share of the best cost that does not count: predictions are no better. Who was asked the longest ago is
