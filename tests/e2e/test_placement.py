@@ -35,4 +35,4 @@ def test_requests_placed_by_cost(folder: Path, reference: PreTrainedModel) -> No
     assert all(decision["observed"]["tpot_s"] > 0 for decision in decisions)
     for worker in cluster["workers"]:
         costs = worker["costs"]
-        assert costs["step_s"] > 0 and costs["token_s"] > 0 and costs["kv_bytes"] > 0
+        assert costs["step_s"] > 0 and costs["kv_bytes"] > 0
