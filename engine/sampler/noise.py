@@ -78,11 +78,6 @@ def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
     return _mix_upper(keys + (token_ids + 1) * _GAMMA).bitwise_right_shift_(64 - RESOLUTION_BITS)
 
 
-def tail_probability(bits: Tensor) -> Tensor:
-    """float32: the probability of noise greater than that of `noise_bits`, within 2**-24."""
-    return bits.float().mul_(-_STEP).add_(0.5)
-
-
 def _mix(x: Tensor) -> Tensor:
     """SplitMix64's finalizer on int64 with wraparound; overwrites `x`."""
     x = _mix_upper(x)
