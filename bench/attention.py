@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionBackend, AttentionMetadata
 from engine.attention.select import available_backends, select_backend
+from engine.host_memory import host_zeros
 
 BLOCK_SIZE = 16
 POOL_BYTES = 3 << 30  # a pool with all layers of the longest cases would not fit: time fewer and scale up
@@ -47,9 +48,8 @@ class Case:
         self.layers = max(1, min(shape.layers, POOL_BYTES // layer_bytes))
         self.scale_up = shape.layers / self.layers
         self.read_bytes = layer_bytes * shape.layers
-        self.pool = torch.empty(
-            num_blocks, self.layers, 2, BLOCK_SIZE, shape.kv_heads, shape.head_dim, dtype=dtype
-        )
+        block = (self.layers, 2, BLOCK_SIZE, shape.kv_heads, shape.head_dim)
+        self.pool = host_zeros(layer_bytes * self.layers).view(dtype).view(num_blocks, *block)
         self.pool.fill_(0.5)
         table = torch.randperm(num_blocks).view(batch, blocks_each).int()
         positions = torch.arange(context - query_len, context)

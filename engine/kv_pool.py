@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from engine.host_memory import host_zeros
 from engine.pool_layout import PoolLayout
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -40,10 +41,12 @@ class KVPool:
         for segments in layout.arenas():
             nbytes = [segment.block_bytes(layout.block_size) for segment in segments.values()]
             total = num_blocks * sum(nbytes)
-            if allocate is not None and device.type == "cpu":
+            if device.type != "cpu":
+                memory = torch.zeros(total, dtype=torch.uint8, device=device)
+            elif allocate is not None:
                 memory = torch.frombuffer(allocate(total), dtype=torch.uint8)
             else:
-                memory = torch.zeros(total, dtype=torch.uint8, device=device)
+                memory = host_zeros(total)
             blocks = memory.view(num_blocks, sum(nbytes))
             self.arenas.append(blocks)
             views = {}

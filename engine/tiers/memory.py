@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-
 import numpy as np
 import torch
 from torch import Tensor
+
+from engine.host_memory import host_zeros
 
 
 class HostMemory:
@@ -58,11 +57,7 @@ class HostMemory:
 
 
 def _allocate(num_slots: int, block_bytes: int, pinned: bool) -> Tensor:
-    """[num_slots, block_bytes] uint8. Unless pinned, pages are allocated when they are first touched."""
+    """[num_slots, block_bytes] uint8."""
     if pinned:
         return torch.empty((num_slots, block_bytes), dtype=torch.uint8, pin_memory=True)
-    pages = mmap.mmap(-1, num_slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(num_slots, block_bytes)
+    return host_zeros(num_slots * block_bytes).view(num_slots, block_bytes)

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "pack.h"
-#include "pages.h"
 #include "path.h"
 #include "plan.h"
 #include "softmax.h"
@@ -45,16 +44,12 @@ class Scratch {
 class Attention {
   public:
     explicit Attention(const Pool& pool)
-        : pool(pool), layers(pool.layers, pool.layers + pool.num_layers),
-          pages(layers[0].data, pool.num_blocks * pool.block_bytes()) {}
+        : pool(pool), layers(pool.layers, pool.layers + pool.num_layers) {}
 
     const char* begin(const Step& given) {
         if (const char* fault = given.fault(pool)) return fault;
         step = given;
         plan.group = 0;
-        for (int s = 0; s < step.num_sequences; s++)
-            for (int64_t b = 0; b * pool.block_size < step.context_len[s]; b++)
-                pages.cover(step.block(s, b) * pool.block_bytes(), pool.block_bytes());
         return nullptr;
     }
 
@@ -91,7 +86,6 @@ class Attention {
     const std::vector<KvLayer> layers;
     const KvLayer* layer = nullptr;  // of the call
     int width = 0;                 // its head_dim rounded up to whole vectors
-    HugePages pages;
     Step step{};
     Call call{};
     Plan plan;

@@ -20,8 +20,6 @@ struct Pool {
     int64_t num_blocks, block_size;
     int64_t is_bf16;
     Parallel parallel;  // or null
-
-    int64_t block_bytes() const { return block_stride * (is_bf16 ? 2 : 4); }
 };
 
 // The step's metadata, as AttentionMetadata describes them.
