@@ -46,7 +46,6 @@ class KvEventSender:
 
     def replay(self, first: int) -> None:
         """Send the batches from number `first` on again, or, if they are not kept, all that is held."""
-        self.send()
         if self._sent and first < self._sent[0][0]:
             log.warning("the router missed KV events that are not kept any more: it is told everything anew")
             self._parts.counters.add("kv_events_restated_total")

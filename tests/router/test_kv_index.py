@@ -80,7 +80,8 @@ def test_removed_holders_leave_nothing() -> None:
 
 def test_a_gap_that_is_looked_at_ends_a_prefix() -> None:
     index: KvIndex[str] = KvIndex()
-    for name in "ab":
-        index.store(index.add(name), Medium.GPU, chain(1))
+    for name, length in {"a": CHAIN, "b": CHAIN, "c": CHAIN, "d": CHAIN // 3}.items():
+        index.store(index.add(name), Medium.GPU, chain(1)[:length])
     index.evict(1, Medium.GPU, chain(1)[CHAIN // 2 :][:1])
-    assert index.find(chain(1)) == {"a": CHAIN, "b": CHAIN // 2}
+    index.evict(2, Medium.GPU, chain(1)[CHAIN // 4 :][:1])
+    assert index.find(chain(1)) == {"a": CHAIN, "b": CHAIN // 2, "c": CHAIN // 4, "d": CHAIN // 3}

@@ -184,22 +184,25 @@ def test_the_bytes_are_those_of_the_format(engine: Engine, closing: contextlib.E
     """A tenant's blocks and those of another format are not told, since others could not tell them apart."""
     log = engine.blocks.watch()
     log.take()
-    for root in (engine.cache_format.root(), engine.cache_format.root("tenant")):
-        room = find_room(engine.blocks, list(range(300, 348)), root)
+    for salt, token in (("", 300), ("tenant", 300), ("", 400)):
+        root = engine.cache_format.root(salt)
+        room = find_room(engine.blocks, list(range(token, token + 48)), root)
         assert room is not None
         room.keep(32)
     events = [event for event in log.take() if event.kind == "stored" and event.token_ids]
-    assert len(events) == 4
+    assert len(events) == 6
     publisher = publisher_of(engine, closing)
     publisher.publish(events)
     consumer = consumer_of(publisher, closing)
     consumer.dealer.send_multipart((b"", bytes(8)))
     assert consumer.dealer.poll(WAIT_MS)
     payload = consumer.dealer.recv_multipart()[3]
-    first, second = (int.from_bytes(event.identity[-8:], "big") for event in events[:2])
-    tokens = list(range(300, 332))
-    expected = ["BlockStored", [first, second], None, tokens, 16, None, "GPU", None]
-    assert msgspec.msgpack.decode(payload)[1:] == [[expected], 1]
+    hashes = [int.from_bytes(event.identity[-8:], "big") for event in events]
+    expected = [
+        ["BlockStored", two, None, list(range(token, token + 32)), 16, None, "GPU", None]
+        for two, token in ((hashes[:2], 300), (hashes[4:], 400))
+    ]
+    assert msgspec.msgpack.decode(payload)[1:] == [expected, 1]
 
 
 def test_each_worker_has_its_own_port() -> None:
