@@ -99,10 +99,11 @@ class BatchSpeculator:
 
     def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
         """The sequence has its blocks: at first, after a preemption, or by a hand-off with this `state`."""
-        method = self._request(sequence).method
+        request = self._request(sequence)
+        method = request.method
         if method is None:
             return
-        self._controller.drop_plan()
+        self._controller.join(request, is_read=state.kind == "carried")
         num_drafted = sequence.held.num_drafted
         feature = None
         if state.kind == "carried":

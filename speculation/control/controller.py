@@ -30,6 +30,8 @@ class DraftController:
         """For which the present plan stands."""
         self._pays: dict[int, bool] = {}
         """Whether typical requests would draft, by the number of bits of how many there are."""
+        self._is_idle = False
+        """Whether nobody drafts by the present plan, nor would a typical request."""
         self.drafts = False
         """Whether anybody does by the present plan."""
         self._sees = False
@@ -40,7 +42,8 @@ class DraftController:
         requests to come did decode: what was read of their prompts is lost where drafting then doesn't pay.
         """
         before, self._load = self._load, (num_decoding, num_to_come)
-        if self._steps_left <= 0 or num_decoding > before[0] or num_to_come != before[1]:
+        has_come = num_decoding > before[0] or num_to_come != before[1]
+        if self._steps_left <= 0 or (has_come and self._may_pay()):
             return num_decoding > 0
         self._steps_left -= 1
         window = self.estimator.window
@@ -51,9 +54,17 @@ class DraftController:
             window.num_steps += 1
         return False
 
-    def drop_plan(self) -> None:
-        """A request joins, to which the present plan grants nothing. Another may have left meanwhile."""
-        self._steps_left = 0
+    def join(self, request: SpeculatingRequest, *, is_read: bool) -> None:
+        """A request joins, to which the present plan grants nothing. `is_read`: its drafter has read its prompt.
+
+        Where drafting doesn't pay at this load the plan stands: what is known of the request is what is known
+        of all.
+        """
+        if request.fixed_tokens is not None or is_read or self._may_pay():
+            self._steps_left = 0
+
+    def _may_pay(self) -> bool:
+        return not self._is_idle or self._pays.get(sum(self._load).bit_length(), True)
 
     def end_window(self) -> None:
         """Learn from the steps since the latest plan. To be called when the engine has no more to do."""
@@ -72,7 +83,10 @@ class DraftController:
         pays = self._pays.get(size.bit_length())
         if pays is None:
             pays = self._typical_pays(method, size)
-        return pays or self._explorer.buys(self.estimator.read_seconds(method, num_tokens))
+        reads = pays or self._explorer.buys(self.estimator.read_seconds(method, num_tokens))
+        if reads:
+            self._steps_left = 0
+        return reads
 
     def plan(self, requests: Sequence[SpeculatingRequest]) -> None:
         """Set `granted` of all requests that decode in the coming step."""
@@ -92,7 +106,7 @@ class DraftController:
             if fixed := [request for request in group if request.granted]:
                 cost = self.estimator.draft_cost(method, len(fixed))
                 step = add_fixed(self.estimator.methods[method].shape, cost, fixed, step)
-        self._steps_left = self._settings.idle_stands
+        self._steps_left, self._is_idle = self._settings.idle_stands, True
         for method, group in groups.items():
             if free := [request for request in group if request.fixed_tokens is None]:
                 step = self._plan_free(method, free, step)
@@ -124,6 +138,7 @@ class DraftController:
             price = self._price(method, requests, other, chosen)
             if self._explorer.tries(price, chosen.rate):
                 chosen, stands = other, settings.trial_steps
+        self._is_idle &= stands == settings.idle_stands
         self._steps_left = min(self._steps_left, stands)
         for request, granted in zip(requests, chosen.granted, strict=True):
             request.granted = granted
