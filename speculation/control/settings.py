@@ -33,8 +33,8 @@ class Settings:
     """[levels] What drafting for a batch takes beside its levels: that of the bundled draft and heads."""
     draft_token: float = 0.5
     """[levels] What each drafted token adds: the same."""
-    draft_level: float = 0.03
-    """[plain steps] A level, before it was measured: optimistic."""
+    draft_level: float = 0.003
+    """[plain steps] A level, before it was measured. Optimistic: what is not tried is never measured."""
     read_share: float = 0.15
     """[share] Time to read a token of a prompt for drafting, of that to prefill it, before it was measured:
     that of the bundled heads."""

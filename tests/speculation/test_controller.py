@@ -125,7 +125,14 @@ def test_what_never_pays_costs_little(
 
 def test_what_is_seldom_found_is_looked_for_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     rare = replace(NGRAM, share=0.05, start=0.0, per_token=1e-7)
-    server = SimulatedServer(monkeypatch, 8, rare, rate=lambda number, place: 0.95, output_tokens=100_000)
+    server = SimulatedServer(
+        monkeypatch,
+        8,
+        rare,
+        rate=lambda number, place: 0.95,
+        target=flat_seconds,
+        output_tokens=100_000,
+    )
     server.run(4.0)
     looked = []
     for _ in range(600):
@@ -173,7 +180,7 @@ def stands(made: DraftController, asked: list[SpeculatingRequest]) -> int:
 
 def test_a_plan_stands_the_longer_the_less_it_drafts() -> None:
     settings = Settings()
-    drafting, idle = controller(), controller(row_seconds=1.0)
+    drafting, idle = controller(row_seconds=1e-3), controller(row_seconds=1.0)
     assert stands(drafting, requests(drafting, 2)) == settings.draft_stands
     assert drafting.drafts and drafting.reads_steps
     assert stands(idle, requests(idle, 2)) == settings.idle_stands
@@ -196,6 +203,24 @@ def test_who_joins_is_planned_for_and_who_leaves_is_not() -> None:
     assert made.begin_step(3)
     made.plan(asked)
     assert made.begin_step(3, 1), "requests to come count"
+
+
+def test_where_nothing_pays_the_plan_stands_as_requests_come_and_go() -> None:
+    made = controller(row_seconds=1.0)
+    asked = requests(made, 3)
+    for size in (1, 3):
+        assert made.begin_step(size)
+        made.plan(asked[:size])
+    for size in (1, 2, 3):
+        made.join(asked[0], is_read=False)
+        assert not made.begin_step(size)
+    assert made.begin_step(4), "nothing is known of so many"
+    made.plan(requests(made, 4))
+    made.join(requests(made, 1, fixed=3)[0], is_read=False)
+    assert made.begin_step(4)
+    made.plan(requests(made, 4))
+    made.join(asked[0], is_read=True)
+    assert made.begin_step(4)
 
 
 def test_requests_to_come_count_as_if_they_were_there() -> None:
