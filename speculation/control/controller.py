@@ -55,10 +55,10 @@ class DraftController:
         return False
 
     def join(self, request: SpeculatingRequest, *, is_read: bool) -> None:
-        """A request joins, to which the present plan grants nothing. `is_read`: its drafter has read its prompt.
+        """A request joins, to which the present plan grants nothing. `is_read`: its prompt was, elsewhere.
 
-        Where drafting doesn't pay at this load the plan stands: what is known of the request is what is known
-        of all.
+        Where drafting doesn't pay at this load the plan stands: a new request is as likely to draft well as
+        any other.
         """
         if request.fixed_tokens is not None or is_read or self._may_pay():
             self._steps_left = 0
