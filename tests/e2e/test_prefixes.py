@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from router.placement.least_loaded import least_loaded
 from transformers import PreTrainedModel
 
-from router.placement.interface import Placement, Refusal, RequestFacts, WorkerSnapshot
+from router.placement.interface import Answer, Placement, PolicyState, RequestFacts
 from router.prompt_blocks import hash_blocks
 from tests.e2e.architectures import VOCAB_SIZE
 from tests.e2e.serving import HttpServing
@@ -37,21 +35,20 @@ def lent(serving: HttpServing) -> dict[str, float]:
 
 
 def test_a_prefix_is_found_where_it_is(folder: Path, reference: PreTrainedModel) -> None:
-    """Both pairs of workers compute a prompt; others then displace it in the first pair alone."""
+    """Both pairs of workers hold a prompt; others then displace it in the first pair alone."""
     options = {
         "max_model_len": 512,
         "kv_cache_memory_bytes": POOL_BLOCKS * block_bytes(reference),
     }
     with HttpServing(folder, dict.fromkeys(WORKERS, ""), **options) as serving:
-        for pair in "01":
-            use_only(serving, pair)
+        for number in "01":
+            use_only(serving, number)
             ask(serving, 1)
         serving.wait_empty()
-        assert set(cached_blocks(serving, 1)) == set(WORKERS), "each pair has computed it"
+        assert set(cached_blocks(serving, 1)) == set(WORKERS)
         use_only(serving, "0")
         for seed in range(2, 9):
             ask(serving, seed)
-        use_only(serving, "01")
         serving.wait_empty()
         everything = PROMPT_TOKENS // 16
         assert cached_blocks(serving, 1) == {"prefill-1": everything, "decode-1": everything}
@@ -63,13 +60,21 @@ def test_a_prefix_is_found_where_it_is(folder: Path, reference: PreTrainedModel)
         assert sum(serving.counter(worker, "prefix_fetch_failures_total") for worker in WORKERS) == 0
 
 
-def use_only(serving: HttpServing, pairs: str) -> None:
-    """The next requests go to workers with these numbers."""
+class OnePair:
+    """A policy that uses the workers with one number, and fetches whatever others have more of."""
 
-    def policy(facts: RequestFacts, workers: Sequence[WorkerSnapshot]) -> Placement | Refusal:
-        return least_loaded(facts, [worker for worker in workers if worker.worker_id[-1] in pairs])
+    def __init__(self, number: str) -> None:
+        self.prefill, self.decode = f"prefill-{number}", f"decode-{number}"
 
-    serving.router.state.placer._policy = policy
+    def place(self, request: RequestFacts, cluster: object, state: PolicyState) -> Answer:
+        cached = {self.prefill: 0, **request.cached_tokens}
+        best = max(cached, key=cached.__getitem__)
+        prefix = best if cached[best] > cached[self.prefill] else None
+        return Placement({"prefill": self.prefill, "decode": self.decode}, prefix=prefix), state
+
+
+def use_only(serving: HttpServing, number: str) -> None:
+    serving.router.state.placer._policy = OnePair(number)  # type: ignore[assignment]
 
 
 def block_bytes(model: PreTrainedModel) -> int:
