@@ -1,4 +1,4 @@
-"""The command line: `tandem serve`, `status`, `complete`, `speculate`, `bench`, `version`."""
+"""The command line: `tandem serve`, `status`, `drain`, `role`, `complete`, `speculate`, `bench`, `version`."""
 
 from __future__ import annotations
 
@@ -89,6 +89,32 @@ def status(
 
     with _failures():
         show_status(url, api_key, once=once, as_json=as_json, interval_s=interval)
+
+
+Worker = Annotated[str, typer.Argument(help="A worker's id, as `tandem status` shows it.")]
+
+
+@app.command()
+def drain(worker: Worker, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Move a worker's requests to others, with their KV, and have it leave."""
+    from deploy.operate import operate
+
+    with _failures():
+        operate(url, api_key, f"/workers/{worker}/drain", {})
+
+
+@app.command()
+def role(
+    worker: Worker,
+    new_role: Annotated[Literal["prefill", "decode"], typer.Argument(help="What it is to be.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Move a worker's requests to others, and have it go on in another role without a restart."""
+    from deploy.operate import operate
+
+    with _failures():
+        operate(url, api_key, f"/workers/{worker}/role", {"role": new_role})
 
 
 @app.command()

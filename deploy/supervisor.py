@@ -69,6 +69,10 @@ class _Slot:
     failures: int = 0
     """How often in a row it died by itself."""
     start_at: float | None = None
+    leaves: bool = False
+    """It is drained, and not started anew."""
+    dismissed_at: float | None = None
+    """When the router had no more use for it: it ends by itself."""
 
     def note_death(self, vanished: bool, now: float) -> float:
         """Returns the seconds until the next start: 0 unless it dies by itself again and again.
@@ -115,6 +119,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._announced = False
         self._slots = make_slots(config)
+        router.on_leave(self._keep_no_longer, self._renew)
 
     def run(self) -> None:
         """Keep the workers running until `stop`. Raises `StartUpError`, and `RayDiedError`."""
@@ -127,6 +132,22 @@ class Supervisor:
         finally:
             self._router.expect(())
             self._end_all()
+
+    # --- for the router's thread ------------------------------------------------------------------
+
+    def _keep_no_longer(self, worker_id: str) -> None:
+        self._slot(worker_id).leaves = True
+        self._set_expected()
+
+    def _renew(self, worker_id: str, role: str) -> str:
+        """The worker registers anew, in another role."""
+        slot = self._slot(worker_id)
+        slot.ready_since, slot.started, slot.role = None, time.monotonic(), ROLES[role]
+        slot.incarnation = new_incarnation()
+        return slot.incarnation
+
+    def _slot(self, worker_id: str) -> _Slot:
+        return next(slot for slot in self._slots if slot.worker_id == worker_id)
 
     # --- one worker -------------------------------------------------------------------------------
 
@@ -158,7 +179,7 @@ class Supervisor:
         )
         slot.ended = slot.actor.run.remote(msgspec.msgpack.encode(launch))
         slot.started = time.monotonic()
-        slot.ready_since, slot.start_at = None, None
+        slot.ready_since, slot.start_at, slot.dismissed_at = None, None, None
 
     def _watch(self) -> None:
         self._cluster.check()
@@ -171,7 +192,7 @@ class Supervisor:
         for ref in ended:
             self._on_exit(by_ref[ref], ref)
         now = time.monotonic()
-        for slot in self._slots:
+        for slot in list(self._slots):
             if slot.ended is not None:
                 self._look_at(slot, now)
             elif slot.start_at is not None and now >= slot.start_at:
@@ -194,6 +215,11 @@ class Supervisor:
             if silence_s > 2 * self._config.worker_timeout:
                 self._kill(slot)
                 self._on_ended(slot, f"nothing was heard of it for {silence_s:.1f} s")
+        elif slot.ready_since is not None:
+            slot.dismissed_at = slot.dismissed_at or now
+            if now - slot.dismissed_at > STOP_GRACE_S:
+                self._kill(slot)
+                self._on_ended(slot, "it did not end when it was drained")
         elif now - slot.started > self._config.start_timeout:
             reason = f"it was not ready within {self._config.start_timeout:g} s (--start-timeout)"
             self._kill(slot)
@@ -215,6 +241,11 @@ class Supervisor:
         slot.ended = None
         if self._stop.is_set():
             return
+        if slot.leaves:
+            self._end_actor(slot)
+            self._slots.remove(slot)
+            log.info("worker %s has left", slot.worker_id)
+            return
         if not slot.was_ready:
             raise StartUpError(f"worker {slot.worker_id} cannot start: {reason}")
         now = time.monotonic()
@@ -225,7 +256,8 @@ class Supervisor:
 
     def _set_expected(self) -> None:
         """Tell the router whom requests may wait for."""
-        hopeful = (slot for slot in self._slots if slot.failures < MAX_FAILED_STARTS or slot.ready_since)
+        kept = [slot for slot in self._slots if not slot.leaves]
+        hopeful = (slot for slot in kept if slot.failures < MAX_FAILED_STARTS or slot.ready_since)
         self._router.expect([slot.worker_id for slot in hopeful])
 
     def _kill(self, slot: _Slot) -> None:

@@ -167,8 +167,8 @@ class Engine:
         return Reservation(request, holdings, covered, time.monotonic())
 
     def room_for_prefix(self, request: EngineRequest) -> PrefixRoom | None:
-        """Blocks to bring what the request's prefix cache lacks from elsewhere, before `add`; None if that
-        is of no use. Raises `InvalidRequestError`.
+        """Blocks to bring what the request's prefix cache lacks from elsewhere, before `add`; None if there
+        is no room, or no such cache. Raises `InvalidRequestError`.
         """
         self._check(request)
         if not self.blocks.enable_prefix_caching or request.sampling.prompt_logprobs is not None:

@@ -11,7 +11,8 @@ from protocol.ids import BlockIdentity, block_identities
 
 @dataclass(eq=False)
 class PrefixRoom:
-    """Room for a prompt's prefix. What lies before `covered` is there, `wanted` names the blocks after it.
+    """Room for a prompt's prefix. What lies before `covered` is there, `wanted` names the blocks after it, if
+    any.
 
     It ends with `keep`, or when its `holdings` are freed.
     """
@@ -30,7 +31,7 @@ class PrefixRoom:
 
 
 def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -> PrefixRoom | None:
-    """Room for the full blocks that `token_ids` lack here; None if they lack none, or there is too little.
+    """Room for the full blocks that `token_ids` lack here; None if there is too little.
 
     The block of the last token is left out: that token is computed in any case, for its logits.
     """
@@ -40,8 +41,5 @@ def find_room(blocks: BlockManager, token_ids: list[int], root: BlockIdentity) -
     if reserved is None:
         return None
     holdings, covered = reserved
-    if covered == len(shared):
-        holdings.free()
-        return None
     wanted = islice(block_identities(root, shared, size), covered // size, None)
     return PrefixRoom(shared, holdings, covered, list(wanted))

@@ -71,6 +71,11 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         10.0
     )
 
+    drain_timeout: Annotated[
+        PositiveSeconds,
+        _doc("Seconds that a worker which leaves has to move its requests elsewhere, or to finish them."),
+    ] = 30.0
+
     disaggregation: Annotated[bool, _doc("Prefill and decode on separate workers.")] = True
     placement: Annotated[
         str,

@@ -91,6 +91,22 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_ids: Annotated[list[Id], Meta(max_length=2**16)]
 
 
+class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
+    """Bring the KV of a request, which `prefix` runs, into the prefix cache. Answered by `Prefetched`."""
+
+    incarnation: Id
+    request: EngineRequest
+    prefix: PeerAddress
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """Nothing runs on the worker any more: it ends, or goes on in another role as a new incarnation."""
+
+    incarnation: Id
+    role: Role | None = None
+    next_incarnation: Id | None = None
+
+
 class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
     """Hand the request over to `decode` instead; None: nobody takes it, decode it where its prompt is."""
 
@@ -277,6 +293,22 @@ class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
     manifest_sent: bool = False
 
 
+class Prefetched(msgspec.Struct, frozen=True, kw_only=True, tag="prefetched"):
+    """A `Prefetch` is over; `complete`: all full blocks that the request had are in the prefix cache."""
+
+    worker_id: Id
+    incarnation: Id
+    request_id: Id
+    complete: bool
+
+
+class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
+    """The worker was told to end. It asks the router to take its requests elsewhere, then to `Leave`."""
+
+    worker_id: Id
+    incarnation: Id
+
+
 # --- worker -> worker that is asked for something: a decode worker, or the holder of a prefix --------
 
 
@@ -373,7 +405,7 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
     incarnation: Id
 
 
-RouterToWorker = Registered | Generate | Peers | Abort | Redirect | ReplayKvEvents
-WorkerToRouter = Register | WorkerState | StepOutput | KvEvents | HandoverFailed
+RouterToWorker = Registered | Generate | Peers | Abort | Redirect | ReplayKvEvents | Prefetch | Leave
+WorkerToRouter = Register | WorkerState | StepOutput | KvEvents | HandoverFailed | Prefetched | Leaving
 PeerRequest = Reserve | Handoff | Release | Fetch
 PeerReply = Reserved | ReserveRefused | HandoffAck | FetchRefused | Stale

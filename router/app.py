@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from router.api.admin import admin_operations
 from router.api.generate import GenerateEndpoint
 from router.api.openapi import Operation, openapi
+from router.api.operate import worker_operations
 from router.api.pages import page_operations
 from router.api.placement import placement_operations
 from router.api.tokenize import converter
@@ -40,6 +41,7 @@ def build_app(state: RouterState) -> Envelope:
         post("/detokenize", DetokenizeBody, "`prompt`", detokenize),
         *admin_operations(state),
         *placement_operations(state),
+        *worker_operations(state),
     ]
     operations += page_operations(state.config.model_name, lambda: description)
     description = openapi(operations, state.config.api_key is not None)

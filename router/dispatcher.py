@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from protocol.config import ServeConfig
 from protocol.ids import new_request_id
@@ -104,7 +104,7 @@ class Dispatcher:
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         for request in self._journal:
             if worker is request.assigned.get("decode") and "prefill" in request.assigned:
-                self._redirect(request, "worker_lost", message)
+                self.redirect(request, "worker_lost", message)
             elif worker in request.holders:
                 got_on = worker is request.answered_by
                 self._place_anew_or_fail(request, "worker_lost", message, counts=not got_on)
@@ -122,7 +122,7 @@ class Dispatcher:
             self._metrics.dropped("redirected_before")
         elif worker is request.assigned.get("prefill"):
             may_ask_again = message.error_kind == "transfer" and not message.manifest_sent
-            self._redirect(request, message.error_kind, message.reason, may_ask_again)
+            self.redirect(request, message.error_kind, message.reason, may_ask_again)
         elif worker is request.prefilled_by:
             # Its tokens came before this news: it had begun, and has been told to give the request up.
             self._send(worker, Abort(request_ids=[message.request_id]))
@@ -231,28 +231,33 @@ class Dispatcher:
         elif request.failures >= MAX_FAILURES:
             self.fail(request.generation, failed_generation(kind, reason))
         else:
-            self._place_anew(request, kind, reason)
+            self.place_anew(request, kind, reason)
 
     def _end_of(self, request: LiveRequest) -> TokenOutput | None:
         model = self._registry.model
         return request.end(model.eos_token_ids if model is not None else ())
 
-    def _place_anew(self, request: LiveRequest, kind: ErrorKind, reason: str) -> None:
+    def place_anew(self, request: LiveRequest, cause: ErrorKind | Literal["drain"], reason: str) -> None:
+        """Give a request to other workers, with the tokens that it has; fail it where there is none."""
         self._placer.withdraw([request])
         request.request_id = new_request_id()
         refusal = self._placer.place(request)
         if refusal is not None:
-            reason = f"{reason}; {refusal.reason}"
-            self.fail(request.generation, failed_generation(kind, reason))
+            kind: ErrorKind = "worker_lost" if cause == "drain" else cause
+            self.fail(request.generation, failed_generation(kind, f"{reason}; {refusal.reason}"))
             return
         how = "placed anew" if request.assigned else "parked"
         logger.warning(
             "%s as %s after %d tokens: %s", how, request.request_id, request.num_emitted_before, reason
         )
-        self._metrics.placed_anew(kind)
+        self._metrics.placed_anew(cause)
 
-    def _redirect(
-        self, request: LiveRequest, kind: ErrorKind, reason: str, may_ask_again: bool = False
+    def redirect(
+        self,
+        request: LiveRequest,
+        kind: ErrorKind | Literal["drain"],
+        reason: str,
+        may_ask_again: bool = False,
     ) -> None:
         """Name another decode worker to the prefill worker, which keeps what it has computed.
 

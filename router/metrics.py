@@ -69,6 +69,9 @@ class Metrics:
             if 0 <= seconds < inf:
                 self._seconds[name].labels(quantity, self._model_name).inc(seconds)
 
+    def migrated(self) -> None:
+        self._metrics["requests_migrated_total"].inc()
+
     def parked(self, total: int) -> None:
         """One more request is parked; they are `total` now."""
         self._metrics["requests_parked_total"].inc()

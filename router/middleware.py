@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "tandem.request_id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
-PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/decisions", "/cluster")
+PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/decisions", "/cluster", "/workers/")
 """Paths that need the API key. As in vLLM, health, metrics and the like need none."""
 
 

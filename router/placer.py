@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from protocol.config import ServeConfig
+from protocol.ids import new_request_id
 from protocol.messages import Abort, Generate
 from protocol.roles import Task
 from router.decisions import DecisionLog
@@ -111,6 +112,24 @@ class Placer:
         cluster = Cluster(worker.load for worker in workers)
         name = self._policy.next_decode(self._facts(request), cluster, self._state)
         return self._registry.named(name) if name is not None else prefill
+
+    def other_decode(self, request: LiveRequest, leaves: Worker) -> Worker | None:
+        """Who could go on with what `leaves` decodes."""
+        decodes = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
+        other = self.next_decode(request, leaves, decodes)
+        return None if other is leaves else other
+
+    def move(self, request: LiveRequest, target: Worker, source: Worker) -> bool:
+        """Have `target` go on with what `source` decodes, from whose cache it takes the KV.
+
+        False if it cannot be reached; then the request must be placed anew.
+        """
+        self.withdraw([request])
+        request.request_id = new_request_id()
+        request.start_placement()
+        self._journal.add(request)
+        self._assign(request, Placement({"decode": target.key.worker_id}))
+        return self._dispatch(request, target, source.key.worker_id)
 
     def answered(self, request: LiveRequest, now: float) -> None:
         """The placement's first token has come."""

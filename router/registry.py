@@ -50,6 +50,8 @@ class Worker:
         self.silence_s = 0.0
         self.is_reachable = True
         self.live = True
+        self.draining = False
+        """It is to leave, and gets no more requests."""
         self.outstanding_requests = 0
         self.outstanding_prompts = 0
         """Of these, those whose first token is to come from here, with so many tokens to compute."""
@@ -60,6 +62,10 @@ class Worker:
         self._block_size = block_size
         self.load = WorkerSnapshot(self.key.worker_id, role.tasks)
         self.take(register.state)
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.live and self.is_reachable and not self.draining
 
     def take(self, state: WorkerState) -> None:
         """What it tells of itself. What this router did not send came from others."""
@@ -115,7 +121,7 @@ class Registry:
 
     def live(self) -> list[Worker]:
         """The workers that requests can be sent to."""
-        return [worker for worker in self._workers.values() if worker.live and worker.is_reachable]
+        return [worker for worker in self._workers.values() if worker.takes_requests]
 
     def awaited(self) -> list[str]:
         """The ids of the workers that are not ready now but will be."""
@@ -177,7 +183,7 @@ class Registry:
         """Its load, or whether requests can be sent to it."""
         if self._workers.get(worker.key.worker_id) is not worker:
             return
-        if worker.live and worker.is_reachable:
+        if worker.takes_requests:
             worker.count()
             self.cluster.put(worker.load)
         else:
@@ -189,6 +195,19 @@ class Registry:
         if not worker.live:
             logger.warning("worker %s speaks again", worker.key.worker_id)
             worker.live = True
+        self.changed(worker)
+
+    def dismiss(self, worker: Worker) -> None:
+        """It has nothing to do any more, and leaves."""
+        worker.live = False
+        self._remember_retired(worker.key)
+        if self._workers.get(worker.key.worker_id) is worker:
+            del self._workers[worker.key.worker_id]
+            self.cluster.remove(worker.key.worker_id)
+
+    def drain(self, worker: Worker) -> None:
+        """It gets no more requests."""
+        worker.draining = True
         self.changed(worker)
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:

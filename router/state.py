@@ -11,7 +11,9 @@ from protocol.config import ServeConfig
 from protocol.messages import (
     HandoverFailed,
     KvEvents,
+    Leaving,
     Peers,
+    Prefetched,
     Register,
     Registered,
     StepOutput,
@@ -20,6 +22,7 @@ from protocol.messages import (
 )
 from router.bodies import Bodies
 from router.dispatcher import Dispatcher
+from router.drainer import Drainer
 from router.errors import unavailable
 from router.journal import Journal
 from router.kv_feed import KvFeed
@@ -52,8 +55,9 @@ class RouterState:
         self.metrics.num_indexed_blocks.set_function(lambda: len(self.kv_feed.index))
         self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
+        self.drainer = Drainer(*shared, self.placer, self.dispatcher)
         self.registry.on_registered = self._greet
-        self.registry.on_lost = self.dispatcher.worker_lost
+        self.registry.on_lost = self._on_lost
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -96,6 +100,10 @@ class RouterState:
                 self.dispatcher.step(message)
             case HandoverFailed():
                 self.dispatcher.handover_failed(message)
+            case Prefetched():
+                self.drainer.prefetched(message)
+            case Leaving():
+                self.drainer.leaving(message)
             case WorkerState():
                 if not self.registry.update(message):
                     self.metrics.dropped("stale_incarnation")
@@ -119,9 +127,14 @@ class RouterState:
                 self.link.send(other, Peers(peers=[worker.address]))
         self.dispatcher.resume_parked()
 
+    def _on_lost(self, worker: Worker, reason: str) -> None:
+        self.dispatcher.worker_lost(worker, reason)
+        self.drainer.lost(worker)
+
     def _sweep(self) -> None:
         if self._loop is not None:
             self.registry.sweep(time.monotonic())
             self.kv_feed.sweep()
             self.dispatcher.resume_parked()
+            self.drainer.sweep()
             self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)

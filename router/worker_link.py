@@ -12,7 +12,7 @@ import zmq
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.errors import ProtocolError
-from protocol.messages import HandoverFailed, KvEvents, Register, StepOutput, WorkerState, WorkerToRouter
+from protocol.messages import Register, WorkerToRouter
 from router.metrics import Metrics
 from router.registry import Worker
 
@@ -104,5 +104,5 @@ def _worker_id(message: WorkerToRouter) -> str:
     match message:
         case Register():
             return message.address.worker_id
-        case StepOutput() | WorkerState() | KvEvents() | HandoverFailed():
+        case _:
             return message.worker_id

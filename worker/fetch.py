@@ -22,7 +22,7 @@ from engine.prefix import PrefixRoom
 from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from protocol.messages import Fetch, Generate, PeerAddress
+from protocol.messages import EngineRequest, Fetch, PeerAddress
 from worker.counters import Counters
 from worker.peer_links import PeerLinks
 from worker.requests import RequestTable, StagedRequest
@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 5.0
 """Seconds without a block after which a prefix is computed instead."""
+
+
+OnEnd = Callable[[bool], None]
+"""Told whether the whole prefix is in the cache then."""
 
 
 class FetchStage(enum.Enum):
@@ -43,7 +47,7 @@ class FetchStage(enum.Enum):
 
 @dataclass(eq=False)
 class PrefixFetch(StagedRequest[FetchStage]):
-    """A request that waits for its prefix, and owns the blocks for it.
+    """A request, here or on its way, that waits for its prefix, and owns the blocks for it.
 
     It is ENDED when the blocks came, the holder refused, failed or let the deadline pass, or the request was
     aborted. If a piece is being written at that moment, it is ABANDONED until that is over.
@@ -55,20 +59,18 @@ class PrefixFetch(StagedRequest[FetchStage]):
         FetchStage.ENDED: frozenset(),
     }
 
-    message: Generate
+    request: EngineRequest
     holder: PeerAddress
     room: PrefixRoom
     started: float
+    on_end: OnEnd
     stage: FetchStage = FetchStage.ASKED
     lease_id: str | None = None
     deadline: float | None = None
 
-    def __post_init__(self) -> None:
-        self.request = self.message.request
-
 
 class PrefixFetcher:
-    """The asking side. `start_request` gets each request once its prefix is here, or is not to be had."""
+    """The asking side."""
 
     def __init__(
         self,
@@ -77,7 +79,6 @@ class PrefixFetcher:
         receiver: Receiver,
         peers: PeerLinks,
         counters: Counters,
-        start_request: Callable[[Generate], None],
     ) -> None:
         self._ours = ours
         self._engine = engine
@@ -85,21 +86,25 @@ class PrefixFetcher:
         self._block_size = engine.blocks.block_size
         self._peers = peers
         self._counters = counters
-        self._start_request = start_request
         self.fetches: RequestTable[PrefixFetch] = RequestTable()
 
-    def start(self, message: Generate, holder: PeerAddress) -> bool:
-        """Ask the holder for what is missing; False if nothing is, or there is no room for it.
+    def start(self, request: EngineRequest, holder: PeerAddress, on_end: OnEnd) -> bool:
+        """Ask the holder for what is missing; False if there is no room for it.
 
-        Raises `InvalidRequestError`.
+        Otherwise `on_end` is called once the prefix is here, or is not to be had, unless the request is
+        aborted. Raises `InvalidRequestError`.
         """
         if not self._ours.offers:
             return False
-        room = self._engine.room_for_prefix(message.request)
+        room = self._engine.room_for_prefix(request)
         if room is None:
             return False
+        if not room.wanted:
+            room.holdings.free()
+            on_end(True)
+            return True
         now = time.monotonic()
-        fetch = PrefixFetch(message, holder, room, now, deadline=now + FETCH_TIMEOUT_S)
+        fetch = PrefixFetch(request, holder, room, now, on_end, deadline=now + FETCH_TIMEOUT_S)
         self.fetches.insert(fetch)
         self.fetches.grant_lease(fetch, secrets.token_hex(8))
         self._receiver.open(fetch.held_lease, room.holdings.extents(), first_token=room.covered)
@@ -141,7 +146,7 @@ class PrefixFetcher:
         self._counters.add("prefix_blocks_fetched_total", event.blocks_received)
         self._counters.add("prefix_fetch_seconds_total", time.monotonic() - fetch.started)
         self._end(fetch, event.blocks_received)
-        self._start_request(fetch.message)
+        fetch.on_end(event.blocks_received == len(fetch.room.wanted))
 
     def on_refused(self, request_id: str, lease_id: str, reason: str) -> None:
         fetch = self.fetches.get(request_id)
@@ -171,7 +176,7 @@ class PrefixFetcher:
             reason,
         )
         self._end(fetch, 0)
-        self._start_request(fetch.message)
+        fetch.on_end(False)
 
     def _end(self, fetch: PrefixFetch, num_received: int) -> None:
         """Close the lease; blocks that came go to the prefix cache, unless somebody still writes to them."""

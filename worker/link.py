@@ -34,8 +34,7 @@ class RouterLink:
 
     def __init__(self, parts: WorkerParts, endpoint: str) -> None:
         self.socket = connect_dealer(parts.context, parts.keys, endpoint, parts.worker_id)
-        self._worker_id = parts.worker_id
-        self._incarnation = parts.incarnation
+        self._parts = parts
         self._counters = parts.counters
 
     def register(self, message: Register, timeout_s: float) -> None:
@@ -46,9 +45,11 @@ class RouterLink:
             self.socket.send(raw)
             if self.socket.poll(int(_REGISTER_RETRY_S * 1000)):
                 answer = self._receive_one()
-                if isinstance(answer, Registered) and answer.incarnation == self._incarnation:
+                if isinstance(answer, Registered) and answer.incarnation == message.address.incarnation:
                     return
-        raise RouterUnreachableError(f"the router did not confirm {self._worker_id} within {timeout_s:.0f} s")
+        raise RouterUnreachableError(
+            f"the router did not confirm {self._parts.worker_id} within {timeout_s:.0f} s"
+        )
 
     def receive(self) -> list[RouterToWorker]:
         """All messages that have arrived; never waits."""
@@ -79,7 +80,8 @@ class RouterLink:
             self._counters.add("dropped_messages_total")
 
     def send_outputs(self, outputs: list[TokenOutput]) -> None:
-        self.send(StepOutput(worker_id=self._worker_id, incarnation=self._incarnation, outputs=outputs))
+        parts = self._parts
+        self.send(StepOutput(worker_id=parts.worker_id, incarnation=parts.incarnation, outputs=outputs))
 
     def close(self) -> None:
         self.socket.close(linger=500)

@@ -24,16 +24,21 @@ from protocol.messages import (
     Fetch,
     FetchRefused,
     Generate,
+    Leave,
+    Leaving,
     PeerAddress,
     PeerReply,
     PeerRequest,
     Peers,
+    Prefetch,
+    Prefetched,
     Redirect,
     Registered,
     ReplayKvEvents,
     RouterToWorker,
     TokenOutput,
 )
+from protocol.roles import ROLES, RoleSpec
 from worker.fetch import PrefixFetcher, PrefixHolder
 from worker.kv_events import KvEventSender
 from worker.link import RouterLink
@@ -45,6 +50,8 @@ from worker.transfers import open_transfers
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING_INTERVAL_S = 0.25
+LEAVE_GRACE_S = 2.0
+"""Beyond --drain-timeout, after which the router is taken to have forgotten the worker."""
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the worker gives up, so that its supervisor starts a fresh one."""
 
@@ -79,15 +86,18 @@ class WorkerLoop(ABC):
             control=self.inbox.endpoint,
             offers=self.receiver.offers,
         )
-        self._fetcher = PrefixFetcher(
-            self.address, engine, self.receiver, self.peers, self.counters, self._start
-        )
+        self._fetcher = PrefixFetcher(self.address, engine, self.receiver, self.peers, self.counters)
         self._holder = PrefixHolder(engine, self.sender, self.counters)
         self.outbox: list[TokenOutput] = []
         self._kv_events: KvEventSender | None = None
         if self.config.enable_prefix_caching:
             self._kv_events = KvEventSender(parts, engine.blocks, link, parts.kv_publisher)
         self._stop = threading.Event()
+        self._leave_asked = threading.Event()
+        self._leave_by: float | None = None
+        """When to end if the router has not answered `Leaving` (monotonic seconds)."""
+        self.next_role: tuple[RoleSpec, str] | None = None
+        """The role that the worker goes on in after this loop, and its incarnation then."""
         self._advancing = True
         """False after a step that had nothing to run: then the loop waits for a message in its poll."""
         self._failed_steps = 0
@@ -154,6 +164,17 @@ class WorkerLoop(ABC):
         """End the loop after its current step. Any thread may call it."""
         self._stop.set()
         self.parts.wake.set()
+
+    def leave(self) -> None:
+        """Have the router take the requests elsewhere, then end; called twice, end at once. For any thread."""
+        if self._leave_asked.is_set():
+            self._stop.set()
+        self._leave_asked.set()
+        self.parts.wake.set()
+
+    @property
+    def was_told_to_leave(self) -> bool:
+        return self._leave_asked.is_set()
 
     def run(self) -> None:
         """Serve until `stop`. Raises `BrokenEngineError` when a fresh process is the only remedy."""
@@ -232,11 +253,22 @@ class WorkerLoop(ABC):
             self.inbox.reply(identity, refusal)
 
     def _keep_house(self, now: float) -> None:
+        if self._leave_asked.is_set():
+            self._say_leaving(now)
         self._fetcher.expire(now)
         self.expire(now)
         self.peers.close_idle(now, self.peers_in_use() | self._fetcher.holders())
         if self.engine.tiers is not None and not self.engine.has_work():
             self.engine.tiers.poll()
+
+    def _say_leaving(self, now: float) -> None:
+        if self._leave_by is None:
+            log.info("told to end: the router takes the requests elsewhere")
+            self._leave_by = now + self.config.drain_timeout + LEAVE_GRACE_S
+            self.link.send(Leaving(worker_id=self.parts.worker_id, incarnation=self.parts.incarnation))
+        elif now > self._leave_by:
+            log.error("the router did not let this worker go within --drain-timeout; it ends")
+            self._stop.set()
 
     def _step(self) -> float:
         """One engine step; returns the seconds that the engine took."""
@@ -310,6 +342,10 @@ class WorkerLoop(ABC):
                 self._on_redirect(message)
             case ReplayKvEvents():
                 self._on_replay(message)
+            case Prefetch():
+                self._on_prefetch(message)
+            case Leave():
+                self._on_leave(message)
             case Registered():
                 self.counters.add("duplicate_messages_total")
 
@@ -336,10 +372,46 @@ class WorkerLoop(ABC):
         elif self._kv_events is not None:
             self._kv_events.replay(message.first)
 
+    def _on_prefetch(self, message: Prefetch) -> None:
+        request = message.request
+
+        def answer(complete: bool) -> None:
+            self.link.send(
+                Prefetched(
+                    worker_id=self.parts.worker_id,
+                    incarnation=self.parts.incarnation,
+                    request_id=request.request_id,
+                    complete=complete,
+                )
+            )
+
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+            return
+        if request.request_id in self._fetcher.fetches:
+            self.counters.add("duplicate_messages_total")
+            return
+        try:
+            if not self._fetcher.start(request, message.prefix, answer):
+                answer(False)
+        except InvalidRequestError as error:
+            log.warning("no prefetch of %s: %s", request.request_id, error)
+            answer(False)
+
+    def _on_leave(self, message: Leave) -> None:
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+            return
+        if message.role in ROLES and message.next_incarnation is not None:
+            self.next_role = ROLES[message.role], message.next_incarnation
+        self._stop.set()
+
     def _start_or_fetch(self, message: Generate) -> None:
         """Start the request, or fetch its prefix from another worker first."""
         try:
-            if message.prefix is not None and self._fetcher.start(message, message.prefix):
+            if message.prefix is not None and self._fetcher.start(
+                message.request, message.prefix, lambda _: self._start(message)
+            ):
                 return
         except InvalidRequestError as error:
             self.answer_error(message.request.request_id, "invalid", str(error))

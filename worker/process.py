@@ -7,7 +7,10 @@ import logging
 import os
 import pkgutil
 import platform
+import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import zmq
@@ -36,17 +39,17 @@ STOP_GRACE_S = 5.0
 def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None) -> None:
     """Be a worker until `stop`. Returns when it ended as asked; raises `TandemError` when it cannot serve.
 
-    The whole process ends when the router is gone. The `object_store` transport needs a `carrier`.
+    The whole process ends when the router is gone, and by SIGTERM once its requests are elsewhere. The
+    `object_store` transport needs a `carrier`.
     """
-    config, role = launch.config, launch.role
-    make_loop: type[WorkerLoop] = pkgutil.resolve_name(role.loop)
+    config = launch.config
     set_up_logging(config, launch.worker_id)
     set_up_threads(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     router_host = urlsplit(launch.router_endpoint).hostname
     parts = WorkerParts(
         config=config,
-        role=role,
+        role=launch.role,
         worker_id=launch.worker_id,
         incarnation=launch.incarnation,
         host=config.worker_host or address_towards(router_host or ""),
@@ -56,35 +59,73 @@ def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None)
     heartbeat = Heartbeat(parts, launch.router_endpoint, on_router_lost=lambda: _end_process(stop))
     heartbeat.start()
     link = RouterLink(parts, launch.router_endpoint)
+    told_to_leave = False
     try:
         engine, parts.pool = build_engine(config)
         parts.engine = engine
-        name = f"{parts.worker_id} {parts.incarnation}"
-        parts.wires = open_wires(config, parts.pool, name, parts.pairs, carrier)
         parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
         engine.on_fetched = parts.wake.set
-        loop = make_loop(parts, engine, link)
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
-        try:
-            link.register(_registration(parts, engine, loop.address), config.start_timeout)
-        except TandemError:
-            loop.close()
-            raise
-        log.debug("ready")
-        stop.attach(loop.stop)
-        loop.run()
+        while (loop := _serve(parts, engine, link, stop, carrier)).next_role is not None:
+            parts.role, parts.incarnation = loop.next_role
+            log.warning("this worker is a %s worker from now on", parts.role.name)
+        told_to_leave = loop.was_told_to_leave
     finally:
         heartbeat.stop()
         link.close()
         if parts.kv_publisher is not None:
             parts.kv_publisher.close()
-        for wire in parts.wires:
-            wire.close()
         context.destroy(linger=500)
         if parts.engine is not None:
             parts.engine.close()
         parts.wake.close()
+    if told_to_leave:
+        _die_by_sigterm()
+
+
+def _serve(
+    parts: WorkerParts, engine: Engine, link: RouterLink, stop: StopHandle, carrier: Carrier | None
+) -> WorkerLoop:
+    """Serve in the present role. Returns the loop that has ended."""
+    assert parts.pool is not None
+    make_loop: type[WorkerLoop] = pkgutil.resolve_name(parts.role.loop)
+    name = f"{parts.worker_id} {parts.incarnation}"
+    parts.wires = open_wires(parts.config, parts.pool, name, parts.pairs, carrier)
+    try:
+        loop = make_loop(parts, engine, link)
+        try:
+            link.register(_registration(parts, engine, loop.address), parts.config.start_timeout)
+        except TandemError:
+            loop.close()
+            raise
+        log.debug("ready")
+        stop.attach(loop.stop)
+        with _on_sigterm(loop.leave):
+            loop.run()
+        return loop
+    finally:
+        for wire in parts.wires:
+            wire.close()
+
+
+@contextmanager
+def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
+    """For the main thread, which signals reach. A worker within its actor's process is in another."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: leave())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _die_by_sigterm() -> None:
+    """So that whoever waits for the process sees what ended it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> Register:

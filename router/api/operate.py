@@ -1,0 +1,64 @@
+"""What operators do with workers: `POST /workers/{id}/drain` and `/workers/{id}/role`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protocol.errors import InvalidRequestError
+from protocol.roles import ROLES
+from router.api.openapi import Operation
+from router.decoding import decode_body
+from router.drainer import DrainReport
+from router.state import RouterState
+
+ANSWER = "`id`, `moved`, `redirected` and `placed_anew` requests, `seconds`, once nothing runs there any more"
+
+
+class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Have a worker's requests go on elsewhere, with their KV; then it leaves, and is not started anew."""
+
+
+class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Have a worker's requests go on elsewhere; then it goes on in another role, with its weights and pool."""
+
+    role: Annotated[str, Meta(description="`prefill` or `decode`.")]
+
+
+def worker_operations(state: RouterState) -> list[Operation]:
+    """They answer when the worker is empty; a client that goes away changes nothing about that."""
+
+    async def drain(request: Request) -> Response:
+        async with state.bodies.read(request) as raw:
+            decode_body(raw or b"{}", DrainBody)
+        return await _answer(request, state.drainer.drain(request.path_params["worker_id"]))
+
+    async def role(request: Request) -> Response:
+        async with state.bodies.read(request) as raw:
+            name = decode_body(raw, RoleBody).role
+        known = {spec.name: spec for spec in ROLES.values() if state.config.num_replicas(spec)}
+        if name not in known:
+            raise InvalidRequestError("role", f"{name[:64]!r} is none of {', '.join(known)}")
+        return await _answer(
+            request, state.drainer.change_role(request.path_params["worker_id"], known[name])
+        )
+
+    def post(path: str, body: type[msgspec.Struct], endpoint: object) -> Operation:
+        return Operation(path, endpoint, body.__doc__ or "", ANSWER, body)
+
+    return [
+        post("/workers/{worker_id}/drain", DrainBody, drain),
+        post("/workers/{worker_id}/role", RoleBody, role),
+    ]
+
+
+async def _answer(request: Request, done: asyncio.Future[DrainReport]) -> Response:
+    report = asdict(await asyncio.shield(done))
+    body = {"id": request.path_params["worker_id"], **report, "seconds": round(report["seconds"], 3)}
+    return Response(msgspec.json.encode(body), media_type="application/json")

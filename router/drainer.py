@@ -1,0 +1,233 @@
+"""Empties workers that are to leave: what they run goes on elsewhere, with its KV.
+
+A request that decodes is moved in two steps. While it still runs, its new worker fetches the KV of all full
+blocks into the prefix cache. Then it is placed there anew, and what was generated meanwhile is fetched or
+computed: the client waits for the second step alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from protocol.config import ServeConfig
+from protocol.ids import new_incarnation
+from protocol.messages import Leave, Leaving, Prefetch, Prefetched
+from protocol.roles import RoleSpec
+from router.dispatcher import Dispatcher
+from router.errors import ApiError
+from router.journal import Journal, LiveRequest
+from router.metrics import Metrics
+from router.placer import Placer, Send
+from router.registry import Registry, Worker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DrainReport:
+    """What became of the requests of a worker that has left, and how long that took."""
+
+    moved: int = 0
+    redirected: int = 0
+    placed_anew: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class Drain:
+    """A worker that is to leave, or to go on in another `role`. `moves` are the requests being prefetched."""
+
+    worker: Worker
+    began: float
+    role: RoleSpec | None
+    done: asyncio.Future[DrainReport]
+    moves: dict[str, tuple[LiveRequest, Worker]] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    """Requests that no worker could prefetch: they end where they are, or are placed anew at the deadline."""
+    report: DrainReport = field(default_factory=DrainReport)
+
+
+class Drainer:
+    """Runs on the event loop alone.
+
+    `keep_no_longer(worker_id)` tells the launcher that a worker leaves for good, and `renew(worker_id, role)`
+    that it changes its role; the answer is its next incarnation.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        journal: Journal,
+        registry: Registry,
+        metrics: Metrics,
+        send: Send,
+        placer: Placer,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self._config = config
+        self._journal = journal
+        self._registry = registry
+        self._metrics = metrics
+        self._send = send
+        self._placer = placer
+        self._dispatcher = dispatcher
+        self._drains: dict[Worker, Drain] = {}
+        self.keep_no_longer: Callable[[str], None] = lambda worker_id: None
+        self.renew: Callable[[str, str], str] = lambda worker_id, role: new_incarnation()
+
+    # --- what operators and workers ask for -------------------------------------------------------
+
+    def drain(self, worker_id: str) -> asyncio.Future[DrainReport]:
+        """Have the worker leave for good. Raises `ApiError`, with nothing changed."""
+        worker = self._known(worker_id)
+        if worker not in self._drains:
+            self._check_others(worker)
+            self.keep_no_longer(worker_id)
+        return self._begin(worker, None).done
+
+    def change_role(self, worker_id: str, role: RoleSpec) -> asyncio.Future[DrainReport]:
+        """Have the worker go on in another role. Raises `ApiError`, with nothing changed."""
+        worker = self._known(worker_id)
+        if worker.role == role:
+            raise ApiError(409, f"worker {worker_id} is a {role.name} worker already")
+        if worker in self._drains:
+            raise ApiError(409, f"worker {worker_id} is leaving already")
+        self._check_others(worker)
+        return self._begin(worker, role).done
+
+    def leaving(self, message: Leaving) -> None:
+        """A worker was told to end, by whoever may do that: nobody is asked whether it can be spared."""
+        worker = self._registry.current(message.worker_id, message.incarnation)
+        if worker is None:
+            self._metrics.dropped("stale_incarnation")
+        else:
+            self._begin(worker, None)
+
+    def _known(self, worker_id: str) -> Worker:
+        known = {worker.key.worker_id: worker for worker in self._registry if worker.live}
+        if worker_id not in known:
+            raise ApiError(
+                404, f"there is no worker {worker_id[:64]!r}; there are {', '.join(sorted(known))}"
+            )
+        return known[worker_id]
+
+    def _check_others(self, worker: Worker) -> None:
+        """Without a decode worker nothing runs; without a prefill worker the decode workers do all of it."""
+        purpose = worker.role.purpose
+        others = [other for other in self._registry.live() if other is not worker]
+        needed = ("decode",) if purpose == "prefill" else (purpose,)
+        if not any(other.role.purpose in needed for other in others):
+            reason = f"it is the last {purpose} worker" if purpose in needed else "no decode worker is left"
+            raise ApiError(
+                409, f"worker {worker.key.worker_id} cannot be spared: {reason}", code="last_worker"
+            )
+
+    def _begin(self, worker: Worker, role: RoleSpec | None) -> Drain:
+        drain = self._drains.get(worker)
+        if drain is None:
+            logger.info("worker %s is drained", worker.key.worker_id)
+            worker.draining = True
+            done = asyncio.get_running_loop().create_future()
+            drain = self._drains[worker] = Drain(worker, time.monotonic(), role, done)
+            self._advance(drain)
+        return drain
+
+    # --- what goes on meanwhile -------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Look what every worker that is to leave still has. To be called a few times a second."""
+        for drain in list(self._drains.values()):
+            self._advance(drain)
+
+    def prefetched(self, message: Prefetched) -> None:
+        """A worker has the KV of a request that another one runs, or as much of it as was to be had."""
+        for drain in list(self._drains.values()):
+            move = drain.moves.pop(message.request_id, None)
+            if move is None:
+                continue
+            request, target = move
+            if self._journal.get(message.request_id) is not request or drain.worker not in request.holders:
+                return  # it has ended meanwhile
+            if message.complete and target in self._registry.live():
+                self._move(drain, request, target)
+            else:
+                drain.failed.add(message.request_id)
+            self._advance(drain)
+            return
+
+    def lost(self, worker: Worker) -> None:
+        """It died. What it was to take is looked at anew; its own requests are placed anew by others."""
+        for drain in list(self._drains.values()):
+            for request_id in [id for id, (_, target) in drain.moves.items() if target is worker]:
+                del drain.moves[request_id]
+        if worker in self._drains:
+            drain = self._drains.pop(worker)
+            drain.done.set_exception(
+                ApiError(502, f"worker {worker.key.worker_id} was lost as it was drained")
+            )
+            drain.done.exception()  # nobody may be waiting
+
+    def _advance(self, drain: Drain) -> None:
+        worker = drain.worker
+        is_late = time.monotonic() > drain.began + self._config.drain_timeout
+        for request in [request for request in self._journal if worker in request.holders]:
+            if is_late or (request.request_id not in drain.moves and request.request_id not in drain.failed):
+                self._take_away(drain, request, is_late)
+        if not any(worker in request.holders for request in self._journal):
+            self._finish(drain)
+
+    def _take_away(self, drain: Drain, request: LiveRequest, is_late: bool) -> None:
+        """Begin to do so, or leave the request there for now."""
+        worker = drain.worker
+        decodes = worker is request.assigned.get("decode")
+        if decodes and "prefill" in request.assigned:
+            self._dispatcher.redirect(request, "drain", f"worker {worker.key.worker_id} leaves")
+            drain.report.redirected += 1
+        elif is_late or (decodes and not request.has_answered):
+            self._place_anew(drain, request)
+        elif decodes:
+            self._prefetch(drain, request)
+
+    def _prefetch(self, drain: Drain, request: LiveRequest) -> None:
+        target = self._placer.other_decode(request, drain.worker)
+        if target is None:
+            return
+        left = max(request.generation.deadline - time.monotonic(), 0.0)
+        message = Prefetch(
+            incarnation=target.key.incarnation,
+            request=request.engine_request(left),
+            prefix=drain.worker.address,
+        )
+        if self._send(target, message):
+            drain.moves[request.request_id] = request, target
+
+    def _move(self, drain: Drain, request: LiveRequest, target: Worker) -> None:
+        if self._placer.move(request, target, drain.worker):
+            drain.report.moved += 1
+            self._metrics.migrated()
+            logger.info("request %s goes on at %s", request.request_id, target.key.worker_id)
+        else:
+            self._place_anew(drain, request)
+
+    def _place_anew(self, drain: Drain, request: LiveRequest) -> None:
+        self._dispatcher.place_anew(request, "drain", f"worker {drain.worker.key.worker_id} leaves")
+        drain.report.placed_anew += 1
+
+    def _finish(self, drain: Drain) -> None:
+        worker, report = drain.worker, drain.report
+        del self._drains[worker]
+        report.seconds = time.monotonic() - drain.began
+        logger.info("worker %s is empty: %s", worker.key.worker_id, report)
+        message = Leave(incarnation=worker.key.incarnation)
+        if drain.role is not None:
+            incarnation = self.renew(worker.key.worker_id, drain.role.name)
+            message = msgspec.structs.replace(message, role=drain.role.name, next_incarnation=incarnation)
+        self._send(worker, message)
+        self._registry.dismiss(worker)
+        drain.done.set_result(report)
