@@ -1,4 +1,4 @@
-"""The command line: `tandem serve`, `status`, `drain`, `role`, `complete`, `speculate`, `bench`, `version`."""
+"""The command line: `tandem serve`, and what talks to a server, trains and measures."""
 
 from __future__ import annotations
 

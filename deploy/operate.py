@@ -1,4 +1,4 @@
-"""`tandem drain` and `tandem role`: ask the server to empty a worker, and tell what became of its requests."""
+"""`tandem drain` and `tandem role`: have a worker emptied, and tell what became of its requests."""
 
 from __future__ import annotations
 

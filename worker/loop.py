@@ -166,7 +166,7 @@ class WorkerLoop(ABC):
         self.parts.wake.set()
 
     def leave(self) -> None:
-        """Have the router take the requests elsewhere, then end; called twice, end at once. For any thread."""
+        """Have the router take the requests elsewhere, then end; the second time at once. For any thread."""
         if self._leave_asked.is_set():
             self._stop.set()
         self._leave_asked.set()

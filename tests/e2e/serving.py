@@ -50,6 +50,17 @@ class HttpServing:
         # Only a worker's start needs the cluster that it belongs to: its keys and its router's endpoint.
         return RunningWorker(self, role, worker_id, self.config, fault)  # type: ignore[arg-type]
 
+    def add(self, worker_id: str, fault: str = "") -> None:
+        """Start one more worker, and wait until it serves."""
+        self.workers[worker_id] = self._start(worker_id, fault)
+        self.wait(lambda: worker_id in self.worker_states())
+
+    def bury(self, worker_id: str) -> None:
+        """Wait for a worker's death, and tell the router as the launcher does."""
+        self.wait(lambda: not self.workers[worker_id].process.is_alive())
+        incarnation = self.router.state.registry.named(worker_id).key.incarnation
+        self.router.mark_dead(worker_id, incarnation, "it was killed")
+
     def __enter__(self) -> HttpServing:
         return self
 

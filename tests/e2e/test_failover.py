@@ -109,14 +109,6 @@ def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[
     return [first, *(pool.submit(ask, serving, request) for request in REQUESTS[1:])]
 
 
-def bury(serving: HttpServing, worker_id: str) -> None:
-    """Wait for its death, and tell the router as the launcher does."""
-    worker = serving.workers[worker_id]
-    serving.wait(lambda: not worker.process.is_alive())
-    incarnation = serving.router.state.registry.named(worker_id).key.incarnation
-    serving.router.mark_dead(worker_id, incarnation, "it was killed")
-
-
 def changes(serving: HttpServing) -> float:
     """How often a request or a hand-off went elsewhere."""
     names = ("requests_placed_anew", "handoff_redirects", "handoff_takeovers")
@@ -141,7 +133,7 @@ def check_with_a_death(
     with HttpServing(folder, workers) as serving:
         started = time.monotonic()
         answers = ask_all(serving, pool)
-        bury(serving, doomed)
+        serving.bury(doomed)
         assert [answer.result(BOUND_S) for answer in answers] == expected
         assert time.monotonic() - started < BOUND_S
         assert changes(serving) > 0 or workers[doomed].startswith(HANDED_OVER)
@@ -189,7 +181,7 @@ def test_what_a_dead_decode_worker_costs(folder: Path, expected: list[dict[str, 
     length = REQUESTS[0]["length"]
     with HttpServing(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, serving, REQUESTS[0])
-        bury(serving, "decode-0")
+        serving.bury("decode-0")
         assert answer.result(BOUND_S) == expected[0]
         serving.wait_empty()
         computed = serving.counter("prefill-0", "computed_tokens_total")
@@ -237,6 +229,6 @@ def test_nobody_is_left(folder: Path) -> None:
         body = {"model": "model", "prompt": prompt(REQUESTS[0]), "max_tokens": NUM_TOKENS, "ignore_eos": True}
         whole = pool.submit(serving.http.post, "/v1/completions", json=body)
         events = pool.submit(stream, serving, body | {"stream": True})
-        bury(serving, "decode-0")
+        serving.bury("decode-0")
         assert whole.result(BOUND_S).status_code == 502
         assert events.result(BOUND_S)[-1]["error"]["code"] == "worker_lost"

@@ -1,0 +1,175 @@
+"""Workers leave or change their role while requests run: the client sees what it would have seen. fp32."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.serving import HttpServing
+from tests.e2e.test_failover import REQUESTS, SLOW, ask
+
+NUM_TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[dict[str, Any]]:
+    """The answers of a server that nothing happens to."""
+    with HttpServing(folder) as serving:
+        answers = [ask(serving, request, max_tokens=NUM_TOKENS) for request in REQUESTS]
+    return [answer | {"logprobs": pytest.approx(answer["logprobs"], abs=1e-4)} for answer in answers]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(len(REQUESTS)) as executor:
+        yield executor
+
+
+def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
+    """Returns when all of them run."""
+    answers = [pool.submit(ask, serving, request, max_tokens=NUM_TOKENS) for request in REQUESTS]
+    serving.wait(lambda: serving.metric("tandem_time_to_first_token_seconds_count") == len(REQUESTS))
+    return answers
+
+
+def operate(serving: HttpServing, worker_id: str, what: str, **body: Any) -> dict[str, Any]:
+    answer = serving.http.post(f"/workers/{worker_id}/{what}", json=body)
+    assert answer.status_code == 200, answer.text
+    report: dict[str, Any] = answer.json()
+    return report
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_running_requests_move_with_their_kv(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], transport: str
+) -> None:
+    with HttpServing(folder, {"prefill-0": "", "decode-0": SLOW}, kv_transports=transport) as serving:
+        answers = ask_all(serving, pool)
+        serving.add("decode-1")
+        report = operate(serving, "decode-0", "drain")
+        assert report["moved"] == len(REQUESTS)
+        assert report["placed_anew"] == report["redirected"] == 0
+        assert [answer.result(30) for answer in answers] == expected
+        serving.wait(lambda: not serving.workers["decode-0"].process.is_alive())
+        fetched = serving.counter("decode-1", "prefix_blocks_fetched_total")
+        computed = serving.counter("decode-1", "computed_tokens_total")
+        lengths = [request["length"] for request in REQUESTS]
+        assert fetched >= sum(length // 16 for length in lengths)
+        assert computed < sum(lengths), "prompts came by wire"
+        check_nothing_is_left(serving)
+
+
+def test_a_worker_that_is_told_to_end_moves_its_requests(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
+) -> None:
+    with HttpServing(folder, {"prefill-0": "", "decode-0": SLOW}) as serving:
+        answers = ask_all(serving, pool)
+        serving.add("decode-1")
+        process = serving.workers["decode-0"].process
+        os.kill(process.pid or 0, signal.SIGTERM)
+        assert [answer.result(30) for answer in answers] == expected
+        serving.wait(lambda: process.exitcode == -signal.SIGTERM)
+        assert serving.metric("tandem_requests_migrated_total") == len(REQUESTS)
+        check_nothing_is_left(serving)
+
+
+@pytest.mark.parametrize("from_role", ["decode", "prefill"])
+def test_a_worker_changes_its_role_and_serves_in_it(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]], from_role: str
+) -> None:
+    """Its process, weights and pool stay, so what it has cached does."""
+    to_role = "prefill" if from_role == "decode" else "decode"
+    workers = {"prefill-0": "", "prefill-1": "", "decode-0": SLOW}
+    with HttpServing(folder, workers) as serving:
+        answers = ask_all(serving, pool)
+        serving.add("decode-1")
+        changed = f"{from_role}-0"
+        before = serving.worker_states()[changed]
+        operate(serving, changed, "role", role=to_role)
+        serving.wait(lambda: serving.worker_states().get(changed, {}).get("role") == to_role)
+        after = serving.worker_states()[changed]
+        assert after["pid"] == before["pid"]
+        assert after["incarnation"] != before["incarnation"]
+        assert after["cached_blocks"] > 0
+        assert [answer.result(30) for answer in answers] == expected
+        operate(serving, f"{to_role}-1", "drain")
+        assert ask(serving, REQUESTS[1], max_tokens=NUM_TOKENS) == expected[1]
+        check_nothing_is_left(serving)
+
+
+def test_the_first_token_is_awaited_elsewhere_when_its_decode_worker_leaves(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
+) -> None:
+    workers = {"prefill-0": "slow:0.1", "decode-0": "", "decode-1": ""}
+    with HttpServing(folder, workers) as serving:
+        answers = [pool.submit(ask, serving, request, max_tokens=NUM_TOKENS) for request in REQUESTS]
+        serving.wait(lambda: serving.metric("tandem_placements_total") == len(REQUESTS))
+        report = operate(serving, "decode-0", "drain")
+        assert report["redirected"] > 0
+        assert [answer.result(30) for answer in answers] == expected
+        check_nothing_is_left(serving)
+
+
+def test_what_cannot_move_ends_where_it_is_or_is_placed_anew_at_the_deadline(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
+) -> None:
+    """Without prefix caching no KV can be fetched."""
+    workers = {"prefill-0": "", "decode-0": "slow:0.1"}
+    with HttpServing(folder, workers, drain_timeout=1.0, enable_prefix_caching=False) as serving:
+        answers = ask_all(serving, pool)
+        serving.add("decode-1")
+        report = operate(serving, "decode-0", "drain")
+        assert (report["moved"], report["placed_anew"]) == (0, len(REQUESTS))
+        assert 1.0 < report["seconds"] < 3.0
+        assert [answer.result(30) for answer in answers] == expected
+        check_nothing_is_left(serving)
+
+
+def test_the_new_worker_dies_as_it_fetches(
+    folder: Path, pool: ThreadPoolExecutor, expected: list[dict[str, Any]]
+) -> None:
+    """The old one runs the request still, and another takes it."""
+    with HttpServing(folder, {"prefill-0": "", "decode-0": SLOW}) as serving:
+        answers = ask_all(serving, pool)
+        serving.add("decode-1", "KILL:before:_on_prefetch:1")
+        serving.add("decode-2")
+        drained = ThreadPoolExecutor(1).submit(operate, serving, "decode-0", "drain")
+        serving.bury("decode-1")
+        assert drained.result(30)["moved"] > 0
+        assert [answer.result(30) for answer in answers] == expected
+        check_nothing_is_left(serving)
+
+
+def test_what_cannot_be_spared_stays(folder: Path) -> None:
+    with HttpServing(folder) as serving:
+        refusals = {
+            ("decode-0", "drain", ""): (409, "last decode worker"),
+            ("decode-0", "role", "prefill"): (409, "last decode worker"),
+            ("decode-0", "role", "decode"): (409, "is a decode worker already"),
+            ("decode-0", "role", "draft"): (400, "none of prefill, decode"),
+            ("decode-9", "drain", ""): (404, "there are decode-0, prefill-0"),
+        }
+        for (worker_id, what, role), (status, reason) in refusals.items():
+            answer = serving.http.post(f"/workers/{worker_id}/{what}", json={"role": role} if role else {})
+            assert (answer.status_code, reason in answer.text) == (status, True), answer.text
+        answer = serving.http.post("/workers/decode-0/drain", json={"force": True})
+        assert (answer.status_code, "force" in answer.text) == (400, True)
+        assert ask(serving, REQUESTS[1])["usage"]["completion_tokens"] > 0
+
+
+def test_operators_need_the_api_key(folder: Path) -> None:
+    with HttpServing(folder, {"decode-0": "", "decode-1": ""}, api_key="secret") as serving:
+        assert serving.http.post("/workers/decode-0/drain").status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert serving.http.post("/workers/decode-0/drain", headers=headers).json()["id"] == "decode-0"
+
+
+def check_nothing_is_left(serving: HttpServing) -> None:
+    serving.wait_empty()
+    assert serving.metric("tandem_request_failures_total") == 0
