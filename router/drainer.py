@@ -1,8 +1,8 @@
 """Empties workers that are to leave: what they run goes on elsewhere, with its KV.
 
 A request that decodes is moved in two steps. While it still runs, its new worker fetches the KV of all full
-blocks into the prefix cache. Then it is placed there anew, and what was generated meanwhile is fetched or
-computed: the client waits for the second step alone.
+blocks into the prefix cache. Then it is placed there anew, and the few tokens that were generated meanwhile
+are computed again: the client waits for that alone.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Drainer:
             drain.moves[request.request_id] = request, target
 
     def _move(self, drain: Drain, request: LiveRequest, target: Worker) -> None:
-        if self._placer.move(request, target, drain.worker):
+        if self._placer.move(request, target):
             drain.report.moved += 1
             self._metrics.migrated()
             logger.info("request %s goes on at %s", request.request_id, target.key.worker_id)

@@ -119,17 +119,14 @@ class Placer:
         other = self.next_decode(request, leaves, decodes)
         return None if other is leaves else other
 
-    def move(self, request: LiveRequest, target: Worker, source: Worker) -> bool:
-        """Have `target` go on with what `source` decodes, from whose cache it takes the KV.
-
-        False if it cannot be reached; then the request must be placed anew.
-        """
+    def move(self, request: LiveRequest, target: Worker) -> bool:
+        """Have `target` go on with it. False if it cannot be reached: the request must be placed anew."""
         self.withdraw([request])
         request.request_id = new_request_id()
         request.start_placement()
         self._journal.add(request)
         self._assign(request, Placement({"decode": target.key.worker_id}))
-        return self._dispatch(request, target, source.key.worker_id)
+        return self._dispatch(request, target, None)
 
     def answered(self, request: LiveRequest, now: float) -> None:
         """The placement's first token has come."""
