@@ -132,7 +132,7 @@ class Drainer:
         drain = self._drains.get(worker)
         if drain is None:
             logger.info("worker %s is drained", worker.key.worker_id)
-            worker.draining = True
+            self._registry.drain(worker)
             done = asyncio.get_running_loop().create_future()
             drain = self._drains[worker] = Drain(worker, time.monotonic(), role, done)
             self._advance(drain)

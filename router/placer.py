@@ -125,7 +125,7 @@ class Placer:
         request.request_id = new_request_id()
         request.start_placement()
         self._journal.add(request)
-        self._assign(request, Placement({"decode": target.key.worker_id}))
+        self._assign(request, Placement({"decode": target.key.worker_id}), self._facts(request))
         return self._dispatch(request, target, None)
 
     def answered(self, request: LiveRequest, now: float) -> None:
