@@ -28,7 +28,6 @@ from protocol.messages import (
     PeerReply,
     PeerRequest,
     Release,
-    RequestTiming,
     Reserve,
     Reserved,
     ReserveRefused,
@@ -268,6 +267,7 @@ class DecodeLoop(WorkerLoop):
         assert request.manifest is not None
         request.enter(DecodeStage.RUNNING)
         request.deadline = None
+        request.running_since = time.monotonic()
         self.engine.activate(
             request.granted,
             request.manifest.first_token,
@@ -291,7 +291,7 @@ class DecodeLoop(WorkerLoop):
         request = self._unstepped.pop(output.request_id, None)
         if request is None:
             return output
-        return msgspec.structs.replace(output, timing=RequestTiming(transfer=request.timing(began)))
+        return msgspec.structs.replace(output, timing=request.timing(began))
 
     def after_step(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:

@@ -13,7 +13,7 @@ from engine.results import Reservation
 from kvtransfer.interface import Arrival, Progress
 from protocol.handoff import HandoffManifest, SamplingState
 from protocol.ids import token_ids_digest
-from protocol.messages import EngineRequest, Reserve, TransferTiming
+from protocol.messages import EngineRequest, RequestTiming, Reserve, TransferTiming
 from worker.requests import StagedRequest
 
 
@@ -79,6 +79,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
     arrival: Arrival | None = None
     manifest: HandoffManifest | None = None
     manifest_at: float = 0.0
+    running_since: float = 0.0
 
     @property
     def message(self) -> Reserve:
@@ -144,8 +145,14 @@ class DecodeRequest(StagedRequest[DecodeStage]):
             reserve_s=manifest.reserve_s,
         )
 
-    def timing(self, first_step: float) -> TransferTiming:
-        """How it came here, if its first decode step began then (monotonic seconds)."""
+    def timing(self, first_step: float) -> RequestTiming:
+        """How it came here and waited, if its first decode step began then (monotonic seconds)."""
+        return RequestTiming(
+            transfer=self._transfer_timing(first_step),
+            decode_queue_s=max(0.0, first_step - self.running_since),
+        )
+
+    def _transfer_timing(self, first_step: float) -> TransferTiming:
         assert self.manifest is not None
         # Without blocks to wait for, it is ready when the manifest is here.
         ready = self.arrival.at if self.arrival is not None else self.manifest_at

@@ -228,11 +228,13 @@ class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where a request's time went on one worker, in seconds.
 
-    `transfer` comes with the first token of a decode worker that took the request over.
+    `transfer` comes with the first token of a decode worker that took the request over, and `decode_queue_s`:
+    how long that had all of it before its first step began.
     """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    decode_queue_s: Seconds = 0.0
     transfer: TransferTiming | None = None
 
 

@@ -59,6 +59,7 @@ class Dispatcher:
 
     def start(self, generation: Generation) -> None:
         """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker."""
+        generation.started = time.monotonic()
         limit = self._config.max_queued_requests
         if len(self._journal) + len(generation.requests) > limit:
             reason = f"more than --max-queued-requests={limit} requests are unfinished"
@@ -186,6 +187,7 @@ class Dispatcher:
             request.note(output.timing)
             self._metrics.observe_timing(output.timing)
         if choice.finish_reason is not None:
+            request.times.ended_at = now
             if output.finish_reason is None:
                 self._placer.abort([request])
             self._placer.finished(request, now)
@@ -202,13 +204,16 @@ class Dispatcher:
     def _account_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
         prefill = request.assigned.get("prefill")
         if not request.has_answered:
+            request.times.answered_at = now
             self._placer.answered(request, now)
         if not request.output_token_ids:
             request.first_token_time = now
             self._metrics.first_token(request, now)
         else:
+            request.times.num_steps += 1
             self._metrics.inter_token_latency.observe(now - request.last_token_time)
         if prefill is not None and worker is request.assigned["decode"]:
+            request.times.taken_over_at = now
             self._placer.loads.leave_prefill(request)
         request.answered_by = worker
         request.last_token_time = now
@@ -250,6 +255,7 @@ class Dispatcher:
         logger.warning(
             "%s as %s after %d tokens: %s", how, request.request_id, request.num_emitted_before, reason
         )
+        request.times.num_placed_anew += 1
         self._metrics.placed_anew(cause)
 
     def redirect(
@@ -280,6 +286,7 @@ class Dispatcher:
         request.redirects += 1
         request.early.clear()
         self._placer.loads.move_decode(request, target)
+        request.workers = {task: worker.key.worker_id for task, worker in request.assigned.items()}
         if target is not failed:
             self._send(failed, Abort(request_ids=[request.request_id]))
         if target is prefill:

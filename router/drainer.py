@@ -210,6 +210,7 @@ class Drainer:
     def _move(self, drain: Drain, request: LiveRequest, target: Worker) -> None:
         if self._placer.move(request, target):
             drain.report.moved += 1
+            request.times.num_migrated += 1
             self._metrics.migrated()
             logger.info("request %s goes on at %s", request.request_id, target.key.worker_id)
         else:

@@ -12,6 +12,7 @@ import msgspec
 from router.choice import Choice, Delta
 from router.errors import ApiError
 from router.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from router.timing import ResponseTiming
 from router.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -29,6 +30,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_top: int | None = None
     num_prompt_top: int | None = None
     return_token_ids: bool = False
+    return_timing: bool = False
     skip_special_tokens: bool = True
 
     @property
@@ -88,16 +90,27 @@ class Format(abc.ABC):
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         """Server-sent events for what is new of one choice."""
 
-    @abc.abstractmethod
-    def response(self, choices: Sequence[Choice]) -> bytes:
+    def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
         """The whole answer."""
+        fields = self._whole(choices)
+        if timing is not None:
+            fields["timing"] = timing
+        return _json({**self._head, **fields})
 
-    def last_chunk(self, choices: Sequence[Choice]) -> bytes:
+    def last_chunk(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
         """What follows when all choices are complete."""
-        if not self._options.include_usage:
+        fields: dict[str, Any] = {}
+        if self._options.include_usage:
+            fields["usage"] = usage(choices, self._options.only_prompt)
+        if timing is not None:
+            fields["timing"] = timing
+        if not fields:
             return DONE
-        total = _json(usage(choices, self._options.only_prompt))
-        return self._chunk_start + b'],"usage":' + total + b"}\n\n" + DONE
+        return self._chunk_start + b"]," + _json(fields)[1:] + b"\n\n" + DONE
+
+    @abc.abstractmethod
+    def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The whole answer's fields."""
 
     def _event(self, choice: Choice, body: bytes, extras: dict[str, Any] | None = None) -> bytes:
         if not self._options.continuous_usage and not extras:
@@ -144,9 +157,9 @@ class CompletionFormat(Format):
         body = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}'
         return self._event(choice, body % (choice.index, _json(delta.text)))
 
-    def response(self, choices: Sequence[Choice]) -> bytes:
+    def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         fields = [self._choice(choice, choice.take(), True) for choice in choices]
-        return _json({**self._head, "choices": fields, "usage": usage(choices, self._options.only_prompt)})
+        return {"choices": fields, "usage": usage(choices, self._options.only_prompt)}
 
     def _choice(self, choice: Choice, delta: Delta, first: bool) -> dict[str, Any]:
         options = self._options
@@ -187,14 +200,13 @@ class ChatFormat(Format):
         body = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
         return self._event(choice, body % (choice.index, _json(delta.text)))
 
-    def response(self, choices: Sequence[Choice]) -> bytes:
+    def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         fields = []
         for choice in choices:
             delta = choice.take()
             message = {"role": "assistant", "content": delta.text, "refusal": None}
             fields.append({"index": choice.index, "message": message, **self._details(choice, delta)})
-        extras = self._of_prompt(choices[0])
-        return _json({**self._head, "choices": fields, "usage": usage(choices), **extras})
+        return {"choices": fields, "usage": usage(choices), **self._of_prompt(choices[0])}
 
     def _slow_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
         events = b""

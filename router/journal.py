@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -18,6 +18,7 @@ from router.errors import ApiError
 from router.placement.decision import Decision
 from router.prompt_blocks import hash_blocks
 from router.registry import Worker
+from router.times import RequestTimes
 
 
 class LiveRequest:
@@ -52,6 +53,9 @@ class LiveRequest:
         """Tokens of earlier placements."""
         self.early: list[TokenOutput] = []
         """Outputs of the decode worker that overtook the prefill worker's token on their way here."""
+        self.workers: Mapping[Task, str] = {}
+        """Who is or was to do which task, by their ids."""
+        self.times = RequestTimes()
         self.timing = RequestTiming()
         """What the workers said of the current placement."""
         self.first_token_time = 0.0
@@ -83,6 +87,7 @@ class LiveRequest:
     def start_placement(self) -> None:
         """It begins anew at other workers, with the tokens that it has."""
         self.num_emitted_before = len(self.output_token_ids)
+        self.times.start_placement()
         self.timing = RequestTiming()
         self.answered_by = None
         self.early.clear()
@@ -90,7 +95,9 @@ class LiveRequest:
     def note(self, timing: RequestTiming) -> None:
         """A prefill worker tells of its part, then a decode worker of the hand-off."""
         if timing.transfer is not None:
-            timing = msgspec.structs.replace(self.timing, transfer=timing.transfer)
+            timing = msgspec.structs.replace(
+                self.timing, transfer=timing.transfer, decode_queue_s=timing.decode_queue_s
+            )
         self.timing = timing
 
     def is_early(self, worker: Worker) -> bool:
@@ -152,7 +159,7 @@ class Generation:
         session: str = "",
     ) -> None:
         self.session = session
-        self.arrival = arrival
+        self.arrival = self.started = arrival
         self.deadline = arrival + timeout_s
         self.priority = priority
         self.cache_salt = cache_salt

@@ -104,6 +104,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: Annotated[
         bool | None, _doc("Tell the ids of the prompt's and the answer's tokens.")
     ] = None
+    return_timing: Annotated[
+        bool | None,
+        _doc("Tell where the time went, as `timing`, with `stream` in the last chunk; or `x-return-timing`."),
+    ] = None
     priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
         _doc("Lower values are scheduled first; default: 0."),

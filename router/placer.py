@@ -150,12 +150,14 @@ class Placer:
             awaited = ", ".join(self._registry.awaited())
             logger.warning("no worker can take requests: they wait for %s", awaited or "their turn")
         self._parked[request] = None
+        request.times.park()
         self._metrics.parked(len(self._parked))
 
     def _unpark(self, request: LiveRequest) -> None:
         if request not in self._parked:
             return
         del self._parked[request]
+        request.times.unpark()
         self._metrics.num_parked.set(len(self._parked))
         if not self._parked:
             logger.info("no request waits for a worker any more")
@@ -171,6 +173,7 @@ class Placer:
         if self._parked and self._registry.awaited() and not self._has_room():
             return Refusal("every ready worker is busy")
         unreachable: Refusal | None = None
+        began = time.monotonic()
         while True:
             facts = self._facts(request)
             placement, self._state = self._policy.place(facts, self._registry.cluster, self._state)
@@ -178,6 +181,7 @@ class Placer:
                 return unreachable or placement
             first = self._assign(request, placement, facts)
             if self._dispatch(request, first, placement.prefix):
+                request.times.placement_s += request.times.placed_at - began
                 self._metrics.placed("prefill" in placement.workers)
                 self.decisions.placed(request, facts, placement)
                 self._note_fallback(placement)
@@ -209,6 +213,7 @@ class Placer:
     def _assign(self, request: LiveRequest, placement: Placement, facts: RequestFacts) -> Worker:
         """Write the placement down; returns the worker that begins."""
         request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
+        request.workers = placement.workers
         first = request.holders[0]
         if first.role.purpose == "prefill":
             request.prefilled_by = first
@@ -218,14 +223,18 @@ class Placer:
         return first
 
     def _dispatch(self, request: LiveRequest, worker: Worker, prefix: str | None) -> bool:
-        left = request.generation.deadline - time.monotonic()
+        now = time.monotonic()
+        left = request.generation.deadline - now
         message = Generate(
             incarnation=worker.key.incarnation,
             request=request.engine_request(max(left, 0.0)),
             decode=request.assigned["decode"].address if "prefill" in request.assigned else None,
             prefix=self._registry.named(prefix).address if prefix is not None else None,
         )
-        return self._send(worker, message)
+        if not self._send(worker, message):
+            return False
+        request.times.placed_at = now
+        return True
 
     def _note_fallback(self, placement: Placement) -> None:
         """Count, and log at each change, requests that one worker serves alone for lack of another role."""

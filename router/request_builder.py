@@ -284,6 +284,7 @@ def _output_options(
         num_top=num_top,
         num_prompt_top=body.prompt_logprobs,
         return_token_ids=bool(body.return_token_ids),
+        return_timing=bool(body.return_timing),
         skip_special_tokens=body.skip_special_tokens is not False,
     )
 

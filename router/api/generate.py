@@ -18,8 +18,10 @@ from router.middleware import REQUEST_ID_KEY
 from router.registry import ModelFacts
 from router.request_builder import Built
 from router.state import RouterState
+from router.timing import response_timing
 
 SESSION_HEADER = "x-session-id"
+TIMING_HEADER = "x-return-timing"
 MAX_SESSION_CHARS = 256
 
 _STREAM_START = {
@@ -54,33 +56,47 @@ class GenerateEndpoint:
             model = state.require_ready()
             built = await state.tokenizer.off_loop(len(raw), self._build, raw, model, arrival)
         generation, output = built
-        generation.session = _session(scope)
+        headers = Headers(scope=scope)
+        generation.session = _session(headers)
+        with_timing = _wants_timing(headers) or output.return_timing
         answer = self._format(state.tokenizer, state.config.model_name, scope[REQUEST_ID_KEY], output)
         watcher = asyncio.ensure_future(_disconnected(receive))
         watcher.add_done_callback(lambda _: state.dispatcher.cancel(generation))
         try:
             state.dispatcher.start(generation)
             if output.stream:
-                await _stream(send, generation, answer)
+                await _stream(send, generation, answer, with_timing)
             else:
                 while not generation.is_over:
                     await generation.wait()
                 if generation.error is not None:
                     raise generation.error
-                response = Response(answer.response(generation.choices), media_type="application/json")
+                timing = response_timing(generation) if with_timing else None
+                body = answer.response(generation.choices, timing)
+                response = Response(body, media_type="application/json")
                 await response(scope, receive, send)
         finally:
             watcher.cancel()
             state.dispatcher.cancel(generation)
 
 
-def _session(scope: Scope) -> str:
+def _session(headers: Headers) -> str:
     """What the client calls the conversation: its requests go to the same workers, as far as these can."""
-    session = Headers(scope=scope).get(SESSION_HEADER, "")
+    session = headers.get(SESSION_HEADER, "")
     if len(session) > MAX_SESSION_CHARS:
         limit = f"at most {MAX_SESSION_CHARS} characters, got {len(session)}"
         raise ApiError(400, f"{SESSION_HEADER}: {limit}", param=SESSION_HEADER, code="invalid_value")
     return session
+
+
+def _wants_timing(headers: Headers) -> bool:
+    given = headers.get(TIMING_HEADER)
+    if given is None:
+        return False
+    if given.lower() not in ("true", "false"):
+        message = f"{TIMING_HEADER}: must be true or false, got {given[:64]!r}"
+        raise ApiError(400, message, param=TIMING_HEADER, code="invalid_value")
+    return given.lower() == "true"
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -89,7 +105,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _stream(send: Send, generation: Generation, answer: Format) -> None:
+async def _stream(send: Send, generation: Generation, answer: Format, with_timing: bool) -> None:
     """Server-sent events. `send` waits while the client doesn't read."""
     await generation.wait()
     if generation.error is not None:
@@ -106,5 +122,6 @@ async def _stream(send: Send, generation: Generation, answer: Format) -> None:
     if generation.error is not None:
         events += error_event(generation.error)
     else:
-        events += answer.last_chunk(generation.choices)
+        timing = response_timing(generation) if with_timing else None
+        events += answer.last_chunk(generation.choices, timing)
     await send({"type": "http.response.body", "body": events, "more_body": False})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ from tests.e2e.architectures import VOCAB_SIZE, write_model
 from tests.e2e.serving import HttpServing
 
 STAGES = ("reserve_time", "transfer_time", "transfer_exposed_time", "transfer_wait_time", "handoff_time")
+TOLD = (
+    *("queue_s", "placement_s", "earlier_s", "worker_queue_s", "prefill_s"),
+    *("takeover_s", "decode_s"),
+)
 LENGTHS = (200, 33, 120)
 
 
@@ -68,3 +73,24 @@ def test_the_pairs_totals_agree_with_the_requests(serving: HttpServing) -> None:
     serving.wait(lambda: serving.metric("tandem_kv_transport", **pair) == 1)
     assert 0 < serving.metric("tandem_kv_transfer_wire_seconds_total", **pair) < 30
     assert serving.metric("tandem_kv_transfer_overlap_ratio", **pair) <= 1
+
+
+def test_the_stages_of_a_timing_record_add_up(serving: HttpServing) -> None:
+    """To the total that the router saw, which is within what the client waited."""
+    unaccounted = []
+    for index in range(3):  # the machine may have been busy with other things
+        body = {"prompt": [70 + index] * 200, "max_tokens": 8, "ignore_eos": True, "return_timing": True}
+        began = time.monotonic()
+        answer = serving.http.post("/v1/completions", json=body)
+        waited_s = time.monotonic() - began
+        timing = answer.json()["timing"]
+        (choice,) = timing["choices"]
+        assert (choice["mode"], choice["tokens"], choice["decode_steps"]) == ("split", 8, 7)
+        assert choice["workers"] == {"prefill": "prefill-0", "decode": "decode-0"}
+        total, stages = choice["total_s"], timing["prepare_s"] + sum(choice[name] for name in TOLD)
+        assert 0 < choice["prefill_s"] < choice["ttft_s"] < total < waited_s
+        transfer = choice["transfer"]
+        assert transfer["transport"] == "tcp" and transfer["transferred_bytes"] > 0
+        assert 0 < choice["decode_queue_s"] <= transfer["handoff_s"] < choice["takeover_s"]
+        unaccounted.append((total - stages) / total)
+    assert -0.01 < min(unaccounted) < 0.2, unaccounted

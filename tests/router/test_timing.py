@@ -1,0 +1,95 @@
+"""The timing record that an answer carries when it is asked for."""
+
+from __future__ import annotations
+
+import pytest
+from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
+
+STAGES = (
+    *("queue_s", "placement_s", "earlier_s", "worker_queue_s", "prefill_s"),
+    *("takeover_s", "decode_s"),
+)
+
+
+def total_of_stages(timing: dict) -> float:
+    return timing["prepare_s"] + sum(timing["choices"][0][stage] for stage in STAGES)
+
+
+def timing_of(response) -> dict:
+    assert response.status_code == 200, response.text
+    return response.json()["timing"]
+
+
+def test_a_split_request(router):
+    timing = timing_of(post(router, max_tokens=20, return_timing=True))
+    (choice,) = timing["choices"]
+    assert (choice["mode"], choice["workers"]) == ("split", {"prefill": "prefill-0", "decode": "decode-0"})
+    assert (choice["worker_queue_s"], choice["prefill_s"]) == (0.001, 0.002)
+    assert (choice["tokens"], choice["decode_steps"], choice["drafted_tokens"]) == (20, 19, 0)
+    assert (choice["placed_anew"], choice["migrated"], choice["redirected"]) == (0, 0, 0)
+    assert (choice["queue_s"], choice["earlier_s"]) == (0, 0)
+    assert 0 < timing["prepare_s"] < 1 and 0 < choice["placement_s"] < 1
+    assert choice["takeover_s"] > 0 and choice["decode_s"] > 0
+    after_first = choice["total_s"] - choice["ttft_s"]
+    assert choice["takeover_s"] + choice["decode_s"] == pytest.approx(after_first)
+    assert timing["prepare_s"] + choice["placement_s"] < choice["ttft_s"] < choice["total_s"]
+    assert timing["total_s"] == choice["total_s"]
+
+
+def test_only_who_asks_gets_it(router):
+    assert "timing" not in post(router, max_tokens=2).json()
+    assert "timing" not in post(router, max_tokens=2, return_timing=False).json()
+    for path, body in (
+        ("/v1/completions", BODY),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+    ):
+        asked = {**body, "max_tokens": 3}
+        answer = router.http.post(path, json=asked, headers={"x-return-timing": "True"})
+        assert timing_of(answer)["choices"][0]["tokens"] == 3
+        answer = router.http.post(path, json=asked, headers={"x-return-timing": "false"})
+        assert answer.status_code == 200 and "timing" not in answer.json()
+        answer = router.http.post(path, json=asked, headers={"x-return-timing": "1"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-return-timing")
+
+
+@pytest.mark.parametrize("with_usage", [True, False])
+def test_a_stream_ends_with_it(router, with_usage):
+    options = {"stream_options": {"include_usage": True}} if with_usage else {}
+    *events, last = events_of(router, max_tokens=5, n=2, return_timing=True, **options)
+    assert last["choices"] == [] and ("usage" in last) == with_usage
+    assert [choice["index"] for choice in last["timing"]["choices"]] == [0, 1]
+    assert [choice["tokens"] for choice in last["timing"]["choices"]] == [5, 5]
+    assert all("timing" not in event for event in events)
+    assert last["timing"]["total_s"] == max(choice["total_s"] for choice in last["timing"]["choices"])
+
+
+def test_a_whole_request_that_drafts(make_router):
+    router = make_router()
+    router.add_worker(tokens_per_step=4, rejected_per_step=2)
+    timing = timing_of(post(router, max_tokens=20, return_timing=True))
+    (choice,) = timing["choices"]
+    assert (choice["mode"], choice["workers"]) == ("whole", {"decode": "decode-0"})
+    assert (choice["decode_steps"], choice["drafted_tokens"], choice["accepted_tokens"]) == (4, 25, 15)
+    assert (choice["takeover_s"], choice["transfer"]) == (0, None)
+    assert choice["ttft_s"] + choice["decode_s"] == pytest.approx(choice["total_s"])
+
+
+def test_a_request_that_lost_its_worker_and_waited(make_router, pool):
+    router = make_router()
+    router.server.expect(["prefill-0", "decode-0"])
+    prefill, decode = make_pair(router)
+    decode.stall_after = 7
+    running = pool.submit(post, router, max_tokens=20, return_timing=True)
+    eventually(lambda: emitted(router) == [7])
+    lose(router, prefill)
+    lose(router, decode)
+    eventually(lambda: router.metric("tandem_num_requests_parked") == 1)
+    router.add_worker("decode-1")
+    timing = timing_of(running.result(5))
+    (choice,) = timing["choices"]
+    assert (choice["placed_anew"], choice["migrated"], choice["tokens"]) == (1, 0, 20)
+    assert (choice["mode"], choice["workers"]) == ("whole", {"decode": "decode-1"})
+    assert choice["earlier_s"] > 0.005 and choice["queue_s"] > 0
+    assert choice["ttft_s"] < timing["prepare_s"] + choice["placement_s"] + choice["earlier_s"]
+    assert 0.5 * choice["total_s"] < total_of_stages(timing) < choice["total_s"] + 0.005
+    eventually(lambda: is_idle(router))
