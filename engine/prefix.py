@@ -22,10 +22,12 @@ class PrefixRoom:
     covered: int
     wanted: list[BlockIdentity]
 
-    def keep(self, num_tokens: int) -> None:
+    def keep(self, num_tokens: int, num_drafted: int = 0) -> None:
         """The tokens before `num_tokens` have come and go to the prefix cache; the other blocks are free
-        again.
+        again. The places before `num_drafted` hold the draft's KV too.
         """
+        if self.holdings.num_drafted >= self.covered:
+            self.holdings.mark_drafted(min(num_tokens, num_drafted))
         self.holdings.publish(self.token_ids, num_tokens)
         self.holdings.free()
 

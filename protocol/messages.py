@@ -394,6 +394,14 @@ class HandoffAck(msgspec.Struct, frozen=True, kw_only=True, tag="handoff_ack"):
     field: Annotated[str, Meta(max_length=128)] | None = None
 
 
+class Lent(msgspec.Struct, frozen=True, kw_only=True, tag="lent"):
+    """The blocks of a `Fetch` are on their way. The leading `num_drafted` of them hold the draft's KV too."""
+
+    request_id: Id
+    lease_id: Id
+    num_drafted: Count
+
+
 class FetchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_refused"):
     request_id: Id
     lease_id: Id
@@ -410,4 +418,4 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
 RouterToWorker = Registered | Generate | Peers | Abort | Redirect | ReplayKvEvents | Prefetch | Leave
 WorkerToRouter = Register | WorkerState | StepOutput | KvEvents | HandoverFailed | Prefetched | Leaving
 PeerRequest = Reserve | Handoff | Release | Fetch
-PeerReply = Reserved | ReserveRefused | HandoffAck | FetchRefused | Stale
+PeerReply = Reserved | ReserveRefused | HandoffAck | Lent | FetchRefused | Stale

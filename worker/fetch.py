@@ -1,6 +1,7 @@
 """Prefix blocks from another worker's pool: one side asks for what it lacks, the other lends what it has.
 
     asking -> holding   Fetch   (identities of the wanted blocks, lease, how to reach the asker's pool)
+    holding -> asking   Lent    (how many of them hold the draft's KV too)
     holding -> asking   those that it has cached, pushed under the lease like a prompt's
 
 A fetch only saves time: whatever goes wrong with it, the request computes its prefix itself.
@@ -18,11 +19,12 @@ from typing import Any, ClassVar
 
 from engine.block_manager import Holdings
 from engine.engine import Engine
+from engine.pool_layout import DRAFT
 from engine.prefix import PrefixRoom
 from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from protocol.messages import EngineRequest, Fetch, PeerAddress
+from protocol.messages import EngineRequest, Fetch, FetchRefused, Lent, PeerAddress
 from worker.counters import Counters
 from worker.peer_links import PeerLinks
 from worker.requests import RequestTable, StagedRequest
@@ -67,6 +69,10 @@ class PrefixFetch(StagedRequest[FetchStage]):
     stage: FetchStage = FetchStage.ASKED
     lease_id: str | None = None
     deadline: float | None = None
+    num_drafted: int | None = None
+    """Blocks with the draft's KV, once the holder has told."""
+    num_received: int | None = None
+    """Once all have come."""
 
 
 class PrefixFetcher:
@@ -84,6 +90,7 @@ class PrefixFetcher:
         self._engine = engine
         self._receiver = receiver
         self._block_size = engine.blocks.block_size
+        self._has_draft_kv = any(segment.name == DRAFT for segment in engine.pool.segments)
         self._peers = peers
         self._counters = counters
         self.fetches: RequestTable[PrefixFetch] = RequestTable()
@@ -143,10 +150,23 @@ class PrefixFetcher:
         if event.arrival is not None and event.arrival.foreign_formats:
             self._give_up(fetch, "the wire changed the blocks' values")
             return
-        self._counters.add("prefix_blocks_fetched_total", event.blocks_received)
+        fetch.num_received = event.blocks_received
+        self._end_if_complete(fetch)
+
+    def _end_if_complete(self, fetch: PrefixFetch) -> None:
+        received = fetch.num_received
+        if received is None or (fetch.num_drafted is None and self._has_draft_kv):
+            return
+        self._counters.add("prefix_blocks_fetched_total", received)
         self._counters.add("prefix_fetch_seconds_total", time.monotonic() - fetch.started)
-        self._end(fetch, event.blocks_received)
-        fetch.on_end(event.blocks_received == len(fetch.room.wanted))
+        self._end(fetch, received)
+        fetch.on_end(received == len(fetch.room.wanted))
+
+    def on_lent(self, message: Lent) -> None:
+        fetch = self.fetches.get(message.request_id)
+        if fetch is not None and fetch.lease_id == message.lease_id:
+            fetch.num_drafted = message.num_drafted
+            self._end_if_complete(fetch)
 
     def on_refused(self, request_id: str, lease_id: str, reason: str) -> None:
         fetch = self.fetches.get(request_id)
@@ -182,7 +202,9 @@ class PrefixFetcher:
         """Close the lease; blocks that came go to the prefix cache, unless somebody still writes to them."""
         self.fetches.release_id(fetch)
         if self._receiver.close_lease(fetch.held_lease):
-            fetch.room.keep(fetch.room.covered + num_received * self._block_size)
+            covered, size = fetch.room.covered, self._block_size
+            num_drafted = covered + (fetch.num_drafted or 0) * size
+            fetch.room.keep(covered + num_received * size, num_drafted)
             self._finish(fetch)
         else:
             fetch.enter(FetchStage.ABANDONED)
@@ -201,27 +223,28 @@ class PrefixHolder:
         self._sender = sender
         self._lent: dict[str, Holdings] = {}
 
-    def lend(self, message: Fetch) -> str:
+    def lend(self, message: Fetch) -> Lent | FetchRefused | None:
         """Push those of the wanted blocks that are cached here, then the final piece, even if there are none.
 
-        Returns why not, or an empty string.
+        Returns what to answer.
         """
         if message.lease_id in self._lent:
             self._counters.add("duplicate_messages_total")
-            return ""
+            return None
         try:
             self._sender.connect(message.receiver)
         except TransferError as error:
-            return str(error)
+            return refused(message, str(error))
         if self._sender.wire_dtype(message.receiver) != "auto":
-            return "the wire between us quantizes"
+            return refused(message, "the wire between us quantizes")
         lent = self._engine.blocks.hold(message.identities)
         self._lent[message.lease_id] = lent
         self._counters.add("prefix_blocks_lent_total", len(lent.identities))
         first = message.first_block
         num_tokens = (first + len(lent.identities)) * self._engine.blocks.block_size
         self._sender.push(message.receiver, message.lease_id, lent.extents(), first, num_tokens, final=True)
-        return ""
+        num_drafted = lent.num_drafted // self._engine.blocks.block_size
+        return Lent(request_id=message.request_id, lease_id=message.lease_id, num_drafted=num_drafted)
 
     def on_event(self, event: SendEvent) -> bool:
         """Whether the event was about a lease of ours."""
@@ -232,3 +255,7 @@ class PrefixHolder:
             del self._lent[event.lease_id]
             lent.free()
         return True
+
+
+def refused(message: Fetch, reason: str) -> FetchRefused:
+    return FetchRefused(request_id=message.request_id, lease_id=message.lease_id, reason=reason[:4096])

@@ -26,6 +26,7 @@ from protocol.messages import (
     Generate,
     Leave,
     Leaving,
+    Lent,
     PeerAddress,
     PeerReply,
     PeerRequest,
@@ -39,7 +40,7 @@ from protocol.messages import (
     TokenOutput,
 )
 from protocol.roles import ROLES, RoleSpec
-from worker.fetch import PrefixFetcher, PrefixHolder
+from worker.fetch import PrefixFetcher, PrefixHolder, refused
 from worker.kv_events import KvEventSender
 from worker.link import RouterLink
 from worker.parts import WorkerParts
@@ -235,22 +236,20 @@ class WorkerLoop(ABC):
                 else:
                     self.on_peer_request(identity, request)
         for peer, reply in self.peers.receive(events):
-            if isinstance(reply, FetchRefused):
-                self._fetcher.on_refused(reply.request_id, reply.lease_id, reply.reason)
-            else:
-                self.on_peer_reply(peer, reply)
+            match reply:
+                case Lent():
+                    self._fetcher.on_lent(reply)
+                case FetchRefused():
+                    self._fetcher.on_refused(reply.request_id, reply.lease_id, reply.reason)
+                case _:
+                    self.on_peer_reply(peer, reply)
 
     def _on_fetch(self, identity: bytes, message: Fetch) -> None:
         if message.incarnation != self.parts.incarnation:
             self.counters.add("stale_messages_total")
-            reason = "it was restarted"
-        else:
-            reason = self._holder.lend(message)
-        if reason:
-            refusal = FetchRefused(
-                request_id=message.request_id, lease_id=message.lease_id, reason=reason[:4096]
-            )
-            self.inbox.reply(identity, refusal)
+            self.inbox.reply(identity, refused(message, "it was restarted"))
+        elif (answer := self._holder.lend(message)) is not None:
+            self.inbox.reply(identity, answer)
 
     def _keep_house(self, now: float) -> None:
         if self._leave_asked.is_set():

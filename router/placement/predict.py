@@ -120,7 +120,8 @@ def best_holder(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | Non
     held = cluster.get(request.prefix_at)
     if held is not None or not request.cached_tokens:
         return held
-    return cluster.get(max(request.cached_tokens, key=request.cached_tokens.__getitem__))
+    there = [worker for name in request.cached_tokens if (worker := cluster.get(name)) is not None]
+    return max(there, key=lambda worker: request.cached_tokens[worker.worker_id], default=None)
 
 
 def _waiting(worker: WorkerSnapshot) -> float:

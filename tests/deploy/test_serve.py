@@ -31,7 +31,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    running = ServerProcess(tiny_folder, tmp_path_factory.mktemp("serve") / "log")
+    running = ServerProcess(
+        tiny_folder, tmp_path_factory.mktemp("serve") / "log", "--placement", "least_loaded"
+    )
     try:
         yield running.wait_ready()
     finally:

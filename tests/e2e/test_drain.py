@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from models.bundled import BUNDLED_MODEL
 from tests.e2e.serving import HttpServing
 from tests.e2e.test_failover import REQUESTS, SLOW, ask
+from tests.e2e.test_speculation import PROMPT, options
 
 NUM_TOKENS = 100
 
@@ -63,6 +65,32 @@ def test_running_requests_move_with_their_kv(
         assert fetched >= sum(length // 16 for length in lengths)
         assert computed < sum(lengths), "prompts came by wire"
         check_nothing_is_left(serving)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_drafts_go_on_at_the_new_worker(method: str, pool: ThreadPoolExecutor) -> None:
+    """The draft's KV comes along, so the new worker's drafter reads a few tokens, not the whole text."""
+    body = {
+        "model": BUNDLED_MODEL.name,
+        "prompt": PROMPT,
+        "max_tokens": 300,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    with HttpServing(BUNDLED_MODEL, {"decode-0": SLOW}, disaggregation=False, **options(method)) as serving:
+        expected = serving.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        before = serving.metric("tandem_time_to_first_token_seconds_count")
+        answer = pool.submit(serving.http.post, "/v1/completions", json=body)
+        serving.wait(lambda: serving.metric("tandem_time_to_first_token_seconds_count") > before)
+        serving.add("decode-1")
+        assert operate(serving, "decode-0", "drain")["moved"] == 1
+        assert answer.result(30).json()["choices"][0]["text"] == expected
+        accepted, drafted = (
+            serving.counter("decode-1", f'spec_decode_num_{name}_tokens_total{{method="{method}"}}')
+            for name in ("accepted", "draft")
+        )
+        assert accepted > 0.3 * drafted > 0
 
 
 def test_a_worker_that_is_told_to_end_moves_its_requests(

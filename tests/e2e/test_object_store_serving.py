@@ -43,6 +43,8 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         log,
         "--kv-transports",
         "object_store",
+        "--placement",
+        "least_loaded",
         "--decode-replicas",
         "2",
         "--max-num-batched-tokens",

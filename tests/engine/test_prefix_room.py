@@ -43,12 +43,14 @@ def test_the_block_of_the_last_token_is_not_wanted() -> None:
     assert blocks.num_free == 16
 
 
-def test_no_room_where_nothing_is_missing_or_the_pool_is_full() -> None:
+def test_no_room_where_the_pool_is_full_and_none_is_needed_where_nothing_is_missing() -> None:
     blocks = BlockManager(FakePool(8, 8))
-    assert find_room(blocks, TOKENS[:8], ROOT) is None
     assert find_room(blocks, TOKENS * 2, ROOT) is None
     published(blocks, 64)
-    assert find_room(blocks, TOKENS[:66], ROOT) is None
+    for tokens, covered in ((TOKENS[:8], 0), (TOKENS[:66], 64)):
+        room = find_room(blocks, tokens, ROOT)
+        assert room is not None and (room.wanted, room.covered) == ([], covered)
+        room.holdings.free()
     assert sum(blocks.available) == blocks.num_blocks
 
 

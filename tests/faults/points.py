@@ -76,7 +76,7 @@ SENDER_POINTS = {
 }
 
 RECEIVER_POINTS = {
-    "accepted": Point("kvtransfer.streams.connection:Connection", "run", "before"),
+    "accepted": Point("kvtransfer.streams.connection:ReceiverConnection", "run", "before"),
     "hello received": Point("kvtransfer.framing.channel:Channel", "send_all", "before"),
     "challenge sent": Point("kvtransfer.framing.channel:Channel", "send_all", "after"),
     "verdict sent": Point("kvtransfer.streams.connection", "examine", "after"),
@@ -90,7 +90,7 @@ RECEIVER_POINTS = {
     "confirmed": Point("kvtransfer.transports.ucx.reader:UcxReader", "_confirm", "after"),
     "converting": Point("kvtransfer.blocks.convert:Converter", "place", "before"),
     "converted": Point("kvtransfer.blocks.convert:Converter", "place", "after"),
-    "in place": Point("kvtransfer.streams.connection:Connection", "_take", "after"),
+    "in place": Point("kvtransfer.streams.connection:ReceiverConnection", "_take", "after"),
     "ack due": Point("kvtransfer.framing.channel:Channel", "send", "before", _acks),
     "ack sent": Point("kvtransfer.framing.channel:Channel", "send", "after", _acks),
     "recorded": Point("kvtransfer.leases.table:LeaseTable", "record", "after"),

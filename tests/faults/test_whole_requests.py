@@ -23,7 +23,6 @@ from tests.e2e.test_failover import (
     SLOW,
     ask,
     ask_all,
-    bury,
     changes,
     check_afterwards,
     expected,
@@ -88,7 +87,7 @@ def test_a_worker_restarts_under_its_own_name(
     workers[restarted] = "+".join(filter(None, [fault, workers[restarted]]))
     with HttpServing(folder, workers, handoff_timeout=3.0) as serving:
         answers = ask_all(serving, pool)
-        bury(serving, restarted)
+        serving.bury(restarted)
         serving.workers[restarted] = serving._start(restarted, "")
         assert [answer.result(BOUND_S) for answer in answers] == expected
         serving.wait(lambda: restarted in serving.worker_states())

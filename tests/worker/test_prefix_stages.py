@@ -11,7 +11,7 @@ from decode_worker.loop import DecodeLoop
 from engine.engine import Engine
 from kvtransfer.interface import Arrival, Completed, Failed, Progress
 from protocol.ids import block_identities
-from protocol.messages import Abort, EngineRequest, Fetch, FetchRefused
+from protocol.messages import Abort, EngineRequest, Fetch, FetchRefused, Lent
 from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
 
 NUM_BLOCKS = 12
@@ -135,6 +135,43 @@ def test_lent_blocks_are_given_back(light: LightLoop, engine: Engine, how: str) 
         light.sender.tell(Completed("lease", "tcp", 1, 1, 0.1, 0.1, 0.0, 0.0))
     light.deliver()
     assert not light.used_blocks() and not light.loop._holder._lent
+
+
+@pytest.mark.parametrize("come_first", ["blocks", "answer"])
+def test_the_drafts_kv_comes_along(light: LightLoop, engine: Engine, come_first: str) -> None:
+    """Nothing is used before it is known which blocks hold it."""
+    fetcher, drafted = light.loop._fetcher, engine.blocks.arenas[0].drafted
+    fetcher._has_draft_kv = True
+    lease = fetch(light)
+    [waiting] = fetcher.fetches
+    blocks = waiting.room.holdings.blocks[0][:NUM_FULL]
+    blocks_came = Progress(lease, NUM_FULL, complete=True, arrival=arrival())
+    answer = Lent(request_id="r", lease_id=lease, num_drafted=2)
+    if come_first == "blocks":
+        light.receiver.tell(blocks_came)
+        light.deliver()
+        assert len(fetcher.fetches) == 1
+        fetcher.on_lent(answer)
+    else:
+        fetcher.on_lent(answer)
+        light.receiver.tell(blocks_came)
+        light.deliver()
+    assert not len(fetcher.fetches)
+    assert [drafted[block] for block in blocks] == [True, True] + [False] * (NUM_FULL - 2)
+    assert cached_tokens(light) == NUM_FULL * 16
+
+
+def test_the_holder_tells_which_blocks_hold_the_drafts_kv(light: LightLoop, engine: Engine) -> None:
+    light.generate(request())
+    light.run()
+    with_draft = engine.blocks.hold(list(block_identities(engine._scheduler.root(""), list(PROMPT), 16)))
+    with_draft.mark_drafted(3 * 16)
+    with_draft.free()
+    lend(light, engine)
+    [(_, answer)] = light.inbox.replies
+    assert answer == Lent(request_id="theirs", lease_id="lease", num_drafted=3)
+    light.sender.tell(Completed("lease", "tcp", 1, 1, 0.1, 0.1, 0.0, 0.0))
+    light.deliver()
 
 
 def test_another_incarnation_lends_nothing(light: LightLoop, engine: Engine) -> None:
