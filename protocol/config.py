@@ -63,10 +63,19 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     max_n: Annotated[
         PositiveInt, _doc("Most sequences that one HTTP request may start (prompts times n).")
     ] = 128
-    max_queued_requests: Annotated[PositiveInt, _doc("Unfinished requests above which new ones get 429.")] = (
-        4096
-    )
+    max_queued_requests: Annotated[
+        PositiveInt,
+        _doc("Unfinished requests above which new ones get 429, or those less urgent that wait."),
+    ] = 4096
     request_timeout: Annotated[PositiveSeconds, _doc("Seconds after which a request fails.")] = 600.0
+    slo_ttft: Annotated[
+        PositiveSeconds | None,
+        _doc("Seconds to the first token: requests that are expected to miss it get 429 at once."),
+    ] = None
+    slo_tpot: Annotated[
+        PositiveSeconds | None,
+        _doc("Seconds between two tokens: requests that are expected to miss it get 429 at once."),
+    ] = None
     shutdown_timeout: Annotated[float, Meta(ge=0), _doc("Seconds that running requests get at shutdown.")] = (
         10.0
     )

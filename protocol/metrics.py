@@ -64,6 +64,7 @@ ROUTER = (
     _counter("generation_tokens_total", "Tokens generated."),
     _counter("request_success_total", "Sequences finished.", "finished_reason"),
     _counter("request_failures_total", "Requests that failed.", "kind"),
+    _counter("requests_refused_total", "HTTP requests refused, or shed for more urgent ones.", "reason"),
     _counter("messages_dropped_total", "Messages from workers that the router did not take.", "reason"),
     _counter("kv_events_dropped_total", "KV events that the router did not take into its index.", "reason"),
     _counter("kv_event_gaps_total", "Times that the router asked a worker for KV events that it had missed."),

@@ -17,9 +17,9 @@ from protocol.messages import (
     StepOutput,
     TokenOutput,
 )
-from router.errors import ApiError, client_gone, failed_generation, unavailable
+from router.errors import ApiError, client_gone, failed_generation, refused, unavailable
 from router.journal import Generation, Journal, LiveRequest
-from router.metrics import Metrics
+from router.metrics import Metrics, RefusalReason
 from router.placer import Placer, Send
 from router.registry import Registry, Worker
 from router.request_log import describe
@@ -60,18 +60,40 @@ class Dispatcher:
     def start(self, generation: Generation) -> None:
         """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker."""
         generation.started = time.monotonic()
-        limit = self._config.max_queued_requests
-        if len(self._journal) + len(generation.requests) > limit:
-            reason = f"more than --max-queued-requests={limit} requests are unfinished"
-            self._refuse(generation, ApiError(429, reason, retry_after_s=1.0))
+        gives_way = self._gives_way(generation)
         for request in generation.requests:
-            refusal = self._placer.place(request)
+            refusal = self._placer.place(request, checks_slo=request is generation.requests[0])
             if refusal is not None:
-                self._refuse(generation, unavailable(refusal.reason))
+                self._refuse(generation, refusal.missed or "no_worker", refused(refusal))
+        for other in gives_way:
+            self._metrics.refused("shed")
+            self.fail(other, self._queue_is_full("a more urgent one came, and "))
         left = max(0.0, generation.deadline - time.monotonic())
         generation.timeout = asyncio.get_running_loop().call_later(left, self._timed_out, generation)
 
-    def _refuse(self, generation: Generation, error: ApiError) -> NoReturn:
+    def _gives_way(self, newcomer: Generation) -> list[Generation]:
+        """Who is shed for it: the least urgent without an answer, as many as exceed the bound of the queue.
+
+        Raises `ApiError` where too few are less urgent than the newcomer.
+        """
+        excess = len(self._journal) + len(newcomer.requests) - self._config.max_queued_requests
+        shed: list[Generation] = []
+        others = self._journal.less_urgent(newcomer.priority) if excess > 0 else []
+        for other in others:
+            if excess > 0:
+                shed.append(other)
+                excess -= other.num_unfinished
+        if excess > 0:
+            self._refuse(newcomer, "queue_full", self._queue_is_full())
+        return shed
+
+    def _queue_is_full(self, why: str = "") -> ApiError:
+        limit = self._config.max_queued_requests
+        reason = f"{why}more than --max-queued-requests={limit} requests are unfinished"
+        return ApiError(429, reason, code="overloaded", retry_after_s=1.0)
+
+    def _refuse(self, generation: Generation, reason: RefusalReason, error: ApiError) -> NoReturn:
+        self._metrics.refused(reason)
         self._metrics.failed("overloaded")
         self._placer.withdraw(generation.requests)
         generation.error = error

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from protocol.errors import TandemError
 from protocol.messages import ErrorKind
+from router.placement.interface import Refusal
 
 MAX_TEXT = 1024
 
@@ -105,6 +106,12 @@ def client_gone() -> ApiError:
 def unavailable(reason: str) -> ApiError:
     """No worker can take the request now, but soon one may."""
     return ApiError(503, reason, retry_after_s=1.0)
+
+
+def refused(refusal: Refusal) -> ApiError:
+    """429 where another time is better, 503 where no worker can do it."""
+    status = 429 if refusal.waiting_helps else 503
+    return ApiError(status, refusal.reason, code=refusal.missed, retry_after_s=refusal.retry_after_s)
 
 
 def failed_generation(kind: ErrorKind, message: str) -> ApiError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 
 import msgspec
 
@@ -159,6 +160,8 @@ class Generation:
         session: str = "",
     ) -> None:
         self.session = session
+        self.slo_ttft_s = self.slo_tpot_s = inf
+        """What the client asks for."""
         self.arrival = self.started = arrival
         self.deadline = arrival + timeout_s
         self.priority = priority
@@ -174,6 +177,11 @@ class Generation:
     @property
     def is_over(self) -> bool:
         return self.num_unfinished == 0 or self.error is not None
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether a token of it has come."""
+        return any(request.output_token_ids for request in self.requests)
 
     def notify(self) -> None:
         """There is something new for the handler."""
@@ -206,3 +214,9 @@ class Journal:
     def remove(self, request: LiveRequest) -> bool:
         """False when it was not there."""
         return self._requests.pop(request.request_id, None) is not None
+
+    def less_urgent(self, priority: int) -> list[Generation]:
+        """Those without an answer that are less urgent, the least urgent first, then the youngest."""
+        others = {each.generation: None for each in self if each.generation.priority > priority}
+        waiting = [generation for generation in others if not generation.has_answered]
+        return sorted(waiting, key=lambda each: (-each.priority, -each.arrival))

@@ -24,6 +24,8 @@ _TRANSFER_STAGES = {
 }
 """The histograms of `TransferTiming`'s fields."""
 
+RefusalReason = Literal["queue_full", "shed", "no_worker", "slo_ttft", "slo_tpot"]
+
 
 class Metrics:
     """All of the router's metrics, in a registry of their own."""
@@ -39,6 +41,7 @@ class Metrics:
         self.inter_token_latency: Histogram = self._metrics["inter_token_latency_seconds"]
         self.num_parked: Gauge = self._metrics["num_requests_parked"]
         self.failed = self._counting("request_failures_total")
+        self.refused: Callable[[RefusalReason], None] = self._counting("requests_refused_total")
         self.dropped = self._counting("messages_dropped_total")
         self.kv_events_dropped = self._counting("kv_events_dropped_total")
         self.kv_event_gaps: Counter = self._metrics["kv_event_gaps_total"]

@@ -110,7 +110,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ] = None
     priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
-        _doc("Lower values are scheduled first; default: 0."),
+        _doc("Lower values are scheduled first, and shed last; default: 0."),
     ] = None
     cache_salt: Annotated[
         Annotated[str, Meta(max_length=256)] | None,

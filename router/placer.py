@@ -21,6 +21,7 @@ from router.metrics import Metrics
 from router.placement import PlacementPolicy
 from router.placement.cluster import Cluster
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
+from router.placement.slo import refusal as slo_refusal
 from router.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
@@ -67,12 +68,15 @@ class Placer:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def place(self, request: LiveRequest) -> Refusal | None:
-        """Write it in the journal and send it to workers, or park it. Refused, it is in neither place."""
+    def place(self, request: LiveRequest, *, checks_slo: bool = False) -> Refusal | None:
+        """Write it in the journal and send it to workers, or park it. Refused, it is in neither place.
+
+        `checks_slo`: it is refused if it is expected to miss what it asks.
+        """
         request.start_placement()
         self._journal.add(request)
-        refusal = None if self._parked else self._offer(request)
-        if self._parked or (refusal is not None and self._registry.awaited()):
+        refusal = None if self._parked else self._offer(request, checks_slo)
+        if self._parked or (refusal is not None and not refusal.missed and self._registry.awaited()):
             self._park(request)
             return None
         if refusal is not None:
@@ -168,7 +172,7 @@ class Placer:
 
     # --- placement --------------------------------------------------------------------------------
 
-    def _offer(self, request: LiveRequest) -> Refusal | None:
+    def _offer(self, request: LiveRequest, checks_slo: bool = False) -> Refusal | None:
         """Send it to the workers that the policy names, and to others when those can't be reached."""
         if self._parked and self._registry.awaited() and not self._has_room():
             return Refusal("every ready worker is busy")
@@ -179,6 +183,9 @@ class Placer:
             placement, self._state = self._policy.place(facts, self._registry.cluster, self._state)
             if isinstance(placement, Refusal):
                 return unreachable or placement
+            late = slo_refusal(facts, self._registry.cluster, placement) if checks_slo else None
+            if late is not None:
+                return late
             first = self._assign(request, placement, facts)
             if self._dispatch(request, first, placement.prefix):
                 request.times.placement_s += request.times.placed_at - began
@@ -203,6 +210,9 @@ class Placer:
             cached_tokens=self._cached_tokens(request),
             session=request.generation.session,
             avoid=self._registry.named_by(request.failed) if request.failed else frozenset(),
+            waited_s=time.monotonic() - request.generation.arrival,
+            slo_ttft_s=request.generation.slo_ttft_s,
+            slo_tpot_s=request.generation.slo_tpot_s,
         )
 
     def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from math import inf
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from router.timing import response_timing
 SESSION_HEADER = "x-session-id"
 TIMING_HEADER = "x-return-timing"
 MAX_SESSION_CHARS = 256
+TTFT_HEADER, TPOT_HEADER = "x-slo-ttft-ms", "x-slo-tpot-ms"
 
 _STREAM_START = {
     "type": "http.response.start",
@@ -58,6 +60,8 @@ class GenerateEndpoint:
         generation, output = built
         headers = Headers(scope=scope)
         generation.session = _session(headers)
+        generation.slo_ttft_s = _slo(headers, TTFT_HEADER, state.config.slo_ttft)
+        generation.slo_tpot_s = _slo(headers, TPOT_HEADER, state.config.slo_tpot)
         with_timing = _wants_timing(headers) or output.return_timing
         answer = self._format(state.tokenizer, state.config.model_name, scope[REQUEST_ID_KEY], output)
         watcher = asyncio.ensure_future(_disconnected(receive))
@@ -97,6 +101,21 @@ def _wants_timing(headers: Headers) -> bool:
         message = f"{TIMING_HEADER}: must be true or false, got {given[:64]!r}"
         raise ApiError(400, message, param=TIMING_HEADER, code="invalid_value")
     return given.lower() == "true"
+
+
+def _slo(headers: Headers, header: str, default_s: float | None) -> float:
+    """[s] What the client asks for; infinite if nobody does."""
+    given = headers.get(header)
+    if given is None:
+        return inf if default_s is None else default_s
+    try:
+        milliseconds = float(given)
+    except ValueError:
+        milliseconds = 0.0
+    if not 0 < milliseconds < inf:
+        message = f"{header}: must be a positive number of milliseconds, got {given[:64]!r}"
+        raise ApiError(400, message, param=header, code="invalid_value")
+    return milliseconds / 1000
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from protocol.errors import ConfigError
 from protocol.roles import Task
-from router.placement.by_cost import cheapest_decode, cheapest_prefill, place_by_cost
+from router.placement.by_cost import cheapest_decode, cheapest_prefill, place_by_cost, split, whole
 from router.placement.cluster import Cluster
 from router.placement.interface import Answer, Placement, PolicyState, Refusal, RequestFacts, WorkerSnapshot
-from router.placement.predict import best_holder, prefill_cost
+from router.placement.predict import best_holder, decode_cost, prefill_cost
 from router.placement.rules import (
     Rule,
     cache_aware,
@@ -59,19 +59,20 @@ class PlacementPolicy:
         if prefill is None:
             prefill = self._chosen("prefill", request, cluster, state)
         decode = self._chosen("decode", request, cluster, state)
-        names: dict[Task, str]
         missing: Task | None = None
         if prefill is not None and decode is not None and request.disaggregate:
-            first, names = prefill, {"prefill": prefill.worker_id, "decode": decode.worker_id}
+            first, last = prefill, decode
         elif decode is not None:
-            first, names = decode, {"decode": decode.worker_id}
+            first = last = decode
             missing = "prefill" if request.disaggregate else None
         elif prefill is not None and "decode" in prefill.tasks:
-            first, names, missing = prefill, {"decode": prefill.worker_id}, "decode"
+            first = last = prefill
+            missing = "decode"
         else:
             return Refusal("no worker is ready")
-        prefix = prefill_cost(request, first, best_holder(request, cluster)).prefix
-        return Placement(names, missing, prefix)
+        costs = prefill_cost(request, first, best_holder(request, cluster)), decode_cost(request, last)
+        option = whole(*costs) if first is last else split(request, *costs)
+        return Placement(option.workers, missing, option.prefix, option.predicted)
 
     def _chosen(
         self, task: Task, request: RequestFacts, cluster: Cluster, state: PolicyState

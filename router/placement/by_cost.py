@@ -23,6 +23,7 @@ from router.placement.predict import (
     prefill_cost,
 )
 from router.placement.rules import holders, is_overloaded
+from router.placement.slo import miss
 
 Cost = TypeVar("Cost", PrefillCost, DecodeCost)
 
@@ -37,19 +38,20 @@ def place_by_cost(request: RequestFacts, cluster: Cluster) -> Placement | Refusa
     holder = best_holder(request, cluster)
     prefills = [prefill_cost(request, worker, holder) for worker in candidates(request, cluster, "prefill")]
     decodes = [decode_cost(request, worker) for worker in candidates(request, cluster, "decode")]
-    options = [_whole(request, prefill_cost(request, cost.worker, holder), cost) for cost in decodes]
+    options = [whole(prefill_cost(request, cost.worker, holder), cost) for cost in decodes]
     if request.disaggregate or not decodes:
         both = [cost for cost in prefills if "decode" in cost.worker.tasks]
-        options += [_whole(request, cost, decode_cost(request, cost.worker)) for cost in both]
+        options += [whole(cost, decode_cost(request, cost.worker)) for cost in both]
     if request.disaggregate:
         options += [
-            _split(request, prefill, decode)
+            split(request, prefill, decode)
             for prefill in _cheapest(prefills)
             for decode in _cheapest(decodes)
         ]
     if not options:
         return Refusal("no worker is ready")
-    chosen = _choose(request, cluster, options)
+    in_time = [option for option in options if miss(request, cluster, option) is None]
+    chosen = _choose(request, cluster, in_time or options)
     missing: Task | None = None
     if not decodes:
         missing = "decode"
@@ -84,7 +86,8 @@ def cheapest_decode(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot |
     return next((cost.worker for cost in _cheapest(costs)), None)
 
 
-def _whole(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> Option:
+def whole(prefill: PrefillCost, decode: DecodeCost) -> Option:
+    """All of it on one worker."""
     predicted = Prediction(
         queue_s=prefill.queue_s,
         fetch_s=prefill.fetch_s,
@@ -97,7 +100,8 @@ def _whole(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> O
     return Option({"decode": prefill.worker.worker_id}, prefill.prefix, predicted)
 
 
-def _split(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> Option:
+def split(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> Option:
+    """Computed on one worker and decoded on another."""
     predicted = Prediction(
         queue_s=prefill.queue_s,
         fetch_s=prefill.fetch_s,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import inf
+from typing import Literal, NamedTuple
 
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.roles import Task
@@ -21,7 +22,8 @@ class RequestFacts:
     `num_tokens` are to be computed before its first token, and it is expected to bring `output_tokens`.
     `prefix_at` is a prefill worker that has computed the prompt and may still hold it. `cached_tokens` tells
     how many leading tokens each worker is believed to have in its prefix cache. `avoid` are workers that have
-    failed the request: they are taken where there are no others.
+    failed the request: they are taken where there are no others. It came `waited_s` ago, and asks for its
+    first token `slo_ttft_s` after that, and for at most `slo_tpot_s` between two tokens.
     """
 
     num_tokens: int = 0
@@ -31,6 +33,9 @@ class RequestFacts:
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     session: str = ""
     avoid: frozenset[str] = frozenset()
+    waited_s: float = 0.0
+    slo_ttft_s: float = inf
+    slo_tpot_s: float = inf
 
 
 class LinkSpeed(NamedTuple):
@@ -127,11 +132,17 @@ class Placement:
     reason: str = field(default="", compare=False)
 
 
+Missed = Literal["slo_ttft", "slo_tpot"]
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No worker can take the request now."""
+    """No worker can take the request now, or none soon enough for what it asks: then `missed` is set."""
 
     reason: str
+    missed: Missed | None = None
+    waiting_helps: bool = False
+    retry_after_s: float = 1.0
 
 
 class PolicyState(NamedTuple):

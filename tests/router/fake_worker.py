@@ -11,6 +11,7 @@ import zmq
 
 from messaging.sockets import ClusterKeys, connect_dealer
 from protocol.codec import encode, router_to_worker
+from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.ids import new_incarnation
 from protocol.messages import (
     Abort,
@@ -78,6 +79,7 @@ class FakeWorker:
         counters: dict[str, float] | None = None,
         cached_tokens: int = 5,
         pairs: list[PairState] | None = None,
+        costs: StepCosts = UNKNOWN_COSTS,
     ) -> None:
         self.worker_id, self.role = worker_id, role
         self.incarnation = new_incarnation()
@@ -89,6 +91,7 @@ class FakeWorker:
         self.heartbeat_s = heartbeat_s
         self.counters = counters or {}
         self.pairs = pairs or []
+        self.costs = costs
         self.eos_token_id = 0
         self.hold = threading.Event()
         self.mute = threading.Event()
@@ -167,6 +170,7 @@ class FakeWorker:
             prefix_hit_tokens=3,
             counters=self.counters,
             pairs=self.pairs,
+            costs=self.costs,
             transports={"decode-0": "shm"} if self.role == "prefill" else {},
         )
 

@@ -11,11 +11,20 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from protocol.roles import ROLES
 from router.placement import placement_policy
 from router.placement.cluster import Cluster
-from router.placement.interface import LinkSpeed, Placement, PolicyState, RequestFacts, WorkerSnapshot
+from router.placement.interface import (
+    LinkSpeed,
+    Placement,
+    PolicyState,
+    Refusal,
+    RequestFacts,
+    WorkerSnapshot,
+)
+from router.placement.slo import refusal
 from tests.router.placed import COSTS
 
 FAST = LinkSpeed(1e-4, 4e9)
@@ -31,6 +40,9 @@ class Job:
     output_tokens: int = 64
     prefix: str = ""
     session: str = ""
+    slo_ttft_s: float = inf
+    slo_tpot_s: float = inf
+    refusal: Refusal | None = None
     left: int = 0
     computed: int = 0
     uncached: int = 0
@@ -63,7 +75,7 @@ class Simulation:
         self._ties = itertools.count()
 
     def run(self, jobs: list[Job]) -> list[Job]:
-        """All of them, to their end."""
+        """All of them, to their end; those that are refused do not begin."""
         events = [(job.at, next(self._ties), job) for job in jobs]
         heapq.heapify(events)
         while events:
@@ -84,9 +96,19 @@ class Simulation:
         if job.prefix:
             share = job.num_tokens * 9 // 10
             cached = {name: share for name, worker in self.workers.items() if job.prefix in worker.cached}
-        request = RequestFacts(job.num_tokens, job.output_tokens, cached_tokens=cached, session=job.session)
+        request = RequestFacts(
+            job.num_tokens,
+            job.output_tokens,
+            cached_tokens=cached,
+            session=job.session,
+            slo_ttft_s=job.slo_ttft_s,
+            slo_tpot_s=job.slo_tpot_s,
+        )
         placement, self._state = self._policy.place(request, self.cluster, self._state)
         assert isinstance(placement, Placement)
+        job.refusal = refusal(request, self.cluster, placement)
+        if job.refusal is not None:
+            return []
         job.workers = {task: self.workers[name] for task, name in placement.workers.items()}
         first, decode = next(iter(job.workers.values())), job.workers["decode"]
         job.uncached = job.num_tokens - cached.get(placement.prefix or first.load.worker_id, 0)

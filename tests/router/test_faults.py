@@ -11,7 +11,7 @@ import time
 import httpx
 import msgspec
 import pytest
-from router_clients import BODY, events_of, eventually, is_idle, lose, make_pair, post
+from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 from protocol.codec import encode
 from protocol.messages import StepOutput, TokenOutput
@@ -394,6 +394,33 @@ def test_queue_limit(make_router, pool):
     assert [future.result(5).status_code for future in running] == [200, 200]
     assert router.metric("tandem_request_failures_total", kind="overloaded") == 1
     assert router.metric("tandem_request_failures_total", kind="abort") == 0
+
+
+def test_at_the_queue_limit_the_least_urgent_that_waits_gives_way(make_router, pool):
+    router = make_router(max_queued_requests=4)
+    worker = router.add_worker()
+    worker.stall_after = 1
+    answered = pool.submit(post, router, priority=9, max_tokens=2)
+    eventually(lambda: emitted(router) == [1])
+    worker.hold.set()
+    waiting = {}
+    for count, priority in enumerate((5, 7, 7), 2):
+        waiting[count] = pool.submit(post, router, priority=priority, max_tokens=2)
+        eventually(lambda count=count: len(worker.generated) == count)
+    assert post(router, priority=7).status_code == 429, "it is no more urgent than those that wait"
+    assert post(router, priority=6, n=3).status_code == 429, "too few are less urgent"
+    assert not any(future.done() for future in waiting.values())
+    urgent = pool.submit(post, router, priority=6, max_tokens=2)
+    shed = waiting.pop(4).result(5)
+    assert (shed.status_code, shed.headers["retry-after"]) == (429, "1")
+    eventually(lambda: worker.aborted == [worker.generated[3].request_id])
+    worker.stall_after = 2**31
+    worker.hold.clear()
+    futures = [answered, urgent, *waiting.values()]
+    assert [future.result(5).status_code for future in futures] == [200] * 4
+    refused = [router.metric("tandem_requests_refused_total", reason=each) for each in ("queue_full", "shed")]
+    assert refused == [2, 1]
+    eventually(lambda: is_idle(router))
 
 
 def test_random_aborts_leave_nothing_behind(make_router, pool):

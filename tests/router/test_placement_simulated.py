@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from itertools import pairwise
+from math import inf
 from statistics import mean
 
 import msgspec
@@ -81,6 +82,46 @@ def test_a_step_to_twice_the_capacity_does_not_swing(policy):
     late = [job.first_s for job in jobs]
     swings = sum(b < 0.5 * a for a, b in pairwise(late[20:]))
     assert swings <= 0.1 * len(late), "the time to the first token grows, it does not jump"
+
+
+@pytest.mark.parametrize(
+    ("policy", "rate", "asked"),
+    [
+        ("cost", 100.0, {"slo_ttft_s": 0.5}),
+        ("least_loaded", 80.0, {"slo_ttft_s": 0.5, "slo_tpot_s": 0.02}),
+    ],
+)
+def test_at_twice_the_capacity_what_is_taken_keeps_its_slo(policy, rate, asked):
+    """Some are refused all the time, nobody swings between all and none; then all are taken again."""
+
+    def good(job: Job) -> bool:
+        tpot_s = (job.end_s - job.at - job.first_s) / (job.output_tokens - 1)
+        in_time = job.first_s <= asked.get("slo_ttft_s", inf) and tpot_s <= asked.get("slo_tpot_s", inf)
+        return job.refusal is None and in_time
+
+    names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    load = {"num_tokens": 512, "output_tokens": 64}
+    calm = [Job(9.0 + index / 10, **load, **asked) for index in range(20)]
+    jobs = poisson(rate, 6.0, 2, **load, **asked)
+    Simulation(policy, names).run(jobs + calm)
+    blind = Simulation(policy, names).run(poisson(rate, 6.0, 2, **load))
+    taken = [job for job in jobs if job.refusal is None]
+    assert sum(map(good, jobs)) >= 0.9 * len(taken)
+    assert sum(map(good, jobs)) >= 2 * sum(map(good, blind))
+    counts = Counter(int(2 * job.at) for job in taken)
+    after = [counts[half] for half in range(2, 12)]
+    assert min(after) >= 0.75 * mean(after)
+    assert all(good(job) for job in calm)
+
+
+def test_nobody_is_refused_for_the_slow_decoding_of_what_still_waits():
+    """Prefill is what is short, so few decode at a time, however many there are."""
+    names = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    jobs = poisson(80.0, 6.0, 2, num_tokens=512, output_tokens=64, slo_tpot_s=0.006)
+    Simulation("least_loaded", names).run(jobs)
+    taken = [job for job in jobs if job.refusal is None]
+    late = [job for job in taken if job.end_s - job.at - job.first_s > 63 * 0.006]
+    assert len(taken) >= 0.9 * len(jobs) and len(late) <= 0.1 * len(taken)
 
 
 def test_cost_is_no_worse_than_any_other_policy():

@@ -1,0 +1,92 @@
+"""Whether a placement is expected to be as soon as its request asks, and when one will be if it is not.
+
+Only load is refused: a worker that has nothing else to do takes every request. So a prediction that is wrong
+clears by itself, as what runs is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from router.placement.cluster import Cluster
+from router.placement.decision import tpot_seconds
+from router.placement.interface import (
+    Missed,
+    Option,
+    Placement,
+    Prediction,
+    Refusal,
+    RequestFacts,
+    WorkerSnapshot,
+)
+from router.placement.predict import prefill_cost
+
+MAX_RETRY_S = 3600.0
+
+
+class Miss(NamedTuple):
+    """`worker` has too much to do. It is expected to have nothing to do in `idle_in_s` seconds; then the
+    request takes `alone_s`.
+    """
+
+    missed: Missed
+    worker: WorkerSnapshot
+    expected_s: float
+    asked_s: float
+    alone_s: float
+    idle_in_s: float
+
+    @property
+    def retry_after_s(self) -> float:
+        """What takes too long gets shorter at an even pace until the worker is idle."""
+        spread_s = self.expected_s - self.alone_s
+        share = min((self.expected_s - self.asked_s) / spread_s, 1.0) if spread_s > 0 else 1.0
+        seconds = share * self.idle_in_s
+        return min(seconds, MAX_RETRY_S) if seconds >= 0 else 1.0
+
+
+def refusal(request: RequestFacts, cluster: Cluster, placement: Placement) -> Refusal | None:
+    """Why the request is not to be taken; None if it is."""
+    found = miss(request, cluster, placement)
+    if found is None or found.worker.requests <= 0:
+        return None
+    name = "first token" if found.missed == "slo_ttft" else "time per output token"
+    reason = f"the {name} is expected to take {found.expected_s:.3g} s, the SLO is {found.asked_s:.3g} s"
+    in_vain = found.alone_s > found.asked_s
+    if in_vain:
+        reason += f"; a worker with nothing else to do would need {found.alone_s:.3g} s"
+    return Refusal(reason, found.missed, waiting_helps=not in_vain, retry_after_s=found.retry_after_s)
+
+
+def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) -> Miss | None:
+    """What is expected to take longer than the request asks."""
+    predicted = option.predicted
+    first = cluster.get(next(iter(option.workers.values())))
+    decode = cluster.get(option.workers["decode"])
+    if predicted is None or first is None or decode is None:
+        return None
+    ttft_s = request.waited_s + predicted.ttft_s
+    if ttft_s > request.slo_ttft_s:
+        idle = replace(first, rows=0, context_tokens=0, prefill_tokens=0, prompts=0)
+        alone_s = prefill_cost(request, idle, None).prefill_s
+        return Miss("slo_ttft", first, ttft_s, request.slo_ttft_s, alone_s, ttft_s - alone_s)
+    tpot_s = _tpot_s(request, predicted, decode)
+    if tpot_s > request.slo_tpot_s:
+        alone_s = decode.costs.decode_s(1, request.num_tokens) / max(decode.costs.tokens_per_row, 1.0)
+        return Miss("slo_tpot", decode, tpot_s, request.slo_tpot_s, alone_s, predicted.decode_s)
+    return None
+
+
+def _tpot_s(request: RequestFacts, predicted: Prediction, decode: WorkerSnapshot) -> float:
+    """When its prefill has ended, not now.
+
+    Requests that wait W seconds and then decode for D decode D / (W + D) of their time: that share of those
+    that the worker has been given decodes at once.
+    """
+    tpot_s = tpot_seconds(predicted, request.output_tokens)
+    if predicted.decode_s <= 0:
+        return tpot_s
+    costs, share = decode.costs, predicted.decode_s / (predicted.ttft_s + predicted.decode_s)
+    fewer_s = (1 - share) * (costs.row_s * decode.rows + costs.context_s * decode.context_tokens)
+    return tpot_s - fewer_s / max(costs.tokens_per_row, 1.0)

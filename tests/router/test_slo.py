@@ -1,0 +1,143 @@
+"""Requests that are expected to miss what they ask are refused at once, and no others."""
+
+from __future__ import annotations
+
+import pytest
+from router_clients import eventually, is_idle, lose
+
+from protocol.costs import StepCosts
+from router.placement.cluster import Cluster
+from router.placement.interface import Refusal, RequestFacts
+from router.placement.slo import refusal
+from tests.router.placed import decode, facts, placed, prefill
+
+HALF_SECOND_TOKENS = StepCosts(step_s=0.0, row_s=0.0, context_s=0.0, token_s=0.5, attention_s=0.0)
+FIELDS = {"prompt": [7] * 10, "max_tokens": 2}
+"""Its first token takes 5 s on an idle worker, by those costs."""
+
+
+def ask(router, **headers):
+    named = {f"x-slo-{name}-ms": value for name, value in headers.items()}
+    return router.http.post("/v1/completions", json=FIELDS, headers=named)
+
+
+def refused(router, reason: str) -> float:
+    return router.metric("tandem_requests_refused_total", reason=reason)
+
+
+# --- over HTTP ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "cost"])
+def test_a_predicted_miss_is_refused_and_clears_by_itself(make_router, pool, policy):
+    router = make_router(placement=policy)
+    router.server.expect(["decode-0", "decode-1"])
+    worker = router.add_worker(costs=HALF_SECOND_TOKENS)
+    worker.hold.set()
+    running = [pool.submit(ask, router, ttft="1")]
+    eventually(lambda: len(worker.generated) == 1)  # there was nothing else to do
+    late = ask(router, ttft="7000")
+    assert (late.status_code, late.headers["retry-after"]) == (429, "4"), "3 s too late, and a moment"
+    assert "expected to take 10 s, the SLO is 7 s" in late.json()["error"]["message"]
+    hopeless = ask(router, ttft="3e3")
+    assert (hopeless.status_code, hopeless.headers["retry-after"]) == (503, "6"), "idle after the other's 5 s"
+    assert refused(router, "slo_ttft") == 2
+    assert len(router.server.state.journal) == 1
+    running += [pool.submit(ask, router, ttft="11000"), pool.submit(ask, router)]
+    eventually(lambda: len(worker.generated) == 3)
+    worker.hold.clear()
+    assert [future.result(5).status_code for future in running] == [200] * 3
+    assert ask(router, ttft="7000").status_code == 200
+    eventually(lambda: is_idle(router))
+
+
+def test_the_default_holds_where_a_request_asks_for_nothing(make_router, pool):
+    router = make_router(slo_ttft=7.0, slo_tpot=60.0)
+    worker = router.add_worker(costs=HALF_SECOND_TOKENS)
+    worker.hold.set()
+    running = [pool.submit(ask, router)]
+    eventually(lambda: len(worker.generated) == 1)
+    assert ask(router).status_code == 429
+    running.append(pool.submit(ask, router, ttft="11000"))
+    eventually(lambda: len(worker.generated) == 2)
+    worker.hold.clear()
+    assert [future.result(5).status_code for future in running] == [200] * 2
+
+
+def test_a_slow_batch_takes_nobody_who_asks_for_more(make_router, pool):
+    router = make_router()
+    worker = router.add_worker(costs=StepCosts(step_s=0.0, row_s=1.0, context_s=0.0, token_s=0.0))
+    worker.hold.set()
+    running = [pool.submit(ask, router, tpot="1200") for _ in range(2)]
+    eventually(lambda: refused(router, "slo_tpot") == 1)
+    running.append(pool.submit(ask, router, tpot="2500"))
+    eventually(lambda: len(worker.generated) == 2)
+    worker.hold.clear()
+    assert sorted(future.result(5).status_code for future in running) == [200, 200, 429]
+
+
+def test_a_request_that_was_taken_is_never_given_up_for_its_slo(make_router, pool):
+    """Its worker dies, and the other one has too much to do."""
+    router = make_router()
+    first, other = (router.add_worker(f"decode-{i}", costs=HALF_SECOND_TOKENS) for i in range(2))
+    for worker in (first, other):
+        worker.hold.set()
+    running = [pool.submit(ask, router, ttft="6000") for _ in range(2)]
+    eventually(lambda: first.generated and other.generated)
+    lose(router, first)
+    eventually(lambda: len(other.generated) == 2)
+    other.hold.clear()
+    assert [future.result(5).status_code for future in running] == [200] * 2
+
+
+def test_choices_of_one_request_do_not_compete(make_router):
+    router = make_router()
+    router.add_worker(costs=HALF_SECOND_TOKENS)
+    body = {**FIELDS, "n": 4}
+    answer = router.http.post("/v1/completions", json=body, headers={"x-slo-ttft-ms": "6000"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf", ""])
+def test_what_is_no_positive_number_is_refused_by_name(router, name, value):
+    answer = router.http.post("/v1/completions", json=FIELDS, headers={name: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+# --- the reckoning --------------------------------------------------------------------------------
+
+
+def verdict(workers, request: RequestFacts, policy: str = "cost") -> Refusal | None:
+    return refusal(request, Cluster(workers), placed(policy, workers, request))
+
+
+def test_cost_takes_a_dearer_worker_where_the_cheapest_is_too_late():
+    """One has a prompt ahead; at the other one 60 requests would be held up."""
+    workers = [
+        decode("d0", prefill_tokens=2000, prompts=1, requests=1),
+        decode("d1", rows=60, requests=60, context_tokens=20_000),
+    ]
+    at_leisure = facts(num_tokens=512, output_tokens=128)
+    soon = facts(num_tokens=512, output_tokens=128, slo_ttft_s=0.2)
+    assert placed("cost", workers, at_leisure).workers == {"decode": "d0"}
+    assert placed("cost", workers, soon).workers == {"decode": "d1"}
+    assert verdict(workers, soon) is None
+
+
+def test_what_waits_for_its_prefill_does_not_count_as_if_it_decoded_already():
+    """Of 40 requests those at the front will have ended when this one begins to decode."""
+    costs = StepCosts(step_s=0.0, row_s=1e-3, context_s=0.0, token_s=1e-3, attention_s=0.0)
+    request = facts(num_tokens=100, output_tokens=51, slo_tpot_s=0.03)
+    workers = [decode("d0", costs=costs, rows=40, requests=40)]
+    found = verdict(workers, request, "least_loaded")
+    assert found is not None and found.missed == "slo_tpot"
+    workers[0].prefill_tokens, workers[0].prompts = 2000, 20
+    assert verdict(workers, request, "least_loaded") is None
+
+
+def test_time_that_has_passed_counts():
+    workers = [decode("d0", requests=1, rows=1), prefill("p0", requests=1)]
+    request = facts(slo_ttft_s=0.2)
+    assert verdict(workers, request) is None
+    assert verdict(workers, facts(slo_ttft_s=0.2, waited_s=0.19)) is not None
