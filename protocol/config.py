@@ -186,6 +186,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 2.0
     start_timeout: Annotated[PositiveSeconds, _doc("Seconds that workers get to load and register.")] = 600.0
 
+    otlp_traces_endpoint: Annotated[
+        Annotated[str, Meta(pattern=r"^https?://[^/\s]+")] | None,
+        _doc("URL that requests are sent to as OpenTelemetry spans, as in http://localhost:4318/v1/traces."),
+    ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Logging.")] = "info"
 
     def num_replicas(self, role: RoleSpec) -> int:

@@ -81,6 +81,7 @@ ROUTER = (
     _counter("requests_parked_total", "Requests that had to wait for a worker to start."),
     _gauge("num_requests_parked", "Requests that wait for a worker to start."),
     _counter("http_responses_total", "HTTP responses.", "status"),
+    _counter("trace_spans_dropped_total", "Spans that did not reach --otlp-traces-endpoint.", "reason"),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST),
     _histogram("inter_token_latency_seconds", "Between a sequence's outputs.", _TOKEN),
     _histogram("request_time_per_output_token_seconds", "Mean per sequence, without the first.", _TOKEN),

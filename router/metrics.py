@@ -50,6 +50,7 @@ class Metrics:
         self.redirected = self._counting("handoff_redirects_total")
         self.taken_over = self._counting("handoff_takeovers_total")
         self.role_fallback = self._counting("role_fallbacks_total")
+        self.spans_dropped = self._counting("trace_spans_dropped_total")
         self.http_response = self._counting("http_responses_total")
         self._seconds = {
             name: self._metrics[f"placement_{name}_seconds_total"]

@@ -19,6 +19,8 @@ from router.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "tandem.request_id"
+ANSWER_HEADERS = "tandem.answer_headers"
+"""What every answer to the request says beside its own headers; endpoints may add to the list."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/decisions", "/cluster", "/workers/")
 """Paths that need the API key. As in vLLM, health, metrics and the like need none."""
@@ -35,14 +37,14 @@ class Envelope:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
         scope[REQUEST_ID_KEY] = request_id
-        id_header = (b"x-request-id", request_id.encode())
+        answer_headers = scope[ANSWER_HEADERS] = [(b"x-request-id", request_id.encode())]
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], id_header]
+                message["headers"] = [*message["headers"], *answer_headers]
             await send(message)
 
         try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
+from protocol.errors import ConfigError
 from protocol.messages import (
     HandoverFailed,
     KvEvents,
@@ -33,6 +35,9 @@ from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker
 from router.tokenizer import Tokenizer
 from router.worker_link import WorkerLink
 
+if TYPE_CHECKING:
+    from router.tracing import Tracing
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +54,7 @@ class RouterState:
         self.tokenizer = Tokenizer.load(config)
         self.registry = Registry(config.worker_timeout, config.block_size)
         self.metrics = Metrics(config.model_name, self.registry)
+        self.tracing = _tracing(config, self.metrics)
         self.link = WorkerLink(keys, link_host, self.metrics)
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)
         self.kv_feed = KvFeed(self.registry, self.metrics, self.link.send)
@@ -72,6 +78,8 @@ class RouterState:
             self._sweeper.cancel()
         self._loop = None
         self.link.close()
+        if self.tracing is not None:
+            self.tracing.close()
         self.tokenizer.close()
 
     def not_ready(self) -> str | None:
@@ -138,3 +146,15 @@ class RouterState:
             self.dispatcher.resume_parked()
             self.drainer.sweep()
             self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
+
+
+def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
+    """Nothing of OpenTelemetry is imported without the option."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from router.tracing import Tracing
+    except ImportError as error:
+        needed = "needs OpenTelemetry: pip install 'tandem-serve[otel]'"
+        raise ConfigError(f"--otlp-traces-endpoint: {needed} ({error})") from error
+    return Tracing(config.otlp_traces_endpoint, config.model_name, metrics.spans_dropped)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import time
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -51,6 +52,76 @@ class ResponseTiming(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChoiceTiming]
 
 
+class Stage(NamedTuple):
+    """Of one request, in monotonic seconds of the router's clock."""
+
+    name: str
+    began: float
+    ended: float
+    attributes: dict[str, Any]
+
+
+def stages(generation: Generation) -> list[Stage]:
+    """As far as the generation came. What workers measured is laid out around their tokens' arrival."""
+    found = [Stage("prepare", generation.arrival, generation.started, {})]
+    for request in generation.requests:
+        found += _stages(request)
+    return found
+
+
+def span_attributes(generation: Generation) -> dict[str, Any]:
+    """Of the whole request, with vLLM's names where it has them. Numbers are summed over its choices."""
+    requests = generation.requests
+    prompt_tokens = {id(choice.prompt): len(choice.prompt.token_ids) for choice in generation.choices}
+    firsts = [request.first_token_time for request in requests if request.first_token_time]
+    found: dict[str, Any] = {
+        "gen_ai.request.n": len(requests),
+        "gen_ai.usage.prompt_tokens": sum(prompt_tokens.values()),
+        "gen_ai.usage.completion_tokens": sum(choice.num_tokens for choice in generation.choices),
+        "gen_ai.latency.e2e": time.monotonic() - generation.arrival,
+        "tandem.drafted_tokens": sum(choice.drafted_tokens for choice in generation.choices),
+        "tandem.accepted_tokens": sum(choice.accepted_tokens for choice in generation.choices),
+        "tandem.decode_steps": sum(request.times.num_steps for request in requests),
+        "tandem.placed_anew": sum(request.times.num_placed_anew for request in requests),
+        "tandem.migrated": sum(request.times.num_migrated for request in requests),
+        "tandem.redirected": sum(request.redirects for request in requests),
+    }
+    if firsts:
+        found["gen_ai.latency.time_to_first_token"] = min(firsts) - generation.arrival
+    return found
+
+
+def _stages(request: LiveRequest) -> list[Stage]:
+    times, timing = request.times, request.timing
+    about: dict[str, Any] = {"tandem.choice": request.choice.index}
+    found: list[Stage] = []
+    if times.earlier_s:
+        started = request.generation.started
+        found.append(Stage("earlier", started, started + times.earlier_s, about))
+    placing = times.placed_at - times.placement_s
+    if times.queue_s and times.placed_at:
+        found.append(Stage("queue", placing - times.queue_s, placing, about))
+    if times.placed_at:
+        workers = {f"tandem.{task}_worker": worker for task, worker in request.workers.items()}
+        mode = {"tandem.mode": _mode(request)}
+        found.append(Stage("placement", placing, times.placed_at, about | workers | mode))
+    if not times.answered_at:
+        return found
+    prefilling = times.answered_at - timing.prefill_s
+    found.append(Stage("worker_queue", prefilling - timing.queue_s, prefilling, about))
+    found.append(Stage("prefill", prefilling, times.answered_at, about))
+    decoding = times.taken_over_at or times.answered_at
+    if timing.transfer is not None:
+        transfer = timing.transfer
+        moved = {f"tandem.transfer.{name}": value for name, value in msgspec.structs.asdict(transfer).items()}
+        arrived = times.answered_at + transfer.exposed_s
+        decoding = arrived + transfer.handoff_s
+        found.append(Stage("transfer", arrived - transfer.transfer_s, arrived, about | moved))
+        found.append(Stage("decode_queue", decoding - timing.decode_queue_s, decoding, about))
+    found.append(Stage("decode", decoding, max(decoding, request.last_token_time), about))
+    return found
+
+
 def response_timing(generation: Generation) -> ResponseTiming:
     """Of an answer that is complete."""
     choices = [_choice_timing(request) for request in generation.requests]
@@ -61,13 +132,17 @@ def response_timing(generation: Generation) -> ResponseTiming:
     )
 
 
+def _mode(request: LiveRequest) -> Literal["whole", "split"]:
+    return "split" if "prefill" in request.workers else "whole"
+
+
 def _choice_timing(request: LiveRequest) -> ChoiceTiming:
     times, timing, choice = request.times, request.timing, request.choice
     arrival = request.generation.arrival
     decoding_since = times.taken_over_at or times.answered_at
     return ChoiceTiming(
         index=choice.index,
-        mode="split" if "prefill" in request.workers else "whole",
+        mode=_mode(request),
         workers=dict(request.workers),
         queue_s=times.queue_s,
         placement_s=times.placement_s,

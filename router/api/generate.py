@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from router.errors import ApiError
 from router.formats import Format, error_event
 from router.journal import Generation
-from router.middleware import REQUEST_ID_KEY
+from router.middleware import ANSWER_HEADERS, REQUEST_ID_KEY
 from router.registry import ModelFacts
 from router.request_builder import Built
 from router.state import RouterState
@@ -64,6 +64,10 @@ class GenerateEndpoint:
         generation.slo_tpot_s = _slo(headers, TPOT_HEADER, state.config.slo_tpot)
         with_timing = _wants_timing(headers) or output.return_timing
         answer = self._format(state.tokenizer, state.config.model_name, scope[REQUEST_ID_KEY], output)
+        trace = None
+        if state.tracing is not None:
+            trace = state.tracing.begin(headers, arrival)
+            scope[ANSWER_HEADERS].append((b"traceparent", trace.traceparent))
         watcher = asyncio.ensure_future(_disconnected(receive))
         watcher.add_done_callback(lambda _: state.dispatcher.cancel(generation))
         try:
@@ -82,6 +86,8 @@ class GenerateEndpoint:
         finally:
             watcher.cancel()
             state.dispatcher.cancel(generation)
+            if trace is not None:
+                trace.end(generation, scope[REQUEST_ID_KEY])
 
 
 def _session(headers: Headers) -> str:

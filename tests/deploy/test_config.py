@@ -127,6 +127,7 @@ def test_messages_name_the_limit_and_the_value():
         ({"kv_disk_path": "x", "kv_disk_size": 1}, "--kv-disk-path: .*--kv-offloading-size"),
         ({"kv_disk_path": "x", "kv_offloading_size": 1}, "--kv-disk-size: "),
         ({"kv_disk_size": 1, "kv_offloading_size": 1}, "--kv-disk-size: .*--kv-disk-path"),
+        ({"otlp_traces_endpoint": "localhost:4317"}, "--otlp-traces-endpoint: .*matching regex"),
         ({"kv_events_config": "{"}, "--kv-events-config: must be JSON"),
         ({"kv_events_config": "[]"}, "--kv-events-config: must be an object"),
         ({"kv_events_config": '{"encodign": "map"}'}, "--kv-events-config: encodign: .*is encoding meant"),
