@@ -73,12 +73,18 @@ def _model_card(state: RouterState) -> dict[str, Any]:
     }
 
 
+def _lifecycle(worker: Worker) -> str:
+    if not worker.live:
+        return "silent"
+    return "draining" if worker.draining else "ready"
+
+
 def _worker(worker: Worker) -> dict[str, Any]:
     return {
         "id": worker.key.worker_id,
         "host": worker.host,
         "pid": worker.pid,
-        "lifecycle": "ready" if worker.live else "silent",
+        "lifecycle": _lifecycle(worker),
         "silent_s": round(worker.silence_s, 3),
         "outstanding_requests": worker.outstanding_requests,
         "outstanding_prefill_tokens": worker.outstanding_prefill_tokens,

@@ -152,8 +152,11 @@ def test_what_cannot_move_ends_where_it_is_or_is_placed_anew_at_the_deadline(
     with HttpServing(folder, workers, drain_timeout=1.0, enable_prefix_caching=False) as serving:
         answers = ask_all(serving, pool)
         serving.add("decode-1")
-        report = operate(serving, "decode-0", "drain")
-        assert (report["moved"], report["placed_anew"]) == (0, len(REQUESTS))
+        drained = ThreadPoolExecutor(1).submit(operate, serving, "decode-0", "drain")
+        serving.wait(lambda: serving.worker_states()["decode-0"]["lifecycle"] == "draining")
+        assert ask(serving, REQUESTS[1], max_tokens=NUM_TOKENS) == expected[1]
+        report = drained.result(30)
+        assert (report["moved"], report["placed_anew"]) == (0, len(REQUESTS)), "the new one went elsewhere"
         assert 1.0 < report["seconds"] < 3.0
         assert [answer.result(30) for answer in answers] == expected
         check_nothing_is_left(serving)
