@@ -5,6 +5,12 @@ from __future__ import annotations
 import pytest
 from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
+from protocol.messages import RequestTiming, TransferTiming
+from protocol.sampling import SamplingParams
+from router.choice import Choice, Prompt
+from router.journal import Generation
+from router.timing import stages
+
 STAGES = (
     *("queue_s", "placement_s", "earlier_s", "worker_queue_s", "prefill_s"),
     *("takeover_s", "decode_s"),
@@ -93,3 +99,33 @@ def test_a_request_that_lost_its_worker_and_waited(make_router, pool):
     assert choice["ttft_s"] < timing["prepare_s"] + choice["placement_s"] + choice["earlier_s"]
     assert 0.5 * choice["total_s"] < total_of_stages(timing) < choice["total_s"] + 0.005
     eventually(lambda: is_idle(router))
+
+
+def test_what_workers_measured_is_laid_out_around_their_tokens():
+    """The first token came at 10 s, the decode worker's first at 13 s, the last at 20 s."""
+    choice = Choice(0, Prompt([1, 2, 3]), None)
+    generation = Generation([(choice, SamplingParams(max_tokens=9))], arrival=1.0, timeout_s=60)
+    (request,) = generation.requests
+    times, generation.started = request.times, 2.0
+    times.earlier_s, times.queue_s, times.placement_s, times.placed_at = 0.5, 1.0, 0.25, 5.0
+    times.answered_at, times.taken_over_at, request.last_token_time = 10.0, 13.0, 20.0
+    request.timing = RequestTiming(
+        queue_s=1.0,
+        prefill_s=3.0,
+        decode_queue_s=0.5,
+        transfer=TransferTiming(transport="tcp", transfer_s=2.5, exposed_s=0.5, handoff_s=1.0),
+    )
+    found = {stage.name: (stage.began, stage.ended) for stage in stages(generation)}
+    assert found == {
+        "prepare": (1.0, 2.0),
+        "earlier": (2.0, 2.5),
+        "queue": (3.75, 4.75),
+        "placement": (4.75, 5.0),
+        "worker_queue": (6.0, 7.0),
+        "prefill": (7.0, 10.0),
+        "transfer": (8.0, 10.5),
+        "decode_queue": (11.0, 11.5),
+        "decode": (11.5, 20.0),
+    }
+    (transfer,) = (stage for stage in stages(generation) if stage.name == "transfer")
+    assert transfer.attributes["tandem.transfer.transport"] == "tcp"
