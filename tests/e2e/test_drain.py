@@ -77,6 +77,7 @@ def test_drafts_go_on_at_the_new_worker(method: str, pool: ThreadPoolExecutor) -
         "max_tokens": 300,
         "temperature": 0,
         "ignore_eos": True,
+        "return_timing": True,
     }
     with HttpServing(BUNDLED_MODEL, {"decode-0": SLOW}, disaggregation=False, **options(method)) as serving:
         expected = serving.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
@@ -85,7 +86,15 @@ def test_drafts_go_on_at_the_new_worker(method: str, pool: ThreadPoolExecutor) -
         serving.wait(lambda: serving.metric("tandem_time_to_first_token_seconds_count") > before)
         serving.add("decode-1")
         assert operate(serving, "decode-0", "drain")["moved"] == 1
-        assert answer.result(30).json()["choices"][0]["text"] == expected
+        found = answer.result(30).json()
+        assert found["choices"][0]["text"] == expected
+        timing = found["timing"]["choices"][0]
+        assert (timing["migrated"], timing["placed_anew"], timing["workers"]) == (
+            1,
+            0,
+            {"decode": "decode-1"},
+        )
+        assert 0 < timing["earlier_s"] < timing["total_s"]
         accepted, drafted = (
             serving.counter("decode-1", f'spec_decode_num_{name}_tokens_total{{method="{method}"}}')
             for name in ("accepted", "draft")
