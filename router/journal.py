@@ -45,6 +45,8 @@ class LiveRequest:
         self.waits_at: Worker | None = None
         """Who is to bring the current placement's first token, and computes `num_uncached` tokens for it."""
         self.num_uncached = 0
+        self.num_computed_beside = 0
+        """Of these, those that the worker computes which decodes it."""
         self.decision: Decision | None = None
         """The current placement."""
         self.prefilled_by: Worker | None = None

@@ -19,6 +19,7 @@ class Loads:
         """It was assigned: its first worker has so many tokens to compute before the first one comes."""
         first, decode = request.holders[0], request.assigned["decode"]
         request.waits_at, request.num_uncached = first, num_uncached
+        request.num_computed_beside = num_uncached if first is decode else 0
         first.outstanding_prompts += 1
         first.outstanding_prefill_tokens += num_uncached
         self._take_row(request, decode)
@@ -70,9 +71,11 @@ class Loads:
     def _take_row(request: LiveRequest, worker: Worker) -> None:
         worker.outstanding_rows += 1
         worker.outstanding_context += request.num_prefill_tokens
+        worker.outstanding_computed += request.num_computed_beside
 
     @staticmethod
     def _give_row_back(request: LiveRequest) -> None:
         worker = request.assigned["decode"]
         worker.outstanding_rows -= 1
         worker.outstanding_context -= request.num_prefill_tokens
+        worker.outstanding_computed -= request.num_computed_beside

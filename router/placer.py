@@ -205,6 +205,7 @@ class Placer:
         return RequestFacts(
             num_tokens=request.num_prefill_tokens,
             output_tokens=min(left, self._mean_output),
+            mean_output_tokens=self._mean_output,
             disaggregate=self._config.disaggregation,
             prefix_at=holder.key.worker_id if holder is not None and holds else None,
             cached_tokens=self._cached_tokens(request),

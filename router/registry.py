@@ -59,6 +59,8 @@ class Worker:
         self.outstanding_rows = 0
         """Of these, those that are or will be decoded here, with so many tokens of context."""
         self.outstanding_context = 0
+        self.outstanding_computed = 0
+        """Of these, those that it computes itself."""
         self._block_size = block_size
         self.load = WorkerSnapshot(self.key.worker_id, role.tasks)
         self.take(register.state)
@@ -89,6 +91,7 @@ class Worker:
         load.prompts = self.outstanding_prompts + prompts
         load.prefill_tokens = self.outstanding_prefill_tokens + tokens
         load.rows, load.context_tokens = self.outstanding_rows, self.outstanding_context
+        load.computed_tokens = self.outstanding_computed
 
 
 class Registry:

@@ -19,15 +19,17 @@ from protocol.roles import Task
 class RequestFacts:
     """What is known of a request before it runs.
 
-    `num_tokens` are to be computed before its first token, and it is expected to bring `output_tokens`.
-    `prefix_at` is a prefill worker that has computed the prompt and may still hold it. `cached_tokens` tells
-    how many leading tokens each worker is believed to have in its prefix cache. `avoid` are workers that have
-    failed the request: they are taken where there are no others. It came `waited_s` ago, and asks for its
-    first token `slo_ttft_s` after that, and for at most `slo_tpot_s` between two tokens.
+    `num_tokens` are to be computed before its first token, and it is expected to bring `output_tokens`;
+    the mean of all requests is `mean_output_tokens`. `prefix_at` is a prefill worker that has computed the
+    prompt and may still hold it. `cached_tokens` tells how many leading tokens each worker is believed to
+    have in its prefix cache. `avoid` are workers that have failed the request: they are taken where there are
+    no others. It came `waited_s` ago, and asks for its first token `slo_ttft_s` after that, and for at most
+    `slo_tpot_s` between two tokens.
     """
 
     num_tokens: int = 0
     output_tokens: float = 0.0
+    mean_output_tokens: float = 0.0
     disaggregate: bool = True
     prefix_at: str | None = None
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -54,10 +56,11 @@ class WorkerSnapshot:
     """A live worker's load; policies only read it.
 
     `tasks` is what its role may be asked, its purpose first. Of its `requests`, `rows` are or will be decoded
-    there, with `context_tokens` in all. `prefill_tokens` are those of `prompts` whose first token is still to
-    come, less what is cached. `kv_usage` is the share of the KV pool that requests hold, `kv_tokens` the size
-    of that pool (0: unknown). `last_placed` rises with each request that is placed anywhere: who has the
-    smallest number was asked the longest ago. `links` are its wires to peers.
+    there, with `context_tokens` in all, of which it computes `computed_tokens` itself. `prefill_tokens` are
+    those of `prompts` whose first token is still to come, less what is cached. `kv_usage` is the share of the
+    KV pool that requests hold, `kv_tokens` the size of that pool (0: unknown). `last_placed` rises with each
+    request that is placed anywhere: who has the smallest number was asked the longest ago. `links` are its
+    wires to peers.
     """
 
     worker_id: str
@@ -65,6 +68,7 @@ class WorkerSnapshot:
     requests: float = 0
     rows: float = 0
     context_tokens: float = 0
+    computed_tokens: float = 0
     prefill_tokens: float = 0
     prompts: float = 0
     kv_usage: float = 0.0

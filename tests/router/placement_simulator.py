@@ -46,6 +46,7 @@ class Job:
     left: int = 0
     computed: int = 0
     uncached: int = 0
+    computed_beside: int = 0
     workers: dict = field(default_factory=dict)
     first_s: float = 0.0
     end_s: float = 0.0
@@ -118,7 +119,8 @@ class Simulation:
             self._count(worker, requests=1)
             worker.load.last_placed = next(self._order)
         self._count(first, prompts=1, prefill_tokens=job.uncached)
-        self._count(decode, rows=1, context_tokens=job.num_tokens)
+        job.computed_beside = job.uncached if first is decode else 0
+        self._count(decode, rows=1, context_tokens=job.num_tokens, computed_tokens=job.computed_beside)
         first.queue.append(job)
         return [first]
 
@@ -148,6 +150,7 @@ class Simulation:
                 job.end_s = now
                 worker.rows.remove(job)
                 self._count(worker, requests=-1, rows=-1, context_tokens=-job.num_tokens)
+                self._count(worker, computed_tokens=-job.computed_beside)
         if worker.chunk:
             job = worker.queue[0]
             job.computed += worker.chunk

@@ -57,5 +57,6 @@ def emitted(router) -> list[int]:
 def is_idle(router) -> bool:
     workers = router.server.state.registry
     return not len(router.server.state.journal) and all(
-        worker.outstanding_requests == worker.outstanding_prefill_tokens == 0 for worker in workers
+        worker.outstanding_requests == worker.outstanding_prefill_tokens == worker.outstanding_computed == 0
+        for worker in workers
     )

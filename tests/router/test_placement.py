@@ -218,6 +218,7 @@ def snapshots(draw):
                 "requests",
                 "rows",
                 "context_tokens",
+                "computed_tokens",
                 "prefill_tokens",
                 "prompts",
                 "kv_usage",

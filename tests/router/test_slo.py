@@ -136,6 +136,18 @@ def test_what_waits_for_its_prefill_does_not_count_as_if_it_decoded_already():
     assert verdict(workers, request, "least_loaded") is None
 
 
+def test_prompts_that_come_later_slow_the_decoding_of_a_worker_that_computes_them():
+    costs = StepCosts(step_s=0.0, row_s=1e-3, context_s=0.0, token_s=1e-3, attention_s=0.0)
+    request = facts(num_tokens=100, output_tokens=51, mean_output_tokens=51, slo_tpot_s=0.025)
+    others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=1000)
+    assert verdict([others], request) is None, "11 ms: others compute the prompts"
+    others.computed_tokens = 1000
+    found = verdict([others], request)
+    assert found is not None and found.missed == "slo_tpot", "ten prompts of 0.1 s in 51 steps"
+    rarely = facts(num_tokens=100, output_tokens=51, mean_output_tokens=102, slo_tpot_s=0.025)
+    assert verdict([others], rarely) is None
+
+
 def test_time_that_has_passed_counts():
     workers = [decode("d0", requests=1, rows=1), prefill("p0", requests=1)]
     request = facts(slo_ttft_s=0.2)
