@@ -20,6 +20,7 @@ from router.placement.interface import (
     RequestFacts,
     WorkerSnapshot,
 )
+from router.placement.slo import MAX_RETRY_S, refusal
 from tests.router.placed import answer, decode, facts, placed, predicted, prefill
 
 SPLITTING = sorted(set(RULES) - {"cost"})
@@ -228,7 +229,7 @@ def snapshots(draw):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=15000, deadline=None)
 @given(
     st.lists(snapshots(), max_size=6),
     st.builds(
@@ -240,6 +241,8 @@ def snapshots(draw):
         cached_tokens=st.dictionaries(NAMES, st.integers(-5, 10**6)),
         session=st.text(max_size=3),
         avoid=st.frozensets(NAMES),
+        slo_ttft_s=st.sampled_from([math.inf, 0.1]),
+        slo_tpot_s=st.sampled_from([math.inf, 0.01]),
     ),
     st.sampled_from(sorted(RULES)),
     st.sampled_from(sorted(RULES)),
@@ -257,6 +260,8 @@ def test_no_snapshot_breaks_a_policy(workers, request, prefill_rule, decode_rule
         if isinstance(found, Placement):
             assert {*found.workers.values(), *filter(None, [found.prefix])} <= names
             assert "decode" in found.workers
+            late = refusal(request, cluster, found)
+            assert late is None or 0 <= late.retry_after_s <= MAX_RETRY_S
         else:
             assert not names or (not request.disaggregate and not cluster.count("decode"))
     for name in names:
