@@ -43,7 +43,9 @@ def test_a_predicted_miss_is_refused_and_clears_by_itself(make_router, pool, pol
     assert (hopeless.status_code, hopeless.headers["retry-after"]) == (503, "6"), "idle after the other's 5 s"
     assert refused(router, "slo_ttft") == 2
     assert len(router.server.state.journal) == 1
-    running += [pool.submit(ask, router, ttft="11000"), pool.submit(ask, router)]
+    running.append(pool.submit(ask, router, ttft="11000"))
+    eventually(lambda: len(worker.generated) == 2)
+    running.append(pool.submit(ask, router))
     eventually(lambda: len(worker.generated) == 3)
     worker.hold.clear()
     assert [future.result(5).status_code for future in running] == [200] * 3
