@@ -15,19 +15,14 @@ import os
 import random
 import signal
 import statistics
-import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.kills import total
-from bench.peers.process import Command, RunningSystem
-from bench.peers.systems import free_port
+from bench.kills import serving, total
 
 TOKENS = 900
 """Of an answer: nearly all that the bundled model's context has room for."""
@@ -39,15 +34,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--drains", type=int, default=10)
     options, serve_options = parser.parse_known_args()
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    argv = [sys.executable, "-m", "deploy", "serve", "--port", str(port), *WORKERS, *serve_options]
-    with tempfile.TemporaryDirectory() as folder:
-        server = RunningSystem([Command("tandem", argv, f"{url}/ready")], Path(folder), 300.0)
-        with server, httpx.Client(base_url=url, timeout=300.0) as http:
-            while "Listening on" not in (Path(folder) / "tandem.log").read_text():  # every worker is there
-                time.sleep(0.2)
-            print(json.dumps(measure(http, options.streams, options.drains)))
+    with serving([*WORKERS, *serve_options]) as http:
+        print(json.dumps(measure(http, options.streams, options.drains)))
 
 
 def measure(http: httpx.Client, streams: int, drains: int) -> dict[str, float]:

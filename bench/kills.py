@@ -18,7 +18,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -35,15 +37,22 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0)
     options, serve_options = parser.parse_known_args()
+    with serving([*WORKERS, *serve_options]) as http:
+        print(json.dumps(measure(http, options.requests, options.concurrency, options.seconds)))
+
+
+@contextmanager
+def serving(serve_options: Sequence[str]) -> Iterator[httpx.Client]:
+    """The bundled model's server with these options, once every worker is there."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    argv = [sys.executable, "-m", "deploy", "serve", "--port", str(port), *WORKERS, *serve_options]
+    argv = [sys.executable, "-m", "deploy", "serve", "--port", str(port), *serve_options]
     with tempfile.TemporaryDirectory() as folder:
         server = RunningSystem([Command("tandem", argv, f"{url}/ready")], Path(folder), 300.0)
         with server, httpx.Client(base_url=url, timeout=300.0) as http:
-            while "Listening on" not in (Path(folder) / "tandem.log").read_text():  # every worker is there
+            while "Listening on" not in (Path(folder) / "tandem.log").read_text():
                 time.sleep(0.2)
-            print(json.dumps(measure(http, options.requests, options.concurrency, options.seconds)))
+            yield http
 
 
 def measure(http: httpx.Client, requests: int, concurrency: int, seconds: float) -> dict[str, float]:

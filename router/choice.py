@@ -10,7 +10,7 @@ import msgspec
 from protocol.kv_events import CacheFormat
 from protocol.messages import TokenLogprobs, TokenOutput
 from router.detokenizer import Detokenizer
-from router.prompt_blocks import Chain, hash_blocks
+from router.prompt_blocks import HashedBlocks, hash_blocks
 from router.stop_strings import StopStringMatcher
 
 
@@ -19,9 +19,9 @@ class Prompt(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     text: str | None = None
-    chains: dict[tuple[CacheFormat, str], Chain] = msgspec.field(default_factory=dict)
+    chains: dict[tuple[CacheFormat, str], HashedBlocks] = msgspec.field(default_factory=dict)
 
-    def blocks(self, cache: CacheFormat, cache_salt: str) -> Chain:
+    def blocks(self, cache: CacheFormat, cache_salt: str) -> HashedBlocks:
         """Its full blocks in a format; hashed once."""
         chain = self.chains.get((cache, cache_salt))
         if chain is None:

@@ -6,7 +6,7 @@ from collections import deque
 
 from router.journal import LiveRequest
 from router.metrics import Metrics
-from router.placement.decision import Decision, tpot_seconds
+from router.placement.decision import PlacementDecision, tpot_seconds
 from router.placement.interface import Placement, RequestFacts
 
 MAX_DECISIONS = 1000
@@ -18,14 +18,14 @@ class DecisionLog:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        self._decisions: deque[PlacementDecision] = deque(maxlen=MAX_DECISIONS)
 
-    def latest(self, count: int) -> list[Decision]:
+    def latest(self, count: int) -> list[PlacementDecision]:
         """The newest first."""
         return list(self._decisions)[::-1][:count]
 
     def placed(self, request: LiveRequest, facts: RequestFacts, placement: Placement) -> None:
-        request.decision = Decision(request.request_id, facts, placement)
+        request.decision = PlacementDecision(request.request_id, facts, placement)
         self._decisions.append(request.decision)
 
     def answered(self, request: LiveRequest, now: float) -> None:

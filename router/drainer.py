@@ -119,11 +119,10 @@ class Drainer:
 
     def _check_others(self, worker: Worker) -> None:
         """Without a decode worker nothing runs; without a prefill worker the decode workers do all of it."""
-        purpose = worker.role.purpose
         others = [other for other in self._registry.live() if other is not worker]
-        needed = ("decode",) if purpose == "prefill" else (purpose,)
-        if not any(other.role.purpose in needed for other in others):
-            reason = f"it is the last {purpose} worker" if purpose in needed else "no decode worker is left"
+        if not any(other.role.purpose == "decode" for other in others):
+            is_last = worker.role.purpose == "decode"
+            reason = "it is the last decode worker" if is_last else "no decode worker is left"
             raise ApiError(
                 409, f"worker {worker.key.worker_id} cannot be spared: {reason}", code="last_worker"
             )

@@ -16,7 +16,7 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from router.choice import Choice
 from router.errors import ApiError
-from router.placement.decision import Decision
+from router.placement.decision import PlacementDecision
 from router.prompt_blocks import hash_blocks
 from router.registry import Worker
 from router.times import RequestTimes
@@ -47,7 +47,7 @@ class LiveRequest:
         self.num_uncached = 0
         self.num_computed_beside = 0
         """Of these, those that the worker computes which decodes it."""
-        self.decision: Decision | None = None
+        self.decision: PlacementDecision | None = None
         """The current placement."""
         self.prefilled_by: Worker | None = None
         """Whose prefix cache has the prompt, or will have it."""

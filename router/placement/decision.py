@@ -8,7 +8,7 @@ from typing import Any
 from router.placement.interface import Option, Placement, Prediction, RequestFacts
 
 
-class Decision:
+class PlacementDecision:
     """Observed seconds are those from the placement on; None until they are known."""
 
     __slots__ = ("at", "facts", "observed_tpot_s", "observed_ttft_s", "placed_at", "placement", "request_id")
