@@ -25,7 +25,6 @@ from protocol.messages import (
     FetchRefused,
     Generate,
     Leave,
-    Leaving,
     Lent,
     PeerAddress,
     PeerReply,
@@ -39,7 +38,7 @@ from protocol.messages import (
     RouterToWorker,
     TokenOutput,
 )
-from protocol.roles import ROLES, RoleSpec
+from worker.departure import Departure
 from worker.fetch import PrefixFetcher, PrefixHolder, refused
 from worker.kv_events import KvEventSender
 from worker.link import RouterLink
@@ -51,8 +50,6 @@ from worker.transfers import open_transfers
 log = logging.getLogger(__name__)
 
 HOUSEKEEPING_INTERVAL_S = 0.25
-LEAVE_GRACE_S = 2.0
-"""Beyond --drain-timeout, after which the router is taken to have forgotten the worker."""
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the worker gives up, so that its supervisor starts a fresh one."""
 
@@ -94,11 +91,7 @@ class WorkerLoop(ABC):
         if self.config.enable_prefix_caching:
             self._kv_events = KvEventSender(parts, engine.blocks, link, parts.kv_publisher)
         self._stop = threading.Event()
-        self._leave_asked = threading.Event()
-        self._leave_by: float | None = None
-        """When to end if the router has not answered `Leaving` (monotonic seconds)."""
-        self.next_role: tuple[RoleSpec, str] | None = None
-        """The role that the worker goes on in after this loop, and its incarnation then."""
+        self.departure = Departure(parts, link, self.stop)
         self._advancing = True
         """False after a step that had nothing to run: then the loop waits for a message in its poll."""
         self._failed_steps = 0
@@ -166,20 +159,10 @@ class WorkerLoop(ABC):
         self._stop.set()
         self.parts.wake.set()
 
-    def leave(self) -> None:
-        """Have the router take the requests elsewhere, then end; the second time at once. For any thread."""
-        if self._leave_asked.is_set():
-            self._stop.set()
-        self._leave_asked.set()
-        self.parts.wake.set()
-
-    @property
-    def was_told_to_leave(self) -> bool:
-        return self._leave_asked.is_set()
-
     def run(self) -> None:
         """Serve until `stop`. Raises `BrokenEngineError` when a fresh process is the only remedy."""
         try:
+            self._tell_kv_events()
             while not self._stop.is_set():
                 self._turn()
         finally:
@@ -206,8 +189,7 @@ class WorkerLoop(ABC):
             self._keep_house(now)
         if self.outbox:
             self._flush()
-        if self._kv_events is not None:
-            self._kv_events.send()
+        self._tell_kv_events()
         self.counters.add("loop_seconds_total", time.perf_counter() - started - stepped)
 
     def handle(self, events: dict[object, int]) -> None:
@@ -252,22 +234,12 @@ class WorkerLoop(ABC):
             self.inbox.reply(identity, answer)
 
     def _keep_house(self, now: float) -> None:
-        if self._leave_asked.is_set():
-            self._say_leaving(now)
+        self.departure.advance(now)
         self._fetcher.expire(now)
         self.expire(now)
         self.peers.close_idle(now, self.peers_in_use() | self._fetcher.holders())
         if self.engine.tiers is not None and not self.engine.has_work():
             self.engine.tiers.poll()
-
-    def _say_leaving(self, now: float) -> None:
-        if self._leave_by is None:
-            log.info("told to end: the router takes the requests elsewhere")
-            self._leave_by = now + self.config.drain_timeout + LEAVE_GRACE_S
-            self.link.send(Leaving(worker_id=self.parts.worker_id, incarnation=self.parts.incarnation))
-        elif now > self._leave_by:
-            log.error("the router did not let this worker go within --drain-timeout; it ends")
-            self._stop.set()
 
     def _step(self) -> float:
         """One engine step; returns the seconds that the engine took."""
@@ -296,6 +268,10 @@ class WorkerLoop(ABC):
     def _flush(self) -> None:
         self.link.send_outputs(self.outbox)
         self.outbox = []
+
+    def _tell_kv_events(self) -> None:
+        if self._kv_events is not None:
+            self._kv_events.send()
 
     def _on_failed_step(self) -> None:
         self.counters.add("step_failures_total")
@@ -344,7 +320,7 @@ class WorkerLoop(ABC):
             case Prefetch():
                 self._on_prefetch(message)
             case Leave():
-                self._on_leave(message)
+                self.departure.let_go(message)
             case Registered():
                 self.counters.add("duplicate_messages_total")
 
@@ -396,14 +372,6 @@ class WorkerLoop(ABC):
         except InvalidRequestError as error:
             log.warning("no prefetch of %s: %s", request.request_id, error)
             answer(False)
-
-    def _on_leave(self, message: Leave) -> None:
-        if message.incarnation != self.parts.incarnation:
-            self.counters.add("stale_messages_total")
-            return
-        if message.role in ROLES and message.next_incarnation is not None:
-            self.next_role = ROLES[message.role], message.next_incarnation
-        self._stop.set()
 
     def _start_or_fetch(self, message: Generate) -> None:
         """Start the request, or fetch its prefix from another worker first."""

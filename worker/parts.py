@@ -46,7 +46,12 @@ class WorkerParts:
     pool: RegisteredPool | None = None
     kv_publisher: KvPublisher | None = None
     num_kv_events: int = 0
-    """Batches of KV events sent to the router."""
+    """Batches of KV events that this incarnation has sent to the router."""
+
+    def begin_anew(self, role: RoleSpec, incarnation: str) -> None:
+        """Be another incarnation. A heartbeat in between counts too few events rather than too many."""
+        self.num_kv_events = 0
+        self.role, self.incarnation = role, incarnation
 
     def state(self) -> WorkerState:
         """The heartbeat's content, once there is an engine; called from the heartbeat's thread."""

@@ -21,6 +21,7 @@ from messaging.sockets import address_towards
 from protocol.errors import TandemError
 from protocol.messages import PeerAddress, Register
 from protocol.speculation import describe
+from worker.departure import Departure
 from worker.heartbeat import Heartbeat
 from worker.kv_publisher import open_publisher
 from worker.launch import Launch
@@ -67,10 +68,10 @@ def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None)
         engine.on_fetched = parts.wake.set
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
-        while (loop := _serve(parts, engine, link, stop, carrier)).next_role is not None:
-            parts.role, parts.incarnation = loop.next_role
+        while (left := _serve(parts, engine, link, stop, carrier)).next_role is not None:
+            parts.begin_anew(*left.next_role)
             log.warning("this worker is a %s worker from now on", parts.role.name)
-        told_to_leave = loop.was_told_to_leave
+        told_to_leave = left.was_asked
     finally:
         heartbeat.stop()
         link.close()
@@ -86,8 +87,8 @@ def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None)
 
 def _serve(
     parts: WorkerParts, engine: Engine, link: RouterLink, stop: StopHandle, carrier: Carrier | None
-) -> WorkerLoop:
-    """Serve in the present role. Returns the loop that has ended."""
+) -> Departure:
+    """Serve in the present role. Returns how that has ended."""
     assert parts.pool is not None
     make_loop: type[WorkerLoop] = pkgutil.resolve_name(parts.role.loop)
     name = f"{parts.worker_id} {parts.incarnation}"
@@ -101,9 +102,9 @@ def _serve(
             raise
         log.debug("ready")
         stop.attach(loop.stop)
-        with _on_sigterm(loop.leave):
+        with _on_sigterm(loop.departure.ask):
             loop.run()
-        return loop
+        return loop.departure
     finally:
         for wire in parts.wires:
             wire.close()

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from models.bundled import BUNDLED_MODEL
+from router.prompt_blocks import hash_blocks
 from tests.e2e.serving import HttpServing
-from tests.e2e.test_failover import REQUESTS, SLOW, ask
+from tests.e2e.test_failover import REQUESTS, SLOW, ask, prompt
 from tests.e2e.test_speculation import PROMPT, options
 
 NUM_TOKENS = 100
@@ -134,6 +135,8 @@ def test_a_worker_changes_its_role_and_serves_in_it(
         assert after["pid"] == before["pid"]
         assert after["incarnation"] != before["incarnation"]
         assert after["cached_blocks"] > 0
+        serving.wait(lambda: changed in kept_prefix(serving))
+        assert serving.metric("tandem_kv_event_gaps_total") == 0
         assert [answer.result(30) for answer in answers] == expected
         operate(serving, f"{to_role}-1", "drain")
         assert ask(serving, REQUESTS[1], max_tokens=NUM_TOKENS) == expected[1]
@@ -208,6 +211,18 @@ def test_operators_need_the_api_key(folder: Path) -> None:
         assert serving.http.post("/workers/decode-0/drain").status_code == 401
         headers = {"Authorization": "Bearer secret"}
         assert serving.http.post("/workers/decode-0/drain", headers=headers).json()["id"] == "decode-0"
+
+
+def kept_prefix(serving: HttpServing) -> set[str]:
+    """The workers in whose prefix cache the router finds one of the prompts."""
+    feed = serving.router.state.kv_feed
+    (cache,) = feed.formats
+    return set().union(
+        *(
+            feed.index.find(hash_blocks(cache.root(), prompt(request), cache.block_size).keys)
+            for request in REQUESTS
+        )
+    )
 
 
 def check_nothing_is_left(serving: HttpServing) -> None:

@@ -22,6 +22,7 @@ from protocol.messages import (
     EngineRequest,
     Generate,
     HandoverFailed,
+    KvEvents,
     PeerAddress,
     Redirect,
     Register,
@@ -150,6 +151,8 @@ class Cluster:
         self._first_from: dict[str, str] = {}
         """The prefill worker of each request that has one: its token is the first, however it travels."""
         self.failed_handovers: dict[str, list[HandoverFailed]] = defaultdict(list)
+        self.kv_events: dict[str, list[KvEvents]] = defaultdict(list)
+        """By incarnation."""
         self.steps: list[StepOutput] = []
         self.workers: list[RunningWorker] = []
 
@@ -238,6 +241,8 @@ class Cluster:
                 self.send(identity.decode(), Registered(incarnation=message.address.incarnation))
             case WorkerState():
                 self.states[message.incarnation] = message
+            case KvEvents():
+                self.kv_events[message.incarnation].append(message)
             case HandoverFailed():
                 self.failed_handovers[message.request_id].append(message)
             case StepOutput():

@@ -7,6 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from protocol.kv_events import IDENTITY_BYTES
+from protocol.messages import Leave
 from tests.worker.harness import Cluster, request, tiny_config
 
 PROMPT = [5, 6, 7, 8]
@@ -67,3 +69,22 @@ def test_a_worker_ends_when_told(cluster: Cluster, model_folder: Path) -> None:
     worker = cluster.start("prefill", "prefill-0", tiny_config(model_folder))
     worker.stop()
     assert worker.ended_with() == ""
+
+
+def test_in_another_role_a_worker_tells_anew_what_it_has_cached(cluster: Cluster, model_folder: Path) -> None:
+    """As a new incarnation: with numbers from 0 on, before its first request."""
+    worker = cluster.start("decode", "decode-0", tiny_config(model_folder))
+    for index, name in enumerate("abc"):
+        cluster.generate(worker, request(name, [index] * 40))
+        cluster.run(name)
+    before = worker.address.incarnation
+    cluster.wait(lambda: len(cluster.kv_events[before]) > 1)
+    cluster.send("decode-0", Leave(incarnation=before, role="prefill", next_incarnation="f" * 16))
+    cluster.wait(lambda: bool(cluster.kv_events["f" * 16]))
+    first = cluster.kv_events["f" * 16][0]
+    assert first.sequence == 0
+    assert [change.kind for change in first.changes] == ["cleared", "stored"]
+    told = len(first.changes[1].identities) // IDENTITY_BYTES
+    cluster.refresh(worker)
+    assert told == worker.state.cached_blocks > 3
+    assert worker.state.num_kv_events == 1
