@@ -17,6 +17,9 @@ WEIGHTLESS: tuple[Method, ...] = ("ngram", "suffix", "lookahead")
 """Methods that need no weights: a request may ask for them whatever the deployment's method is."""
 
 Verification = Literal["coupled", "standard", "block"]
+RequestClass = Literal["greedy", "sampled"]
+"""Requests whose drafts fare alike, as far as a request tells: drafts are the draft model's likeliest tokens,
+which sampled ones follow less."""
 
 MAX_DRAFT_TOKENS = 32
 MAX_TREE_NODES = 63
@@ -30,6 +33,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Seconds = Annotated[float, Meta(ge=0)]
+Rates = Annotated[list[Probability], Meta(max_length=MAX_TREE_NODES)]
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,26 +92,31 @@ class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """How a method fares on a worker, in its latest step and on average of the latest drafts.
 
     `num_requests` decode with it, and were to draft `num_tokens` in all. `acceptance` are conditional rates
-    by position: of a draft's token i, given that those before it are accepted. Drafting for a batch takes
-    `start_s`, `level_s` for each token of the longest draft and `token_s` for each token of all drafts.
+    by position: of a draft's token i, given that those before it are accepted; `by_class` are those of each
+    class of requests that has drafted. Drafting for a batch takes `start_s`, `level_s` for each token of the
+    longest draft and `token_s` for each token of all drafts. Before a request's first draft its text is read,
+    in `read_s` for each token.
     """
 
     method: Method
     num_requests: Count = 0
     num_tokens: Count = 0
-    acceptance: Annotated[list[Probability], Meta(max_length=MAX_TREE_NODES)] = []
+    acceptance: Rates = []
+    by_class: dict[RequestClass, Rates] = {}
     start_s: Seconds = 0.0
     level_s: Seconds = 0.0
     token_s: Seconds = 0.0
+    read_s: Seconds = 0.0
 
 
 class StepTimeState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one request's step takes on a worker beside its drafting: `seconds[i]` for `rows[i]` rows (rising,
-    linear in between).
+    """What a step takes on a worker beside its drafting: `seconds[i][j]` where `sequences[i]` requests decode
+    and each verifies `drafted[j]` tokens (both rising, linear in between).
     """
 
-    rows: Annotated[list[Count], Meta(max_length=64)] = []
-    seconds: Annotated[list[Seconds], Meta(max_length=64)] = []
+    sequences: Annotated[list[Count], Meta(max_length=16)] = []
+    drafted: Annotated[list[Count], Meta(max_length=16)] = []
+    seconds: Annotated[list[Annotated[list[Seconds], Meta(max_length=16)]], Meta(max_length=16)] = []
 
 
 class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -19,7 +19,13 @@ from engine.sequence import SequenceState
 from engine.speculator import MakeRoom
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
-from protocol.speculation import Method, RequestSpeculation, SpeculationState, SpeculativeConfig
+from protocol.speculation import (
+    Method,
+    RequestClass,
+    RequestSpeculation,
+    SpeculationState,
+    SpeculativeConfig,
+)
 from speculation.account import Account, Origin
 from speculation.collapse import CollapseWatch
 from speculation.control.calibration import measure_reading, measure_target
@@ -315,7 +321,8 @@ class BatchSpeculator:
             self._add_method(method, drafter)
         if method == "lookahead" and fixed is not None:
             fixed = self._options.lookahead_rows  # it takes all of them or none
-        return self._controller.estimator.new_request(method, fixed)
+        request_class: RequestClass = "greedy" if sequence.request.sampling.is_greedy else "sampled"
+        return self._controller.estimator.new_request(method, fixed, request_class)
 
 
 def _origin(sequence: SequenceState) -> Origin:

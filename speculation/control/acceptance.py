@@ -20,6 +20,12 @@ class MethodAcceptance:
         self.found = 1.0
         self._num_drafts = 0
 
+    def part(self) -> MethodAcceptance:
+        """For some of its requests: begins with these rates, as little certain as before any draft."""
+        part = MethodAcceptance(len(self._tried), self._settings)
+        part._accepted = [self._settings.first_weight * rate for rate in self.rates()]
+        return part
+
     def rates(self) -> list[float]:
         """May be called from any thread."""
         pairs = zip(self._accepted, self._tried, strict=True)
@@ -40,10 +46,13 @@ class MethodAcceptance:
 
 
 class RequestAcceptance:
-    """One request's chances. What it shows counts for its method too."""
+    """One request's chances. What it shows counts for its method too, and for its class with that method."""
 
-    def __init__(self, method: MethodAcceptance, settings: Settings) -> None:
+    def __init__(
+        self, method: MethodAcceptance, settings: Settings, of_class: MethodAcceptance | None = None
+    ) -> None:
         self._method = method
+        self._of_class = of_class
         self._settings = settings
         self._rejected = 0.0
         self._expected = 0.0
@@ -77,6 +86,8 @@ class RequestAcceptance:
         self._expected += sum([1 - rate for rate in self._method.rates()[: min(num_accepted + 1, depth)]])
         if not is_blind:
             self._method.observe(depth, num_accepted)
+            if self._of_class is not None:
+                self._of_class.observe(depth, num_accepted)
 
     def observe_found(self, num_granted: int, num_drafted: int) -> None:
         self._method.observe_found(num_granted, num_drafted)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from protocol.speculation import Method, MethodState, StepTimeState
+from protocol.speculation import Method, MethodState, RequestClass, StepTimeState
 from speculation.control.acceptance import MethodAcceptance, RequestAcceptance
 from speculation.control.planner import DraftCost, Shape, SpeculatingRequest, StepCost
 from speculation.control.settings import Settings
@@ -16,7 +16,8 @@ from speculation.control.step_time import UNMEASURED, DraftTime, MeasuredCurve, 
 @dataclass(slots=True, eq=False)
 class MethodEstimate:
     """`reads_text`: a request's text must be read before it drafts; `reads_prompts`: and that of its prompt
-    while it is prefilled or never. The latest plan grants `num_tokens` to `num_requests`.
+    while it is prefilled or never. The latest plan grants `num_tokens` to `num_requests`. The classes that
+    have drafted have rates of their own, for the router.
     """
 
     shape: Shape
@@ -26,6 +27,7 @@ class MethodEstimate:
     reads_prompts: bool = False
     num_requests: int = 0
     num_tokens: int = 0
+    by_class: dict[RequestClass, MethodAcceptance] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +47,7 @@ class Window:
 class Estimator:
     def __init__(self, max_sequences: int, max_tokens: int, settings: Settings) -> None:
         self._settings = settings
+        self._max_sequences, self._max_tokens = max_sequences, max_tokens
         self.max_rows = min(max_sequences * (1 + max_tokens), settings.most_rows)
         self.target = TargetTime(UNMEASURED, self.max_rows, settings)
         self.methods: dict[Method, MethodEstimate] = {}
@@ -61,9 +64,19 @@ class Estimator:
         acceptance = MethodAcceptance(max_depth, self._settings)
         self.methods[method] = MethodEstimate(shape, acceptance, time_, reads_text, reads_prompts)
 
-    def new_request(self, method: Method | None, fixed_tokens: int | None) -> SpeculatingRequest:
-        known = self.methods[method].acceptance if method is not None else MethodAcceptance(0, self._settings)
-        return SpeculatingRequest(method, fixed_tokens, RequestAcceptance(known, self._settings))
+    def new_request(
+        self, method: Method | None, fixed_tokens: int | None, request_class: RequestClass | None = None
+    ) -> SpeculatingRequest:
+        if method is None:
+            none = MethodAcceptance(0, self._settings)
+            return SpeculatingRequest(None, fixed_tokens, RequestAcceptance(none, self._settings))
+        known, of_class = self.methods[method], None
+        if request_class is not None:
+            of_class = known.by_class.get(request_class)
+            if of_class is None:
+                of_class = known.by_class[request_class] = known.acceptance.part()
+        acceptance = RequestAcceptance(known.acceptance, self._settings, of_class)
+        return SpeculatingRequest(method, fixed_tokens, acceptance)
 
     # --- learning -----------------------------------------------------------------------------------
 
@@ -157,7 +170,9 @@ class Estimator:
 
     def report(self) -> tuple[list[MethodState], StepTimeState]:
         """May be called from any thread."""
-        rows, seconds = self.target.knots()
+        sequences = _powers_of_two(self._max_sequences)
+        drafted = [0, *_powers_of_two(self._max_tokens)]
+        seconds = self.target.table(sequences, drafted)
         states = []
         for method, known in self.methods.copy().items():
             cost = self.draft_cost(method, max(known.num_requests, 1))
@@ -166,9 +181,15 @@ class Estimator:
                 num_requests=known.num_requests,
                 num_tokens=known.num_tokens,
                 acceptance=known.acceptance.rates(),
+                by_class={name: rates.rates() for name, rates in known.by_class.copy().items()},
                 start_s=cost.start,
                 level_s=cost.per_level,
                 token_s=cost.per_token,
+                read_s=self.read_seconds(method, 1) if known.reads_text else 0.0,
             )
             states.append(state)
-        return states, StepTimeState(rows=rows, seconds=seconds)
+        return states, StepTimeState(sequences=sequences, drafted=drafted, seconds=seconds)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]

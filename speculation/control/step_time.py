@@ -39,6 +39,7 @@ class TargetTime:
         self.per_prompt_token = curve.per_prompt_token
         self._settings = settings
         self._curve = _interpolate(curve, max_rows)
+        self._slope = self._curve[-1] - self._curve[-2]
         self._logs: dict[int, np.ndarray] = {}
         """Ratios as logarithms by width, for each number of bits of a batch's size. Between the powers of two
         they are interpolated."""
@@ -74,17 +75,22 @@ class TargetTime:
         self._logs[size] += stride * np.maximum(own, others)
         self._seen[size] = seen + weight * near
 
-    def knots(self) -> tuple[list[int], list[float]]:
-        """Powers of two of rows, and the seconds of one request's step. May be called from any thread."""
-        rows = [1 << power for power in range((len(self._curve) - 1).bit_length())]
-        return rows, [self.seconds(1, each) for each in rows]
+    def table(self, sequences: Sequence[int], drafted: Sequence[int]) -> list[list[float]]:
+        """Seconds of steps of so many sequences that verify so many tokens each. For any thread."""
+        widths = np.log2(1 + np.array(drafted))
+        rows = np.outer(sequences, 1 + np.array(drafted))
+        curve = np.interp(rows, np.arange(len(self._curve)), self._curve)
+        curve += self._slope * (rows - len(self._curve) + 1).clip(0)
+        logs = [np.interp(widths, _WIDTHS, self._nearest(count)) for count in sequences]
+        return np.maximum.accumulate(curve * np.exp(logs), axis=1).tolist()  # type: ignore[no-any-return]
 
     def _nearest(self, num_sequences: int) -> np.ndarray:
         """The ratios of the nearest batch size that was seen."""
-        if not self._logs:
+        sizes = list(self._logs)
+        if not sizes:
             return np.zeros(len(_WIDTHS))
         size = num_sequences.bit_length()
-        return self._logs[min(self._logs, key=lambda other: abs(other - size))]
+        return self._logs[min(sizes, key=lambda other: abs(other - size))]
 
 
 class DraftTime:

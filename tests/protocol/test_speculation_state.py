@@ -19,13 +19,16 @@ METHOD = MethodState(
     start_s=1e-4,
     level_s=1e-3,
     token_s=1e-5,
+    by_class={"greedy": [0.95, 0.8], "sampled": [0.6]},
+    read_s=1e-6,
 )
 STATE = SpeculationState(
     max_tokens=8,
     methods=[METHOD],
     step_time=StepTimeState(
-        rows=[1, 2, 4],
-        seconds=[2e-3, 2e-3, 3e-3],
+        sequences=[1, 2],
+        drafted=[0, 1, 2],
+        seconds=[[2e-3, 2e-3, 3e-3], [2e-3, 3e-3, 5e-3]],
     ),
 )
 
@@ -51,8 +54,12 @@ def test_it_travels_in_the_workers_state(speculation: SpeculationState | None) -
         (("methods", 0, "acceptance"), [1.5]),
         (("methods", 0, "acceptance"), [0.5] * 64),
         (("methods", 0, "level_s"), -1e-3),
-        (("step_time", "rows"), [1] * 65),
-        (("step_time", "seconds"), [-1.0]),
+        (("methods", 0, "by_class"), {"random": [0.5]}),
+        (("methods", 0, "by_class", "greedy"), [0.5] * 64),
+        (("step_time", "sequences"), [1] * 17),
+        (("step_time", "drafted"), [1] * 17),
+        (("step_time", "seconds"), [[1.0]] * 17),
+        (("step_time", "seconds", 0), [-1.0]),
     ],
 )
 def test_values_out_of_bounds_are_refused(path: tuple[Any, ...], value: object) -> None:

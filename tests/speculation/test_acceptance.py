@@ -30,6 +30,17 @@ def test_before_anything_is_known_the_guess_stands() -> None:
     assert survival == pytest.approx([SETTINGS.first_rate ** (place + 1) for place in range(DEPTH)])
 
 
+def test_a_class_has_rates_of_its_own_beside_the_methods() -> None:
+    method = method_of([(4, 4)] * 400)
+    sampled = method.part()
+    assert sampled.rates() == pytest.approx(method.rates()), "it begins with what is known"
+    request = RequestAcceptance(method, SETTINGS, sampled)
+    for _ in range(40):
+        request.observe(4, 0, 0)
+    request.observe(4, 4, 0, is_blind=True)
+    assert sampled.rates()[0] < 0.4 < 0.8 < method.rates()[0]
+
+
 def test_survival_is_the_product_of_the_conditional_rates() -> None:
     """Position 0 is accepted three times in four; where it is, position 1 always is, and position 2 never."""
     survival = request_of(method_of([(4, 2), (4, 2), (4, 2), (4, 0)] * 50)).survival()

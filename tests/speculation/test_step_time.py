@@ -32,6 +32,17 @@ def test_the_times_of_a_plan_are_the_models() -> None:
     assert len(target.with_drafts(4, 1000)) == 256 - 4 + 1
 
 
+def test_the_table_for_the_router_is_the_model() -> None:
+    target = made()
+    for size in (1, 4, 8):
+        for _ in range(9):
+            target.observe(size, 3 * size, (1 + size) * 1e-3)
+    sequences, drafted = [1, 2, 4, 8, 64], [0, 1, 2, 4, 8]
+    for count, seconds in zip(sequences, target.table(sequences, drafted), strict=True):
+        expected = [target.seconds(count, count * (1 + each)) for each in drafted]
+        assert seconds == pytest.approx([max(expected[: end + 1]) for end in range(5)])
+
+
 def test_a_noisy_measurement_leaves_no_dent() -> None:
     target = TargetTime(MeasuredCurve((1, 2, 4, 8), (9e-3, 2e-3, 3e-3, 4e-3)), 64, Settings())
     times = target.with_drafts(1, 60)
