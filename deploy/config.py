@@ -19,7 +19,7 @@ from models.bundled import BUNDLED_FOLDER, DRAFTS, bundled_path, is_bundled_mode
 from protocol.config import DEFAULT_MODEL, KV_TRANSPORTS, ServeConfig, flag_name, transport_names
 from protocol.errors import ConfigError
 from protocol.kv_events import parse_kv_events_config, port_of
-from protocol.speculation import MODEL_METHODS, SpeculativeConfig, parse_speculative_config
+from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
 
 logger = logging.getLogger("tandem.config")
 
@@ -101,6 +101,7 @@ def _check_together(config: ServeConfig) -> None:
     _check_tls(config)
     _check_tiers(config)
     _check_kv_events(config)
+    _check_draft_workers(config)
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
@@ -157,6 +158,28 @@ def _check_kv_events(config: ServeConfig) -> None:
                 f"--kv-events-config: replay_endpoint: {taken} from each of {ports['endpoint']} and "
                 f"{ports['replay_endpoint']} on"
             )
+
+
+def _check_draft_workers(config: ServeConfig) -> None:
+    speculative = config.speculative_config
+    if config.draft_replicas == 0:
+        if speculative is not None and not speculative.decode_workers_draft:
+            raise ConfigError(
+                "--speculative-config: decode_workers_draft: false needs --draft-replicas above 0, "
+                "or nobody drafts"
+            )
+        return
+    given = f"the method {speculative.method}" if speculative is not None else "none"
+    if speculative is None or speculative.method not in REMOTE_METHODS:
+        raise ConfigError(
+            f"--draft-replicas: needs --speculative-config with a method that draft workers can draft with "
+            f"({', '.join(REMOTE_METHODS)}); got {given}"
+        )
+    if speculative.verification != "coupled":
+        raise ConfigError(
+            f"--draft-replicas: needs --speculative-config with the verification coupled, since drafts "
+            f"come without probabilities; got {speculative.verification}"
+        )
 
 
 def speculative_config(value: object, flag: str, target: str) -> SpeculativeConfig:

@@ -256,7 +256,7 @@ class Supervisor:
 
     def _set_expected(self) -> None:
         """Tell the router whom requests may wait for."""
-        kept = [slot for slot in self._slots if not slot.leaves]
+        kept = [slot for slot in self._slots if not slot.leaves and not slot.role.holds_draft]
         hopeful = (slot for slot in kept if slot.failures < MAX_FAILED_STARTS or slot.ready_since)
         self._router.expect([slot.worker_id for slot in hopeful])
 

@@ -62,6 +62,26 @@ def load_model(config: ServeConfig) -> LoadedModel:
     )
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """What can be known of a model without its weights."""
+
+    dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+
+
+def model_facts(config: ServeConfig) -> ModelFacts:
+    """Of the model that `load_model` would load. Raises `ConfigError`."""
+    hf_config = _load_hf_config(config)
+    text_config = hf_config.get_text_config(decoder=True)
+    return ModelFacts(
+        choose_dtype(config.dtype, hf_config, choose_device(config.device)),
+        text_config.vocab_size,
+        choose_max_model_len(config.max_model_len, text_config),
+    )
+
+
 def choose_device(requested: str) -> torch.device:
     if requested == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: cuda was asked for, but this host has no usable CUDA device")

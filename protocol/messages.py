@@ -15,7 +15,14 @@ from protocol.costs import StepCosts
 from protocol.handoff import MAX_HANDOFF_S, Extents, HandoffManifest, SegmentInfo
 from protocol.kv_events import CacheFormat, KvChange
 from protocol.sampling import SamplingParams
-from protocol.speculation import Count, RequestSpeculation, Seconds, SpeculationState
+from protocol.speculation import (
+    MAX_TREE_NODES,
+    Count,
+    Method,
+    RequestSpeculation,
+    Seconds,
+    SpeculationState,
+)
 
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 ShortText = Annotated[str, Meta(max_length=4096)]
@@ -45,8 +52,22 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     offers: Annotated[list[TransferOffer], Meta(max_length=16)] = []
 
 
+class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a request's drafts are made, and the most tokens of one. Without a method nobody drafts.
+
+    Without `at` the worker that decodes the request drafts too, else that draft worker does.
+    """
+
+    method: Method | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_NODES)] = MAX_TREE_NODES
+    at: PeerAddress | None = None
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate. `output_token_ids` were emitted before, by a worker that is gone."""
+    """One sequence to generate. `output_token_ids` were emitted before, by a worker that is gone.
+
+    Without a `draft_plan` the worker that decodes it drafts as the deployment and the request say.
+    """
 
     request_id: Id
     prompt_token_ids: TokenIds
@@ -56,6 +77,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Seconds = 600.0
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     speculation: RequestSpeculation | None = None
+    draft_plan: DraftPlan | None = None
 
 
 # --- router -> worker -------------------------------------------------------------------------------
@@ -113,6 +135,14 @@ class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
     incarnation: Id
     request_id: Id
     decode: PeerAddress | None = None
+
+
+class Replan(msgspec.Struct, frozen=True, kw_only=True, tag="replan"):
+    """From now on the request's drafts are made as `plan` says; None: as the worker decides."""
+
+    incarnation: Id
+    request_id: Id
+    plan: DraftPlan | None = None
 
 
 class ReplayKvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="replay_kv_events"):
@@ -415,7 +445,7 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
     incarnation: Id
 
 
-RouterToWorker = Registered | Generate | Peers | Abort | Redirect | ReplayKvEvents | Prefetch | Leave
+RouterToWorker = Registered | Generate | Peers | Abort | Redirect | Replan | ReplayKvEvents | Prefetch | Leave
 WorkerToRouter = Register | WorkerState | StepOutput | KvEvents | HandoverFailed | Prefetched | Leaving
 PeerRequest = Reserve | Handoff | Release | Fetch
 PeerReply = Reserved | ReserveRefused | HandoffAck | Lent | FetchRefused | Stale

@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Task = Literal["prefill", "decode"]
-"""What a worker does for a request: compute the prompt and hand it over, or generate the tokens."""
+Task = Literal["prefill", "decode", "draft"]
+"""What a worker does for a request: compute the prompt and hand it over, generate the tokens, or draft them
+for who does.
+"""
 
 _Replicas = Annotated[int, Meta(ge=1)]
 
@@ -18,6 +20,9 @@ class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill_replicas: Annotated[_Replicas, Meta(description="Prefill workers.")] = 1
     decode_replicas: Annotated[_Replicas, Meta(description="Decode workers.")] = 1
+    draft_replicas: Annotated[
+        int, Meta(ge=0, description="Draft workers, which draft for the requests of all decode workers.")
+    ] = 0
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +40,8 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[Task, ...]
     pushes_to: tuple[str, ...] = ()
     needs_disaggregation: bool = False
+    holds_draft: bool = False
+    """Its engine's model is the draft of --speculative-config."""
 
     @property
     def purpose(self) -> Task:
@@ -55,6 +62,13 @@ _SPECS = (
         loop="decode_worker.loop:DecodeLoop",
         replicas="decode_replicas",
         tasks=("decode",),
+    ),
+    RoleSpec(
+        name="draft",
+        loop="draft_worker.loop:DraftLoop",
+        replicas="draft_replicas",
+        tasks=("draft",),
+        holds_draft=True,
     ),
 )
 

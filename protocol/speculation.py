@@ -25,6 +25,13 @@ MAX_DRAFT_TOKENS = 32
 MAX_TREE_NODES = 63
 """With the sequence's last token as root, one bit each of a 64-bit mask."""
 
+REMOTE: Literal["remote"] = "remote"
+Source = Literal["draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "remote"]
+"""Where drafts come from: a method of the decode worker's own, or a draft worker. Statistics are by source."""
+
+REMOTE_METHODS: tuple[Method, ...] = ("draft_model",)
+"""Methods that a draft worker can draft with."""
+
 _ALIASES = {"eagle3": "eagle"}
 MODEL_METHODS = ("draft_model", "medusa", "eagle")
 
@@ -46,6 +53,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     Suffix decoding keeps the outputs of `suffix_decoding_max_cached_requests` requests, of all tenants
     together, and at most 1,048,576 tokens of them in up to 40 MiB; 0 keeps none.
     `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
+    Without `decode_workers_draft` draft workers alone have the draft: one that doesn't fit beside the model.
     """
 
     method: Method
@@ -56,6 +64,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tree: bool = False
     tree_nodes: Annotated[int, Meta(ge=1, le=MAX_TREE_NODES)] = 24
     prefill: Literal["auto", "carry", "rebuild"] = "auto"
+    decode_workers_draft: bool = True
 
     prompt_lookup_min: Positive = 2
     prompt_lookup_max: Positive = 5
@@ -89,7 +98,7 @@ class RequestSpeculation(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a method fares on a worker, in its latest step and on average of the latest drafts.
+    """How a source of drafts fares on a worker, in its latest step and on average of the latest drafts.
 
     `num_requests` decode with it, and were to draft `num_tokens` in all. `acceptance` are conditional rates
     by position: of a draft's token i, given that those before it are accepted; `by_class` are those of each
@@ -98,7 +107,7 @@ class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     in `read_s` for each token.
     """
 
-    method: Method
+    method: Source
     num_requests: Count = 0
     num_tokens: Count = 0
     acceptance: Rates = []
@@ -127,7 +136,7 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_NODES)] = 0
-    methods: Annotated[list[MethodState], Meta(max_length=len(METHODS))] = []
+    methods: Annotated[list[MethodState], Meta(max_length=len(METHODS) + 1)] = []
     step_time: StepTimeState = StepTimeState()
 
 

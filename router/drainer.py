@@ -98,6 +98,10 @@ class Drainer:
             raise ApiError(409, f"worker {worker_id} is a {role.name} worker already")
         if worker in self._drains:
             raise ApiError(409, f"worker {worker_id} is leaving already")
+        if worker.role.holds_draft or role.holds_draft:
+            raise ApiError(
+                409, f"worker {worker_id} cannot be a {role.name} worker: that needs another model"
+            )
         self._check_others(worker)
         return self._begin(worker, role).done
 

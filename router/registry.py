@@ -67,6 +67,7 @@ class Worker:
 
     @property
     def takes_requests(self) -> bool:
+        """Or, of a draft worker, requests' drafts."""
         return self.live and self.is_reachable and not self.draining
 
     def take(self, state: WorkerState) -> None:
@@ -106,7 +107,7 @@ class Registry:
         self._timeout = worker_timeout
         self._block_size = block_size
         self.cluster = Cluster()
-        """The workers that requests can be sent to, as placement policies see them."""
+        """The workers that requests or their drafts can be sent to, as placement policies see them."""
         self.on_registered: Callable[[Worker], None] = lambda worker: None
         self.on_lost: Callable[[Worker, str], None] = lambda worker, reason: None
         self._workers: dict[str, Worker] = {}
@@ -124,7 +125,7 @@ class Registry:
 
     def live(self) -> list[Worker]:
         """The workers that requests can be sent to."""
-        return [worker for worker in self._workers.values() if worker.takes_requests]
+        return [w for w in self._workers.values() if w.takes_requests and not w.role.holds_draft]
 
     def awaited(self) -> list[str]:
         """The ids of the workers that are not ready now but will be."""
@@ -153,11 +154,8 @@ class Registry:
         if role is None:
             logger.error("worker %s has the unknown role %r: refused", key.worker_id, register.role)
             return None
-        facts = ModelFacts(register.max_model_len, register.vocab_size, tuple(register.eos_token_ids))
-        if self.model is not None and facts != self.model:
-            logger.error("worker %s serves %s, the cluster %s: refused", key.worker_id, facts, self.model)
+        if not role.holds_draft and not self._serves_the_model(register):
             return None
-        self.model = facts
         known = self._workers.get(key.worker_id)
         if known is not None and known.key == key:
             self.heard(known)
@@ -172,6 +170,15 @@ class Registry:
         if known is not None:
             self._retire(known, "it was started anew")
         return worker
+
+    def _serves_the_model(self, register: Register) -> bool:
+        facts = ModelFacts(register.max_model_len, register.vocab_size, tuple(register.eos_token_ids))
+        if self.model is not None and facts != self.model:
+            worker_id = register.address.worker_id
+            logger.error("worker %s serves %s, the cluster %s: refused", worker_id, facts, self.model)
+            return False
+        self.model = facts
+        return True
 
     def update(self, state: WorkerState) -> bool:
         """Take a heartbeat; False when it is not from a current incarnation."""

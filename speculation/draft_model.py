@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import torch
 from torch import Tensor
 
 from engine.attention.select import select_backend
@@ -16,7 +17,7 @@ from engine.decoder.forward import DecoderForward
 from engine.draft import Draft
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
-from engine.loader import LoadedModel, load_model
+from engine.loader import LoadedModel, ModelFacts, load_model
 from engine.pool_layout import DRAFT
 from engine.rows import SequenceRows
 from engine.sampler import Sampler
@@ -35,40 +36,41 @@ _READ_AT_ONCE = 2048
 """Tokens that are read at most in one step, lest the others wait long for their next token."""
 
 
-def draft_config(config: ServeConfig, model: str, target: LoadedModel) -> ServeConfig:
+def draft_config(config: ServeConfig, model: str, target_dtype: torch.dtype) -> ServeConfig:
     """The configuration that a target's draft model is loaded with."""
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = str(target_dtype).removeprefix("torch.")
     return msgspec.structs.replace(config, model=model, dtype=dtype, revision=None, max_model_len=None)
+
+
+def check_draft(draft: LoadedModel | ModelFacts, target: LoadedModel | ModelFacts) -> None:
+    """Raises `ConfigError` for a draft that cannot follow the target everywhere."""
+    if draft.vocab_size < target.vocab_size:
+        raise ConfigError(
+            f"--speculative-config: model: the draft's vocabulary has {draft.vocab_size} tokens, "
+            f"the model's {target.vocab_size}; they must share a tokenizer"
+        )
+    if draft.max_model_len < target.max_model_len:
+        raise ConfigError(
+            f"--speculative-config: model: the draft takes {draft.max_model_len} tokens; "
+            f"--max-model-len is {target.max_model_len}"
+        )
 
 
 class DraftModel(Drafter):
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         assert options.model is not None
         self._options = options
-        self._config = draft_config(config, options.model, target)
+        self._config = draft_config(config, options.model, target.dtype)
         try:
             self._loaded = load_model(self._config)
         except (ConfigError, UnsupportedModelError) as error:
             reason = str(error).removeprefix("--model: ")
             raise ConfigError(f"--speculative-config: model: {reason}") from error
-        self._check(target)
+        check_draft(self._loaded, target)
+        self._vocab_size = target.vocab_size
         self.segment = self._loaded.kv_group.segments[0]
         self._computed: dict[str, int] = {}
         """By request: leading places that have the draft model's KV."""
-
-    def _check(self, target: LoadedModel) -> None:
-        ours, theirs = self._loaded, target
-        if ours.vocab_size < theirs.vocab_size:
-            raise ConfigError(
-                f"--speculative-config: model: the draft's vocabulary has {ours.vocab_size} tokens, "
-                f"the model's {theirs.vocab_size}; they must share a tokenizer"
-            )
-        if ours.max_model_len < theirs.max_model_len:
-            raise ConfigError(
-                f"--speculative-config: model: the draft takes {ours.max_model_len} tokens; "
-                f"--max-model-len is {theirs.max_model_len}"
-            )
-        self._vocab_size = theirs.vocab_size
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
         device = self._loaded.device

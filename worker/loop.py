@@ -19,6 +19,7 @@ from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.messages import (
     Abort,
+    DraftPlan,
     EngineRequest,
     ErrorKind,
     Fetch,
@@ -34,6 +35,7 @@ from protocol.messages import (
     Prefetched,
     Redirect,
     Registered,
+    Replan,
     ReplayKvEvents,
     RouterToWorker,
     TokenOutput,
@@ -88,7 +90,7 @@ class WorkerLoop(ABC):
         self._holder = PrefixHolder(engine, self.sender, self.counters)
         self.outbox: list[TokenOutput] = []
         self._kv_events: KvEventSender | None = None
-        if self.config.enable_prefix_caching:
+        if parts.tells_of_cache:
             self._kv_events = KvEventSender(parts, engine.blocks, link, parts.kv_publisher)
         self._stop = threading.Event()
         self.departure = Departure(parts, link, self.stop)
@@ -109,6 +111,10 @@ class WorkerLoop(ABC):
 
     def redirect(self, request_id: str, decode: PeerAddress | None) -> None:
         """Hand a request over to another decode worker, or to nobody. For prefill workers only."""
+        self.counters.add("dropped_messages_total")
+
+    def replan(self, request_id: str, plan: DraftPlan | None) -> None:
+        """Have the request's drafts made elsewhere. For decode workers only."""
         self.counters.add("dropped_messages_total")
 
     @abstractmethod
@@ -315,6 +321,8 @@ class WorkerLoop(ABC):
                 self._warm_up(message.peers)
             case Redirect():
                 self._on_redirect(message)
+            case Replan():
+                self._on_replan(message)
             case ReplayKvEvents():
                 self._on_replay(message)
             case Prefetch():
@@ -340,6 +348,12 @@ class WorkerLoop(ABC):
             self.counters.add("stale_messages_total")
         else:
             self.redirect(message.request_id, message.decode)
+
+    def _on_replan(self, message: Replan) -> None:
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+        else:
+            self.replan(message.request_id, message.plan)
 
     def _on_replay(self, message: ReplayKvEvents) -> None:
         if message.incarnation != self.parts.incarnation:

@@ -53,6 +53,11 @@ class WorkerParts:
         self.num_kv_events = 0
         self.role, self.incarnation = role, incarnation
 
+    @property
+    def tells_of_cache(self) -> bool:
+        """Whether others are told what its prefix cache holds: not if it is the draft's."""
+        return self.config.enable_prefix_caching and not self.role.holds_draft
+
     def state(self) -> WorkerState:
         """The heartbeat's content, once there is an engine; called from the heartbeat's thread."""
         assert self.engine is not None

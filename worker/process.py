@@ -62,9 +62,10 @@ def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None)
     link = RouterLink(parts, launch.router_endpoint)
     told_to_leave = False
     try:
-        engine, parts.pool = build_engine(config)
+        engine, parts.pool = build_engine(config, holds_draft=launch.role.holds_draft)
         parts.engine = engine
-        parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
+        if not parts.role.holds_draft:
+            parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
         engine.on_fetched = parts.wake.set
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
@@ -92,7 +93,8 @@ def _serve(
     assert parts.pool is not None
     make_loop: type[WorkerLoop] = pkgutil.resolve_name(parts.role.loop)
     name = f"{parts.worker_id} {parts.incarnation}"
-    parts.wires = open_wires(parts.config, parts.pool, name, parts.pairs, carrier)
+    if not parts.role.holds_draft:  # whose KV goes nowhere
+        parts.wires = open_wires(parts.config, parts.pool, name, parts.pairs, carrier)
     try:
         loop = make_loop(parts, engine, link)
         try:
@@ -141,7 +143,7 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),
         state=parts.state(),
-        cache=engine.cache_format if parts.config.enable_prefix_caching else None,
+        cache=engine.cache_format if parts.tells_of_cache else None,
         start_up={
             **engine.start_up,
             "speculation": describe(parts.config.speculative_config),

@@ -10,6 +10,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from engine.engine import Engine
+from engine.kv_pool import Allocate
+from engine.loader import model_facts
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
@@ -19,6 +21,7 @@ from kvtransfer.transports.transport import Transport
 from messaging.tls import tls_files
 from native.build import build_all
 from protocol.config import ServeConfig, transport_names
+from speculation.draft_model import check_draft, draft_config
 from speculation.speculator import speculate
 
 _ROOT = Path(__file__).parents[1]
@@ -48,8 +51,8 @@ def build_kernels() -> None:
     build_all(_ROOT / package for package in ("engine", "kvtransfer", "speculation"))
 
 
-def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool]:
-    """Load the model and make its pool in memory that transfers can reach.
+def build_engine(config: ServeConfig, *, holds_draft: bool = False) -> tuple[Engine, RegisteredPool]:
+    """Load the model, or its draft, and make its pool in memory that transfers can reach.
 
     With `shm` the receiver maps the sender's pool, and any worker may have to send. A pool in a GPU's memory
     is reached through the host's. Raises what the engine raises for a model that it cannot serve.
@@ -63,7 +66,10 @@ def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool]:
         return memory[0].buffer
 
     build_kernels()
-    engine = Engine(config, allocate=allocate_pool, speculate=speculate)
+    if holds_draft:
+        engine = _draft_engine(config, allocate_pool)
+    else:
+        engine = Engine(config, allocate=allocate_pool, speculate=speculate)
     blocks = engine.pool.arenas[0]
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),
@@ -74,6 +80,15 @@ def build_engine(config: ServeConfig) -> tuple[Engine, RegisteredPool]:
         device=blocks if not memory else None,
     )
     return engine, pool
+
+
+def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:
+    """Of the draft model, for targets of this configuration."""
+    assert config.speculative_config is not None and config.speculative_config.model is not None
+    target = model_facts(config)
+    draft = draft_config(config, config.speculative_config.model, target.dtype)
+    check_draft(model_facts(draft), target)
+    return Engine(draft, allocate=allocate)
 
 
 def open_wires(

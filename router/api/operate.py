@@ -28,7 +28,7 @@ class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
 class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
     """Have a worker's requests go on elsewhere; then it serves in another role, with its weights and pool."""
 
-    role: Annotated[str, Meta(description="`prefill` or `decode`.")]
+    role: Annotated[str, Meta(description="`prefill` or `decode`, not `draft`, which is another model.")]
 
 
 def worker_operations(state: RouterState) -> list[Operation]:

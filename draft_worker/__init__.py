@@ -1,0 +1,1 @@
+"""The draft loop: draft for the requests that several decode workers run."""
