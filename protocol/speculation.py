@@ -27,7 +27,7 @@ MAX_TREE_NODES = 63
 
 REMOTE: Literal["remote"] = "remote"
 Source = Literal["draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "remote"]
-"""Where drafts come from: a method of the decode worker's own, or a draft worker. Statistics are by source."""
+"""Where drafts come from: a method of the decode worker's own, or a draft worker; statistics are by it."""
 
 REMOTE_METHODS: tuple[Method, ...] = ("draft_model",)
 """Methods that a draft worker can draft with."""

@@ -16,6 +16,7 @@ from engine.engine import Engine
 from kvtransfer.interface import Closed, Completed, Failed, ReceiveEvent, SendEvent, TransferError
 from protocol.handoff import Extent
 from protocol.messages import EngineRequest, Generate, PeerAddress, PeerReply, PeerRequest, TransferOffer
+from protocol.roles import ROLES
 from speculation.speculator import speculate
 from tests.worker.harness import request, tiny_config
 from worker.loop import WorkerLoop
@@ -202,13 +203,13 @@ class FakeRouter:
 class LightLoop:
     """`loop` with fakes around it."""
 
-    def __init__(self, make: Callable[..., Loop], engine: Engine, role: Any) -> None:
+    def __init__(self, make: Callable[..., Loop], engine: Engine, role: str) -> None:
         self.engine = engine
         forget_cached_blocks(engine)
         self.receiver, self.sender, self.peers = FakeReceiver(), FakeSender(), FakePeers()
         parts = WorkerParts(
             config=engine.config,
-            role=role,
+            role=ROLES[role],
             worker_id=f"{role}-0",
             incarnation=OURS,
             host="127.0.0.1",
