@@ -12,6 +12,7 @@ from worker.stop import StopHandle
 
 if TYPE_CHECKING:
     from kvtransfer.transports.object_store import Carrier
+    from worker.cores import CorePlace
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +24,14 @@ def forks_workers(config: ServeConfig) -> bool:
     return "object_store" not in transport_names(config)
 
 
-def run_launch(launch: Launch, stop: StopHandle, carrier: Carrier | None = None) -> str:
+def run_launch(
+    launch: Launch, stop: StopHandle, carrier: Carrier | None = None, place: CorePlace | None = None
+) -> str:
     """Be the worker. Returns "" when it ended as asked, else why it could not go on."""
     try:
         from worker.process import run_worker
 
-        run_worker(launch, stop, carrier)
+        run_worker(launch, stop, carrier, place)
     except TandemError as error:
         return str(error)
     except Exception as error:

@@ -115,6 +115,7 @@ class Supervisor:
         self._cluster = cluster
         self._config, self._gpus = plan_workers(config, cluster.num_gpus(), available_cores())
         self._forks = forks_workers(self._config)
+        self._shares_cores = config.worker_threads is None and self._config.device == "cpu"
         self._stop = stop
         self._on_ready = on_ready
         self._announced = False
@@ -176,6 +177,7 @@ class Supervisor:
             router_endpoint=self._router.worker_endpoint,
             config=self._config,
             keys=self._keys,
+            shares_cores=self._shares_cores,
         )
         slot.ended = slot.actor.run.remote(msgspec.msgpack.encode(launch))
         slot.started = time.monotonic()

@@ -132,6 +132,11 @@ class Engine:
             "compile_s": f"{warm_up_s:.1f}",
         }
 
+    @property
+    def runs_on_any_threads(self) -> bool:
+        """Whether torch's number of threads may change between two steps without changing a token."""
+        return self._runner.any_threads
+
     # --- requests in --------------------------------------------------------------------------------
 
     def add(

@@ -38,6 +38,8 @@ ONEDNN_MIN_ROWS = 4
 class RowsForward(ABC):
     """A `Runner` by a function of packed rows in torch, compiled where that pays."""
 
+    any_threads = False
+
     def __init__(
         self,
         backend: AttentionBackend,

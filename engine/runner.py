@@ -18,10 +18,13 @@ class ForwardOutput(NamedTuple):
 
 
 class Runner(Protocol):
-    """`choice` says what it is, `products` how its linear layers multiply."""
+    """`choice` says what it is, `products` how its linear layers multiply. With `any_threads` it may run on
+    another number of threads at each call: its results have the same bits.
+    """
 
     choice: str
     products: str
+    any_threads: bool
 
     def warm_up(self) -> float:
         """Compile the forward if it is to be; returns the seconds it took."""

@@ -95,7 +95,8 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     ray_address: Annotated[str | None, _doc("Ray cluster to join; default: start a local one.")] = None
     worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
     worker_threads: Annotated[
-        PositiveInt | None, _doc("CPU threads per worker; default: chosen from the host's cores.")
+        PositiveInt | None,
+        _doc("CPU threads per worker; default: its share of the host's cores, and of idle workers'."),
     ] = None
 
     block_size: Annotated[int, Meta(ge=1, le=1024), _doc("Tokens in a KV block.")] = 16

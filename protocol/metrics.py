@@ -138,6 +138,7 @@ WORKER_COUNTERS = (
     _counter("step_failures_total", "Steps that failed."),
     _counter("loop_seconds_total", "Time in the worker's loop beside steps."),
     _counter("engine_seconds_total", "Time in steps."),
+    _counter("lent_core_steps_total", "Steps that also used cores of idle workers on the host."),
     _counter("computed_tokens_total", "Tokens computed."),
 )
 """What `worker.counters` counts; the same labels."""

@@ -19,3 +19,5 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     router_endpoint: str
     config: ServeConfig
     keys: ClusterKeys
+    shares_cores: bool = False
+    """With the other workers of its host, while they are idle."""

@@ -183,6 +183,8 @@ class WorkerLoop(ABC):
 
     def _turn(self) -> None:
         busy = self._advancing and self.engine.has_work()
+        if not busy and self.parts.cores is not None:
+            self.parts.cores.idle()
         timeout_ms = 0 if busy else int(HOUSEKEEPING_INTERVAL_S * 1000)
         events = dict(self.poller.poll(timeout_ms))
         started = time.perf_counter()
@@ -250,6 +252,8 @@ class WorkerLoop(ABC):
     def _step(self) -> float:
         """One engine step; returns the seconds that the engine took."""
         began, started = time.monotonic(), time.perf_counter()
+        if self.parts.cores is not None and self.parts.cores.begin_step():
+            self.counters.add("lent_core_steps_total")
         try:
             step = self.engine.schedule()
             if step.first_time:

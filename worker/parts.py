@@ -16,6 +16,7 @@ from messaging.wake import Wake
 from protocol.config import ServeConfig
 from protocol.messages import WorkerState
 from protocol.roles import RoleSpec
+from worker.cores import SharedCores
 from worker.counters import Counters
 from worker.kv_publisher import KvPublisher
 
@@ -45,6 +46,8 @@ class WorkerParts:
     engine: Engine | None = None
     pool: RegisteredPool | None = None
     kv_publisher: KvPublisher | None = None
+    cores: SharedCores | None = None
+    """None: the number of threads stays as it is."""
     num_kv_events: int = 0
     """Batches of KV events that this incarnation has sent to the router."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+import torch
 import zmq
 
 from engine.engine import Engine
@@ -21,6 +22,7 @@ from messaging.sockets import address_towards
 from protocol.errors import TandemError
 from protocol.messages import PeerAddress, Register
 from protocol.speculation import describe
+from worker.cores import CorePlace, SharedCores
 from worker.departure import Departure
 from worker.heartbeat import Heartbeat
 from worker.kv_publisher import open_publisher
@@ -37,11 +39,16 @@ STOP_GRACE_S = 5.0
 """Seconds that a loop gets to end once the router is gone; then the process ends at once."""
 
 
-def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None) -> None:
+def run_worker(
+    launch: Launch,
+    stop: StopHandle,
+    carrier: Carrier | None = None,
+    place: CorePlace | None = None,
+) -> None:
     """Be a worker until `stop`. Returns when it ended as asked; raises `TandemError` when it cannot serve.
 
     The whole process ends when the router is gone, and by SIGTERM once its requests are elsewhere. The
-    `object_store` transport needs a `carrier`.
+    `object_store` transport needs a `carrier`. Cores are shared with those on the board of the `place`.
     """
     config = launch.config
     set_up_logging(config, launch.worker_id)
@@ -67,6 +74,8 @@ def run_worker(launch: Launch, stop: StopHandle, carrier: Carrier | None = None)
         if not parts.role.holds_draft:
             parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
         engine.on_fetched = parts.wake.set
+        if launch.shares_cores and place is not None and engine.runs_on_any_threads:
+            parts.cores = SharedCores(place, torch.get_num_threads(), torch.set_num_threads)
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
         while (left := _serve(parts, engine, link, stop, carrier)).next_role is not None:

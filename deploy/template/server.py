@@ -29,6 +29,7 @@ from deploy.launch import run_launch
 from deploy.template.messages import MAX_MESSAGE_BYTES, REPORT_END, Ended, Spawn, Spawned, SpawnFailed
 from protocol.errors import TandemError
 from protocol.roles import ROLES
+from worker.cores import CorePlace, CorePlaces
 from worker.launch import Launch
 from worker.stop import StopHandle
 
@@ -58,6 +59,7 @@ class Template:
         self._wake, waker = socket.socketpair()
         self._waker = waker
         self._clients: set[socket.socket] = set()
+        self._places = CorePlaces()
         self._workers: dict[int, socket.socket] = {}
         """The client of each process that is not reaped yet."""
 
@@ -128,6 +130,7 @@ class Template:
                 if pid == 0:
                     return
                 client = self._workers.pop(pid, None)
+                self._places.give_back(pid)
                 if client in self._clients:
                     _send(client, Ended(pid, status))
 
@@ -138,13 +141,17 @@ class Template:
         launch = msgspec.msgpack.decode(request.launch, type=Launch)
         if preload(launch.config):
             _settle()
+        place = self._places.first_free()
         pid = os.fork()
         if pid == 0:
-            self._become(launch, request.environment, fds)
+            self._become(launch, request.environment, fds, place)
         self._workers[pid] = client
+        self._places.take(pid, place)
         return pid
 
-    def _become(self, launch: Launch, environment: dict[str, str], fds: list[int]) -> NoReturn:
+    def _become(
+        self, launch: Launch, environment: dict[str, str], fds: list[int], place: CorePlace | None
+    ) -> NoReturn:
         """What follows in a forked process."""
         try:
             signal.set_wakeup_fd(-1)
@@ -159,7 +166,7 @@ class Template:
                 os.close(fd)
             os.environ.update(environment)
             _set_name(launch.worker_id)
-            _run_worker(launch, control)
+            _run_worker(launch, control, place)
         except BaseException:
             log.exception("the worker failed")
             os._exit(1)
@@ -169,7 +176,7 @@ class Template:
             os._exit(0)
 
 
-def _run_worker(launch: Launch, control: socket.socket) -> None:
+def _run_worker(launch: Launch, control: socket.socket, place: CorePlace | None) -> None:
     """Be the worker until its actor says "stop", and tell it why if it ends before that."""
     stop = StopHandle()
 
@@ -179,7 +186,7 @@ def _run_worker(launch: Launch, control: socket.socket) -> None:
         os._exit(1)  # the actor is gone
 
     threading.Thread(target=listen, name="control", daemon=True).start()
-    control.sendall((run_launch(launch, stop) + REPORT_END).encode())
+    control.sendall((run_launch(launch, stop, place=place) + REPORT_END).encode())
 
 
 def _settle() -> None:

@@ -21,6 +21,12 @@ class Decoder {
   public:
     explicit Decoder(const Model& model) : m(model), layers(model.layers, model.layers + model.num_layers) {}
 
+    // Calls from now on use up to so many threads. Results have the same bits on any number of them.
+    Decoder& on(int64_t threads) {
+        most_threads = threads;
+        return *this;
+    }
+
     // The caller has called the attention's `begin`.
     void forward(const Rows& rows) {
         int64_t n = rows.count;
@@ -28,7 +34,7 @@ class Decoder {
         const int64_t room = std::max(n, rows.num_logits);  // a row's logits may be wanted twice
         x.resize(room * hidden), normed.resize(room * hidden);
         attended.resize(room * queries);
-        threads = n * m.products < SERIAL_PRODUCTS ? 1 : m.threads;
+        threads = n * m.products < SERIAL_PRODUCTS ? 1 : most_threads;
         if (m.entry) {
             enter(*m.entry, rows);
         } else {
@@ -145,7 +151,7 @@ class Decoder {
     // Begins the attention's step over these rows.
     const char* begin(const Batch& b, int64_t num_sequences) {
         const Step step{query_start.data(), context_len.data(), b.block_table, slots.data(), nullptr, nullptr,
-                        b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), m.threads};
+                        b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), most_threads};
         return m.begin(m.attention, &step);
     }
 
@@ -153,7 +159,7 @@ class Decoder {
     const bf16* mixed_states(const bf16* states, int64_t n) {
         if (!m.entry || !m.entry->mixing.values) return states;
         mixed.resize(n * m.hidden);
-        threads = n * m.entry->mixing.in * m.hidden < SERIAL_PRODUCTS ? 1 : m.threads;
+        threads = n * m.entry->mixing.in * m.hidden < SERIAL_PRODUCTS ? 1 : most_threads;
         multiply(states, m.entry->mixing, mixed.data(), n);
         return mixed.data();
     }
@@ -292,7 +298,7 @@ class Decoder {
     // The attention's step.
     std::vector<int64_t> last_tokens, positions, slots, last_rows;
     std::vector<int32_t> query_start, context_len;
-    int64_t threads = 1;
+    int64_t most_threads = 1, threads = 1;
 };
 
 }  // namespace
@@ -306,13 +312,15 @@ void* tandem_decoder_create(const Model* model) { return new Decoder(*model); }
 
 void tandem_decoder_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }
 
-void tandem_decoder_forward(void* decoder, const Rows* rows) { static_cast<Decoder*>(decoder)->forward(*rows); }
-
-const char* tandem_decoder_run(void* decoder, const Batch* batch, const Rows* rows) {
-    return static_cast<Decoder*>(decoder)->run(*batch, *rows);
+void tandem_decoder_forward(void* decoder, const Rows* rows, int64_t threads) {
+    static_cast<Decoder*>(decoder)->on(threads).forward(*rows);
 }
 
-const char* tandem_decoder_draft(void* decoder, const Draft* draft) {
-    return static_cast<Decoder*>(decoder)->draft(*draft);
+const char* tandem_decoder_run(void* decoder, const Batch* batch, const Rows* rows, int64_t threads) {
+    return static_cast<Decoder*>(decoder)->on(threads).run(*batch, *rows);
+}
+
+const char* tandem_decoder_draft(void* decoder, const Draft* draft, int64_t threads) {
+    return static_cast<Decoder*>(decoder)->on(threads).draft(*draft);
 }
 }

@@ -39,9 +39,9 @@ def library() -> ctypes.CDLL:
     pointer = ctypes.c_void_p
     declare(library, "tandem_decoder_create", pointer, pointer)
     declare(library, "tandem_decoder_destroy", None, pointer)
-    declare(library, "tandem_decoder_forward", None, pointer, pointer)
-    declare(library, "tandem_decoder_run", ctypes.c_char_p, pointer, pointer, pointer)
-    declare(library, "tandem_decoder_draft", ctypes.c_char_p, pointer, pointer)
+    declare(library, "tandem_decoder_forward", None, pointer, pointer, ctypes.c_int64)
+    declare(library, "tandem_decoder_run", ctypes.c_char_p, pointer, pointer, pointer, ctypes.c_int64)
+    declare(library, "tandem_decoder_draft", ctypes.c_char_p, pointer, pointer, ctypes.c_int64)
     return library
 
 
@@ -53,6 +53,7 @@ class NativeDecoder:
 
     choice = "native decoder"
     products = "packed weights, summed alike in every batch"
+    any_threads = True
 
     def __init__(self, description: NativeModel, backend: CpuBackend) -> None:
         self._library = library()
@@ -62,7 +63,6 @@ class NativeDecoder:
         self.vocab_size = model.vocab
         self.arena = backend.arena
         self._hidden_size = model.hidden
-        model.threads = torch.get_num_threads()
         model.attention, model.begin, model.attend = backend.addresses
         model.linear, model.parallel = kernel_address(), gomp_parallel()
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
@@ -111,11 +111,12 @@ class NativeDecoder:
             None if before is None else before.data_ptr(),
             None if before is None else hidden.data_ptr(),
         )
+        rows, threads = ctypes.byref(fields), torch.get_num_threads()
         if chains is not None:
             described = ctypes.byref(self._batch(chains))
-            _check(self._library.tandem_decoder_run(self._decoder, described, ctypes.byref(fields)))
+            _check(self._library.tandem_decoder_run(self._decoder, described, rows, threads))
         else:
-            self._library.tandem_decoder_forward(self._decoder, ctypes.byref(fields))
+            self._library.tandem_decoder_forward(self._decoder, rows, threads)
         return logits, hidden
 
     def draft(
@@ -152,7 +153,8 @@ class NativeDecoder:
             None if distributions is None else distributions.data_ptr(),
             0 if distributions is None else distributions.shape[2],
         )
-        _check(self._library.tandem_decoder_draft(self._decoder, ctypes.byref(fields)))
+        threads = torch.get_num_threads()
+        _check(self._library.tandem_decoder_draft(self._decoder, ctypes.byref(fields), threads))
         return drafted
 
     def _batch(self, batch: RowArrays) -> BatchArgs:

@@ -38,7 +38,7 @@ struct Entry {
 
 struct Model {
     const Layer* layers;
-    int64_t num_layers, hidden, num_heads, head_dim, vocab, threads, products;
+    int64_t num_layers, hidden, num_heads, head_dim, vocab, products;
     const bf16 *embeddings, *final_norm;
     Weights head;
     const bf16 *cosines, *sines;  // [positions, head_dim]

@@ -38,7 +38,7 @@ class ModelArgs(Structure):
     _fields_ = (
         ("layers", c_void_p),
         *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "head_dim")),
-        *((name, c_int64) for name in ("vocab", "threads", "products")),
+        *((name, c_int64) for name in ("vocab", "products")),
         ("embeddings", c_void_p),
         ("final_norm", c_void_p),
         ("head", WeightsArgs),

@@ -44,7 +44,11 @@ class Host:
         return client
 
     def spawn(
-        self, worker_id: str, config: ServeConfig, client: TemplateClient | None = None
+        self,
+        worker_id: str,
+        config: ServeConfig,
+        client: TemplateClient | None = None,
+        shares_cores: bool = False,
     ) -> WorkerProcess:
         launch = Launch(
             role=ROLES["decode"],
@@ -52,6 +56,7 @@ class Host:
             router_endpoint=self.cluster.endpoint,
             config=config,
             keys=self.cluster.keys,
+            shares_cores=shares_cores,
         )
         self.cluster.registered.pop(worker_id, None)
         worker = (client or self.client()).spawn(msgspec.msgpack.encode(launch))
@@ -68,6 +73,14 @@ class Host:
         self.cluster.send(worker_id, Generate(incarnation=incarnation, request=request(name, PROMPT)))
         self.cluster.run(name)
         return self.cluster.tokens(name)
+
+    def lent_steps(self, worker_id: str) -> float:
+        """By the next heartbeat but one: the next may be on its way."""
+        incarnation = self.cluster.registered[worker_id].address.incarnation
+        for _ in range(2):
+            known = self.cluster.states.get(incarnation)
+            self.cluster.wait(lambda known=known: self.cluster.states.get(incarnation) is not known)
+        return self.cluster.states[incarnation].counters["lent_core_steps_total"]
 
     def template(self) -> psutil.Process:
         parent = psutil.Process(self.workers[-1].pid).parent()
@@ -163,6 +176,25 @@ def proportional_bytes(pid: int) -> int:
     """A process' memory; of what it shares with others its share."""
     line = next(x for x in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if x.startswith("Pss:"))
     return 1024 * int(line.split()[1])
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="needs two cores")
+def test_idle_workers_lend_their_cores_and_dead_ones_too(host: Host, tiny_folder: Path) -> None:
+    """The config's number of threads is 1: more of them are lent."""
+    config = tiny_config(tiny_folder, dtype="bfloat16", compile="auto", load_format="dummy")
+    for shares_cores in (False, True):
+        names = [f"{kind}-{shares_cores}" for kind in ("one", "other")]
+        one, other = [host.spawn(name, config, shares_cores=shares_cores) for name in names]
+        host.wait_ready(*names)
+        before = host.tokens(names[0])
+        assert (host.lent_steps(names[0]) > 0) == shares_cores
+        other.kill()
+        other.wait()
+        steps = host.lent_steps(names[0])
+        assert host.tokens(names[0]) == before
+        assert (host.lent_steps(names[0]) > steps) == shares_cores
+        one.stop()
+        one.wait()
 
 
 def test_live_workers_outlast_the_template_and_a_new_one_takes_its_place(

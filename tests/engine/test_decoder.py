@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -135,19 +137,22 @@ def test_a_model_reads_and_writes_the_blocks_of_its_arena() -> None:
             assert torch.equal(output.logits, like.logits)
 
 
+@pytest.fixture
+def threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_the_modules(name: str, threads: int) -> None:
-    before = torch.get_num_threads()
+def test_logits_are_the_modules(name: str, threads: int, threads_restored: None) -> None:
     torch.set_num_threads(threads)
-    try:
-        both = Both(name)
-        for batch, logit_rows in steps():
-            ours, theirs = both.run(batch, logit_rows)
-            assert_same(ours.logits, theirs.logits)
-            assert ours.hidden is None
-    finally:
-        torch.set_num_threads(before)
+    both = Both(name)
+    for batch, logit_rows in steps():
+        ours, theirs = both.run(batch, logit_rows)
+        assert_same(ours.logits, theirs.logits)
+        assert ours.hidden is None
 
 
 @pytest.mark.parametrize("layers", [(0,), (3,), (2, 0), (1, 2, 3)])
@@ -179,6 +184,17 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
     for start, end in itertools.pairwise((0, 1, 2, 7, 40, 70)):
         part = SequenceRows(rows.token_ids[start:end], start, [list(range(16, 24))])
         assert torch.equal(both.native.run([part], list(range(end - start))).logits, whole[start:end])
+
+
+def test_threads_may_change_between_calls_and_change_no_bit(threads_restored: None) -> None:
+    both = Both("llama")
+    found = {}
+    for threads in (1, 7, 2, 1, 3):
+        torch.set_num_threads(threads)
+        found[threads] = [both.native.run(*step).logits for step in steps()]
+        assert len(os.listdir("/proc/self/task")) >= threads
+    for outputs in found.values():
+        assert all(map(torch.equal, outputs, found[1]))
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (3,)])

@@ -1,0 +1,108 @@
+"""The board on which workers lend each other cores."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from worker.cores import MAX_WORKERS, CoreBoard, CorePlace, CorePlaces, SharedCores
+
+
+class Workers:
+    """So many workers of one host, each with two cores of its own; `threads` are what each one uses."""
+
+    def __init__(self, count: int) -> None:
+        board = CoreBoard()
+        self.threads = [2] * count
+        self.cores = [SharedCores(CorePlace(board, n), 2, self._setter(n)) for n in range(count)]
+
+    def _setter(self, number: int):
+        return lambda threads: self.threads.__setitem__(number, threads)
+
+    def step(self, number: int) -> int:
+        lent = self.cores[number].begin_step()
+        assert lent == (self.threads[number] > 2)
+        return self.threads[number]
+
+
+def test_those_that_work_share_what_the_others_do_not_need() -> None:
+    workers = Workers(3)
+    assert workers.step(0) == 6
+    assert workers.step(1) == 3
+    assert workers.step(0) == 3, "it gives back at its next step"
+    assert workers.step(2) == 2
+    assert (workers.step(0), workers.step(1)) == (2, 2)
+    workers.cores[1].idle()
+    assert (workers.step(0), workers.step(2)) == (3, 3)
+    workers.cores[2].idle()
+    assert workers.step(0) == 6
+
+
+def test_one_worker_has_what_is_its_own() -> None:
+    workers = Workers(1)
+    assert workers.step(0) == 2
+    workers.cores[0].idle()
+    assert workers.step(0) == 2
+
+
+def test_threads_are_set_only_where_they_change() -> None:
+    calls: list[int] = []
+    board = CoreBoard()
+    cores, other = (SharedCores(CorePlace(board, number), 1, calls.append) for number in range(2))
+    for _ in range(3):
+        cores.begin_step()
+    assert calls == [2]
+    other.begin_step()
+    for _ in range(3):
+        cores.begin_step()
+    assert calls == [2, 1]
+
+
+def test_the_cores_of_a_worker_that_is_killed_at_work_are_lent() -> None:
+    places = CorePlaces()
+    mine, theirs = CorePlace(places.board, MAX_WORKERS - 1), places.first_free()
+    assert theirs is not None
+    threads: list[int] = []
+    cores = SharedCores(mine, 1, threads.append)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        SharedCores(theirs, 1, lambda threads: None).begin_step()
+        os.write(writer, b"works")
+        signal.pause()
+    places.take(pid, theirs)
+    assert os.read(reader, 5) == b"works"
+    assert not cores.begin_step()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert not cores.begin_step(), "nobody has noticed yet"
+    places.give_back(pid)
+    assert cores.begin_step() and threads == [2]
+    assert places.first_free() == theirs
+    os.close(reader)
+    os.close(writer)
+
+
+def test_there_is_room_for_so_many_and_the_next_ones_do_without() -> None:
+    places = CorePlaces()
+    for pid in range(MAX_WORKERS):
+        place = places.first_free()
+        assert place is not None and place.number == pid
+        places.take(pid, place)
+    assert places.first_free() is None
+    places.take(1000, None)
+    places.give_back(1000)
+    places.give_back(7)
+    assert places.first_free() == CorePlace(places.board, 7)
+
+
+@pytest.mark.parametrize("number", [0, MAX_WORKERS - 1])
+def test_a_board_counts_all_its_places(number: int) -> None:
+    board = CoreBoard()
+    assert board.count() == (0, 0)
+    board.write(number, is_busy=True)
+    assert board.count() == (1, 1)
+    board.write(number, is_busy=False)
+    assert board.count() == (1, 0)
