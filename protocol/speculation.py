@@ -104,7 +104,7 @@ class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     by position: of a draft's token i, given that those before it are accepted; `by_class` are those of each
     class of requests that has drafted. Drafting for a batch takes `start_s`, `level_s` for each token of the
     longest draft and `token_s` for each token of all drafts. Before a request's first draft its text is read,
-    in `read_s` for each token.
+    in `read_s` for each token. `found` is the share of tokens asked for that were drafted.
     """
 
     method: Source
@@ -116,6 +116,7 @@ class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     level_s: Seconds = 0.0
     token_s: Seconds = 0.0
     read_s: Seconds = 0.0
+    found: Probability = 1.0
 
 
 class StepTimeState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -186,6 +186,7 @@ class Estimator:
                 level_s=cost.per_level,
                 token_s=cost.per_token,
                 read_s=self.read_seconds(method, 1) if known.reads_text else 0.0,
+                found=min(max(known.acceptance.found, 0.0), 1.0),
             )
             states.append(state)
         return states, StepTimeState(sequences=sequences, drafted=drafted, seconds=seconds)

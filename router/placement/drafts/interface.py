@@ -1,0 +1,103 @@
+"""What the placement of drafts sees and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from protocol.costs import UNKNOWN_COSTS, StepCosts
+from protocol.speculation import Method, SpeculationState
+
+Where = Literal["none", "local", "remote"]
+
+
+class DraftPlace(NamedTuple):
+    """Who drafts up to `max_tokens` in a step: nobody without a `method`, who decodes without `at`, else that
+    draft worker.
+    """
+
+    method: Method | None = None
+    max_tokens: int = 0
+    at: str | None = None
+
+    @property
+    def where(self) -> Where:
+        if self.method is None:
+            return "none"
+        return "local" if self.at is None else "remote"
+
+
+NOWHERE = DraftPlace()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """A request, with `num_tokens` so far, that is expected to bring `tokens_left` more.
+
+    It drafts at `current` now; None: it begins. `explores`: it is to show whether drafts pay by now.
+    """
+
+    num_tokens: int = 0
+    tokens_left: float = 128.0
+    current: DraftPlace | None = None
+    explores: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTarget:
+    """A decode worker that runs `rows` requests with `context_tokens` in all.
+
+    By default it drafts with `method`, None: not at all; `fixed_tokens` in each step, None: as many as pay.
+    With `drafts_itself` it has what that takes. `corrections` are observed rates over predicted ones.
+    """
+
+    rows: float = 1.0
+    context_tokens: float = 0.0
+    costs: StepCosts = UNKNOWN_COSTS
+    speculation: SpeculationState | None = None
+    method: Method | None = None
+    fixed_tokens: int | None = None
+    drafts_itself: bool = True
+    corrections: Mapping[Where, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDrafter:
+    """A draft worker, as one target sees it.
+
+    It drafts with `method` for `others` requests of other targets, with `context_tokens` each, and has
+    `waiting_tokens` of texts to read. A message there and back takes `round_trip_s`.
+    """
+
+    worker_id: str
+    method: Method
+    costs: StepCosts = UNKNOWN_COSTS
+    others: float = 0.0
+    context_tokens: float = 0.0
+    waiting_tokens: float = 0.0
+    round_trip_s: float = 0.0
+
+
+class DraftOption(NamedTuple):
+    """What a place is expected to bring, were all requests of the batch to draft so.
+
+    `rate`: tokens a second of the batch. `worth`: the same over the rest of the request, with what it takes
+    until its drafter has read its text. `tokens_per_step` of one request.
+    """
+
+    place: DraftPlace
+    rate: float
+    worth: float
+    tokens_per_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDecision:
+    chosen: DraftOption
+    options: Sequence[DraftOption] = ()
+    reason: str = ""
+
+    @property
+    def place(self) -> DraftPlace:
+        return self.chosen.place

@@ -1,0 +1,88 @@
+"""Decode and draft workers of which all is known, for the tests of where drafts are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.costs import StepCosts
+from protocol.speculation import (
+    REMOTE,
+    MethodState,
+    RequestClass,
+    RequestSpeculation,
+    SpeculationState,
+    StepTimeState,
+)
+from router.placement.drafts.decide import decide
+from router.placement.drafts.interface import (
+    DraftDecision,
+    DraftFacts,
+    DraftPlace,
+    DraftTarget,
+    SharedDrafter,
+)
+from router.placement.drafts.prospects import Prospects
+
+SEQUENCES = [1 << power for power in range(9)]
+DRAFTED = [0, 1, 2, 4, 8]
+
+
+def step_table(start_s: float, row_s: float) -> StepTimeState:
+    """Of a target that takes `start_s` for a step and `row_s` for each of its rows."""
+    seconds = [[start_s + row_s * count * (1 + each) for each in DRAFTED] for count in SEQUENCES]
+    return StepTimeState(sequences=SEQUENCES, drafted=DRAFTED, seconds=seconds)
+
+
+def speculation(
+    start_s: float = 20e-3,
+    row_s: float = 0.15e-3,
+    *,
+    rate: float = 0.8,
+    level_s: float = 1e-3,
+    token_s: float = 0.02e-3,
+    sampled: float | None = None,
+    **draft: Any,
+) -> SpeculationState:
+    """Drafts cost `level_s` a level and `token_s` a token; each token is accepted with the chance `rate`."""
+    by_class: dict[RequestClass, list[float]] = {} if sampled is None else {"sampled": [sampled] * 8}
+    own = MethodState(
+        method="draft_model",
+        acceptance=[rate] * 8,
+        by_class=by_class,
+        level_s=level_s,
+        token_s=token_s,
+        **draft,
+    )
+    remote = MethodState(method=REMOTE, acceptance=[rate] * 8, by_class=by_class)
+    return SpeculationState(max_tokens=8, methods=[own, remote], step_time=step_table(start_s, row_s))
+
+
+CPU_LIKE = {"start_s": 2e-3, "row_s": 1e-3, "level_s": 0.15e-3, "token_s": 0.15e-3}
+"""Two rows take as long as all that a step does once."""
+GPU_LIKE = {"start_s": 20e-3, "row_s": 0.15e-3}
+
+
+def target(rows: float, *, model: dict[str, float] | None = None, **changes: Any) -> DraftTarget:
+    known = speculation(**(model or GPU_LIKE))
+    return DraftTarget(**({"rows": rows, "speculation": known, "method": "draft_model"} | changes))
+
+
+def drafter(
+    name: str = "draft-0", *, step_s: float = 0.8e-3, row_s: float = 0.01e-3, **changes: Any
+) -> SharedDrafter:
+    costs = StepCosts(step_s=step_s, row_s=row_s, context_s=0.0, token_s=1e-5, attention_s=0.0)
+    return SharedDrafter(**({"worker_id": name, "method": "draft_model", "costs": costs} | changes))
+
+
+def decided(
+    at: DraftTarget,
+    drafters: list[SharedDrafter] | None = None,
+    asked: RequestSpeculation | None = None,
+    request_class: RequestClass = "greedy",
+    **request: Any,
+) -> DraftDecision:
+    return decide(DraftFacts(**request), Prospects(at, drafters or [], asked, request_class))
+
+
+def place(at: DraftTarget, drafters: list[SharedDrafter] | None = None, **request: Any) -> DraftPlace:
+    return decided(at, drafters, **request).place
