@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 
@@ -30,11 +32,19 @@ class Prompt(msgspec.Struct, frozen=True):
         return chain
 
 
+class Span(msgspec.Struct, frozen=True):
+    """A piece of a text, and whether its tokens are accepted drafts: text is of the token that ends it."""
+
+    text: str
+    drafted: bool
+
+
 @dataclass(slots=True)
 class Delta:
     """What came in since the last look. `offsets` are the tokens' places in the choice's uncut text."""
 
     text: str = ""
+    spans: list[Span] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -45,7 +55,8 @@ class Choice:
 
     `stop` strings do not count within the first `min_tokens` tokens, and no token counts that comes after the
     one which completes a stop string. The text begins at character `offset`. Of the `drafted_tokens` that
-    were verified for it, `accepted_tokens` are among its tokens.
+    were verified for it, `accepted_tokens` are among its tokens; with `keep_spans` it tells which text is
+    theirs.
     """
 
     def __init__(
@@ -68,6 +79,7 @@ class Choice:
         self.accepted_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.keep_spans = False
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -77,6 +89,8 @@ class Choice:
         self._length = offset
         self._pending = Delta()
         self._pieces: list[str] = []
+        self._drafted: list[bool] = []
+        """With `keep_spans`, of each piece."""
         self.has_news = False
 
     def add(self, output: TokenOutput) -> None:
@@ -87,6 +101,7 @@ class Choice:
             self.cached_tokens = output.cached_tokens
         ended_by_token = output.finish_reason == "stop" and not self._include_stop
         pieces = self._pieces
+        num_pieces = len(pieces)
         for position, token_id in enumerate(token_ids):
             silent = ended_by_token and position == len(token_ids) - 1
             text = "" if silent else self._detokenizer.push(token_id)
@@ -101,6 +116,9 @@ class Choice:
         self.accepted_tokens += min(output.accepted_tokens, self.num_tokens - num_before)
         if output.finish_reason is not None and self.finish_reason is None:
             pieces.append(self._end(output))
+        if self.keep_spans:
+            num_new = len(pieces) - num_pieces
+            self._drafted += [position < output.accepted_tokens for position in range(num_new)]
         if output.prompt_logprobs:
             self.prompt_logprobs.extend(output.prompt_logprobs)
         self.has_news = True
@@ -109,6 +127,9 @@ class Choice:
         """What is new since the last call."""
         delta, self._pending = self._pending, Delta()
         delta.text = "".join(self._pieces)
+        if self.keep_spans:
+            delta.spans = _spans(self._pieces, self._drafted)
+            self._drafted.clear()
         self._pieces.clear()
         self.has_news = False
         return delta
@@ -135,3 +156,12 @@ class Choice:
             if self._matcher is not None:
                 text += self._matcher.flush()
         return text
+
+
+def _spans(pieces: Sequence[str], drafted: Sequence[bool]) -> list[Span]:
+    """As few as can be; none is empty."""
+    texts = [(is_drafted, text) for is_drafted, text in zip(drafted, pieces, strict=True) if text]
+    return [
+        Span("".join(text for _, text in group), is_drafted)
+        for is_drafted, group in groupby(texts, key=itemgetter(0))
+    ]

@@ -38,6 +38,11 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Whether token ids and their log-probabilities are part of the answer."""
         return self.num_top is not None or self.return_token_ids
 
+    @property
+    def only_text(self) -> bool:
+        """Whether most of a stream's chunks have nothing but text."""
+        return not self.keep_details and not self.return_timing
+
 
 def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
@@ -131,6 +136,8 @@ class Format(abc.ABC):
         fields: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         if self._options.return_token_ids:
             fields["token_ids"] = delta.token_ids
+        if self._options.return_timing:
+            fields["spans"] = delta.spans
         return fields
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
@@ -152,7 +159,7 @@ class CompletionFormat(Format):
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         first = self._is_first(choice)
-        if first or choice.finish_reason is not None or self._options.keep_details:
+        if first or choice.finish_reason is not None or not self._options.only_text:
             return self._event(choice, _json(self._choice(choice, delta, first)))
         body = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}'
         return self._event(choice, body % (choice.index, _json(delta.text)))
@@ -195,7 +202,7 @@ class ChatFormat(Format):
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         first = self._is_first(choice)
-        if first or choice.finish_reason is not None or self._options.keep_details:
+        if first or choice.finish_reason is not None or not self._options.only_text:
             return self._slow_chunk(choice, delta, first)
         body = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
         return self._event(choice, body % (choice.index, _json(delta.text)))

@@ -106,7 +106,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ] = None
     return_timing: Annotated[
         bool | None,
-        _doc("Tell where the time went, as `timing`, with `stream` in the last chunk; or `x-return-timing`."),
+        _doc(
+            "Tell where the time went, as `timing`, with `stream` in the last chunk; and in each choice "
+            "which text was drafted, as `spans` of `text` and `drafted`. Or the header `x-return-timing`."
+        ),
     ] = None
     priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,

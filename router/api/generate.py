@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from math import inf
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -62,7 +63,10 @@ class GenerateEndpoint:
         generation.session = _session(headers)
         generation.slo_ttft_s = _slo(headers, TTFT_HEADER, state.config.slo_ttft)
         generation.slo_tpot_s = _slo(headers, TPOT_HEADER, state.config.slo_tpot)
-        with_timing = _wants_timing(headers) or output.return_timing
+        if _wants_timing(headers) or output.return_timing:
+            output = msgspec.structs.replace(output, return_timing=True)
+            for choice in generation.choices:
+                choice.keep_spans = True
         answer = self._format(state.tokenizer, state.config.model_name, scope[REQUEST_ID_KEY], output)
         trace = None
         if state.tracing is not None:
@@ -73,13 +77,13 @@ class GenerateEndpoint:
         try:
             state.dispatcher.start(generation)
             if output.stream:
-                await _stream(send, generation, answer, with_timing)
+                await _stream(send, generation, answer, output.return_timing)
             else:
                 while not generation.is_over:
                     await generation.wait()
                 if generation.error is not None:
                     raise generation.error
-                timing = response_timing(generation) if with_timing else None
+                timing = response_timing(generation) if output.return_timing else None
                 body = answer.response(generation.choices, timing)
                 response = Response(body, media_type="application/json")
                 await response(scope, receive, send)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
@@ -78,6 +80,42 @@ def test_a_whole_request_that_drafts(make_router):
     assert (choice["decode_steps"], choice["drafted_tokens"], choice["accepted_tokens"]) == (4, 25, 15)
     assert (choice["takeover_s"], choice["transfer"]) == (0, None)
     assert choice["ttft_s"] + choice["decode_s"] == pytest.approx(choice["total_s"])
+
+
+@pytest.mark.parametrize("stop", [None, "hunter"])
+def test_spans_tell_which_text_was_drafted(make_router, stop):
+    """Of each step's four tokens the first three."""
+    router = make_router()
+    router.add_worker(tokens_per_step=4, rejected_per_step=2)
+    prompt = "the quick brown fox jumps over the lazy dog and runs away from the hunter. naïve 🙂"
+    fields = {"prompt": prompt, "max_tokens": 90, "stop": stop, "return_timing": True}
+    (choice,) = post(router, **fields, return_token_ids=True).json()["choices"]
+    spans, texts = choice["spans"], []
+    for index, token_id in enumerate(choice["token_ids"]):
+        text = router.http.post("/detokenize", json={"tokens": [token_id]}).json()["prompt"]
+        texts.append((text, index % 4 < 3))
+    assert "".join(span["text"] for span in spans) == choice["text"]
+    assert all(span["text"] for span in spans)
+    assert all(one["drafted"] != other["drafted"] for one, other in itertools.pairwise(spans))
+    if stop is None:
+        whole = choice["text"].index("naïve")  # from there on, characters are made of several tokens
+        expected = [drafted for text, drafted in texts for _ in text][:whole]
+        assert [span["drafted"] for span in spans for _ in span["text"]][:whole] == expected
+    events = events_of(router, **fields)
+    streamed = [span for event in events for each in event["choices"] for span in each["spans"]]
+    for drafted in (True, False):
+        text = "".join(span["text"] for span in streamed if span["drafted"] == drafted)
+        assert text == "".join(span["text"] for span in spans if span["drafted"] == drafted)
+    assert "spans" not in post(router, max_tokens=2).json()["choices"][0]
+
+
+def test_a_chat_has_spans_too(make_router):
+    router = make_router()
+    router.add_worker(tokens_per_step=4, rejected_per_step=0)
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "return_timing": True}
+    (choice,) = router.http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert "".join(span["text"] for span in choice["spans"]) == choice["message"]["content"]
+    assert {span["drafted"] for span in choice["spans"]} == {True, False}
 
 
 def test_a_request_that_lost_its_worker_and_waited(make_router, pool):
