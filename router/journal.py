@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
+from typing import Literal, get_args
 
 import msgspec
 
@@ -20,6 +21,10 @@ from router.placement.decision import PlacementDecision
 from router.prompt_blocks import hash_blocks
 from router.registry import Worker
 from router.times import RequestTimes
+
+LiveStage = Literal["queue", "prefill", "transfer", "decode"]
+"""No worker has it; its first token is to come; its decode worker has yet to take it over; it is decoded."""
+LIVE_STAGES: tuple[LiveStage, ...] = get_args(LiveStage)
 
 
 class LiveRequest:
@@ -81,6 +86,14 @@ class LiveRequest:
     def has_answered(self) -> bool:
         """Whether a token of the current placement has come."""
         return len(self.output_token_ids) > self.num_emitted_before
+
+    @property
+    def stage(self) -> LiveStage:
+        if not self.assigned:
+            return "queue"
+        if not self.has_answered:
+            return "prefill"
+        return "transfer" if "prefill" in self.assigned else "decode"
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -22,7 +22,7 @@ REQUEST_ID_KEY = "tandem.request_id"
 ANSWER_HEADERS = "tandem.answer_headers"
 """What every answer to the request says beside its own headers; endpoints may add to the list."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
-PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/decisions", "/cluster", "/workers/")
+PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/decisions", "/cluster", "/requests", "/workers/")
 """Paths that need the API key. As in vLLM, health, metrics and the like need none."""
 
 

@@ -1,7 +1,9 @@
-"""How the router sees its workers, and what it made of that: `/cluster` and `/decisions`."""
+"""How the router sees its workers and its requests, and what it made of that."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -11,15 +13,17 @@ from starlette.responses import Response
 from router.api.openapi import Operation
 from router.decisions import MAX_DECISIONS
 from router.errors import ApiError
+from router.journal import LIVE_STAGES, LiveRequest
 from router.registry import Worker
 from router.state import RouterState
 
 DEFAULT_LIMIT = 100
+MAX_REQUESTS = 1000
 
 
 def placement_operations(state: RouterState) -> list[Operation]:
     async def decisions(request: Request) -> Response:
-        found = state.placer.decisions.latest(_limit(request))
+        found = state.placer.decisions.latest(_limit(request, MAX_DECISIONS))
         return _json({"decisions": [decision.as_json() for decision in found]})
 
     async def cluster(request: Request) -> Response:
@@ -32,7 +36,15 @@ def placement_operations(state: RouterState) -> list[Operation]:
         workers = list(state.registry)
         links = [link for worker in workers if worker.live for link in _links(worker)]
         shown = [_worker(worker) for worker in workers]
-        return _json({"placement": placement, "workers": shown, "links": links})
+        awaited = state.registry.awaited()
+        return _json({"placement": placement, "workers": shown, "awaited": awaited, "links": links})
+
+    async def requests(request: Request) -> Response:
+        limit, now = _limit(request, MAX_REQUESTS), time.monotonic()
+        live = list(state.journal)
+        numbers = Counter(each.stage for each in live)
+        stages = {stage: numbers[stage] for stage in LIVE_STAGES}
+        return _json({"stages": stages, "requests": [_request(each, now) for each in live[:limit]]})
 
     return [
         Operation(
@@ -45,15 +57,21 @@ def placement_operations(state: RouterState) -> list[Operation]:
             "/cluster",
             cluster,
             "The workers as placement sees them: load, KV, measured costs and links.",
-            "`placement`, `workers`, `links`",
+            "`placement`, `workers`, `awaited` (ids of those that are being started), `links`",
+        ),
+        Operation(
+            "/requests",
+            requests,
+            "The requests under way: their stage, their workers and how far they are.",
+            f"`stages` (how many are in each), `requests`, the oldest first: {DEFAULT_LIMIT}, or `limit`",
         ),
     ]
 
 
-def _limit(request: Request) -> int:
+def _limit(request: Request, most: int) -> int:
     given = request.query_params.get("limit", str(DEFAULT_LIMIT))
-    if not given.isdecimal() or not 1 <= int(given[:10]) <= MAX_DECISIONS:
-        message = f"limit: must be a number from 1 to {MAX_DECISIONS}, got {given[:20]!r}"
+    if not given.isdecimal() or not 1 <= int(given[:10]) <= most:
+        message = f"limit: must be a number from 1 to {most}, got {given[:20]!r}"
         raise ApiError(400, message, param="limit", code="invalid_value")
     return int(given)
 
@@ -74,6 +92,20 @@ def _worker(worker: Worker) -> dict[str, Any]:
         },
         "kv": {"tokens": load.kv_tokens, "usage": load.kv_usage},
         "costs": costs,
+    }
+
+
+def _request(request: LiveRequest, now: float) -> dict[str, Any]:
+    choice = request.choice
+    return {
+        "request_id": request.request_id,
+        "stage": request.stage,
+        "workers": dict(request.workers) if request.assigned else {},
+        "seconds": now - request.generation.arrival,
+        "prompt_tokens": len(choice.prompt.token_ids),
+        "tokens": choice.num_tokens,
+        "drafted_tokens": choice.drafted_tokens,
+        "accepted_tokens": choice.accepted_tokens,
     }
 
 

@@ -80,6 +80,7 @@ class FakeWorker:
         cached_tokens: int = 5,
         pairs: list[PairState] | None = None,
         costs: StepCosts = UNKNOWN_COSTS,
+        stall_after: int = 2**31,
     ) -> None:
         self.worker_id, self.role = worker_id, role
         self.incarnation = new_incarnation()
@@ -96,7 +97,7 @@ class FakeWorker:
         self.hold = threading.Event()
         self.mute = threading.Event()
         self.keep = threading.Event()
-        self.stall_after = 2**31
+        self.stall_after = stall_after
         self.cached_tokens = cached_tokens
         self.registered = threading.Event()
         self.generated: list[EngineRequest] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import eventually, make_pair, post
+from router_clients import eventually, lose, make_pair, post
 
 from protocol.messages import PairState
 
@@ -46,9 +46,10 @@ def test_a_decision_shows_its_reckoning_and_what_came_of_it(router):
         assert foreseen > 0 and error >= abs(foreseen - sum(values)) - 1e-9
 
 
+@pytest.mark.parametrize("path", ["/decisions", "/requests"])
 @pytest.mark.parametrize("limit", ["0", "1001", "-1", "x", "", "9" * 5000])
-def test_a_bad_limit_is_refused_by_name(router, limit):
-    answer = router.http.get("/decisions", params={"limit": limit})
+def test_a_bad_limit_is_refused_by_name(router, path, limit):
+    answer = router.http.get(path, params={"limit": limit})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
 
 
@@ -70,14 +71,63 @@ def test_the_cluster_shows_load_costs_and_links(router, pool):
     link = {"from": "decode-0", "to": "decode-0", "transport": "shm", "latency_s": 1e-4, "bytes_per_s": 1e9}
     assert shown["links"] == [link]
     worker.hold.clear()
+    assert shown["awaited"] == []
     assert future.result(5).status_code == 200
     load = router.http.get("/cluster").json()["workers"][0]["load"]
     assert (load["rows"], load["context_tokens"], load["prompts"], load["prefill_tokens"]) == (0, 0, 0, 0)
 
 
+def test_requests_under_way_show_their_stage_and_workers(router, pool):
+    """One after the other in each stage: it waits, its prompt is computed, handed over, and decoded."""
+    router.server.expect(["prefill-0", "decode-0"])
+    prefill, decode = make_pair(router, rejected_per_step=2, tokens_per_step=3)
+    future = pool.submit(post, router, max_tokens=40)
+    assert future.result(5).status_code == 200
+    lose(router, decode)
+    lose(router, prefill)
+    future = pool.submit(post, router, max_tokens=40)
+
+    def in_stage(stage: str) -> dict | None:
+        shown = router.http.get("/requests").json()
+        assert sum(shown["stages"].values()) == len(shown["requests"]) <= 1
+        return shown["requests"][0] if shown["stages"][stage] else None
+
+    eventually(lambda: in_stage("queue"))
+    found = in_stage("queue")
+    assert (found["workers"], found["tokens"], found["prompt_tokens"]) == ({}, 0, 4)
+    assert 0 < found["seconds"] < 5
+    assert router.http.get("/cluster").json()["awaited"] == ["prefill-0", "decode-0"]
+    decode = router.add_worker("decode-0", stall_after=0)
+    eventually(lambda: in_stage("prefill"))
+    assert in_stage("prefill")["workers"] == {"decode": "decode-0"}
+    assert router.http.get("/cluster").json()["awaited"] == ["prefill-0"]
+    decode.stall_after = 10
+    eventually(lambda: in_stage("decode"))
+    eventually(lambda: in_stage("decode")["tokens"] >= 10)
+    decode.stall_after = 1000
+    assert future.result(5).status_code == 200
+    assert router.http.get("/requests").json() == {
+        "stages": {"queue": 0, "prefill": 0, "transfer": 0, "decode": 0},
+        "requests": [],
+    }
+
+
+def test_a_request_that_is_handed_over_is_in_transfer(make_router, pool):
+    router = make_router()
+    prefill, _ = make_pair(router)
+    prefill.keep.set()
+    future = pool.submit(post, router, max_tokens=5)
+    eventually(lambda: router.http.get("/requests").json()["stages"]["transfer"])
+    (found,) = router.http.get("/requests").json()["requests"]
+    assert (found["workers"], found["tokens"]) == ({"prefill": "prefill-0", "decode": "decode-0"}, 1)
+    (held,) = prefill.held
+    prefill.fail_handover(held, "overloaded")
+    assert future.result(5).status_code == 200
+
+
 def test_they_need_the_key(make_router):
     router = make_router(api_key="secret")
-    for path in ("/decisions", "/cluster"):
+    for path in ("/decisions", "/cluster", "/requests"):
         assert router.http.get(path).status_code == 401
         assert router.http.get(path, headers={"authorization": "Bearer secret"}).status_code == 200
 
