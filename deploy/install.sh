@@ -2,7 +2,7 @@
 # Sets up the virtual environment in .venv and installs Tandem into it, editable.
 #
 #   deploy/install.sh          what serving needs
-#   deploy/install.sh test     and what the tests need
+#   deploy/install.sh test     and what the tests need, as root on Debian Chromium too
 #
 # The PyTorch build follows the host. Without an NVIDIA GPU it is the CPU build, and no CUDA package is
 # pulled. With one, a PyTorch with CUDA that the system's Python has is used as it is.
@@ -64,5 +64,11 @@ pip_install --no-deps nixl nixl-cu12 2>/dev/null || echo "install: NIXL has no b
 
 if ! has_gpu && [ -z "${TANDEM_TORCH_SPEC:-}" ] && .venv/bin/python -m pip list 2>/dev/null | grep -i '^nvidia-'; then
     die "CUDA packages were installed on a host without an NVIDIA GPU"
+fi
+
+install_chromium() { apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium; }
+if [ "$extras" = test ] && [ ! -x /usr/bin/chromium ]; then
+    echo "install: Chromium, for the tests of the page"
+    DEBIAN_FRONTEND=noninteractive install_chromium >/dev/null 2>&1 || echo "install: there is none; these tests are skipped"
 fi
 touch ".venv/.installed${extras:+-$extras}"

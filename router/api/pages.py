@@ -1,4 +1,4 @@
-"""`/`, `/docs` and `/openapi.json`. The pages load nothing from elsewhere."""
+"""`/` with what it loads, `/docs` and `/openapi.json`. The pages load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from protocol.version import version
 from router.api.openapi import Operation
 
-_POLICY = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+_FOLDER = Path(__file__).parent / "pages"
+_PARTS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_SAFE = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+_ALONE = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_DOCS_POLICY = f"{_ALONE}; style-src 'unsafe-inline'"
+_INDEX_POLICY = f"{_ALONE}; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'"
 
 
 def page_operations(model: str, description: Callable[[], dict[str, Any]]) -> list[Operation]:
@@ -25,34 +31,50 @@ def page_operations(model: str, description: Callable[[], dict[str, Any]]) -> li
     async def index(request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             paths = description()["paths"]
-            return _page("index.html", model=model, version=version(), paths=paths, url=request.base_url)
+            about = {"model": model, "version": version(), "paths": paths, "url": request.base_url}
+            return _page("index.html", _INDEX_POLICY, about)
         about = {"name": "tandem", "version": version(), "model": model}
         links = {"docs": "/docs", "openapi": "/openapi.json", "api": "/v1", "workers": "/workers"}
         return JSONResponse({**about, **links, "metrics": "/metrics"}, headers={"vary": "accept"})
 
+    async def part(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in _parts():
+            raise HTTPException(404)
+        headers = {**_SAFE, "cache-control": "no-cache"}
+        return Response(_parts()[name], media_type=_PARTS[Path(name).suffix], headers=headers)
+
     async def docs(request: Request) -> Response:
-        return _page("docs.html", **description())
+        return _page("docs.html", _DOCS_POLICY, description())
 
     async def document(request: Request) -> Response:
         return JSONResponse(description())
 
     return [
-        Operation("/", index, "What this is and where to look.", "HTML for browsers, else JSON"),
+        Operation(
+            "/", index, "A playground and the live cluster; what this is and where to look.", "HTML, or JSON"
+        ),
+        Operation("/page/{name}", part, "What the page at `/` loads.", "JavaScript, CSS or SVG"),
         Operation("/docs", docs, "This API, for people.", "HTML"),
         Operation("/openapi.json", document, "This API, for programs.", "OpenAPI 3.1"),
     ]
 
 
-def _page(template: str, **variables: Any) -> Response:
+def _page(template: str, policy: str, variables: dict[str, Any]) -> Response:
     text = _templates().get_template(template).render(variables)
-    return HTMLResponse(text, headers={**_POLICY, "vary": "accept"})
+    return HTMLResponse(text, headers={**_SAFE, "content-security-policy": policy, "vary": "accept"})
+
+
+@cache
+def _parts() -> dict[str, bytes]:
+    """By their names; nothing else of the folder can be asked for."""
+    return {path.name: path.read_bytes() for path in _FOLDER.iterdir() if path.suffix in _PARTS}
 
 
 @cache
 def _templates() -> jinja2.Environment:
-    folder = Path(__file__).parent / "pages"
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(_FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(code=_code, kind=_kind, limits=_limits)
     return environment

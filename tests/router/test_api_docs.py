@@ -14,6 +14,7 @@ from router.errors import ErrorBody, ErrorDetail
 
 PATHS = {
     "/": "get",
+    "/page/{name}": "get",
     "/docs": "get",
     "/openapi.json": "get",
     "/v1/completions": "post",
@@ -29,6 +30,7 @@ PATHS = {
     "/workers": "get",
     "/decisions": "get",
     "/cluster": "get",
+    "/requests": "get",
     "/workers/{worker_id}/drain": "post",
     "/workers/{worker_id}/role": "post",
 }
@@ -60,7 +62,8 @@ def test_every_endpoint_is_described_and_there(router, document):
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             assert operation["summary"].endswith(".") and operation["responses"]["200"]["description"]
-            answer = router.http.request(method, path.replace("{model_id}", "test-model"))
+            named = path.replace("{model_id}", "test-model").replace("{name}", "page.js")
+            answer = router.http.request(method, named)
             needs_no_body = path.endswith("/drain")  # but a worker of that name
             assert answer.status_code == (200 if method == "get" else 404 if needs_no_body else 400)
             assert ("requestBody" in operation) == (method == "post")
@@ -92,7 +95,7 @@ def test_only_what_needs_the_key_says_so(make_router, document):
     assert "security" not in document["paths"]["/v1/completions"]["post"]
     paths = make_router(api_key="secret").http.get("/openapi.json").json()["paths"]
     protected = {path for path, method in PATHS.items() if "security" in paths[path][method]}
-    with_key = ("/v1", "/tokenize", "/detokenize", "/decisions", "/cluster", "/workers/")
+    with_key = ("/v1", "/tokenize", "/detokenize", "/decisions", "/cluster", "/requests", "/workers/")
     assert protected == {path for path in PATHS if path.startswith(with_key)}
 
 
@@ -101,7 +104,12 @@ def test_the_pages_name_everything_and_load_nothing(router):
     for page in (docs, index):
         assert page.headers["content-type"].startswith("text/html")
         assert "default-src 'none'" in page.headers["content-security-policy"]
-        assert not re.search(r"<script|src=|@import|https?://(?!127)", page.text)
+        assert "unsafe" not in page.headers["content-security-policy"].replace(
+            "style-src 'unsafe-inline'", ""
+        )
+        assert not re.search(r"<script(?! type=\"module\" src=\"/page/)|@import|https?://(?!127)", page.text)
+        assert all(found.startswith("/page/") for found in re.findall(r'src="([^"]*)"', page.text))
+    assert "<script" not in docs.text and "unsafe" not in index.headers["content-security-policy"]
     for path in PATHS:
         assert f"<code>{path}</code>" in docs.text and f"<code>{path}</code>" in index.text
     for name in {name for body in BODIES for name in body.__struct_fields__}:
@@ -109,6 +117,29 @@ def test_the_pages_name_everything_and_load_nothing(router):
     anchors = set(re.findall(r' id="([^"]+)"', docs.text))
     links = re.findall(r'href="(?:/docs)?#([^"]+)"', docs.text + index.text)
     assert links and set(links) <= anchors
+
+
+def test_what_the_page_loads_is_there_and_loads_nothing_from_elsewhere(router):
+    """Its modules import only each other, and what is no part of it cannot be asked for."""
+    index = router.http.get("/", headers=HTML).text
+    left = [path.removeprefix("/page/") for path in re.findall(r'(?:src|href)="(/page/[^"]+)"', index)]
+    kinds = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+    seen: set[str] = set()
+    while left:
+        name = left.pop()
+        answer = router.http.get(f"/page/{name}")
+        assert answer.status_code == 200, name
+        assert answer.headers["content-type"].startswith(kinds[name.rpartition(".")[2]])
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        allowed = answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(
+            r"https?://|@import|url\(|innerHTML|insertAdjacent|document\.write|eval", allowed
+        )
+        seen.add(name)
+        left += [each for each in re.findall(r'from "\./([^"]+)"', answer.text) if each not in seen]
+    assert len(seen) > 8
+    for name in ("index.html", "docs.html", "..%2fpages.py", "../pages.py", "nothing.js", ""):
+        assert router.http.get(f"/page/{name}").status_code == 404, name
 
 
 def test_the_root_says_what_this_is(router):

@@ -1,0 +1,98 @@
+// The latest placements and their reckoning, in sentences.
+
+import { byId, html } from "./dom.js";
+import { count, percent, plural, route, seconds, times } from "./words.js";
+
+const SHOWN = 6;
+const PARTS = {
+  queue_s: "waiting behind other prompts",
+  fetch_s: "fetching cached KV",
+  prefill_s: "prefill",
+  handoff_s: "hand-off",
+  room_s: "waiting for KV room",
+  decode_s: "decode",
+  delay_s: "delay of others by its prefill",
+  slowdown_s: "delay of others by its decode",
+};
+
+const items = new Map();
+
+export function showDecisions(decisions) {
+  const list = byId("decisions");
+  const latest = decisions.slice(0, SHOWN);
+  const ids = new Set(latest.map((decision) => decision.request_id));
+  for (const [id, item] of items) {
+    if (ids.has(id)) continue;
+    item.element.remove();
+    items.delete(id);
+  }
+  latest.toReversed().forEach((decision) => {
+    const item = items.get(decision.request_id) ?? newItem(decision, list);
+    item.outcome.textContent = outcome(decision);
+  });
+  if (!decisions.length) list.replaceChildren(html("li", { class: "quiet" }, "None yet."));
+}
+
+/** It stays as it is, so that what is opened stays open; only the outcome comes later. */
+function newItem(decision, list) {
+  if (!items.size) list.replaceChildren();
+  const result = html("span");
+  const time = new Date(decision.at * 1000);
+  const element = html("li", {},
+    html("p", {}, html("time", { class: "quiet", datetime: time.toISOString() }, time.toLocaleTimeString()), " ",
+      html("b", {}, where(decision.chosen.workers)), ` for ${plural(decision.num_tokens, "token")}. `,
+      why(decision), " ", result),
+    comparison(decision));
+  const item = { element, outcome: result };
+  items.set(decision.request_id, item);
+  list.prepend(element);
+  return item;
+}
+
+const where = (workers) => (workers.prefill ? `Split: ${route(workers)}` : `Whole: ${workers.decode}`);
+
+function why({ chosen, alternatives, cached_tokens: cached, missing, session, num_tokens: tokens }) {
+  const said = [];
+  if (missing) said.push(`No ${missing} worker was there.`);
+  const begins = chosen.workers.prefill ?? chosen.workers.decode;
+  if (cached[begins]) said.push(`${begins} has the KV of ${count(cached[begins])} of ${count(tokens)} tokens.`);
+  if (chosen.prefix) said.push(`It fetches cached KV from ${chosen.prefix}.`);
+  if (session) said.push("Its session was there before.");
+  const { predicted } = chosen;
+  if (!predicted) return said.join(" ");
+  said.push(`Expected to cost ${seconds(predicted.cost_s)}: ${mainParts(predicted.parts)}.`);
+  const next = alternatives.filter((option) => option.predicted)
+    .sort((one, other) => one.predicted.cost_s - other.predicted.cost_s)[0];
+  if (next) said.push(`${compared(next, predicted.cost_s)}.`);
+  return said.join(" ");
+}
+
+function compared(option, cost) {
+  const ratio = option.predicted.cost_s / cost;
+  const percents = `${percent(Math.abs(ratio - 1))} ${ratio > 1 ? "more" : "less"}`;
+  const how = ratio >= 2 ? `${times(ratio)} times as much` : Math.abs(ratio - 1) < 0.005 ? "the same" : percents;
+  return `${where(option.workers)} would cost ${how}`;
+}
+
+const mainParts = (parts) =>
+  Object.entries(parts).filter(([, value]) => value > 0).sort(([, one], [, other]) => other - one).slice(0, 3)
+    .map(([name, value]) => `${PARTS[name] ?? name} ${seconds(value)}`).join(", ") || "nothing";
+
+function outcome({ observed, chosen }) {
+  if (observed.ttft_s === null) return "It has no token yet.";
+  const expected = chosen.predicted ? ` (${seconds(chosen.predicted.ttft_s)} expected)` : "";
+  const rest = observed.tpot_s === null ? "" : `, then ${seconds(observed.tpot_s)} a token`;
+  return `Its first token took ${seconds(observed.ttft_s)}${expected}${rest}.`;
+}
+
+function comparison({ chosen, alternatives }) {
+  const options = [chosen, ...alternatives].filter((option) => option.predicted);
+  if (options.length < 2) return null;
+  const head = ["Option", "Cost", "First token", "Each further"].map((name) => html("th", { scope: "col" }, name));
+  const rows = options.map(({ workers, predicted }) =>
+    html("tr", {}, html("td", {}, where(workers)),
+      ...[predicted.cost_s, predicted.ttft_s, predicted.tpot_s].map((value) => html("td", {}, seconds(value)))));
+  return html("details", {}, html("summary", {}, `${options.length} options compared`),
+    html("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Options compared" },
+      html("table", {}, html("thead", {}, html("tr", {}, ...head)), html("tbody", {}, ...rows))));
+}

@@ -1,0 +1,23 @@
+// Elements from plain values. Strings only ever become text, so nothing that a server says becomes markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const byId = (id) => document.getElementById(id);
+
+export const html = (tag, attributes, ...children) => filled(document.createElement(tag), attributes, children);
+
+export const svg = (tag, attributes, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value !== undefined && value !== false) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** Show a message where one is due, and nothing where `text` is empty. */
+export function tell(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+  element.hidden = !text;
+}

@@ -1,0 +1,67 @@
+// The live view: looks at the server once a second while the page can be seen, and hands on what it sees.
+
+import { get } from "./api.js";
+import { drawDiagram, sendDots } from "./diagram.js";
+import { byId, tell } from "./dom.js";
+import { showDecisions } from "./decisions.js";
+import { Watch } from "./watch.js";
+import { showLinks, showUnderWay, showWorkers } from "./workers.js";
+
+const INTERVAL_MS = 1000;
+const MAX_INTERVAL_MS = 5000;
+const DECISIONS = 50;
+
+const watch = new Watch();
+let timer = 0;
+let failures = 0;
+let isLooking = false;
+let onNoKey;
+
+export function startLive(noKey) {
+  onNoKey = noKey;
+  document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : look()));
+  look();
+}
+
+/** Now, and from now on. */
+export async function look() {
+  clearTimeout(timer);
+  if (isLooking) return;
+  isLooking = true;
+  try {
+    const paths = ["/cluster", "/workers", "/requests?limit=1000", `/decisions?limit=${DECISIONS}`];
+    show(watch.take(...(await Promise.all(paths.map(get)))));
+    failures = 0;
+    fail("");
+  } catch (error) {
+    failures += 1;
+    fail(error.message);
+    if (error.status === 401) return onNoKey(error.message);
+  } finally {
+    isLooking = false;
+  }
+  if (!document.hidden) timer = setTimeout(look, Math.min(INTERVAL_MS * Math.max(1, failures), MAX_INTERVAL_MS));
+}
+
+function show(seen) {
+  drawDiagram(seen);
+  showWorkers(seen);
+  showUnderWay(seen);
+  showLinks(seen);
+  showDecisions(seen.decisions);
+  sendDots(seen);
+  const ready = seen.workers.filter((worker) => worker.state === "ready").length;
+  health(ready === seen.workers.length ? "good" : "bad", `${ready} of ${seen.workers.length} workers ready`);
+}
+
+function fail(message) {
+  tell(byId("stale"), message && `${message} What is shown below is from before.`);
+  byId("cluster").classList.toggle("stale", Boolean(message));
+  if (message) health("bad", message);
+}
+
+function health(state, text) {
+  const element = byId("health");
+  element.dataset.state = state;
+  if (element.textContent !== text) element.textContent = text;
+}

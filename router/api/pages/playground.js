@@ -1,0 +1,140 @@
+// The playground: asks, streams the answer with its drafted text tinted, and shows where the time went.
+
+import { events, request } from "./api.js";
+import { byId, html, tell } from "./dom.js";
+import { stagesTable } from "./stages.js";
+import { count, percent, plural, route, seconds } from "./words.js";
+
+const form = byId("ask");
+const prompt = byId("prompt");
+const output = byId("output");
+
+/** The messages of the chat so far. */
+let chat = [];
+/** Ends the answer under way; null while there is none. */
+let running = null;
+
+export function startPlayground(onNoKey) {
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!running) ask(onNoKey);
+  });
+  form.addEventListener("change", (event) => event.target.name === "kind" && changeKind());
+  prompt.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  });
+  byId("stop").addEventListener("click", () => running?.abort());
+  byId("clear").addEventListener("click", clear);
+}
+
+const isChat = () => form.elements.kind.value === "chat";
+
+function changeKind() {
+  byId("prompt-label").textContent = isChat() ? "Your message" : "Text to continue";
+  prompt.value = isChat() ? "" : "def read_file(path):\n";
+  clear();
+}
+
+function clear() {
+  running?.abort();
+  chat = [];
+  output.replaceChildren();
+  byId("stages").replaceChildren();
+  byId("facts").textContent = "";
+  tell(byId("problem"), "");
+}
+
+async function ask(onNoKey) {
+  const text = prompt.value;
+  const talk = isChat();
+  const body = { ...parameters(), stream: true, return_timing: true };
+  if (talk) body.messages = [...chat, { role: "user", content: text }];
+  else body.prompt = text;
+  const answer = newAnswer(talk, text);
+  const stop = begin();
+  try {
+    const path = talk ? "/v1/chat/completions" : "/v1/completions";
+    for await (const event of events(await request(path, { body, signal: stop.signal }))) {
+      for (const choice of event.choices) addSpans(answer, choice.spans ?? []);
+      if (event.timing) finish(event.timing);
+    }
+    if (talk) chat = [...body.messages, { role: "assistant", content: answer.textContent }];
+    if (talk) prompt.value = "";
+  } catch (error) {
+    if (error.name === "AbortError") byId("facts").textContent = "Stopped.";
+    else tell(byId("problem"), error.message);
+    if (error.status === 401) onNoKey(error.message);
+    if (!answer.textContent) answer.closest("article").remove();
+  } finally {
+    end(stop);
+  }
+}
+
+function begin() {
+  running = new AbortController();
+  output.setAttribute("aria-busy", "true");
+  byId("go").disabled = true;
+  byId("stop").disabled = false;
+  byId("facts").textContent = "Waiting for the first token …";
+  byId("stages").replaceChildren();
+  tell(byId("problem"), "");
+  return running;
+}
+
+function end(stop) {
+  if (running !== stop) return;
+  running = null;
+  output.setAttribute("aria-busy", "false");
+  const hadFocus = document.activeElement === byId("stop");
+  byId("go").disabled = false;
+  byId("stop").disabled = true;
+  if (hadFocus) byId("go").focus();
+  if (byId("facts").textContent.startsWith("Waiting")) byId("facts").textContent = "";
+}
+
+/** Fields that are left empty are left to the server. */
+function parameters() {
+  const { max_tokens, temperature, top_p, seed, stop, drafts } = form.elements;
+  const fields = { max_tokens: max_tokens.valueAsNumber, temperature: temperature.valueAsNumber, top_p: top_p.valueAsNumber };
+  if (seed.value) fields.seed = seed.valueAsNumber;
+  if (stop.value) fields.stop = stop.value;
+  if (!drafts.checked) fields.speculative = { enabled: false };
+  return fields;
+}
+
+/** Where the answer's text goes. A completion stands alone behind its prompt, a chat's turns below each other. */
+function newAnswer(talk, text) {
+  const answer = html("span", { class: "answer" });
+  const given = html("span", { class: "given" }, text);
+  if (talk) output.append(turn("You", given), turn("Model", answer));
+  else output.replaceChildren(html("article", {}, given, answer));
+  output.scrollTop = output.scrollHeight;
+  return answer;
+}
+
+const turn = (who, text) => html("article", {}, html("h3", {}, who), text);
+
+function addSpans(answer, spans) {
+  const atEnd = output.scrollHeight - output.scrollTop - output.clientHeight < 40;
+  for (const { text, drafted } of spans) {
+    const tag = drafted ? "MARK" : "SPAN";
+    let last = answer.lastElementChild;
+    if (last?.tagName !== tag) answer.append((last = html(tag, { class: drafted ? "drafted" : undefined })));
+    last.append(text);
+  }
+  if (atEnd) output.scrollTop = output.scrollHeight;
+}
+
+function finish(timing) {
+  const [choice] = timing.choices;
+  const decoding = choice.total_s - choice.ttft_s;
+  const said = [`${plural(choice.tokens, "token")} in ${seconds(timing.total_s)}`, `the first after ${seconds(choice.ttft_s)}`];
+  if (choice.tokens > 1 && decoding > 0) said.push(`then ${count((choice.tokens - 1) / decoding)} a second`);
+  if (choice.drafted_tokens) {
+    const rate = percent(choice.accepted_tokens / choice.drafted_tokens);
+    said.push(`${count(choice.accepted_tokens)} of ${count(choice.drafted_tokens)} drafted tokens accepted (${rate})`);
+  }
+  said.push(`by ${route(choice.workers)}` + (choice.transfer?.transport ? ` over ${choice.transfer.transport}` : ""));
+  byId("facts").textContent = `${said.join("; ")}.`;
+  byId("stages").replaceChildren(stagesTable(timing));
+}

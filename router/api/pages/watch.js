@@ -1,0 +1,73 @@
+// What the server's answers mean from one look to the next: who is gone, how fast workers are, what is new.
+
+const REMEMBERED_MS = 10_000;
+
+const roleOf = (id) => id.replace(/-\d+$/, "");
+
+export class Watch {
+  #known = new Map();
+  #decided = null;
+
+  /** From the answers of `/cluster`, `/workers`, `/requests` and `/decisions`. */
+  take(cluster, { workers }, requests, { decisions }) {
+    const now = performance.now();
+    const present = workers.map((worker) => this.#see(worker, now));
+    const ids = new Set(present.map((worker) => worker.id));
+    return {
+      workers: [...present, ...this.#away(ids, cluster.awaited, now)].sort(byRole),
+      links: linksOf(cluster, workers),
+      stages: requests.stages,
+      requests: requests.requests,
+      decisions,
+      fresh: this.#fresh(decisions),
+    };
+  }
+
+  #see(worker, now) {
+    const before = this.#known.get(worker.id);
+    const computed = worker.counters.computed_tokens_total ?? 0;
+    const same = before?.incarnation === worker.incarnation && now > before.at;
+    const speed = same ? Math.max(0, computed - before.computed) / ((now - before.at) / 1000) : 0;
+    const { incarnation, role } = worker;
+    this.#known.set(worker.id, { incarnation, role, computed, at: now });
+    return { ...worker, state: worker.lifecycle, speed };
+  }
+
+  /** Those that are being started, and those that were there a moment ago. */
+  #away(present, awaited, now) {
+    const found = awaited.filter((id) => !present.has(id)).map((id) => ({ id, state: "returning" }));
+    for (const [id, { at }] of this.#known) {
+      if (present.has(id) || awaited.includes(id)) continue;
+      if (now - at < REMEMBERED_MS) found.push({ id, state: "gone" });
+      else this.#known.delete(id);
+    }
+    return found.map((worker) => ({ ...worker, role: this.#known.get(worker.id)?.role ?? roleOf(worker.id) }));
+  }
+
+  /** The placements since the last look, the oldest first. */
+  #fresh(decisions) {
+    const before = this.#decided;
+    this.#decided = new Set(decisions.map((decision) => decision.request_id));
+    return before ? decisions.filter((decision) => !before.has(decision.request_id)).reverse() : [];
+  }
+}
+
+const ROLES = ["prefill", "decode"];
+const rank = (role) => (ROLES.includes(role) ? ROLES.indexOf(role) : ROLES.length);
+
+function byRole(one, other) {
+  return rank(one.role) - rank(other.role) || one.role.localeCompare(other.role)
+    || one.id.localeCompare(other.id, "en", { numeric: true });
+}
+
+/** Every pair's transport, with its speed once something has moved. */
+function linksOf(cluster, workers) {
+  const measured = new Map(cluster.links.map((link) => [`${link.from} ${link.to}`, link]));
+  return workers.flatMap(({ id, transports, pairs }) =>
+    Object.entries(transports).map(([peer, transport]) => {
+      const used = pairs.find((pair) => pair.peer === peer && pair.transport === transport);
+      const moved = used?.counters?.kv_transfer_bytes_total ?? 0;
+      const refused = pairs.filter((pair) => pair.refused && ["", peer].includes(pair.peer));
+      return { from: id, to: peer, transport, moved, refused, bytes_per_s: 0, ...measured.get(`${id} ${peer}`) };
+    }));
+}

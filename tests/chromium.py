@@ -1,0 +1,89 @@
+"""Debian's Chromium for the tests of the page; without it, or without Playwright, these are skipped."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page
+
+CHROMIUM = os.environ.get("TANDEM_CHROMIUM", "/usr/bin/chromium")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+WAIT_MS = 10_000
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """With a fresh profile. It brings an event loop: a module closes it before another's tests run."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    if shutil.which(CHROMIUM) is None:
+        pytest.skip(f"there is no {CHROMIUM} (apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """The page in a tab with storage of its own.
+
+    `asked` are the addresses that it asked for, `errors` what its scripts and its policy complain of.
+    """
+
+    def __init__(self, browser: Browser, url: str, **options: Any) -> None:
+        self.url = url
+        self.page: Page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self.page.set_default_timeout(WAIT_MS)
+        self.asked: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", self._hear)
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        if "Content Security Policy" in message.text:
+            self.errors.append(message.text)
+
+    def __enter__(self) -> Visit:
+        self.page.goto(self.url)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.page.close()
+        if kind is None:
+            assert not self.errors
+            assert all(address.startswith(f"{self.url}/") for address in self.asked), self.asked
+
+    def shows(self, selector: str, text: str | re.Pattern[str]) -> None:
+        """Wait until an element's text contains this."""
+        from playwright.sync_api import expect
+
+        expect(self.page.locator(selector)).to_contain_text(text, timeout=WAIT_MS)
+
+    def has(self, selector: str, number: int) -> None:
+        """Wait until there are so many of these elements."""
+        from playwright.sync_api import expect
+
+        expect(self.page.locator(selector)).to_have_count(number, timeout=WAIT_MS)
+
+    def generate(self, prompt: str, max_tokens: int = 64) -> None:
+        self.page.evaluate("document.querySelector('#ask details').open = true")
+        self.page.fill("#prompt", prompt)
+        self.page.fill("[name=max_tokens]", str(max_tokens))
+        self.page.click("#go")

@@ -1,0 +1,240 @@
+"""The page at `/` in Chromium, where something is wrong: keys, refusals, broken streams, hostile text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from router_clients import eventually, make_pair, post
+
+from tests.chromium import Visit, open_browser
+
+HOSTILE = """<img src=x onerror="window.hacked = 1"><script>window.hacked = 2</script>&lt;b&gt;"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def open_page(browser):
+    """Visits that end with the test."""
+    visits = []
+
+    def visit(router, **options) -> Visit:
+        visits.append(Visit(browser, router.url, **options).__enter__())
+        return visits[-1]
+
+    yield visit
+    for each in visits:
+        each.__exit__(None, None, None)
+
+
+def test_the_page_asks_for_the_key_and_keeps_it_in_the_tab(make_router, open_page):
+    router = make_router(api_key="secret")
+    router.add_worker()
+    visit = open_page(router)
+    page = visit.page
+    visit.shows("#stale", "The server asks for an API key.")
+    assert page.evaluate("document.activeElement.id") == "key-text"
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    visit.shows("#stale", "The server refused the API key.")
+    page.fill("#key-text", "secret")
+    page.keyboard.press("Enter")
+    visit.shows("#health", "1 of 1 workers ready")
+    assert page.locator("#stale").is_hidden() and page.locator("#key").is_hidden()
+    visit.generate("the quick brown fox", 8)
+    visit.shows("#facts", "8 tokens in")
+    stored = page.evaluate("[{...sessionStorage}, {...localStorage}, document.cookie]")
+    assert stored == [{"tandem.key": "secret"}, {}, ""]
+    assert not any("secret" in address for address in visit.asked)
+    page.click("#key-open")
+    page.click("#key-forget")
+    visit.shows("#stale", "The server asks for an API key.")
+    assert page.evaluate("sessionStorage.length") == 0
+    visit.generate("the quick brown fox", 8)
+    visit.shows("#problem", "The server asks for an API key.")
+
+
+def test_a_bad_parameter_is_shown_as_the_server_says_it(router, open_page):
+    visit = open_page(router)
+    visit.page.evaluate("document.querySelector('#ask details').open = true")
+    visit.page.fill("[name=temperature]", "-3")
+    visit.generate("the quick brown fox", 8)
+    said = post(router, temperature=-3).json()["error"]["message"]
+    assert "temperature" in said
+    visit.shows("#problem", f"{said} (400)")
+    assert visit.page.locator("#output article").count() == 0
+    visit.page.fill("[name=temperature]", "0")
+    visit.generate("the quick brown fox", 8)
+    visit.shows("#facts", "8 tokens in")
+    assert visit.page.locator("#problem").is_hidden()
+
+
+def test_a_full_queue_says_when_to_try_again(make_router, open_page, pool):
+    router = make_router(max_queued_requests=1)
+    worker = router.add_worker(stall_after=3)
+    held = pool.submit(post, router)
+    eventually(lambda: worker.generated)
+    visit = open_page(router)
+    visit.generate("the quick brown fox", 8)
+    visit.shows("#problem", re.compile(r"--max-queued-requests=1 .*\(429\) Try again in 1 s\."))
+    worker.stall_after = 1000
+    assert held.result(5).status_code == 200
+
+
+def test_a_stream_that_breaks_in_the_middle(make_router, open_page):
+    router = make_router()
+    worker = router.add_worker(stall_after=4)
+    visit = open_page(router)
+    visit.generate("the quick brown fox", 50)
+    visit.page.wait_for_selector("#output .answer span")
+    server = router.server
+
+    def break_all() -> None:
+        for connection in list(server._server.server_state.connections):
+            connection.transport.abort()
+
+    server._loop.call_soon_threadsafe(break_all)
+    visit.shows("#problem", "The connection broke before the answer was complete.")
+    assert visit.page.locator("#output .answer").text_content()
+    assert visit.page.locator("#go").is_enabled()
+    worker.stall_after = 1000
+    visit.generate("the quick brown fox", 5)
+    visit.shows("#facts", "5 tokens in")
+
+
+def test_a_worker_that_gives_up_in_the_middle_is_shown(make_router, open_page):
+    router = make_router()
+    worker = router.add_worker(stall_after=4)
+    visit = open_page(router)
+    visit.generate("the quick brown fox", 50)
+    visit.page.wait_for_selector("#output .answer span")
+    router.kill(worker)
+    router.server.mark_dead(worker.worker_id, worker.incarnation, "it was killed")
+    visit.shows("#problem", "worker decode-0 was lost")
+    visit.shows("#workers", "gone")
+
+
+def test_stop_ends_the_request(make_router, open_page):
+    router = make_router()
+    worker = router.add_worker(stall_after=4)
+    visit = open_page(router)
+    visit.generate("the quick brown fox", 50)
+    visit.page.wait_for_selector("#output .answer span")
+    visit.page.click("#stop")
+    visit.shows("#facts", "Stopped.")
+    eventually(lambda: worker.aborted)
+    assert visit.page.locator("#problem").is_hidden()
+    assert visit.page.evaluate("document.activeElement.id") == "go"
+
+
+def test_a_server_that_is_gone_for_a_while(router, open_page):
+    visit = open_page(router)
+    visit.shows("#health", "2 of 2 workers ready")
+    visit.page.route("**/cluster", lambda route: route.abort())
+    visit.shows("#stale", "The server does not answer. What is shown below is from before.")
+    visit.page.unroute("**/cluster")
+    visit.shows("#health", "2 of 2 workers ready")
+    assert visit.page.locator("#stale").is_hidden()
+
+
+def test_nothing_that_comes_from_outside_becomes_markup(make_router, open_page):
+    name = '<img src=x onerror="window.hacked=3">'
+    router = make_router(served_model_name=HOSTILE, placement="cost")
+    for number in range(2):
+        worker_id = f"{name}-{number}"
+        router.add_worker(worker_id, tokens_per_step=4, rejected_per_step=1, max_model_len=2000)
+    visit = open_page(router)
+    visit.shows("header", HOSTILE)
+    visit.generate(HOSTILE, 300)
+    visit.shows("#facts", "300 tokens in")
+    assert HOSTILE in visit.page.locator("#output .answer").text_content()
+    visit.shows("#workers", name)
+    visit.shows("#decisions", re.compile(rf"Whole: {name}-\d .* Whole: {name}-\d would cost"))
+    visit.page.click("#decisions summary")
+    visit.has("#decisions tbody tr", 2)
+    visit.page.locator("label", has_text="Chat").click()
+    visit.generate(HOSTILE, 300)
+    visit.shows("#facts", "300 tokens in")
+    assert visit.page.locator("img, main script, #output b").count() == 0
+    assert visit.page.evaluate("window.hacked") is None
+
+
+def test_all_can_be_done_from_the_keyboard(router, open_page):
+    visit = open_page(router)
+    page = visit.page
+    order, named = [], "(({ id, name, textContent }) => id || name || textContent)(document.activeElement)"
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        order.append(page.evaluate(named))
+    assert order == ["key-open", "API docs", "kind", "prompt", "Parameters", "go", "clear", "output"]
+    page.focus("#prompt")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("the quick brown fox")
+    page.keyboard.press("Control+Enter")
+    visit.shows("#facts", "tokens in")
+    page.focus("[name=kind]")
+    page.keyboard.press("ArrowRight")
+    visit.shows("#prompt-label", "Your message")
+    outline = page.evaluate(
+        "getComputedStyle(document.querySelector('.switch :checked + span')).outlineStyle"
+    )
+    assert outline == "solid"
+    for control in page.locator("input, textarea").all():
+        assert control.evaluate("e => e.labels.length || e.ariaLabel"), control
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_new_placements_move_unless_motion_is_unwanted(make_router, open_page, motion):
+    router = make_router()
+    make_pair(router)
+    assert post(router).status_code == 200
+    visit = open_page(router, reduced_motion=motion)
+    visit.shows("#decisions", "Split: prefill-0 → decode-0")
+    visit.page.evaluate(
+        """() => {
+            window.dots = 0;
+            const diagram = document.querySelector("#diagram");
+            const dots = () => diagram.querySelectorAll("circle").length;
+            new MutationObserver(() => { window.dots = Math.max(window.dots, dots()) })
+                .observe(diagram, { childList: true, subtree: true });
+        }"""
+    )
+    for _ in range(3):
+        assert post(router).status_code == 200
+    visit.has("#decisions li", 4)
+    assert visit.page.evaluate("window.dots") == (0 if motion == "reduce" else 3)
+
+
+def test_it_looks_only_while_it_is_seen(router, browser):
+    visit = Visit(browser, router.url)
+    visit.page.clock.install()
+    with visit:
+        visit.shows("#health", "workers ready")
+
+        def looks(milliseconds: int) -> int:
+            before = visit.asked.count(f"{router.url}/cluster")
+            for _ in range(milliseconds // 1000):
+                visit.page.clock.run_for(1000)
+                visit.page.evaluate("fetch('/health').then((answer) => answer.text())")
+            return visit.asked.count(f"{router.url}/cluster") - before
+
+        def hide(hidden: bool) -> None:
+            visit.page.evaluate(
+                """(hidden) => {
+                    Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+                    document.dispatchEvent(new Event("visibilitychange"));
+                }""",
+                hidden,
+            )
+
+        assert looks(4000) >= 2
+        hide(True)
+        assert looks(4000) <= 1
+        assert looks(20_000) == 0
+        hide(False)
+        assert looks(4000) >= 2
