@@ -65,8 +65,10 @@ class Visit:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        shown = "" if kind else re.sub(r"\s+", " ", self.page.inner_text("body"))
         self.page.close()
         if kind is None:
+            assert not re.search(r"\b(NaN|undefined|Infinity)\b|\[object", shown), shown
             assert not self.errors
             assert all(address.startswith(f"{self.url}/") for address in self.asked), self.asked
 

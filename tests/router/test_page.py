@@ -10,6 +10,7 @@ from router_clients import eventually, make_pair, post
 from tests.chromium import Visit, open_browser
 
 HOSTILE = """<img src=x onerror="window.hacked = 1"><script>window.hacked = 2</script>&lt;b&gt;"""
+LEAST_CONTRAST = {"ink": 7, "quiet": 4.5, "error": 4.5, "prefill": 3, "transfer": 3, "decode": 3, "drafts": 3}
 
 
 @pytest.fixture(scope="module")
@@ -238,3 +239,25 @@ def test_it_looks_only_while_it_is_seen(router, browser):
         assert looks(20_000) == 0
         hide(False)
         assert looks(4000) >= 2
+
+
+def test_colours_can_be_told_from_their_ground(router):
+    """WCAG 2.2: 4.5 to 1 for text, 3 to 1 for what is drawn, by light and by night."""
+    css = router.http.get("/page/page.css").text
+    found = re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\)", css)
+    colours = {name: [luminance(light), luminance(dark)] for name, light, dark in found}
+    for ground in ("ground", "sheet"):
+        for name, least in LEAST_CONTRAST.items():
+            assert min(contrasts(colours[name], colours[ground])) >= least, (name, ground)
+
+
+def contrasts(ones: list[float], others: list[float]) -> list[float]:
+    pairs = [sorted(pair) for pair in zip(ones, others, strict=True)]
+    return [(bright + 0.05) / (dim + 0.05) for dim, bright in pairs]
+
+
+def luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(digit * 2 for digit in colour[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -91,14 +91,20 @@ function flowsOf({ workers, links, requests }) {
   };
   for (const { id, role } of workers) if (["prefill", "decode"].includes(role)) add("router", id, role, 0);
   for (const { from, to } of links) add(from, to, "transfer", 0);
+  const drafters = workers.filter(({ role }) => role === "draft");
+  for (const worker of workers.filter(({ role }) => role === "decode")) {
+    for (const { id } of drafters) add(worker.id, id, "draft", draftedElsewhere(worker) / drafters.length);
+  }
   for (const { stage, workers: by } of requests) {
     if (stage === "prefill") add("router", by.prefill ?? by.decode, "prefill", 1);
     if (stage === "transfer") add(by.prefill, by.decode, "transfer", 1);
     if (stage === "decode") add(by.prefill ?? "router", by.decode, "decode", 1);
-    if (by.draft) add(by.decode, by.draft, "draft", 1);
   }
   return [...flows.values()].filter(({ from, to }) => nodes.has(from) && nodes.has(to));
 }
+
+const draftedElsewhere = ({ speculation }) =>
+  speculation?.methods?.find(({ method }) => method === "remote")?.num_requests ?? 0;
 
 function line({ from, to, stage, number }) {
   const width = number ? Math.min(7, 1.5 + Math.sqrt(number)) : 1;

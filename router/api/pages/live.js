@@ -15,6 +15,7 @@ const watch = new Watch();
 let timer = 0;
 let failures = 0;
 let isLooking = false;
+let hasSeen = false;
 let onNoKey;
 
 export function startLive(noKey) {
@@ -32,6 +33,7 @@ export async function look() {
     const paths = ["/cluster", "/workers", "/requests?limit=1000", `/decisions?limit=${DECISIONS}`];
     show(watch.take(...(await Promise.all(paths.map(get)))));
     failures = 0;
+    hasSeen = true;
     fail("");
   } catch (error) {
     failures += 1;
@@ -55,7 +57,8 @@ function show(seen) {
 }
 
 function fail(message) {
-  tell(byId("stale"), message && `${message} What is shown below is from before.`);
+  const rest = hasSeen ? " What is shown below is from before." : "";
+  tell(byId("stale"), message && message + rest);
   byId("cluster").classList.toggle("stale", Boolean(message));
   if (message) health("bad", message);
 }

@@ -64,7 +64,7 @@ async function ask(onNoKey) {
     if (error.name === "AbortError") byId("facts").textContent = "Stopped.";
     else tell(byId("problem"), error.message);
     if (error.status === 401) onNoKey(error.message);
-    if (!answer.textContent) answer.closest("article").remove();
+    if (!answer.textContent) withdraw(answer.closest("article"));
   } finally {
     end(stop);
   }
@@ -110,6 +110,12 @@ function newAnswer(talk, text) {
   else output.replaceChildren(html("article", {}, given, answer));
   output.scrollTop = output.scrollHeight;
   return answer;
+}
+
+/** Nothing came of it, and what was asked is still in the form. */
+function withdraw(article) {
+  if (isChat()) article.previousElementSibling?.remove();
+  article.remove();
 }
 
 const turn = (who, text) => html("article", {}, html("h3", {}, who), text);

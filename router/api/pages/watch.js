@@ -11,7 +11,8 @@ export class Watch {
   /** From the answers of `/cluster`, `/workers`, `/requests` and `/decisions`. */
   take(cluster, { workers }, requests, { decisions }) {
     const now = performance.now();
-    const present = workers.map((worker) => this.#see(worker, now));
+    const costs = new Map(cluster.workers.map((worker) => [worker.id, worker.costs]));
+    const present = workers.map((worker) => this.#see(worker, costs.get(worker.id) ?? {}, now));
     const ids = new Set(present.map((worker) => worker.id));
     return {
       workers: [...present, ...this.#away(ids, cluster.awaited, now)].sort(byRole),
@@ -23,14 +24,14 @@ export class Watch {
     };
   }
 
-  #see(worker, now) {
+  #see(worker, costs, now) {
     const before = this.#known.get(worker.id);
     const computed = worker.counters.computed_tokens_total ?? 0;
     const same = before?.incarnation === worker.incarnation && now > before.at;
     const speed = same ? Math.max(0, computed - before.computed) / ((now - before.at) / 1000) : 0;
     const { incarnation, role } = worker;
     this.#known.set(worker.id, { incarnation, role, computed, at: now });
-    return { ...worker, state: worker.lifecycle, speed };
+    return { ...worker, costs, state: worker.lifecycle, speed };
   }
 
   /** Those that are being started, and those that were there a moment ago. */
@@ -62,12 +63,17 @@ function byRole(one, other) {
 
 /** Every pair's transport, with its speed once something has moved. */
 function linksOf(cluster, workers) {
-  const measured = new Map(cluster.links.map((link) => [`${link.from} ${link.to}`, link]));
-  return workers.flatMap(({ id, transports, pairs }) =>
-    Object.entries(transports).map(([peer, transport]) => {
-      const used = pairs.find((pair) => pair.peer === peer && pair.transport === transport);
-      const moved = used?.counters?.kv_transfer_bytes_total ?? 0;
+  const links = new Map();
+  const add = (from, to, facts) => links.set(`${from} ${to}`, { from, to, moved: 0, refused: [], ...links.get(`${from} ${to}`), ...facts });
+  for (const { id, transports, pairs } of workers) {
+    for (const [peer, transport] of Object.entries(transports)) {
       const refused = pairs.filter((pair) => pair.refused && ["", peer].includes(pair.peer));
-      return { from: id, to: peer, transport, moved, refused, bytes_per_s: 0, ...measured.get(`${id} ${peer}`) };
-    }));
+      add(id, peer, { transport, refused });
+    }
+    for (const { peer, in_use: used, counters } of pairs) {
+      if (used) add(id, peer, { moved: counters?.kv_transfer_bytes_total ?? 0 });
+    }
+  }
+  for (const link of cluster.links) add(link.from, link.to, link);
+  return [...links.values()];
 }
