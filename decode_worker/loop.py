@@ -13,6 +13,7 @@ import time
 
 import msgspec
 
+from decode_worker.drafts import DraftClient
 from decode_worker.request import DecodeRequest, DecodeStage
 from engine.engine import Engine
 from kvtransfer.blocks.layout import LayoutError, conversion_problem, foreign_format, wire_segments
@@ -21,10 +22,13 @@ from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
 from protocol.messages import (
     ANY_LEASE,
+    DraftPlan,
+    Drafts,
     ErrorKind,
     Generate,
     Handoff,
     HandoffAck,
+    PeerAddress,
     PeerReply,
     PeerRequest,
     Release,
@@ -54,6 +58,15 @@ class DecodeLoop(WorkerLoop):
         """Blocks that were available when the head of the queue last found too few."""
         self._unstepped: dict[str, DecodeRequest] = {}
         """Those that were handed over and have yet to see their first step."""
+        self._drafts: DraftClient | None = None
+        if parts.remote_drafts is not None:
+            self._drafts = DraftClient(
+                parts.remote_drafts,
+                self.peers,
+                self.counters,
+                engine.vocab_size,
+                self.config.worker_timeout,
+            )
 
     # --- whole requests ---------------------------------------------------------------------------
 
@@ -66,6 +79,25 @@ class DecodeLoop(WorkerLoop):
     def start_request(self, message: Generate) -> None:
         self.engine.add(message.request)
         self.requests.insert(DecodeRequest(message.request, DecodeStage.RUNNING))
+
+    # --- drafts from elsewhere --------------------------------------------------------------------
+
+    def replan(self, request_id: str, plan: DraftPlan | None) -> None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        request.replan(plan)
+        if request.stage is DecodeStage.RUNNING:
+            self.engine.replan(request_id, plan)
+
+    def on_peer_reply(self, peer: PeerAddress, reply: PeerReply) -> None:
+        if isinstance(reply, Drafts) and self._drafts is not None:
+            self._drafts.on_drafts(peer, reply)
+        else:
+            super().on_peer_reply(peer, reply)
+
+    def peers_in_use(self) -> set[str]:
+        return set(self._drafts.incarnations()) if self._drafts is not None else set()
 
     # --- what prefill workers ask for -------------------------------------------------------------
 
@@ -297,6 +329,8 @@ class DecodeLoop(WorkerLoop):
         for output in outputs:
             if output.finish_reason is not None:
                 self.abort(output.request_id)
+        if self._drafts is not None:
+            self._drafts.send()
         self._serve_queue()
 
     # --- -> ENDED ---------------------------------------------------------------------------------
@@ -355,6 +389,9 @@ class DecodeLoop(WorkerLoop):
             self._end(request)
 
     def expire(self, now: float) -> None:
+        if self._drafts is not None:
+            self._drafts.send()
+            self._drafts.expire(now)
         for request in self.requests:
             if not request.is_overdue(now):
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -13,7 +13,7 @@ from engine.results import Reservation
 from kvtransfer.interface import Arrival, Progress
 from protocol.handoff import HandoffManifest, SamplingState
 from protocol.ids import token_ids_digest
-from protocol.messages import EngineRequest, RequestTiming, Reserve, TransferTiming
+from protocol.messages import DraftPlan, EngineRequest, RequestTiming, Reserve, TransferTiming
 from worker.requests import StagedRequest
 
 
@@ -98,6 +98,12 @@ class DecodeRequest(StagedRequest[DecodeStage]):
         """Blocks of each arena, of the prefill worker's size, that hold tokens that this one lacks."""
         size = self.message.segments[0].shape[2]
         return max(0, -(-self.num_tokens // size) - self.granted.covered // size)
+
+    def replan(self, plan: DraftPlan | None) -> None:
+        """Its drafts are to be made as `plan` says."""
+        self.request = msgspec.structs.replace(self.request, draft_plan=plan)
+        if self.reservation is not None:
+            self.reservation = replace(self.reservation, request=self.request)
 
     def renew(self, now: float) -> None:
         """The prefill worker made progress."""

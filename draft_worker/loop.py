@@ -1,33 +1,293 @@
-"""The draft worker's loop."""
+"""The draft worker's loop: the engine runs the draft model, and stays a few tokens ahead of each target.
+
+Decode workers tell what they have committed, and how many tokens beyond it they have use for. What was
+drafted beyond is sent to them after each step. `DraftRequest` lists the stages of a request.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from draft_worker.request import DraftRequest, DraftStage, name_of
+from draft_worker.shares import Pace, share_rows
+from engine.engine import Engine
 from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.errors import InvalidRequestError
-from protocol.messages import Generate, TokenOutput
+from protocol.messages import (
+    DraftBehind,
+    DraftedChain,
+    DraftFor,
+    DraftKey,
+    Drafts,
+    ErrorKind,
+    Generate,
+    Given,
+    PeerRequest,
+    TokenOutput,
+)
+from worker.link import RouterLink
 from worker.loop import WorkerLoop
+from worker.parts import WorkerParts
+from worker.requests import RequestTable
+
+log = logging.getLogger(__name__)
+
+MAX_OPEN = 4096
+"""Requests at once: what one message can tell of."""
+
+
+@dataclass(eq=False)
+class _Answer:
+    """What a decode worker is told next."""
+
+    chains: list[DraftedChain] = field(default_factory=list)
+    behind: list[DraftBehind] = field(default_factory=list)
+    refused: list[DraftKey] = field(default_factory=list)
 
 
 class DraftLoop(WorkerLoop):
     """Drafts for decode workers; takes no request of the router."""
 
-    def start_request(self, message: Generate) -> None:
-        raise InvalidRequestError("request", f"{self.parts.worker_id} is a draft worker: it only drafts")
+    def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
+        super().__init__(parts, engine, link)
+        self.requests: RequestTable[DraftRequest] = RequestTable()
+        self._queue: list[DraftRequest] = []
+        """Those in stage QUEUED, oldest first."""
+        self._reading: dict[bytes, DraftRequest] = {}
+        """The request of each target whose text is being read: one at a time, so that many of one target
+        delay those of another by one."""
+        self._answers: dict[bytes, _Answer] = defaultdict(_Answer)
+        self._pace = Pace()
 
-    def abort(self, request_id: str) -> None:
-        """Unknown ids are ignored."""
+    # --- the router asks for nothing --------------------------------------------------------------
+
+    def start_request(self, message: Generate) -> None:
+        raise InvalidRequestError("request", f"{self.parts.worker_id} is a draft worker, which only drafts")
 
     def knows(self, request_id: str) -> bool:
         return False
 
-    def computing(self) -> list[str]:
-        return []
-
     def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
-        """Nothing is transferred."""
+        """A draft worker has no wires."""
+
+    # --- what decode workers tell -----------------------------------------------------------------
+
+    def handle(self, events: dict[object, int]) -> None:
+        super().handle(events)
+        self._serve_queue()
+        self._choose_rows()
+        if not self.engine.has_work():
+            self._send_answers()
+
+    def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
+        if not isinstance(request, DraftFor):
+            super().on_peer_request(identity, request)
+            return
+        if request.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+            return
+        self._answers[identity]  # each message gets one
+        for key in request.ended:
+            ended = self.requests.get(name_of(identity, key.request_id))
+            if ended is not None and ended.key.epoch <= key.epoch:
+                self._end(ended)
+        for given in request.given:
+            self._on_given(identity, given)
+
+    def _on_given(self, target: bytes, given: Given) -> None:
+        known = self.requests.get(name_of(target, given.request_id))
+        if known is not None and known.key.epoch > given.epoch:
+            self.counters.add("stale_messages_total")
+            return
+        if known is not None and known.key.epoch < given.epoch:
+            self._end(known)
+            known = None
+        if known is None:
+            if given.opening is None or given.start != 0:
+                behind = DraftBehind(given.request_id, given.epoch, 0)
+                self._answers[target].behind.append(behind)
+                return
+            known = DraftRequest.open(target, given, given.opening)
+            if len(self.requests) >= MAX_OPEN:
+                self._answers[target].refused.append(known.key)
+                self.counters.add("draft_requests_refused_total")
+                return
+            self.requests.insert(known)
+            self.counters.add("draft_requests_opened_total")
+            self.counters.add("draft_requests_open")
+        known.renew(time.monotonic())
+        self._take(known, given)
+
+    def _take(self, request: DraftRequest, given: Given) -> None:
+        num_known = len(request.given)
+        if given.start > num_known:
+            behind = DraftBehind(given.request_id, given.epoch, num_known)
+            self._answers[request.target].behind.append(behind)
+            return
+        new = given.token_ids[num_known - given.start :]
+        if given.start + len(given.token_ids) < num_known:
+            self.counters.add("duplicate_messages_total")
+            return
+        if not self._may_have(request, new):
+            self.counters.add("dropped_messages_total")
+            self._refuse(request, "it was given tokens that no request can have")
+            return
+        request.given += new
+        self._run_ahead(request, new, given.run_ahead)
+
+    def _may_have(self, request: DraftRequest, new: list[int]) -> bool:
+        length = len(request.given) + len(new)
+        return max(new, default=0) < self.engine.vocab_size and length < self.engine.max_model_len
+
+    def _run_ahead(self, request: DraftRequest, new: list[int], run_ahead: int) -> None:
+        """It has these tokens more, and its target has use for so many beyond."""
+        was_running = request.wants_row(self._pace.most_ahead)
+        request.run_ahead = run_ahead
+        match request.stage:
+            case DraftStage.ARRIVING if run_ahead:
+                request.enter(DraftStage.QUEUED)
+                self._queue.append(request)
+            case DraftStage.DRAFTING:
+                agreed = self.engine.give(request.request_id, new, request.hold_at(self._pace.most_ahead))
+                if new and request.is_read:
+                    overtaken = was_running and len(new) > request.num_drafted == agreed
+                    self._note_commit(request, agreed, len(new), overtaken)
+                request.num_drafted = len(self.engine.drafted(request.request_id))
+
+    def _note_commit(self, request: DraftRequest, agreed: int, num_new: int, overtaken: bool) -> None:
+        if agreed < min(num_new, request.num_drafted):
+            self.counters.add("drafted_tokens_wrong_total", request.num_drafted - agreed)
+        self._pace.committed(overtaken)
+        if overtaken:
+            self.counters.add("drafts_overtaken_total")
+
+    # --- QUEUED -> DRAFTING -----------------------------------------------------------------------
+
+    def _serve_queue(self) -> None:
+        """Begin to read a text of each target that has none being read."""
+        for request in list(self._queue):
+            if request.target in self._reading:
+                continue
+            self._queue.remove(request)
+            try:
+                self.engine.add(request.engine_request(), hold_at=request.hold_at(self._pace.most_ahead))
+            except InvalidRequestError as error:
+                self._refuse(request, str(error))
+                continue
+            request.enter(DraftStage.DRAFTING)
+            self._reading[request.target] = request
+
+    # --- DRAFTING ---------------------------------------------------------------------------------
+
+    def _choose_rows(self) -> None:
+        """Have the engine run those that get a row, and hold the others."""
+        drafting = [request for request in self.requests if request.stage is DraftStage.DRAFTING]
+        wanting = [request for request in drafting if request.wants_row(self._pace.most_ahead)]
+        if len(wanting) > self.config.max_num_seqs:
+            wanting = share_rows(wanting, self.config.max_num_seqs)
+        chosen = {request.request_id for request in wanting}
+        for request in drafting:
+            if request.request_id in chosen:
+                self.engine.resume(request.request_id)
+            else:
+                self.engine.hold(request.request_id)
+
+    def deliver(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            request = self.requests.get(output.request_id)
+            if request is None:
+                continue
+            if output.finish_reason is not None:
+                self._refuse(request, output.error or "the engine ended it")
+                continue
+            self._note_read(request)
+            drafted = self.engine.drafted(request.request_id)
+            self.counters.add("drafted_tokens_total", len(drafted) - request.num_drafted)
+            request.num_drafted = len(drafted)
+            chain = DraftedChain(request.key.request_id, request.key.epoch, len(request.given), drafted)
+            self._answers[request.target].chains.append(chain)
+
+    def _note_read(self, request: DraftRequest) -> None:
+        request.is_read = True
+        if self._reading.get(request.target) is request:
+            del self._reading[request.target]
 
     def after_step(self, outputs: list[TokenOutput]) -> None:
-        """Nothing follows."""
+        if not self._advancing:
+            self._refuse_those_without_room()
+        self._serve_queue()
+        self._choose_rows()
+        self._send_answers()
+
+    def _refuse_those_without_room(self) -> None:
+        """What is held keeps its blocks: whoever got none yet would wait for long."""
+        for request in self.requests:
+            if request.stage is DraftStage.DRAFTING and not request.is_read:
+                self._refuse(request, "there is no room for its KV")
+
+    def _send_answers(self) -> None:
+        for target, answer in self._answers.items():
+            message = Drafts(
+                incarnation=self.parts.incarnation,
+                chains=answer.chains,
+                behind=answer.behind,
+                refused=answer.refused,
+            )
+            self.inbox.reply(target, message)
+        self._answers.clear()
+
+    # --- -> ENDED ---------------------------------------------------------------------------------
+
+    def computing(self) -> list[str]:
+        return [request.request_id for request in self.requests if request.stage is DraftStage.DRAFTING]
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request)
+
+    def fail(self, request_id: str, kind: ErrorKind, reason: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._refuse(request, reason)
+
+    def _refuse(self, request: DraftRequest, reason: str) -> None:
+        """It is drafted for no more, and its target is told."""
+        self.counters.add("draft_requests_refused_total")
+        log.info("no more drafts for %s: %s", request.request_id, reason)
+        self._answers[request.target].refused.append(request.key)
+        self._end(request)
+
+    def _end(self, request: DraftRequest) -> None:
+        if request.stage is DraftStage.QUEUED:
+            self._queue.remove(request)
+        elif request.stage is DraftStage.DRAFTING:
+            self.engine.abort(request.request_id)
+            if self._reading.get(request.target) is request:
+                del self._reading[request.target]
+        request.enter(DraftStage.ENDED)
+        self.requests.release_id(request)
+        self.counters.add("draft_requests_open", -1)
 
     def expire(self, now: float) -> None:
-        """Nothing is awaited."""
+        for request in self.requests:
+            if request.is_overdue(now):
+                self.counters.add("draft_requests_expired_total")
+                self._end(request)
+        if self._pace.adapt(max((request.run_ahead for request in self.requests), default=1)):
+            self._shed()
+        self._choose_rows()
+        if not self.engine.has_work():
+            self._send_answers()
+
+    def _shed(self) -> None:
+        """Even the shortest drafts come too late: the target with the most requests loses its newest."""
+        counts = Counter(request.target for request in self.requests)
+        if not counts:
+            return
+        most = max(counts, key=counts.__getitem__)
+        newest = [request for request in self.requests if request.target == most][-1]
+        self._refuse(newest, "there is too much to do")

@@ -29,7 +29,7 @@ from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
-from engine.select_forward import build_runner
+from engine.select_forward import build_runner, pack_model
 from engine.sequence import SequenceStage, SequenceState
 from engine.speculator import Speculator
 from engine.step_times import StepTimes, work_of
@@ -39,11 +39,7 @@ from protocol.costs import StepCosts
 from protocol.errors import InvalidRequestError
 from protocol.handoff import REBUILD, DraftState, Extent
 from protocol.kv_events import CacheFormat
-from protocol.messages import (
-    EngineRequest,
-    ErrorKind,
-    TokenOutput,
-)
+from protocol.messages import DraftPlan, EngineRequest, ErrorKind, TokenOutput
 from protocol.speculation import SpeculationState
 
 logger = logging.getLogger("tandem.engine")
@@ -64,6 +60,8 @@ class Engine:
         self.config = config
         started = time.monotonic()
         loaded = load_model(config)
+        backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+        loaded = pack_model(loaded, config.compile, backend_class)
         self.device = loaded.device
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
@@ -90,7 +88,6 @@ class Engine:
         self.tiers = build_tiers(config, self.pool, loaded.model, self._fetched)
         tiers = [self.tiers] if self.tiers is not None else []
         self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
-        backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena)
         self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
@@ -140,15 +137,21 @@ class Engine:
     # --- requests in --------------------------------------------------------------------------------
 
     def add(
-        self, request: EngineRequest, *, prefill_only: bool = False, drafts_elsewhere: bool = False
+        self,
+        request: EngineRequest,
+        *,
+        prefill_only: bool = False,
+        drafts_elsewhere: bool = False,
+        hold_at: int | None = None,
     ) -> None:
         """Queue a request. With `prefill_only` it samples one token and holds its blocks until `abort`;
-        with `drafts_elsewhere` the draft's KV of its prompt is left to whoever takes the blocks over.
+        with `drafts_elsewhere` the draft's KV of its prompt is left to whoever takes the blocks over. With
+        `hold_at` it drafts for a target: it is held whenever it has so many tokens, until `give`.
 
         Raises `InvalidRequestError` when the request cannot be served by this model.
         """
         self._check(request)
-        sequence = SequenceState(request, next(self._order), prefill_only, drafts_elsewhere)
+        sequence = SequenceState(request, next(self._order), prefill_only, drafts_elsewhere, hold_at)
         self._sequences[request.request_id] = sequence
         self._scheduler.add_waiting(sequence)
 
@@ -219,11 +222,44 @@ class Engine:
         return self._speculator.state(request_id) if self._speculator is not None else REBUILD
 
     def resume(self, request_id: str) -> None:
-        """Decode here after all a request added with `prefill_only`, whether its prompt is done or not."""
+        """Decode here after all a request added with `prefill_only`, whether its prompt is done or not; or
+        go on with one that is held.
+        """
         sequence = self._sequences[request_id]
         sequence.prefill_only = False
         if sequence.stage is SequenceStage.HELD:
             self._scheduler.add_running(sequence)
+
+    def hold(self, request_id: str) -> None:
+        """Do not run it until `resume`. It keeps its blocks, unless it has none yet."""
+        sequence = self._sequences[request_id]
+        if sequence.stage is SequenceStage.RUNNING:
+            self._scheduler.hold(sequence)
+
+    def give(self, request_id: str, token_ids: Sequence[int], hold_at: int) -> int:
+        """What a target's sequence has beyond the tokens that were given: `SequenceState.give`. It drafts up
+        to `hold_at` tokens from now on, if it is resumed.
+        """
+        sequence = self._sequences[request_id]
+        agreed = sequence.give(token_ids)
+        sequence.hold_at = hold_at
+        if sequence.stage is SequenceStage.RUNNING and len(sequence.token_ids) >= hold_at:
+            self._scheduler.hold(sequence)
+        return agreed
+
+    def drafted(self, request_id: str) -> list[int]:
+        """What it has drafted beyond the tokens that were given."""
+        sequence = self._sequences[request_id]
+        return sequence.token_ids[sequence.num_given :]
+
+    def replan(self, request_id: str, plan: DraftPlan | None) -> None:
+        """Its drafts are made elsewhere from now on. Unknown requests are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        sequence.draft_plan = plan
+        if self._speculator is not None:
+            self._speculator.replan(sequence)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request in whatever stage it is; False when it is not known."""
@@ -412,15 +448,17 @@ class Engine:
         if verdict is not None and verdict.failed:
             reason = "no token has a finite score (every token forbidden, or the model computed NaN)"
             return self._fail(sequence, "internal", reason)
-        sequence.held.commit(first_drafted, accepted, sequence.token_ids)
+        if sequence.hold_at is None:
+            sequence.held.commit(first_drafted, accepted, sequence.token_ids)
+        else:
+            sequence.held.publish(sequence.token_ids, min(sequence.num_computed, sequence.num_given))
         if verdict is None:
             return None
         output = token_output(sequence, kept, outcome)
         if kept.finish_reason is not None:
             self._forget(sequence)
-        elif sequence.prefill_only:
-            self._scheduler.running.remove(sequence)
-            sequence.stage = SequenceStage.HELD
+        elif sequence.is_to_be_held:
+            self._scheduler.hold(sequence)
         return output
 
 

@@ -26,7 +26,8 @@ def keep_tokens(sequence: SequenceState, token_ids: Sequence[int], eos: Collecti
     for token_id in token_ids:
         sequence.append(token_id)
         kept.token_ids.append(token_id)
-        kept.finish_reason, kept.stop_token_id = _finish_reason(sequence, token_id, eos)
+        if sequence.hold_at is None:
+            kept.finish_reason, kept.stop_token_id = _finish_reason(sequence, token_id, eos)
         if kept.finish_reason is not None:
             break
     return kept

@@ -100,6 +100,11 @@ class Scheduler:
         sequence.stage = SequenceStage.RUNNING
         self.running.append(sequence)
 
+    def hold(self, sequence: SequenceState) -> None:
+        """Do not run a running one, which keeps its blocks."""
+        self.running.remove(sequence)
+        sequence.stage = SequenceStage.HELD
+
     def remove(self, sequence: SequenceState) -> None:
         """Forget the sequence and free its blocks. Safe in every stage."""
         if sequence.stage is SequenceStage.RUNNING:

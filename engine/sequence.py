@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from engine.block_manager import Holdings
 from engine.draft import Draft
+from engine.sampler.penalties import common_prefix
 from engine.sampler.rows import SamplingRow, needs_history
 from engine.tiers.host import DiskFetch
-from protocol.messages import EngineRequest, TokenLogprobs
+from protocol.messages import DraftPlan, EngineRequest, TokenLogprobs
 from protocol.sampling import SamplingParams
 
 
@@ -19,7 +20,7 @@ class SequenceStage(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     HELD = "held"
-    """Prefill is done; the blocks stay until the hand-off is acknowledged."""
+    """It keeps its blocks and is not run: its prompt is to be handed over, or it has drafted enough."""
     ENDED = "ended"
 
 
@@ -35,6 +36,8 @@ class SequenceState:
     order: int
     prefill_only: bool = False
     drafts_elsewhere: bool = False
+    hold_at: int | None = None
+    """It drafts for a target's sequence: it is held with so many tokens, and never ends by itself."""
     stage: SequenceStage = SequenceStage.WAITING
     prompt_token_ids: list[int] = field(init=False)
     output_token_ids: list[int] = field(init=False)
@@ -54,12 +57,18 @@ class SequenceState:
     """Its blocks that were on the disk when it was to be admitted."""
     draft: Draft | None = None
     """What the current step verifies."""
+    num_given: int = field(init=False)
+    """Leading tokens that are certain, where it drafts."""
+    draft_plan: DraftPlan | None = field(init=False)
+    """Where its own drafts are made."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = self.request.prompt_token_ids
         self.output_token_ids = list(self.request.output_token_ids)
         self.token_ids = self.prompt_token_ids + self.output_token_ids
         self.deadline = self.arrival + self.request.timeout_s
+        self.num_given = len(self.token_ids)
+        self.draft_plan = self.request.draft_plan
 
     @property
     def request_id(self) -> str:
@@ -125,6 +134,27 @@ class SequenceState:
         is_next = self.stage is SequenceStage.RUNNING and self.num_uncomputed == 1
         return is_next and bool(self.output_token_ids) and not self.prefill_only
 
+    @property
+    def is_to_be_held(self) -> bool:
+        """Whether, with the tokens that it has now, it is not to be run any further."""
+        return self.prefill_only or (self.hold_at is not None and len(self.token_ids) >= self.hold_at)
+
     def append(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)
         self.token_ids.append(token_id)
+
+    def give(self, token_ids: Sequence[int]) -> int:
+        """The tokens that certainly follow the given ones. What was drafted stays where it agrees, with its
+        KV; the rest is dropped. Returns how many of these tokens were drafted.
+        """
+        start = self.num_given
+        drafted = self.token_ids[start:]
+        agreed = common_prefix(drafted, token_ids)
+        self.num_given += len(token_ids)
+        if agreed < len(token_ids):
+            wrong = len(drafted) - agreed
+            del self.token_ids[start + agreed :], self.output_token_ids[len(self.output_token_ids) - wrong :]
+            self.num_computed = min(self.num_computed, start + agreed)
+            for token_id in token_ids[agreed:]:
+                self.append(token_id)
+        return agreed

@@ -79,6 +79,10 @@ class Speculator(Protocol):
         """The request has ended. Unknown ones are ignored."""
         ...
 
+    def replan(self, sequence: SequenceState) -> None:
+        """Its `draft_plan` has changed, between two steps."""
+        ...
+
     def counters(self) -> dict[str, float]:
         """Totals since the start, by the names of the worker's counters."""
         ...

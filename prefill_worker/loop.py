@@ -17,6 +17,7 @@ from prefill_worker.request import PrefillRequest, PrefillStage
 from protocol.errors import TandemError
 from protocol.messages import (
     ANY_LEASE,
+    Drafts,
     EngineRequest,
     ErrorKind,
     Generate,
@@ -142,6 +143,9 @@ class PrefillLoop(WorkerLoop):
         request.deadline = now + self.config.handoff_timeout
 
     def on_peer_reply(self, peer: PeerAddress, reply: PeerReply) -> None:
+        if isinstance(reply, Drafts):
+            super().on_peer_reply(peer, reply)
+            return
         request = self.requests.get(reply.request_id)
         if request is not None and request.has_asked and request.decode.incarnation == peer.incarnation:
             self._on_reply(request, reply)

@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.ids import new_request_id
 from protocol.kv_events import CacheFormat
-from protocol.messages import EngineRequest, FinishReason, RequestTiming, TokenOutput
+from protocol.messages import DraftPlan, EngineRequest, FinishReason, RequestTiming, TokenOutput
 from protocol.roles import Task
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
@@ -54,6 +54,8 @@ class LiveRequest:
         """Of these, those that the worker computes which decodes it."""
         self.decision: PlacementDecision | None = None
         """The current placement."""
+        self.draft_plan: DraftPlan | None = None
+        """Where the current placement's drafts are made."""
         self.prefilled_by: Worker | None = None
         """Whose prefix cache has the prompt, or will have it."""
         self.output_token_ids: list[int] = []
@@ -157,6 +159,7 @@ class LiveRequest:
             timeout_s=timeout_s,
             cache_salt=self.generation.cache_salt,
             speculation=self.generation.speculation,
+            draft_plan=self.draft_plan,
         )
 
 

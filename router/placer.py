@@ -14,6 +14,7 @@ from protocol.ids import new_request_id
 from protocol.messages import Abort, Generate
 from protocol.roles import Task
 from router.decisions import DecisionLog
+from router.draft_planner import DraftPlanner
 from router.journal import Journal, LiveRequest
 from router.kv_feed import KvFeed
 from router.loads import Loads
@@ -51,6 +52,7 @@ class Placer:
         send: Send,
         policy: PlacementPolicy,
         kv_feed: KvFeed,
+        draft_planner: DraftPlanner,
     ) -> None:
         self._config = config
         self._journal = journal
@@ -61,6 +63,7 @@ class Placer:
         self._parked: dict[LiveRequest, None] = {}
         self._missing: Task | None = None
         self._kv_feed = kv_feed
+        self._draft_planner = draft_planner
         self._state = PolicyState()
         self._mean_output = FIRST_OUTPUT
         self.loads = Loads(registry)
@@ -225,6 +228,7 @@ class Placer:
         """Write the placement down; returns the worker that begins."""
         request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
         request.workers = placement.workers
+        request.draft_plan = self._draft_planner.plan(request)
         first = request.holders[0]
         if first.role.purpose == "prefill":
             request.prefilled_by = first

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from protocol.speculation import Method
+from protocol.speculation import Source
 
 logger = logging.getLogger("tandem.speculation")
 
@@ -23,7 +23,7 @@ class _Totals:
     num_draft_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
 
-    def counters(self, method: Method) -> dict[str, float]:
+    def counters(self, method: Source) -> dict[str, float]:
         label, lengths = f'method="{method}"', self.lengths.copy()
         counters = {f"spec_decode_draft_seconds_total{{{label}}}": self.draft_seconds}
         if lengths:
@@ -44,14 +44,14 @@ class Account:
     """Written by the engine's thread; `counters` may be called from any."""
 
     def __init__(self) -> None:
-        self._methods: dict[Method, _Totals] = {}
-        self._choices: Counter[tuple[Method, int]] = Counter()
+        self._methods: dict[Source, _Totals] = {}
+        self._choices: Counter[tuple[Source, int]] = Counter()
         self._steps: Counter[str] = Counter()
         """By whether they verified drafts."""
         self._verify_seconds = 0.0
         self._rare: Counter[str] = Counter()
 
-    def chose(self, method: Method, num_tokens: int) -> None:
+    def chose(self, method: Source, num_tokens: int) -> None:
         """One request was to draft so many tokens in each step, until the next choice."""
         self._choices[method, num_tokens] += 1
 
@@ -61,17 +61,17 @@ class Account:
         if verifies:
             self._verify_seconds += seconds
 
-    def drafted(self, method: Method, seconds: float) -> None:
+    def drafted(self, method: Source, seconds: float) -> None:
         """A batch of drafts was made."""
         self._of(method).draft_seconds += seconds
 
-    def verified(self, method: Method, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, method: Source, num_drafted: int, num_accepted: int) -> None:
         """One request's draft was verified; only tokens that became output count as accepted."""
         totals = self._of(method)
         totals.num_draft_tokens += num_drafted
         totals.lengths[num_accepted] += 1
 
-    def collapsed(self, method: Method, origin: Origin) -> None:
+    def collapsed(self, method: Source, origin: Origin) -> None:
         """The drafts of a class of requests are accepted far less than they used to be."""
         self._rare[f'spec_acceptance_collapsed_total{{method="{method}",origin="{origin}"}}'] += 1
 
@@ -92,7 +92,7 @@ class Account:
             counters[f'spec_decode_choices_total{{method="{method}",k="{num_tokens}"}}'] = count
         return counters
 
-    def _of(self, method: Method) -> _Totals:
+    def _of(self, method: Source) -> _Totals:
         totals = self._methods.get(method)
         if totals is None:
             totals = self._methods[method] = _Totals()

@@ -10,7 +10,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from protocol.speculation import Method
+from protocol.speculation import Source
 from speculation.account import Origin
 
 logger = logging.getLogger("tandem.speculation")
@@ -34,10 +34,10 @@ class _Class:
 
 class CollapseWatch:
     def __init__(self) -> None:
-        self._classes: dict[tuple[Method, Origin], _Class] = {}
+        self._classes: dict[tuple[Source, Origin], _Class] = {}
         self._next_log = 0.0
 
-    def observe(self, method: Method, origin: Origin, accepted: bool) -> bool:
+    def observe(self, method: Source, origin: Origin, accepted: bool) -> bool:
         """Whether with this draft the class has fallen below half of its running mean. It says so once, until
         it was back at three quarters.
         """
@@ -53,7 +53,7 @@ class CollapseWatch:
             self._log(method, origin, known)
         return known.collapsed
 
-    def _log(self, method: Method, origin: Origin, known: _Class) -> None:
+    def _log(self, method: Source, origin: Origin, known: _Class) -> None:
         now = time.monotonic()
         if now >= self._next_log:
             self._next_log = now + _LOG_INTERVAL_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.loader import LoadedModel
 from protocol.config import ServeConfig
-from protocol.speculation import METHODS, Method, SpeculativeConfig
+from protocol.speculation import METHODS, Method, Source, SpeculativeConfig
 from speculation.control.planner import Shape
 from speculation.drafter import Drafter
 
@@ -41,7 +41,7 @@ def build_drafter(
             return EagleDrafter(options, config, loaded)
 
 
-def draft_shape(method: Method, options: SpeculativeConfig) -> Shape:
+def draft_shape(method: Source, options: SpeculativeConfig) -> Shape:
     """What the controller can choose from for a request of this method."""
     if method == "lookahead":
         return Shape(options.lookahead_rows, whole=True)

@@ -20,9 +20,11 @@ from engine.speculator import MakeRoom
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import (
-    Method,
+    REMOTE,
+    WEIGHTLESS,
     RequestClass,
     RequestSpeculation,
+    Source,
     SpeculationState,
     SpeculativeConfig,
 )
@@ -33,13 +35,18 @@ from speculation.control.controller import DraftController
 from speculation.control.planner import SpeculatingRequest
 from speculation.drafter import Computed, Drafter
 from speculation.methods import build_drafter, draft_shape, most_drafted
+from speculation.remote import RemoteDrafter
 from speculation.unread import MOST_STEPS, UnreadSteps
 from speculation.verification.verify import prepare, verify
 
 
-def speculate(config: ServeConfig, loaded: LoadedModel) -> BatchSpeculator:
-    """For `Engine`. Raises `ConfigError` for a draft that does not fit the model."""
-    return BatchSpeculator(config, loaded)
+def speculate(
+    config: ServeConfig, loaded: LoadedModel, remote: RemoteDrafter | None = None
+) -> BatchSpeculator:
+    """For `Engine`; `remote` has the drafts of draft workers, where there are any. Raises `ConfigError` for a
+    draft that does not fit the model.
+    """
+    return BatchSpeculator(config, loaded, remote)
 
 
 class BatchSpeculator:
@@ -48,12 +55,12 @@ class BatchSpeculator:
     The deployment's method is loaded at once. Those that need no weights are made when a request first asks.
     """
 
-    def __init__(self, config: ServeConfig, loaded: LoadedModel) -> None:
+    def __init__(self, config: ServeConfig, loaded: LoadedModel, remote: RemoteDrafter | None = None) -> None:
         self._config = config
         self._loaded = loaded
         self._deployed = config.speculative_config
         self._options = self._deployed or SpeculativeConfig(method="ngram")
-        self._drafters: dict[Method, Drafter] = {}
+        self._drafters: dict[Source, Drafter] = {}
         self._requests: dict[str, SpeculatingRequest] = {}
         self._num_speculating = 0
         """Requests that have a method. Without any, the speculator skips steps."""
@@ -68,7 +75,10 @@ class BatchSpeculator:
         self._controller = DraftController(config.max_num_seqs, most_drafted(self._options))
         self.segment: Segment | None = None
         self.hidden_layers: tuple[int, ...] = ()
-        if self._deployed is not None:
+        self._remote = remote
+        if remote is not None:
+            self._drafters[REMOTE] = remote
+        if self._deployed is not None and self._deployed.decode_workers_draft:
             drafter = build_drafter(self._deployed.method, self._options, config, loaded)
             self._drafters[self._deployed.method] = drafter
             self.segment, self.hidden_layers = drafter.segment, drafter.hidden_layers
@@ -83,17 +93,17 @@ class BatchSpeculator:
 
     def warm_up(self, profiling: ProfilingRun) -> None:
         estimator = self._controller.estimator
+        measures = self._options.fixed_tokens is None  # otherwise there is nothing to choose
+        if self._drafters and measures:
+            max_sequences = self._config.max_num_seqs
+            estimator.set_target_times(measure_target(profiling, self.verify, max_sequences))
         for method, drafter in self._drafters.items():
             drafter.warm_up()
-            measures = self._options.fixed_tokens is None  # otherwise there is nothing to choose
-            if measures:
-                max_sequences = self._config.max_num_seqs
-                estimator.set_target_times(measure_target(profiling, self.verify, max_sequences))
             self._add_method(method, drafter)
             if measures and drafter.segment is not None and drafter.hidden_layers:
                 estimator.methods[method].time.per_read = measure_reading(profiling, drafter)
 
-    def _add_method(self, method: Method, drafter: Drafter) -> None:
+    def _add_method(self, method: Source, drafter: Drafter) -> None:
         has_kv = drafter.segment is not None
         self._controller.estimator.add_method(
             method,
@@ -165,12 +175,14 @@ class BatchSpeculator:
                 request.place = len(sequence.token_ids)
                 request.unread = _unread(sequence, self._drafters[request.method])
         self._controller.plan(requests)
-        for request in requests:
+        for sequence, request in zip(decoding, requests, strict=True):
             if request.method is not None:
                 self._account.chose(request.method, request.granted)
+            if request.method == REMOTE and self._remote is not None:
+                self._remote.grant(sequence.request_id, request.granted)
 
     def _draft(self, step: ScheduledStep, decoding: Sequence[SequenceState], make_room: MakeRoom) -> None:
-        by_method: dict[Method, list[SequenceState]] = {}
+        by_method: dict[Source, list[SequenceState]] = {}
         for sequence in decoding:
             request = self._request(sequence)
             if request.granted and (room := make_room(step, sequence, request.granted)):
@@ -226,7 +238,7 @@ class BatchSpeculator:
                 self._unread.keep(step, hidden)
                 return  # nobody drafts now
         self._unread.clear()
-        computed: dict[Method, list[Computed]] = {}
+        computed: dict[Source, list[Computed]] = {}
         row = 0
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
             first, row = row, row + outcome.num_rows
@@ -277,12 +289,19 @@ class BatchSpeculator:
             self._account.collapsed(method, request.origin)
 
     def forget(self, sequence: SequenceState) -> None:
-        request = self._requests.pop(sequence.request_id, None)
-        if request is not None and request.method is not None:
-            if sequence.output_token_ids and not sequence.prefill_only:
-                num_read = len(sequence.prompt_token_ids) - (sequence.num_cached or 0)
-                num_read = 0 if sequence.handed_over else num_read
-                self._controller.estimator.ended(num_read, len(sequence.output_token_ids))
+        request = self._requests.get(sequence.request_id)
+        if request is None:
+            return
+        self._end(sequence, request)
+        if request.method is not None and sequence.output_token_ids and not sequence.prefill_only:
+            num_read = len(sequence.prompt_token_ids) - (sequence.num_cached or 0)
+            num_read = 0 if sequence.handed_over else num_read
+            self._controller.estimator.ended(num_read, len(sequence.output_token_ids))
+
+    def _end(self, sequence: SequenceState, request: SpeculatingRequest) -> None:
+        """Its drafter drafts no more for it."""
+        del self._requests[sequence.request_id]
+        if request.method is not None:
             self._num_speculating -= 1
             if self._num_speculating == 0:
                 self._controller.end_window()
@@ -306,23 +325,54 @@ class BatchSpeculator:
             self._num_speculating += request.method is not None
         return request
 
+    def replan(self, sequence: SequenceState) -> None:
+        before = self._requests.get(sequence.request_id)
+        if before is None:
+            return  # not begun yet
+        self._end(sequence, before)
+        if sequence.holdings is not None:
+            self.begin(sequence)
+
+    def _source(self, sequence: SequenceState) -> Source | None:
+        """Where the sequence's drafts come from, by its plan, or else by its own and the deployment's choice.
+
+        A plan that names what this worker lacks is as one without drafts.
+        """
+        asked, plan = sequence.request.speculation or RequestSpeculation(), sequence.draft_plan
+        if not asked.enabled:
+            return None
+        source: Source | None
+        if plan is None:
+            source = asked.method or (self._deployed.method if self._deployed is not None else None)
+        else:
+            source = REMOTE if plan.at is not None else plan.method
+        if source is None or source in self._drafters or source in WEIGHTLESS:
+            return source
+        if plan is not None:
+            self._account.lost_draft(sequence.request_id, f"the plan was {source}, which this worker lacks")
+        return None
+
     def _new_request(self, sequence: SequenceState) -> SpeculatingRequest:
-        asked = sequence.request.speculation or RequestSpeculation()
-        method = asked.method or (self._deployed.method if self._deployed is not None else None)
-        fixed = asked.num_speculative_tokens
+        source = self._source(sequence)
+        fixed = sequence.request.speculation.num_speculative_tokens if sequence.request.speculation else None
         if fixed is None:
             fixed = self._options.fixed_tokens
-        if method is None or not asked.enabled or fixed == 0:
+        if source is None or fixed == 0:
             return self._controller.estimator.new_request(None, 0)
-        if method not in self._drafters:
-            drafter = build_drafter(method, self._options, self._config, self._loaded)
+        if source not in self._drafters:
+            assert source != REMOTE  # which is there, if it is anybody's source
+            drafter = build_drafter(source, self._options, self._config, self._loaded)
             drafter.attach(self._loaded, self._pool)
-            self._drafters[method] = drafter
-            self._add_method(method, drafter)
-        if method == "lookahead" and fixed is not None:
-            fixed = self._options.lookahead_rows  # it takes all of them or none
+            self._drafters[source] = drafter
+            self._add_method(source, drafter)
+        most = sequence.draft_plan.max_tokens if sequence.draft_plan is not None else None
+        if fixed is not None:
+            # lookahead takes all of its rows or none
+            fixed = self._options.lookahead_rows if source == "lookahead" else min(fixed, most or fixed)
         request_class: RequestClass = "greedy" if sequence.request.sampling.is_greedy else "sampled"
-        return self._controller.estimator.new_request(method, fixed, request_class)
+        request = self._controller.estimator.new_request(source, fixed, request_class)
+        request.most = most
+        return request
 
 
 def _origin(sequence: SequenceState) -> Origin:

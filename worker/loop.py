@@ -150,6 +150,11 @@ class WorkerLoop(ABC):
         """The outputs of a step that began then (monotonic seconds), with how their requests came here."""
         return outputs
 
+    def deliver(self, outputs: list[TokenOutput]) -> None:
+        """Send what a step made to the router."""
+        self.outbox += outputs
+        self._flush()
+
     @abstractmethod
     def after_step(self, outputs: list[TokenOutput]) -> None:
         """The outputs are with the router; do what follows from them."""
@@ -270,8 +275,7 @@ class WorkerLoop(ABC):
         outputs = self.with_timing(result.outputs, began)
         self._advancing = bool(result.num_tokens or outputs)
         if outputs:
-            self.outbox += outputs
-            self._flush()
+            self.deliver(outputs)
         self.after_step(outputs)
         return seconds
 

@@ -16,6 +16,7 @@ from messaging.wake import Wake
 from protocol.config import ServeConfig
 from protocol.messages import WorkerState
 from protocol.roles import RoleSpec
+from speculation.remote import RemoteDrafter
 from worker.cores import SharedCores
 from worker.counters import Counters
 from worker.kv_publisher import KvPublisher
@@ -48,6 +49,8 @@ class WorkerParts:
     kv_publisher: KvPublisher | None = None
     cores: SharedCores | None = None
     """None: the number of threads stays as it is."""
+    remote_drafts: RemoteDrafter | None = None
+    """What draft workers draft for the engine; None where there are none."""
     num_kv_events: int = 0
     """Batches of KV events that this incarnation has sent to the router."""
 

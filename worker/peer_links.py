@@ -40,6 +40,17 @@ class PeerLinks:
         link.socket.send(encode(message))
         give_way()
 
+    def offer(self, peer: PeerAddress, message: PeerRequest) -> bool:
+        """Send what can be done without; False if too much waits for the peer already."""
+        link = self._links.get(peer.incarnation) or self._open(peer)
+        link.last_used = time.monotonic()
+        try:
+            link.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        give_way()
+        return True
+
     def receive(self, events: dict[object, int]) -> list[tuple[PeerAddress, PeerReply]]:
         """All replies that have arrived, each with the worker that it came from."""
         replies: list[tuple[PeerAddress, PeerReply]] = []

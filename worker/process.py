@@ -30,7 +30,7 @@ from worker.launch import Launch
 from worker.link import RouterLink
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
-from worker.setup import build_engine, open_wires, set_up_logging, set_up_threads
+from worker.setup import build_engine, open_wires, remote_drafter, set_up_logging, set_up_threads
 from worker.stop import StopHandle
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ def run_worker(
     link = RouterLink(parts, launch.router_endpoint)
     told_to_leave = False
     try:
-        engine, parts.pool = build_engine(config, holds_draft=launch.role.holds_draft)
+        parts.remote_drafts = remote_drafter(config)
+        engine, parts.pool = build_engine(config, parts.remote_drafts, holds_draft=launch.role.holds_draft)
         parts.engine = engine
         if not parts.role.holds_draft:
             parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from messaging.tls import tls_files
 from native.build import build_all
 from protocol.config import ServeConfig, transport_names
 from speculation.draft_model import check_draft, draft_config
+from speculation.remote import RemoteDrafter
+from speculation.run_ahead import run_ahead
 from speculation.speculator import speculate
 
 _ROOT = Path(__file__).parents[1]
@@ -51,8 +54,19 @@ def build_kernels() -> None:
     build_all(_ROOT / package for package in ("engine", "kvtransfer", "speculation"))
 
 
-def build_engine(config: ServeConfig, *, holds_draft: bool = False) -> tuple[Engine, RegisteredPool]:
-    """Load the model, or its draft, and make its pool in memory that transfers can reach.
+def remote_drafter(config: ServeConfig) -> RemoteDrafter | None:
+    """For the drafts that draft workers make, if there are draft workers."""
+    options = config.speculative_config
+    if config.draft_replicas == 0 or options is None:
+        return None
+    return RemoteDrafter(options.max_speculative_tokens)
+
+
+def build_engine(
+    config: ServeConfig, remote: RemoteDrafter | None = None, *, holds_draft: bool = False
+) -> tuple[Engine, RegisteredPool]:
+    """Load the model, or its draft, and make its pool in memory that transfers can reach. `remote` has the
+    drafts of draft workers.
 
     With `shm` the receiver maps the sender's pool, and any worker may have to send. A pool in a GPU's memory
     is reached through the host's. Raises what the engine raises for a model that it cannot serve.
@@ -69,7 +83,7 @@ def build_engine(config: ServeConfig, *, holds_draft: bool = False) -> tuple[Eng
     if holds_draft:
         engine = _draft_engine(config, allocate_pool)
     else:
-        engine = Engine(config, allocate=allocate_pool, speculate=speculate)
+        engine = Engine(config, allocate=allocate_pool, speculate=partial(speculate, remote=remote))
     blocks = engine.pool.arenas[0]
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),
@@ -88,7 +102,7 @@ def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:
     target = model_facts(config)
     draft = draft_config(config, config.speculative_config.model, target.dtype)
     check_draft(model_facts(draft), target)
-    return Engine(draft, allocate=allocate)
+    return Engine(draft, allocate=allocate, speculate=run_ahead)
 
 
 def open_wires(

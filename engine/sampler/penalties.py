@@ -30,7 +30,7 @@ class TokenCounts:
         known = self._output
         common = len(known)
         if output_token_ids[:common] != known:
-            common = _common_prefix(known, output_token_ids)
+            common = common_prefix(known, output_token_ids)
         while len(known) > common:
             self._remove(known.pop())
         for token in output_token_ids[common:]:
@@ -62,7 +62,8 @@ class TokenCounts:
             del self._index[token]
 
 
-def _common_prefix(one: list[int], other: list[int]) -> int:
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protocol.speculation import Method, SpeculationState
+from protocol.speculation import Source, SpeculationState
 from speculation.control.estimator import Estimator
 from speculation.control.explorer import Explorer
 from speculation.control.planner import Plan, SpeculatingRequest, StepCost, add_fixed, best_plan
@@ -77,7 +77,7 @@ class DraftController:
         """Whether what a step without drafts computes may be read by a later draft."""
         return self.drafts or self._sees or self._steps_left <= 0
 
-    def reads_prompts(self, method: Method, num_tokens: int) -> bool:
+    def reads_prompts(self, method: Source, num_tokens: int) -> bool:
         """Whether so many tokens of prompts, prefilled in this step, are to be read for drafting."""
         size = sum(self._load)
         pays = self._pays.get(size.bit_length())
@@ -92,7 +92,7 @@ class DraftController:
         """Set `granted` of all requests that decode in the coming step."""
         self.end_window()
         self._explorer.end_trial()
-        groups: dict[Method, list[SpeculatingRequest]] = {}
+        groups: dict[Source, list[SpeculatingRequest]] = {}
         most = 0
         for request in requests:
             request.granted = request.fixed_tokens or 0
@@ -123,7 +123,7 @@ class DraftController:
         self._steps_left -= 1
         self.estimator.begin_window(len(requests))
 
-    def _plan_free(self, method: Method, requests: list[SpeculatingRequest], step: StepCost) -> StepCost:
+    def _plan_free(self, method: Source, requests: list[SpeculatingRequest], step: StepCost) -> StepCost:
         """Grant tokens to those that draft as many as pay, or for a trial. Returns the step with them."""
         settings, size = self._settings, sum(self._load)
         plain = Plan([0] * len(requests), step, step.rate)
@@ -144,15 +144,15 @@ class DraftController:
             request.granted = granted
         return chosen.step
 
-    def _best(self, method: Method, requests: list[SpeculatingRequest], step: StepCost) -> Plan | None:
+    def _best(self, method: Source, requests: list[SpeculatingRequest], step: StepCost) -> Plan | None:
         shape = self.estimator.methods[method].shape
         return best_plan(shape, self.estimator.draft_cost(method, len(requests)), requests, step)
 
-    def _shows_something(self, method: Method, requests: list[SpeculatingRequest]) -> bool:
+    def _shows_something(self, method: Source, requests: list[SpeculatingRequest]) -> bool:
         """Whether anything can be learned from their drafts: not if none of their prompts was read."""
         return not (self.estimator.methods[method].reads_prompts and all(r.is_blind for r in requests))
 
-    def _price(self, method: Method, requests: list[SpeculatingRequest], trial: Plan, instead: Plan) -> float:
+    def _price(self, method: Source, requests: list[SpeculatingRequest], trial: Plan, instead: Plan) -> float:
         """Seconds that a trial is expected to lose."""
         settings = self._settings
         unread = sum(
@@ -161,7 +161,7 @@ class DraftController:
         lost = max(1 - trial.rate / instead.rate, settings.min_gain)
         return settings.trial_steps * trial.step.seconds * lost + self.estimator.read_seconds(method, unread)
 
-    def _typical_pays(self, method: Method, num_requests: int) -> bool:
+    def _typical_pays(self, method: Source, num_requests: int) -> bool:
         """Whether so many requests would draft, the prompts of which are to be read first."""
         known, typical = self.estimator.methods[method], self.estimator.new_request(method, None)
         typical.unread = int(self.estimator.mean_prompt) if known.reads_text else 0

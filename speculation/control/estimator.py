@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.speculation import Method, MethodState, RequestClass, StepTimeState
+from protocol.speculation import MethodState, RequestClass, Source, StepTimeState
 from speculation.control.acceptance import MethodAcceptance, RequestAcceptance
 from speculation.control.planner import DraftCost, Shape, SpeculatingRequest, StepCost
 from speculation.control.settings import Settings
@@ -50,7 +50,7 @@ class Estimator:
         self._max_sequences, self._max_tokens = max_sequences, max_tokens
         self.max_rows = min(max_sequences * (1 + max_tokens), settings.most_rows)
         self.target = TargetTime(UNMEASURED, self.max_rows, settings)
-        self.methods: dict[Method, MethodEstimate] = {}
+        self.methods: dict[Source, MethodEstimate] = {}
         self.window: Window | None = None
         self.mean_prompt, self.mean_output = settings.first_prompt, settings.first_output
 
@@ -58,14 +58,14 @@ class Estimator:
         self.target = TargetTime(curve, self.max_rows, self._settings)
 
     def add_method(
-        self, method: Method, shape: Shape, max_depth: int, *, reads_text: bool, reads_prompts: bool
+        self, method: Source, shape: Shape, max_depth: int, *, reads_text: bool, reads_prompts: bool
     ) -> None:
         time_ = DraftTime(self._settings, self._settings.draft_level * self.target.seconds(1, 1))
         acceptance = MethodAcceptance(max_depth, self._settings)
         self.methods[method] = MethodEstimate(shape, acceptance, time_, reads_text, reads_prompts)
 
     def new_request(
-        self, method: Method | None, fixed_tokens: int | None, request_class: RequestClass | None = None
+        self, method: Source | None, fixed_tokens: int | None, request_class: RequestClass | None = None
     ) -> SpeculatingRequest:
         if method is None:
             none = MethodAcceptance(0, self._settings)
@@ -102,7 +102,7 @@ class Estimator:
         return float(batch * steps + window.accepted), seconds
 
     def drafted(
-        self, method: Method, requests: Sequence[SpeculatingRequest], counts: Sequence[int], seconds: float
+        self, method: Source, requests: Sequence[SpeculatingRequest], counts: Sequence[int], seconds: float
     ) -> None:
         """Drafts of up to `counts[i]` tokens were made for these requests."""
         if self.window is not None:
@@ -151,7 +151,7 @@ class Estimator:
         """Of a step without drafts."""
         return StepCost(self.target.with_drafts(num_sequences, most_drafted), float(num_sequences))
 
-    def draft_cost(self, method: Method, num_requests: int) -> DraftCost:
+    def draft_cost(self, method: Source, num_requests: int) -> DraftCost:
         settings, known = self._settings, self.methods[method].time
         level = known.unit(num_requests)
         return DraftCost(
@@ -161,7 +161,7 @@ class Estimator:
             reading=self.read_seconds(method, 1) / self.mean_output,
         )
 
-    def read_seconds(self, method: Method, num_tokens: int) -> float:
+    def read_seconds(self, method: Source, num_tokens: int) -> float:
         """To read so many tokens for drafting."""
         per_read = self.methods[method].time.per_read
         if per_read is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.speculation import Method
+from protocol.speculation import Source
 from speculation.account import Origin
 from speculation.control.acceptance import RequestAcceptance
 
@@ -30,13 +30,14 @@ class Shape:
 @dataclass(slots=True, eq=False)
 class SpeculatingRequest:
     """One request of the batch. Without a `method` it does not speculate; `fixed_tokens` None is "auto".
+    It drafts `most` tokens at most, if that is not None.
 
     `place` is its number of tokens, `unread` those that the drafter must read before it drafts; `is_blind`:
     its prompt was not read, and can't be any more. It drafts `granted` tokens in each step of the present
     plan.
     """
 
-    method: Method | None
+    method: Source | None
     fixed_tokens: int | None
     acceptance: RequestAcceptance
     origin: Origin = "computed"
@@ -44,6 +45,7 @@ class SpeculatingRequest:
     unread: int = 0
     is_blind: bool = False
     granted: int = 0
+    most: int | None = None
 
 
 @dataclass(slots=True)
@@ -159,5 +161,7 @@ def slot_chances(shape: Shape, request: SpeculatingRequest) -> list[float]:
     """The chance of each slot's tokens; for a tree the mean over those that it has."""
     survival = request.acceptance.survival()
     if not shape.whole:
-        return survival
+        return survival[: request.most]
+    if request.most is not None and request.most < shape.max_tokens:
+        return []
     return [sum(survival) / max(request.acceptance.found * shape.max_tokens, 1.0)]

@@ -17,6 +17,7 @@ from kvtransfer.interface import Closed, Completed, Failed, ReceiveEvent, SendEv
 from protocol.handoff import Extent
 from protocol.messages import EngineRequest, Generate, PeerAddress, PeerReply, PeerRequest, TransferOffer
 from protocol.roles import ROLES
+from speculation.remote import RemoteDrafter
 from speculation.speculator import speculate
 from tests.worker.harness import request, tiny_config
 from worker.loop import WorkerLoop
@@ -172,6 +173,10 @@ class FakePeers:
     def send(self, peer: PeerAddress, message: PeerRequest) -> None:
         self.sent.append((peer, message))
 
+    def offer(self, peer: PeerAddress, message: PeerRequest) -> bool:
+        self.sent.append((peer, message))
+        return True
+
     def receive(self, events: dict[object, int]) -> list[Any]:
         return []
 
@@ -203,7 +208,14 @@ class FakeRouter:
 class LightLoop:
     """`loop` with fakes around it."""
 
-    def __init__(self, make: Callable[..., Loop], engine: Engine, role: str) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Loop],
+        engine: Engine,
+        role: str,
+        remote_drafts: RemoteDrafter | None = None,
+        incarnation: str = OURS,
+    ) -> None:
         self.engine = engine
         forget_cached_blocks(engine)
         self.receiver, self.sender, self.peers = FakeReceiver(), FakeSender(), FakePeers()
@@ -211,7 +223,8 @@ class LightLoop:
             config=engine.config,
             role=ROLES[role],
             worker_id=f"{role}-0",
-            incarnation=OURS,
+            incarnation=incarnation,
+            remote_drafts=remote_drafts,
             host="127.0.0.1",
             keys=cast(Any, None),
             context=cast(Any, None),

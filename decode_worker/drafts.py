@@ -1,0 +1,240 @@
+"""The decode worker's side of drafts that draft workers make.
+
+After each step a draft worker is told what was committed, in one message for all of its requests. What it has
+drafted comes when it comes. A draft worker that is silent, or refuses, costs drafts and nothing else: its
+requests decode as if nobody drafted, and it is asked again later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from protocol.messages import (
+    MAX_GIVEN_TOKENS,
+    DraftBehind,
+    DraftedChain,
+    DraftFor,
+    DraftKey,
+    DraftOpening,
+    Drafts,
+    Given,
+    PeerAddress,
+)
+from speculation.remote import RemoteDrafter, RemoteRequest
+from worker.counters import Counters
+from worker.peer_links import PeerLinks
+
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 1.0
+"""After which a draft worker that was silent is asked whether it is there."""
+REFUSAL_STANDS_S = 5.0
+"""For which a request is not offered again to a draft worker that refused it."""
+MAX_TOKENS_AT_ONCE = 2**20
+"""In one message."""
+
+
+@dataclass(eq=False)
+class DraftOrder:
+    """A request at its draft worker, in one epoch: that knows its first `num_sent` tokens, and was asked to
+    draft `run_ahead` more.
+    """
+
+    remote: RemoteRequest
+    epoch: int
+    num_sent: int = 0
+    run_ahead: int = 0
+    refused_until: float = 0.0
+
+    @property
+    def key(self) -> DraftKey:
+        return DraftKey(self.remote.request_id, self.epoch)
+
+    def news(self, now: float) -> Given | None:
+        """What its draft worker is to be told, if anything. It then counts as told."""
+        sequence, wanted = self.remote.sequence, self.remote.run_ahead
+        if now < self.refused_until or not (wanted or self.run_ahead):
+            return None  # what it misses now it is told when drafts are wanted again
+        start = self.num_sent
+        end = min(len(sequence.token_ids), start + MAX_GIVEN_TOKENS)
+        if end < len(sequence.token_ids):
+            wanted = 0  # until it has all
+        if end == start and wanted == self.run_ahead:
+            return None
+        self.num_sent, self.run_ahead = end, wanted
+        opening = None
+        if start == 0:
+            request = sequence.request
+            opening = DraftOpening(
+                sampling=request.sampling,
+                num_prompt=len(request.prompt_token_ids),
+                cache_salt=request.cache_salt,
+            )
+        return Given(
+            request_id=self.remote.request_id,
+            epoch=self.epoch,
+            start=start,
+            token_ids=sequence.token_ids[start:end],
+            run_ahead=wanted,
+            opening=opening,
+        )
+
+
+@dataclass(eq=False)
+class _Line:
+    """A draft worker, as far as it answers. `awaited_since`: when the oldest unanswered message went out."""
+
+    address: PeerAddress
+    awaited_since: float | None = None
+    is_lost: bool = False
+    ask_at: float = 0.0
+    given: list[Given] = field(default_factory=list)
+    ended: list[DraftKey] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class DraftClient:
+    """For the loop's thread. `remote` has the requests whose drafts are made elsewhere."""
+
+    def __init__(
+        self,
+        remote: RemoteDrafter,
+        peers: PeerLinks,
+        counters: Counters,
+        vocab_size: int,
+        silence_s: float,
+    ) -> None:
+        """A draft worker that leaves a message unanswered for `silence_s` counts as lost."""
+        self._remote = remote
+        self._peers = peers
+        self._counters = counters
+        self._vocab_size = vocab_size
+        self._silence_s = silence_s
+        self._epochs = itertools.count(time.time_ns())
+        self._orders: dict[str, DraftOrder] = {}
+        self._lines: dict[str, _Line] = {}
+
+    def incarnations(self) -> Iterable[str]:
+        """The draft workers that something is awaited from."""
+        return self._lines.keys()
+
+    # --- out ----------------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        """Tell each draft worker what is new. To be called after each step."""
+        now = time.monotonic()
+        for ended in self._remote.ended:
+            self._close(ended)
+        self._remote.ended.clear()
+        for remote in self._remote.requests.values():
+            self._collect(remote, now)
+        for line in self._lines.values():
+            if line.given or line.ended:
+                self._tell(line, now)
+
+    def _close(self, remote: RemoteRequest) -> None:
+        order = self._orders.get(remote.request_id)
+        if order is None or order.remote is not remote:
+            return
+        del self._orders[remote.request_id]
+        line = self._lines.get(remote.at.incarnation)
+        if line is not None and not line.is_lost:
+            line.ended.append(order.key)
+
+    def _collect(self, remote: RemoteRequest, now: float) -> None:
+        line = self._lines.get(remote.at.incarnation)
+        if line is None:
+            line = self._lines[remote.at.incarnation] = _Line(remote.at)
+        if line.is_lost or line.num_tokens > MAX_TOKENS_AT_ONCE:
+            return
+        order = self._orders.get(remote.request_id)
+        if order is None:
+            if not remote.granted:
+                return
+            order = self._orders[remote.request_id] = DraftOrder(remote, next(self._epochs))
+        if (news := order.news(now)) is not None:
+            line.given.append(news)
+            line.num_tokens += len(news.token_ids)
+
+    def _tell(self, line: _Line, now: float) -> None:
+        message = DraftFor(incarnation=line.address.incarnation, given=line.given, ended=line.ended)
+        line.given, line.ended, line.num_tokens = [], [], 0
+        if not self._peers.offer(line.address, message):
+            self._lose(line, now, "it takes no more messages")
+        elif line.awaited_since is None:
+            line.awaited_since = now
+
+    # --- in -----------------------------------------------------------------------------------------
+
+    def on_drafts(self, peer: PeerAddress, message: Drafts) -> None:
+        line = self._lines.get(peer.incarnation)
+        if line is None or message.incarnation != peer.incarnation:
+            self._counters.add("stale_messages_total")
+            return
+        line.awaited_since = None
+        if line.is_lost:
+            line.is_lost = False
+            log.info("draft worker %s answers again", peer.worker_id)
+        for chain in message.chains:
+            self._on_chain(peer, chain)
+        for behind in message.behind:
+            self._on_behind(peer, behind)
+        for refused in message.refused:
+            self._on_refused(peer, refused)
+
+    def _order(self, peer: PeerAddress, request_id: str, epoch: int) -> DraftOrder | None:
+        order = self._orders.get(request_id)
+        if order is None or order.epoch != epoch or order.remote.at.incarnation != peer.incarnation:
+            return None
+        return order
+
+    def _on_chain(self, peer: PeerAddress, chain: DraftedChain) -> None:
+        self._counters.add("remote_drafts_total")
+        order = self._order(peer, chain.request_id, chain.epoch)
+        if max(chain.token_ids, default=0) >= self._vocab_size:
+            self._counters.add("dropped_messages_total")
+            return
+        use = order.remote.take(chain.start, chain.token_ids) if order is not None else "stale"
+        if use != "usable":
+            self._counters.add(f"remote_drafts_{use}_total")
+
+    def _on_behind(self, peer: PeerAddress, behind: DraftBehind) -> None:
+        """It missed something, or forgot the request."""
+        order = self._order(peer, behind.request_id, behind.epoch)
+        if order is not None:
+            order.num_sent = min(order.num_sent, behind.num_tokens)
+
+    def _on_refused(self, peer: PeerAddress, key: DraftKey) -> None:
+        order = self._order(peer, key.request_id, key.epoch)
+        if order is not None:
+            self._counters.add("remote_drafts_refused_total")
+            log.info("draft worker %s refuses request %s", peer.worker_id, key.request_id)
+            until = time.monotonic() + REFUSAL_STANDS_S
+            self._orders[key.request_id] = DraftOrder(order.remote, next(self._epochs), refused_until=until)
+
+    # --- silence ------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> None:
+        """Give up draft workers that do not answer, and ask those that were given up whether they do."""
+        used = {remote.at.incarnation for remote in self._remote.requests.values()}
+        for incarnation, line in list(self._lines.items()):
+            if incarnation not in used:
+                del self._lines[incarnation]
+            elif line.is_lost and now >= line.ask_at:
+                line.ask_at = now + ASK_AGAIN_S
+                self._peers.offer(line.address, DraftFor(incarnation=incarnation))
+            elif line.awaited_since is not None and now - line.awaited_since > self._silence_s:
+                self._lose(line, now, f"nothing was heard of it for {now - line.awaited_since:.1f} s")
+
+    def _lose(self, line: _Line, now: float, why: str) -> None:
+        self._counters.add("draft_workers_lost_total")
+        log.warning("no drafts from %s: %s", line.address.worker_id, why)
+        line.is_lost, line.awaited_since, line.ask_at = True, None, now + ASK_AGAIN_S
+        incarnation = line.address.incarnation
+        for request_id, order in list(self._orders.items()):
+            if order.remote.at.incarnation == incarnation:
+                del self._orders[request_id]

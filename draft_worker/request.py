@@ -1,0 +1,104 @@
+"""One request on a draft worker, in one epoch: from the first of its target's tokens to its end."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+
+from protocol.messages import DraftKey, DraftOpening, EngineRequest, Given
+from worker.requests import StagedRequest
+
+LEASE_S = 30.0
+"""Seconds after its latest news for which a request is kept: its decode worker may be gone. If it is not, the
+next news open the request anew."""
+ENGINE_TIMEOUT_S = 1e9
+
+
+class DraftStage(enum.Enum):
+    ARRIVING = "arriving"
+    """Its tokens come in pieces."""
+    QUEUED = "queued"
+    """All are here; it waits for its target's turn to have a text read."""
+    DRAFTING = "drafting"
+    """The engine has it, and drafts whenever its target has use for more."""
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class DraftRequest(StagedRequest[DraftStage]):
+    """A request that the decode worker `target` runs.
+
+    | stage    | what happens                                                | next     |
+    |----------|-------------------------------------------------------------|----------|
+    | (new)    | `Given` with an opening                                     | ARRIVING |
+    | ARRIVING | the last of its tokens: its target has use for drafts       | QUEUED   |
+    | QUEUED   | no other text of its target is being read                   | DRAFTING |
+    | DRAFTING | more is committed: what agrees stays, the rest is dropped   |          |
+    | any      | `DraftFor` ends it or opens it anew, its lease runs out, it |          |
+    |          | is refused, tokens that no request can have                 | ENDED    |
+
+    `given` are the tokens that its target has committed, as far as they were told in order. In DRAFTING the
+    engine's sequence has them too, and owns the blocks. Of the `run_ahead` tokens beyond them that the target
+    has use for, `num_drafted` are there.
+    """
+
+    next_stages: ClassVar[Mapping[Any, frozenset[Any]]] = {
+        DraftStage.ARRIVING: frozenset({DraftStage.QUEUED, DraftStage.ENDED}),
+        DraftStage.QUEUED: frozenset({DraftStage.DRAFTING, DraftStage.ENDED}),
+        DraftStage.DRAFTING: frozenset({DraftStage.ENDED}),
+        DraftStage.ENDED: frozenset(),
+    }
+
+    request: EngineRequest
+    stage: DraftStage
+    target: bytes
+    key: DraftKey
+    opening: DraftOpening
+    given: list[int] = field(default_factory=list)
+    run_ahead: int = 0
+    num_drafted: int = 0
+    is_read: bool = False
+    """Whether the engine has computed the KV of its text, and drafted from it."""
+    lease_id: str | None = None
+    deadline: float | None = None
+
+    @classmethod
+    def open(cls, target: bytes, given: Given, opening: DraftOpening) -> DraftRequest:
+        name = name_of(target, given.request_id)
+        # Its text and its sampling are complete once all has arrived.
+        request = EngineRequest(request_id=name, prompt_token_ids=[], sampling=opening.sampling)
+        key = DraftKey(given.request_id, given.epoch)
+        return cls(request, DraftStage.ARRIVING, target, key, opening)
+
+    def engine_request(self) -> EngineRequest:
+        """For the engine, once all of the text is here."""
+        opening = self.opening
+        return EngineRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self.given[: opening.num_prompt],
+            output_token_ids=self.given[opening.num_prompt :],
+            sampling=msgspec.structs.replace(opening.sampling, logprobs=None, prompt_logprobs=None),
+            timeout_s=ENGINE_TIMEOUT_S,
+            cache_salt=opening.cache_salt,
+        )
+
+    def hold_at(self, most_ahead: int) -> int:
+        """How many tokens it is to have, drafted ones included, if drafts may run `most_ahead`."""
+        longest = self.opening.num_prompt + self.opening.sampling.max_tokens
+        return min(len(self.given) + min(self.run_ahead, most_ahead), longest)
+
+    def wants_row(self, most_ahead: int) -> bool:
+        """Whether the engine is to run it."""
+        return len(self.given) + self.num_drafted < self.hold_at(most_ahead)
+
+    def renew(self, now: float) -> None:
+        self.deadline = now + LEASE_S
+
+
+def name_of(target: bytes, request_id: str) -> str:
+    """The request's id in the engine, which several targets share."""
+    return f"{target.decode(errors='replace')}/{request_id}"

@@ -1,0 +1,120 @@
+"""The speculator of a draft model's own engine: a step that drafts goes on by several tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.arena import OutOfBlocksError
+from engine.attention.select import select_backend
+from engine.decoder.forward import DecoderForward
+from engine.draft import Outcome, Verdict
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel
+from engine.pool_layout import TARGET, Segment
+from engine.profiling import ProfilingRun
+from engine.rows import SequenceRows
+from engine.sampler import Sampler
+from engine.scheduler import ScheduledStep
+from engine.select_forward import build_runner
+from engine.sequence import SequenceStage, SequenceState
+from engine.speculator import MakeRoom
+from protocol.config import ServeConfig
+from protocol.handoff import REBUILD, DraftState
+from protocol.speculation import SpeculationState
+from speculation.native_chain import NativeChain
+
+AT_ONCE = 8
+"""Tokens of a request that a step drafts at most: one costs a tenth of a step of its own, but what the target
+contradicts meanwhile is found out after the step."""
+
+
+def run_ahead(config: ServeConfig, loaded: LoadedModel) -> RunAhead:
+    """For `Engine`."""
+    return RunAhead(config)
+
+
+class RunAhead:
+    """Implements `engine.speculator.Speculator`. It verifies nothing, since each token that its engine makes
+    is a draft for somebody else. Without the native decoder, tokens come one a step.
+    """
+
+    segment: Segment | None = None
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._chain: NativeChain | None = None
+
+    def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
+        backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
+        backend = backend_class(pool.layers(TARGET), pool.groups[TARGET].arena)
+        runner = build_runner(loaded, backend, self._config.compile)
+        if isinstance(runner, DecoderForward):
+            self._chain = NativeChain(runner, loaded.vocab_size, "coupled")
+
+    def finish(self, step: ScheduledStep, hidden: Tensor | None) -> None:
+        """Those that have a token from this step and want more get some."""
+        if self._chain is None:
+            return
+        wishes: list[tuple[int, SequenceState, Outcome]] = []
+        for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
+            if outcome.verdict is None or sequence.stage is not SequenceStage.RUNNING:
+                continue
+            wanted = (sequence.hold_at or 0) - len(sequence.token_ids)
+            count = min(AT_ONCE - 1, wanted)
+            if self._has_room(sequence, count):
+                wishes.append((count, sequence, outcome))
+        if not wishes:
+            return
+        wishes.sort(key=lambda wish: -wish[0])
+        counts, sequences = [wish[0] for wish in wishes], [wish[1] for wish in wishes]
+        rows = [
+            SequenceRows(each.token_ids[each.num_computed :], each.num_computed, each.held.blocks)
+            for each in sequences
+        ]
+        drafts = self._chain.draft(sequences, rows, counts)
+        for (count, sequence, outcome), draft in zip(wishes, drafts, strict=True):
+            for token_id in draft.token_ids:
+                sequence.append(token_id)
+            sequence.num_computed += count
+            outcome.num_tokens += count
+
+    def _has_room(self, sequence: SequenceState, count: int) -> bool:
+        if count <= 0 or self._chain is None or not self._chain.can_draft([sequence]):
+            return False
+        try:
+            sequence.held.grow(sequence.num_computed, len(sequence.token_ids) + count)
+        except OutOfBlocksError:
+            return False
+        return True
+
+    # --- nothing else is to be done -----------------------------------------------------------------
+
+    def warm_up(self, profiling: ProfilingRun) -> None:
+        """The engine's own warm-up is enough."""
+
+    def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
+        """There is nothing to remember of a sequence."""
+
+    def state(self, request_id: str) -> DraftState:
+        return REBUILD
+
+    def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
+        return False
+
+    def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
+        raise AssertionError("nothing is drafted for this engine")
+
+    def forget(self, sequence: SequenceState) -> None:
+        """There is nothing to forget."""
+
+    def replan(self, sequence: SequenceState) -> None:
+        """Nobody drafts for it."""
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def report(self) -> SpeculationState:
+        return SpeculationState()

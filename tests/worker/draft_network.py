@@ -1,0 +1,167 @@
+"""Decode loops and draft loops over real engines, with the network between them in the test's hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from decode_worker.loop import DecodeLoop
+from draft_worker.loop import DraftLoop
+from engine.engine import Engine
+from protocol.codec import encode, peer_reply, peer_request
+from protocol.messages import DraftPlan, EngineRequest, PeerAddress
+from protocol.speculation import SpeculativeConfig
+from speculation.remote import RemoteDrafter
+from speculation.speculator import speculate
+from tests.speculation.small_engine import run, small_config, tokens
+from tests.worker.light_loop import LightLoop, address
+
+DRAFTER = address("draft-0", "d" * 16)
+
+
+def remote_plan(at: PeerAddress = DRAFTER, max_tokens: int = 8) -> DraftPlan:
+    return DraftPlan(method="draft_model", max_tokens=max_tokens, at=at)
+
+
+def target_engine(model: Path, remote: RemoteDrafter | None, draft: Path, **options: Any) -> Engine:
+    speculative = SpeculativeConfig(method="draft_model", model=str(draft), **options)
+    config = small_config(model, 256, speculative_config=speculative)
+    return Engine(config, speculate=partial(speculate, remote=remote))
+
+
+def plain_tokens(model: Path, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
+    """What nobody drafts for."""
+    return tokens(run(Engine(small_config(model, 256)), requests))
+
+
+class DecodeSide:
+    """A decode worker with remote drafts."""
+
+    def __init__(self, name: str, model: Path, draft: Path, **options: Any) -> None:
+        self.remote = RemoteDrafter(first_granted=4)
+        self.engine = target_engine(model, self.remote, draft, **options)
+        self.incarnation = name * 16
+        self.identity = f"{name}:{self.incarnation}".encode()
+        self.light = LightLoop(DecodeLoop, self.engine, "decode", self.remote, self.incarnation)
+        self.loop: DecodeLoop = self.light.loop
+
+    def generate(self, request: EngineRequest, plan: DraftPlan | None) -> None:
+        planned = msgspec.structs.replace(request, draft_plan=plan)
+        self.light.generate(planned, incarnation=self.incarnation)
+
+    def step(self) -> None:
+        self.light.step()
+
+    def tokens(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for output in self.light.router.outputs:
+            assert output.finish_reason != "error", output.error
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+        return found
+
+    def counter(self, name: str) -> float:
+        return self.loop.counters[name] if name in self.loop.counters.snapshot() else self.spec(name)
+
+    def spec(self, name: str) -> float:
+        return self.engine.counters().get(f'{name}{{method="remote"}}', 0.0)
+
+
+class DraftSide:
+    """A draft worker at `at`."""
+
+    def __init__(self, draft: Path, at: PeerAddress = DRAFTER, **options: Any) -> None:
+        self.at = at
+        self.engine = Engine(small_config(draft, **({"num_blocks": 256} | options)))
+        self.light = LightLoop(DraftLoop, self.engine, "draft", incarnation=at.incarnation)
+        self.loop: DraftLoop = self.light.loop
+
+    def step(self) -> None:
+        if self.engine.has_work():
+            self.loop._step()
+
+
+class Network:
+    """Carries encoded messages between decode workers and draft workers: in turn, or as `rng` shuffles them,
+    late and some of them twice.
+    """
+
+    def __init__(
+        self,
+        decodes: Sequence[DecodeSide],
+        drafts: Sequence[DraftSide],
+        rng: random.Random | None = None,
+        delay: int = 0,
+    ) -> None:
+        self.decodes, self.drafts, self._rng, self._delay = decodes, list(drafts), rng, delay
+        self._queue: list[tuple[int, Any, bytes]] = []
+        self._now = 0
+        self.frozen: set[str] = set()
+
+    def _post(self, to: Any, raw: bytes) -> None:
+        copies = 1
+        wait = self._delay
+        if self._rng is not None:
+            copies += self._rng.random() < 0.2
+            wait = self._rng.randrange(2 * self._delay + 1)
+        self._queue += [(self._now + wait, to, raw)] * copies
+
+    def _collect(self) -> None:
+        by_incarnation = {draft.at.incarnation: draft for draft in self.drafts}
+        for decode in self.decodes:
+            for peer, message in decode.light.peers.sent:
+                if (draft := by_incarnation.get(peer.incarnation)) is not None:
+                    self._post((draft, decode), encode(message))
+            decode.light.peers.sent.clear()
+        for draft in self.drafts:
+            for identity, reply in draft.light.inbox.replies:
+                decode = next(each for each in self.decodes if each.identity == identity)
+                self._post((decode, draft), encode(reply))
+            draft.light.inbox.replies.clear()
+
+    def _deliver(self) -> None:
+        due = [entry for entry in self._queue if entry[0] <= self._now]
+        self._queue = [entry for entry in self._queue if entry[0] > self._now]
+        if self._rng is not None:
+            self._rng.shuffle(due)
+        for _, (to, source), raw in due:
+            if isinstance(to, DraftSide):
+                if to.at.incarnation not in self.frozen:
+                    to.loop.on_peer_request(source.identity, peer_request.decode(raw))
+            else:
+                to.loop.on_peer_reply(source.at, peer_reply.decode(raw))
+        for draft in self.drafts:
+            if draft.at.incarnation not in self.frozen:
+                draft.loop.handle({})
+
+    def turn(self, drafts_per_step: int = 2) -> None:
+        """Each decode worker makes a step, and meanwhile each draft worker a few."""
+        self._now += 1
+        for decode in self.decodes:
+            decode.step()
+        for _ in range(drafts_per_step):
+            self._collect()
+            self._deliver()
+            for draft in self.drafts:
+                if draft.at.incarnation not in self.frozen:
+                    draft.step()
+        self._collect()
+        self._deliver()
+
+    def run(self, drafts_per_step: int = 2, most: int = 2000) -> None:
+        """Until all requests have their tokens."""
+        for _ in range(most):
+            if not any(decode.engine.has_work() for decode in self.decodes):
+                return
+            self.turn(drafts_per_step)
+        raise AssertionError("it does not end")
+
+    def settle(self, turns: int = 20) -> None:
+        for _ in range(turns):
+            for decode in self.decodes:
+                decode.loop.expire(0.0)
+            self.turn()
