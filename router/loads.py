@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Protocol
 
-from router.journal import LiveRequest
+from protocol.roles import Task
 from router.registry import Registry, Worker
+
+
+class CountedRequest(Protocol):
+    """A live request, or a simulated one."""
+
+    assigned: dict[Task, Worker]
+    waits_at: Worker | None
+    num_uncached: int
+    num_computed_beside: int
+
+    @property
+    def holders(self) -> Sequence[Worker]: ...
+
+    @property
+    def num_prefill_tokens(self) -> int: ...
 
 
 class Loads:
@@ -15,7 +32,7 @@ class Loads:
         self._registry = registry
         self._order = itertools.count(1)
 
-    def take(self, request: LiveRequest, num_uncached: int) -> None:
+    def take(self, request: CountedRequest, num_uncached: int) -> None:
         """It was assigned: its first worker has so many tokens to compute before the first one comes."""
         first, decode = request.holders[0], request.assigned["decode"]
         request.waits_at, request.num_uncached = first, num_uncached
@@ -28,7 +45,7 @@ class Loads:
             worker.load.last_placed = next(self._order)
             self._registry.changed(worker)
 
-    def answered(self, request: LiveRequest) -> None:
+    def answered(self, request: CountedRequest) -> None:
         """Its first token has come."""
         first, request.waits_at = request.waits_at, None
         if first is not None:
@@ -36,13 +53,13 @@ class Loads:
             first.outstanding_prefill_tokens -= request.num_uncached
             self._registry.changed(first)
 
-    def leave_prefill(self, request: LiveRequest) -> None:
+    def leave_prefill(self, request: CountedRequest) -> None:
         """Its decode worker has it."""
         prefill = request.assigned.pop("prefill")
         prefill.outstanding_requests -= 1
         self._registry.changed(prefill)
 
-    def move_decode(self, request: LiveRequest, target: Worker) -> None:
+    def move_decode(self, request: CountedRequest, target: Worker) -> None:
         """Another worker decodes it, maybe the one that has its prompt."""
         failed, prefill = request.assigned["decode"], request.assigned["prefill"]
         self._give_row_back(request)
@@ -57,7 +74,7 @@ class Loads:
         for worker in (failed, target):
             self._registry.changed(worker)
 
-    def release(self, request: LiveRequest) -> None:
+    def release(self, request: CountedRequest) -> None:
         """Nobody works on it any more."""
         self.answered(request)
         if request.assigned:
@@ -68,13 +85,13 @@ class Loads:
         request.assigned = {}
 
     @staticmethod
-    def _take_row(request: LiveRequest, worker: Worker) -> None:
+    def _take_row(request: CountedRequest, worker: Worker) -> None:
         worker.outstanding_rows += 1
         worker.outstanding_context += request.num_prefill_tokens
         worker.outstanding_computed += request.num_computed_beside
 
     @staticmethod
-    def _give_row_back(request: LiveRequest) -> None:
+    def _give_row_back(request: CountedRequest) -> None:
         worker = request.assigned["decode"]
         worker.outstanding_rows -= 1
         worker.outstanding_context -= request.num_prefill_tokens

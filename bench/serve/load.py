@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bench.serve import trace, workload
 from bench.serve.workload import LoadRequest
+from planner.trace import TraceFit, read_trace
 
 # Measured loads draw from other seeds, so a warm-up never fills the prefix cache for them.
 WARMUP_SEED = 2**32 - 1
@@ -47,10 +48,10 @@ class Load:
         if self.prompt_file is not None and self.trace is not None:
             raise ValueError("--prompt-file and --trace exclude each other")
         if self.trace is not None:
-            fit = trace.TraceFit(
+            fit = TraceFit(
                 self.trace_scale_lengths, self.max_input_len, self.max_output_len, self.trace_speedup
             )
-            lines = trace.read_trace(self.trace, self.num_prompts)
+            lines = read_trace(self.trace, self.num_prompts)
             return trace.to_requests(lines, fit, self.vocab_size, self.seed)
         if self.prompt_file is not None:
             return workload.from_prompt_file(self.prompt_file, self.random_output_len, self.num_prompts)

@@ -1,75 +1,13 @@
-"""Replays request traces in Mooncake's JSONL form.
+"""Requests that replay a trace: prompts of token ids which share what the recorded ones shared."""
 
-Each line holds `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id for every
-512-token block of the prompt. Equal ids stand for equal tokens, so a trace keeps the prefix sharing
-of the requests it was taken from. Format: https://github.com/kvcache-ai/Mooncake (FAST25-release).
-"""
+from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from bench.serve.workload import LoadRequest, random_tokens
-
-TRACE_BLOCK_TOKENS = 512
-
-
-class TraceLine(msgspec.Struct):
-    """One request of a trace."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TraceFit:
-    """How a trace is fitted to the model and the machine.
-
-    Attributes:
-        scale_lengths: factor on every length, block length included, so sharing stays the same.
-        max_input_len: longer prompts are cut after this many tokens.
-        max_output_len: longer outputs are cut to this many tokens.
-        speedup: factor by which requests arrive faster than recorded.
-    """
-
-    scale_lengths: float = 1.0
-    max_input_len: int | None = None
-    max_output_len: int | None = None
-    speedup: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.scale_lengths <= 0:
-            raise ValueError(f"--trace-scale-lengths must be above 0, got {self.scale_lengths}")
-        if self.speedup <= 0:
-            raise ValueError(f"--trace-speedup must be above 0, got {self.speedup}")
-
-
-def read_trace(path: Path, limit: int | None = None) -> list[TraceLine]:
-    """Read the first `limit` requests of a trace; raises ValueError naming the bad line."""
-    decoder = msgspec.json.Decoder(TraceLine)
-    lines: list[TraceLine] = []
-    for number, raw in enumerate(path.read_bytes().splitlines(), start=1):
-        if len(lines) == limit:
-            break
-        if not raw.strip():
-            continue
-        try:
-            line = decoder.decode(raw)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        if line.input_length > len(line.hash_ids) * TRACE_BLOCK_TOKENS:
-            raise ValueError(
-                f"{path}, line {number}: input_length {line.input_length} needs more than "
-                f"{len(line.hash_ids)} hash_ids of {TRACE_BLOCK_TOKENS} tokens"
-            )
-        lines.append(line)
-    if not lines:
-        raise ValueError(f"{path} holds no requests")
-    return lines
+from planner.trace import TraceFit, TraceLine, fitted
 
 
 class _Blocks:
@@ -88,31 +26,18 @@ class _Blocks:
         return self._tokens[hash_id]
 
 
-def to_requests(lines: list[TraceLine], fit: TraceFit, vocab_size: int, seed: int) -> list[LoadRequest]:
+def to_requests(lines: Sequence[TraceLine], fit: TraceFit, vocab_size: int, seed: int) -> list[LoadRequest]:
     """Turn trace lines into requests with token-id prompts and arrival times in seconds.
 
     The first request arrives at 0.
     """
-    blocks = _Blocks(max(1, round(TRACE_BLOCK_TOKENS * fit.scale_lengths)), vocab_size, seed)
-    start = min(line.timestamp for line in lines)
+    blocks = _Blocks(fit.block_tokens, vocab_size, seed)
     requests: list[LoadRequest] = []
-    for line in sorted(lines, key=lambda line: line.timestamp):
-        input_len = _fit(line.input_length, fit.scale_lengths, fit.max_input_len)
+    for request in fitted(lines, fit):
         prompt: list[int] = []
-        for hash_id in line.hash_ids:
-            if len(prompt) >= input_len:
+        for hash_id in request.hash_ids:
+            if len(prompt) >= request.input_len:
                 break
             prompt += blocks[hash_id]
-        requests.append(
-            LoadRequest(
-                prompt[:input_len],
-                _fit(line.output_length, fit.scale_lengths, fit.max_output_len),
-                (line.timestamp - start) / 1000.0 / fit.speedup,
-            )
-        )
+        requests.append(LoadRequest(prompt[: request.input_len], request.output_len, request.arrival))
     return requests
-
-
-def _fit(length: int, scale: float, limit: int | None) -> int:
-    scaled = max(1, round(length * scale))
-    return scaled if limit is None else min(scaled, limit)

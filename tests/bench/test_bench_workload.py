@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from bench.serve.load import Load
-from bench.serve.trace import TRACE_BLOCK_TOKENS, TraceFit, read_trace, to_requests
+from bench.serve.trace import to_requests
 from bench.serve.workload import FIRST_ORDINARY_TOKEN, arrivals, from_prompt_file, synthetic
+from planner.trace import TRACE_BLOCK_TOKENS, TraceFit, read_trace
 
 LINES = [
     {"timestamp": 2000, "input_length": 1100, "output_length": 7, "hash_ids": [3, 4, 5]},

@@ -1,0 +1,232 @@
+"""A simulated cluster: the router's own registry, loads, index and policies before simulated workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from planner.engine import SimulatedEngine, SimulatedSequence
+from planner.events import Events
+from planner.kv_room import KvRoom
+from planner.profile import Profile
+from planner.request import SimulatedRequest
+from planner.worker import SimulatedHandoff, SimulatedWorker
+from protocol.kv_events import Medium
+from protocol.messages import PairState, PeerAddress, Register, WorkerState
+from router.kv_index import KvIndex
+from router.loads import Loads
+from router.placement import PlacementPolicy
+from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
+from router.placement.slo import refusal as slo_refusal
+from router.placer import FIRST_OUTPUT, OUTPUT_PACE
+from router.registry import Registry, Worker
+
+REPORT_INTERVAL_S = 0.25
+"""Between two reports of a worker's KV usage, as heartbeats bring them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many workers there are and what requests go through. `disaggregation` is the option's value."""
+
+    prefill: int
+    decode: int
+    policy: PlacementPolicy
+    disaggregation: bool = True
+    slo_ttft_s: float = inf
+    slo_tpot_s: float = inf
+
+    @property
+    def roles(self) -> list[str]:
+        return ["prefill"] * self.prefill + ["decode"] * self.decode
+
+
+class SimulatedCluster:
+    def __init__(
+        self,
+        layout: Layout,
+        profile: Profile,
+        block_tokens: int,
+        on_ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.events = Events()
+        self._layout, self._profile = layout, profile
+        self._block_tokens = block_tokens
+        self._on_ended = on_ended
+        self._registry = Registry(worker_timeout=inf)
+        self._loads = Loads(self._registry)
+        self._index: KvIndex[str] = KvIndex()
+        self._state = PolicyState()
+        self._mean_output = FIRST_OUTPUT
+        self._order = itertools.count()
+        self._reported_at = -inf
+        self._handoffs: dict[SimulatedRequest, SimulatedHandoff] = {}
+        names = [f"{role}-{number}" for number, role in enumerate(layout.roles)]
+        self.workers = {
+            name: self._start(name, role, names) for name, role in zip(names, layout.roles, strict=True)
+        }
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> None:
+        """All of them, to their end."""
+        for request in requests:
+            self.events.at(request.arrival, lambda request=request: self._place(request))  # type: ignore[misc]
+        self.events.run()
+
+    def _start(self, name: str, role: str, peers: Sequence[str]) -> SimulatedWorker:
+        profile, slot = self._profile, self._index.add(name)
+        room = KvRoom(
+            profile.kv_tokens,
+            self._block_tokens,
+            lambda blocks: self._index.store(slot, Medium.GPU, blocks),
+            lambda blocks: self._index.evict(slot, Medium.GPU, blocks),
+        )
+        engine = SimulatedEngine(profile, room, self.events)
+        worker = self._registry.register(_registration(name, role, peers, profile))
+        assert worker is not None
+        simulated = SimulatedWorker(worker, engine, profile.wire, profile.costs.kv_bytes)
+        engine.on_scheduled = self._on_scheduled
+        engine.on_computed = self._on_computed
+        engine.on_first_token = self._on_first_token
+        engine.on_finished = self._on_finished
+        engine.on_room = lambda: self._serve(simulated)
+        return simulated
+
+    # --- the router -----------------------------------------------------------------------------------
+
+    def _place(self, request: SimulatedRequest) -> None:
+        self._report()
+        facts, cluster = self._facts(request), self._registry.cluster
+        placement, self._state = self._layout.policy.place(facts, cluster, self._state)
+        late = placement if isinstance(placement, Refusal) else slo_refusal(facts, cluster, placement)
+        if late is not None:
+            request.is_refused = True
+            request.ended = self.events.now
+            self._on_ended()
+            return
+        assert isinstance(placement, Placement)
+        request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
+        request.was_split = "prefill" in placement.workers
+        first = self._named(request.holders[0])
+        source = placement.prefix or first.known.key.worker_id
+        cached = min(facts.cached_tokens.get(source, 0), request.num_tokens - 1)
+        self._loads.take(request, request.num_tokens - cached)
+        arrives_at = self.events.now + self._profile.request_s
+        if placement.prefix is not None:
+            arrives_at = max(arrives_at, self._fetch(request, first, self.workers[placement.prefix]))
+        self.events.at(arrives_at, lambda: self._submit(request, first))
+
+    def _facts(self, request: SimulatedRequest) -> RequestFacts:
+        found = self._index.find(request.blocks)
+        return RequestFacts(
+            num_tokens=request.num_tokens,
+            output_tokens=min(request.output_tokens, self._mean_output),
+            mean_output_tokens=self._mean_output,
+            disaggregate=self._layout.disaggregation,
+            cached_tokens={name: count * self._block_tokens for name, count in found.items()},
+            slo_ttft_s=self._layout.slo_ttft_s,
+            slo_tpot_s=self._layout.slo_tpot_s,
+        )
+
+    def _report(self) -> None:
+        if self.events.now - self._reported_at < REPORT_INTERVAL_S:
+            return
+        self._reported_at = self.events.now
+        for simulated in self.workers.values():
+            simulated.known.load.kv_usage = simulated.engine.room.usage
+            self._registry.changed(simulated.known)
+
+    def _named(self, worker: Worker) -> SimulatedWorker:
+        return self.workers[worker.key.worker_id]
+
+    # --- a request's way ------------------------------------------------------------------------------
+
+    def _fetch(self, request: SimulatedRequest, first: SimulatedWorker, holder: SimulatedWorker) -> float:
+        """The holder sends what `first` lacks, after its current step. Returns when it is there."""
+        lacking = first.engine.room.covered(request.blocks)
+        blocks = request.blocks[lacking : holder.engine.room.covered(request.blocks)]
+        if not blocks:
+            return self.events.now
+        arrives_at = holder.send(len(blocks) * self._block_tokens, holder.engine.boundary())
+        self.events.at(arrives_at, lambda: first.engine.room.insert(blocks))
+        return arrives_at
+
+    def _submit(self, request: SimulatedRequest, first: SimulatedWorker) -> None:
+        prompt = SimulatedSequence(request, next(self._order), request.num_tokens, request.output_tokens)
+        if request.was_split:
+            prompt.hands_over = True
+            receiver = self._named(request.assigned["decode"])
+            self._handoffs[request] = SimulatedHandoff(prompt, first, receiver)
+        first.engine.submit(prompt)
+
+    def _on_scheduled(self, sequence: SimulatedSequence) -> None:
+        handoff = self._handoffs.get(sequence.request)
+        if handoff is not None:
+            handoff.receiver.reserving.append(handoff)
+            self._serve(handoff.receiver)
+
+    def _serve(self, receiver: SimulatedWorker) -> None:
+        """There may be room for prompts that are to be handed over to it."""
+        while receiver.reserving and receiver.reserving[0].reserve():
+            self._push(receiver.reserving.popleft())
+
+    def _on_computed(self, sequence: SimulatedSequence) -> None:
+        handoff = self._handoffs[sequence.request]
+        if handoff.is_granted:
+            self._push(handoff)
+
+    def _push(self, handoff: SimulatedHandoff) -> None:
+        handoff.push(self.events.now)
+        if handoff.prompt.has_answered:
+            self.events.at(handoff.arrives_at, lambda: self._take_over(handoff))
+
+    def _take_over(self, handoff: SimulatedHandoff) -> None:
+        request = handoff.prompt.request
+        del self._handoffs[request]
+        self._loads.leave_prefill(request)
+        handoff.sender.engine.free(handoff.prompt)
+        handoff.receiver.engine.join(handoff.received(next(self._order)))
+
+    def _on_first_token(self, sequence: SimulatedSequence) -> None:
+        sequence.request.first_token = self.events.now
+        self._loads.answered(sequence.request)
+
+    def _on_finished(self, sequence: SimulatedSequence) -> None:
+        request = sequence.request
+        request.ended = self.events.now
+        handoff = self._handoffs.pop(request, None)
+        if handoff is not None:
+            handoff.withdraw()
+        self._mean_output += OUTPUT_PACE * (request.output_tokens - self._mean_output)
+        self._loads.release(request)
+        self._on_ended()
+
+
+def _registration(name: str, role: str, peers: Sequence[str], profile: Profile) -> Register:
+    """What a worker with the profile's figures says of itself."""
+    wire = profile.wire
+    links = [
+        PairState(
+            peer=peer, transport="", in_use=True, latency_s=wire.latency_s, bytes_per_s=wire.bytes_per_s
+        )
+        for peer in peers
+    ]
+    state = WorkerState(
+        worker_id=name,
+        incarnation=name,
+        role=role,
+        total_blocks=profile.kv_tokens // profile.block_size,
+        free_blocks=profile.kv_tokens // profile.block_size,
+        pairs=links,
+        costs=profile.costs,
+    )
+    return Register(
+        address=PeerAddress(worker_id=name, incarnation=name, control="", offers=[]),
+        role=role,
+        model=profile.name,
+        max_model_len=profile.kv_tokens,
+        vocab_size=1,
+        eos_token_ids=[],
+        state=state,
+    )

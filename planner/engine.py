@@ -1,0 +1,335 @@
+"""A simulated worker's engine: the batches that `engine/scheduler.py` would form, in simulated time.
+
+Steps that only decode are not simulated one by one: as long as nobody comes or ends, so many of them take a
+time that has a closed form.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, sqrt
+
+from engine.chunk_bound import ChunkBound
+from planner.events import Events
+from planner.kv_room import Holding, KvRoom
+from planner.profile import Profile
+from planner.request import SimulatedRequest
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSequence:
+    """A request's work on one worker.
+
+    Of its `num_tokens` tokens `computed` are; then it generates `left` more, or only the first of them if it
+    `hands_over`. `order` is its place in the queue.
+    """
+
+    request: SimulatedRequest
+    order: int
+    num_tokens: int
+    left: float
+    hands_over: bool = False
+    computed: int = 0
+    holding: Holding | None = None
+    was_admitted: bool = False
+    has_answered: bool = False
+    began_at: int = 0
+    """Its engine's number of steps when it began to decode."""
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The full ones of its prompt."""
+        return self.request.blocks
+
+    @property
+    def uncomputed(self) -> int:
+        return self.num_tokens - self.computed
+
+    @property
+    def held(self) -> Holding:
+        assert self.holding is not None
+        return self.holding
+
+
+class DecodeRun:
+    """`count` steps that decode the same rows: each takes `growth` seconds longer than the one before."""
+
+    def __init__(self, started: float, first_s: float, growth_s: float, count: int) -> None:
+        self.started, self.count = started, count
+        self._first_s, self._growth_s = first_s, growth_s
+
+    def after(self, steps: int) -> float:
+        """When so many of them are over."""
+        return self.started + steps * self._first_s + self._growth_s * steps * (steps - 1) / 2
+
+    def steps_until(self, now: float) -> int:
+        """Up to the end of the step that runs then."""
+        passed, steps = now - self.started, float(self.count)
+        if self._growth_s > 0:
+            linear = self._first_s - self._growth_s / 2
+            steps = (sqrt(linear * linear + 2 * self._growth_s * passed) - linear) / self._growth_s
+        elif self._first_s > 0:
+            steps = passed / self._first_s
+        return min(max(ceil(steps - 1e-9), 1), self.count)
+
+
+class SimulatedEngine:
+    """`on_scheduled(s)` hears of a sequence that is taken up for the first time, `on_computed(s)` of a step
+    that computed a part of its prompt, `on_first_token(s)` and `on_finished(s)` of its tokens. `on_room()`:
+    there may be more room for KV.
+    """
+
+    on_scheduled: Callable[[SimulatedSequence], None]
+    on_computed: Callable[[SimulatedSequence], None]
+    on_first_token: Callable[[SimulatedSequence], None]
+    on_finished: Callable[[SimulatedSequence], None]
+    on_room: Callable[[], None]
+
+    def __init__(self, profile: Profile, room: KvRoom, events: Events) -> None:
+        self.room = room
+        self.num_preemptions = 0
+        self._profile, self._costs = profile, profile.costs
+        self._events = events
+        self._bound = ChunkBound(
+            lambda: profile.costs, profile.costs.itl_budget_s, least_tokens=profile.block_size
+        )
+        self._waiting: list[SimulatedSequence] = []
+        self._prefilling: list[SimulatedSequence] = []
+        self._rows: list[tuple[int, int, SimulatedSequence]] = []
+        """A heap: (steps when it ends, order, sequence)."""
+        self._joining: list[SimulatedSequence] = []
+        """Rows from the next step on."""
+        self._context = 0.0
+        """Tokens that the rows attend to."""
+        self._steps = 0
+        self._step: list[tuple[SimulatedSequence, int]] | None = None
+        """What the current step computes of prompts; None while there is no step."""
+        self._run: DecodeRun | None = None
+        self._version = 0
+        """Of the planned end of the current step or run."""
+        self._computing: dict[int, SimulatedSequence] = {}
+        """Blocks of prompts that are being computed."""
+        self._ends = 0.0
+
+    # --- what comes and goes --------------------------------------------------------------------------
+
+    def submit(self, sequence: SimulatedSequence) -> None:
+        bisect.insort(self._waiting, sequence, key=lambda waiting: waiting.order)
+        self._wake()
+
+    def join(self, sequence: SimulatedSequence) -> None:
+        """Its prompt is in its blocks: it decodes from the next step on."""
+        self._joining.append(sequence)
+        self._wake()
+
+    def free(self, sequence: SimulatedSequence) -> None:
+        """Of one that was handed over."""
+        self.room.free(sequence.held)
+        self.on_room()
+        self._wake()
+
+    def boundary(self) -> float:
+        """When the current step ends, and messages are looked at."""
+        now = self._events.now
+        if self._step is None:
+            return now
+        return self._run.after(self._run.steps_until(now)) if self._run is not None else self._ends
+
+    def _wake(self) -> None:
+        """Something has come that the next step is to look at."""
+        if self._step is None:
+            self._begin()
+        elif self._run is not None:
+            self._run.count = self._run.steps_until(self._events.now)
+            self._plan_end(self._run.after(self._run.count))
+
+    # --- steps ----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._step, self._run = [], None
+        for sequence in self._joining:
+            self._add_row(sequence)
+        self._joining.clear()
+        self._make_room_for_rows()
+        step = self._schedule()
+        rows, context = len(self._rows), self._context
+        if not step and not rows:
+            self._step = None
+            return
+        self._step = step
+        now, costs = self._events.now, self._costs
+        if not step:
+            self._run = DecodeRun(
+                now, costs.decode_s(rows, context), costs.context_s * self._growth, self._longest_run()
+            )
+            self._plan_end(self._run.after(self._run.count))
+            return
+        seconds, parts = 0.0, 0
+        for sequence, count in step:
+            if count == 1:
+                rows, context = rows + 1, context + sequence.computed
+            else:
+                parts += 1
+                seconds += costs.chunks_s(count, sequence.computed, count)
+        seconds += costs.decode_s(rows, context) - max(parts - 1, 0) * costs.chunk_s
+        self._plan_end(now + seconds)
+
+    def _plan_end(self, time: float) -> None:
+        self._version += 1
+        self._ends, version = time, self._version
+        self._events.at(time, lambda: self._end(version))
+
+    @property
+    def _growth(self) -> float:
+        """Tokens that a step adds to the rows."""
+        return len(self._rows) * self._costs.tokens_per_row
+
+    def _longest_run(self) -> int:
+        """Until a row ends, or the room."""
+        ends = self._rows[0][0] - self._steps
+        return max(min(ends, int(self.room.available / self._growth)), 1)
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return  # it was cut
+        step, run = self._step, self._run
+        assert step is not None
+        self._run = None  # what comes from here on is looked at when this is over
+        self._decoded(run.count if run is not None else 1)
+        for sequence, count in step:
+            self._computed(sequence, count)
+        while self._rows and self._rows[0][0] <= self._steps:
+            sequence = heapq.heappop(self._rows)[2]
+            self._leave_rows(sequence)
+            self._finish(sequence)
+        self._begin()
+
+    def _decoded(self, steps: int) -> None:
+        tokens = steps * self._growth
+        self.room.reserve(tokens)
+        self._context += tokens
+        self._steps += steps
+
+    def _computed(self, sequence: SimulatedSequence, count: int) -> None:
+        if sequence not in self._prefilling:
+            return  # preempted
+        sequence.computed += count
+        full = sequence.computed // self.room.block_tokens
+        self.room.publish(sequence.held, sequence.blocks[:full])
+        if sequence.uncomputed == 0:
+            self._leave_prefill(sequence)
+            self._add_token(sequence)
+        elif sequence.hands_over:
+            self.on_computed(sequence)
+
+    def _add_token(self, sequence: SimulatedSequence) -> None:
+        """The one that follows a prompt."""
+        sequence.left -= 1
+        if not sequence.has_answered:
+            sequence.has_answered = True
+            self.on_first_token(sequence)
+        if sequence.left <= 0:
+            self._finish(sequence)
+        elif sequence.hands_over:
+            self.on_computed(sequence)
+        else:
+            self._add_row(sequence)
+
+    def _finish(self, sequence: SimulatedSequence) -> None:
+        self.room.free(sequence.held)
+        self.on_finished(sequence)
+        self.on_room()
+
+    # --- rows -----------------------------------------------------------------------------------------
+
+    def _add_row(self, sequence: SimulatedSequence) -> None:
+        sequence.began_at = self._steps
+        ends_at = self._steps + ceil(sequence.left / self._costs.tokens_per_row)
+        heapq.heappush(self._rows, (ends_at, sequence.order, sequence))
+        self._context += sequence.num_tokens
+
+    def _leave_rows(self, sequence: SimulatedSequence) -> float:
+        """It is no row any more. Returns how many tokens it has generated as one."""
+        grown = (self._steps - sequence.began_at) * self._costs.tokens_per_row
+        sequence.held.private += grown
+        self._context -= sequence.num_tokens + grown
+        return grown
+
+    def _make_room_for_rows(self) -> None:
+        while self._rows and self.room.available < self._growth:
+            others = [sequence for sequence in self._prefilling if not sequence.hands_over]
+            victim = max((*others, *(row[2] for row in self._rows)), key=lambda sequence: sequence.order)
+            self._preempt(victim)
+
+    def _preempt(self, victim: SimulatedSequence) -> None:
+        """It gives its room up, and is computed again later with what it has generated."""
+        if victim in self._prefilling:
+            self._leave_prefill(victim)
+        else:
+            self._rows = [row for row in self._rows if row[2] is not victim]
+            heapq.heapify(self._rows)
+            grown = self._leave_rows(victim)
+            victim.num_tokens += int(grown)
+            victim.left -= grown
+        self.room.free(victim.held)
+        victim.holding, victim.computed = None, 0
+        self.num_preemptions += 1
+        bisect.insort(self._waiting, victim, key=lambda waiting: waiting.order)
+
+    # --- prompts --------------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[tuple[SimulatedSequence, int]]:
+        """What the next step computes of prompts, beside the rows."""
+        budget = self._costs.chunk_tokens - len(self._rows)
+        self._bound.begin(len(self._rows), int(self._context))
+        step: list[tuple[SimulatedSequence, int]] = []
+        for sequence in self._prefilling:
+            budget -= self._add_chunk(sequence, budget, step)
+        waiting = 0
+        while budget > 0 and waiting < len(self._waiting) and not self._bound.is_full:
+            sequence = self._waiting[waiting]
+            if len(self._rows) + len(self._prefilling) >= self._profile.max_num_seqs:
+                break
+            covered = self.room.covered(sequence.blocks)
+            if self._computing.keys() & sequence.blocks[covered : covered + 1]:
+                waiting += 1  # another one computes what it needs next
+                continue
+            if not self._admit(sequence, covered):
+                break
+            del self._waiting[waiting]
+            budget -= self._add_chunk(sequence, budget, step)
+        return step
+
+    def _add_chunk(
+        self, sequence: SimulatedSequence, budget: int, step: list[tuple[SimulatedSequence, int]]
+    ) -> int:
+        count = max(min(budget, sequence.uncomputed), 0)
+        if count > 1:
+            count = self._bound.tokens(count, sequence.computed)
+        if count > 0:
+            step.append((sequence, count))
+        return count
+
+    def _admit(self, sequence: SimulatedSequence, covered: int) -> bool:
+        """Take it up if there is room for all of it."""
+        room, blocks = self.room, sequence.blocks[:covered]
+        spare = self._profile.block_size * (len(self._rows) + len(self._prefilling))
+        if room.lacks(blocks, sequence.num_tokens) + spare > room.available:
+            return False
+        sequence.holding = room.take(blocks, sequence.num_tokens)
+        sequence.computed = min(covered * room.block_tokens, sequence.num_tokens - 1)
+        self._prefilling.append(sequence)
+        self._computing.update(dict.fromkeys(sequence.blocks[covered:], sequence))
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
+            self.on_scheduled(sequence)
+        return True
+
+    def _leave_prefill(self, sequence: SimulatedSequence) -> None:
+        self._prefilling.remove(sequence)
+        for block in sequence.blocks:
+            if self._computing.get(block) is sequence:
+                del self._computing[block]

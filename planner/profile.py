@@ -1,0 +1,80 @@
+"""What a worker and its wires are like: measured by `tandem profile`, or taken from public figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.costs import StepCosts
+from protocol.errors import ConfigError
+from protocol.speculation import MethodState, StepTimeState
+from router.placement.interface import LinkSpeed
+
+BUNDLED = Path(__file__).resolve().parent / "profiles"
+DEFAULT_PROFILE = "h100-llama-3.1-8b"
+
+_Seconds = Annotated[float, Meta(ge=0)]
+_Positive = Annotated[int, Meta(ge=1)]
+
+
+class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A wire between two workers: seconds of each piece, bytes a second."""
+
+    latency_s: _Seconds
+    bytes_per_s: Annotated[float, Meta(gt=0)]
+
+
+class DraftProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A drafting method, and what steps take with its rows to verify.
+
+    `step_time.seconds` are those of a step with so many rows in all, drafted ones among them.
+    """
+
+    method: MethodState
+    max_tokens: _Positive
+    step_time: StepTimeState
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`costs` are a worker's, whatever its role, and `link` is the wire between any two of them.
+
+    A worker has room for the KV of `kv_tokens` tokens and runs up to `max_num_seqs` sequences in a step. A
+    request spends `request_s` outside of workers before its first token. `sources` say where the figures come
+    from.
+    """
+
+    name: str
+    sources: list[str]
+    costs: StepCosts
+    link: LinkProfile
+    kv_tokens: _Positive
+    max_num_seqs: _Positive = 64
+    block_size: _Positive = 16
+    request_s: _Seconds = 0.0
+    draft: DraftProfile | None = None
+
+    @property
+    def wire(self) -> LinkSpeed:
+        return LinkSpeed(self.link.latency_s, self.link.bytes_per_s)
+
+
+def read_profile(name: str) -> Profile:
+    """A file, or a bundled profile by its name. Raises `ConfigError` that names the file and the field."""
+    path = Path(name)
+    if not path.is_file():
+        path = BUNDLED / f"{name}.json"
+    if not path.is_file():
+        bundled = ", ".join(sorted(file.stem for file in BUNDLED.glob("*.json")))
+        raise ConfigError(f"--profile: there is no file {name}; bundled are {bundled}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--profile: {path}: {error}") from error
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")

@@ -1,0 +1,89 @@
+"""A simulated worker, and the hand-off of a prompt from one to another."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from planner.engine import SimulatedEngine, SimulatedSequence
+from planner.kv_room import Holding
+from router.placement.interface import LinkSpeed
+from router.registry import Worker
+
+
+class SimulatedWorker:
+    """An engine, the wire on which its blocks leave, and what the router knows of both.
+
+    `reserving` are the hand-offs that wait for room here: nobody overtakes.
+    """
+
+    def __init__(self, known: Worker, engine: SimulatedEngine, wire: LinkSpeed, kv_bytes: int) -> None:
+        self.known = known
+        self.engine = engine
+        self.reserving: deque[SimulatedHandoff] = deque()
+        self._wire, self._kv_bytes = wire, kv_bytes
+        self._wire_free_at = 0.0
+
+    def send(self, tokens: float, begin: float) -> float:
+        """Put so many tokens' KV on the wire, behind what is on it. Returns when they have arrived."""
+        begin = max(begin, self._wire_free_at)
+        self._wire_free_at = begin + self._wire.seconds(tokens * self._kv_bytes)
+        return self._wire_free_at
+
+
+class SimulatedHandoff:
+    """Its receiver reserves room when its sender begins with the prompt; each chunk moves while the next one
+    is computed.
+    """
+
+    def __init__(
+        self, prompt: SimulatedSequence, sender: SimulatedWorker, receiver: SimulatedWorker
+    ) -> None:
+        self.prompt = prompt
+        self.sender, self.receiver = sender, receiver
+        self.arrives_at = 0.0
+        self._holding: Holding | None = None
+        self._sent = 0
+
+    @property
+    def is_granted(self) -> bool:
+        return self._holding is not None
+
+    def reserve(self) -> bool:
+        """Whether the receiver has room for the prompt. What it has cached is not sent."""
+        room, prompt = self.receiver.engine.room, self.prompt
+        blocks = prompt.blocks[: room.covered(prompt.blocks)]
+        if room.lacks(blocks, prompt.num_tokens) > room.available:
+            return False
+        self._holding = room.take(blocks, prompt.num_tokens)
+        self._sent = len(blocks) * room.block_tokens
+        return True
+
+    def push(self, now: float) -> None:
+        """What was computed since the last time."""
+        unsent = self.prompt.computed - self._sent
+        self.arrives_at = max(self.arrives_at, now)
+        if unsent > 0:
+            self._sent += unsent
+            self.arrives_at = self.sender.send(unsent, now)
+
+    def withdraw(self) -> None:
+        """The prompt's first token was its last."""
+        if self._holding is not None:
+            self.receiver.engine.room.free(self._holding)
+        else:
+            self.receiver.reserving.remove(self)
+
+    def received(self, order: int) -> SimulatedSequence:
+        """What the receiver decodes, once all has arrived."""
+        prompt = self.prompt
+        assert self._holding is not None
+        self.receiver.engine.room.publish(self._holding, prompt.blocks)
+        return SimulatedSequence(
+            prompt.request,
+            order,
+            prompt.num_tokens,
+            prompt.left,
+            computed=prompt.num_tokens,
+            holding=self._holding,
+            has_answered=True,
+        )
