@@ -44,6 +44,15 @@ def _failures() -> Iterator[None]:
         raise fail(error) from error
 
 
+def with_model(flags: dict[str, Any], model_tag: str | None) -> dict[str, Any]:
+    """The options, with the model that was given as an argument."""
+    if model_tag is None:
+        return flags
+    if flags["model"] is not None:
+        raise fail("--model: given twice, as an option and as an argument")
+    return flags | {"model": model_tag}
+
+
 @app.callback()
 def _interruptible(context: typer.Context) -> None:
     """`serve` has handlers of its own. Until then Ctrl-C just ends it: imports may lose an exception."""
@@ -65,12 +74,8 @@ def serve(
     Every option can also be set in the environment (--max-model-len as TANDEM_MAX_MODEL_LEN) or in a YAML
     file (--config). A flag wins over the environment, and that over the file.
     """
-    if model_tag is not None:
-        if flags["model"] is not None:
-            raise fail("--model: given twice, as an option and as an argument")
-        flags["model"] = model_tag
     with _failures():
-        checked = load_config(flags, config_file=config)
+        checked = load_config(with_model(flags, model_tag), config_file=config)
     from deploy.serve import serve as run
 
     raise typer.Exit(run(checked))
@@ -148,6 +153,65 @@ def bench(context: typer.Context) -> None:
     except ModuleNotFoundError as error:
         raise fail(f"bench needs the package {error.name}: pip install 'tandem-serve[bench]'") from error
     bench_app(args=context.args, prog_name="tandem bench")
+
+
+@app.command("profile", no_args_is_help=False)
+@with_config_options
+def profile_model(
+    model_tag: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Local folder or hub id; the same as --model.")
+    ] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="YAML file of options.")] = None,
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write it.")] = Path("profile.json"),
+    **flags: Any,
+) -> None:
+    """Measure what steps, prompts and wires take here, for `tandem plan`. Takes the options of `serve`."""
+    from rich.console import Console
+
+    from deploy.profile import profile
+
+    with _failures():
+        profile(with_model(flags, model_tag), config, output, Console())
+
+
+@app.command()
+def plan(
+    trace: Annotated[str, typer.Option(metavar="FILE", help="JSONL trace in Mooncake's form.")],
+    slo_ttft: Annotated[str, typer.Option(metavar="SECONDS", help="To the first token.")],
+    slo_tpot: Annotated[str, typer.Option(metavar="SECONDS", help="Between two tokens.")],
+    workers: Annotated[str, typer.Option(metavar="N", help="Prefill and decode workers in all, from 2 on.")],
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="What `tandem profile` wrote. (default: h100-llama-3.1-8b)"),
+    ] = None,
+    trace_scale_lengths: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Factor on the trace's lengths. (default: 1)")
+    ] = None,
+    trace_speedup: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Have requests come this much faster. (default: 1)")
+    ] = None,
+    max_input_len: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Cut the trace's prompts to this.")
+    ] = None,
+    max_output_len: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Cut the trace's outputs to this.")
+    ] = None,
+    num_prompts: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help="Only the first requests of the trace.")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="For plan.json and plan.svg. (default: plan)")
+    ] = None,
+) -> None:
+    """Simulate a trace on so many workers, in every split of roles, and recommend one."""
+    given = dict(locals())
+    from rich.console import Console
+
+    from planner.command import parse
+    from planner.command import plan as run
+
+    with _failures():
+        run(parse(given), Console())
 
 
 speculate = typer.Typer(help="Draft heads for a model of your own.", no_args_is_help=True)

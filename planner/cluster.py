@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -49,12 +49,11 @@ class SimulatedCluster:
         layout: Layout,
         profile: Profile,
         block_tokens: int,
-        on_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.events = Events()
         self._layout, self._profile = layout, profile
         self._block_tokens = block_tokens
-        self._on_ended = on_ended
+        self.num_ended = 0
         self._registry = Registry(worker_timeout=inf)
         self._loads = Loads(self._registry)
         self._index: KvIndex[str] = KvIndex()
@@ -103,11 +102,11 @@ class SimulatedCluster:
         if late is not None:
             request.is_refused = True
             request.ended = self.events.now
-            self._on_ended()
+            self.num_ended += 1
             return
         assert isinstance(placement, Placement)
         request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
-        request.was_split = "prefill" in placement.workers
+        request.workers = placement.workers
         first = self._named(request.holders[0])
         source = placement.prefix or first.known.key.worker_id
         cached = min(facts.cached_tokens.get(source, 0), request.num_tokens - 1)
@@ -200,7 +199,7 @@ class SimulatedCluster:
             handoff.withdraw()
         self._mean_output += OUTPUT_PACE * (request.output_tokens - self._mean_output)
         self._loads.release(request)
-        self._on_ended()
+        self.num_ended += 1
 
 
 def _registration(name: str, role: str, peers: Sequence[str], profile: Profile) -> Register:

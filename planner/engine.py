@@ -112,7 +112,10 @@ class SimulatedEngine:
         """Of the planned end of the current step or run."""
         self._computing: dict[int, SimulatedSequence] = {}
         """Blocks of prompts that are being computed."""
-        self._ends = 0.0
+        self._began = self._ends = 0.0
+        """Of the current step or run."""
+        self.decode_s = self.row_seconds = 0.0
+        """Seconds in which something was decoded; the same, times the rows."""
 
     # --- what comes and goes --------------------------------------------------------------------------
 
@@ -138,13 +141,22 @@ class SimulatedEngine:
             return now
         return self._run.after(self._run.steps_until(now)) if self._run is not None else self._ends
 
+    def interrupt(self) -> None:
+        """End a run with its current step, and give back the room for the others."""
+        run = self._run
+        if run is None:
+            return
+        steps = run.steps_until(self._events.now)
+        self.room.give_back((run.count - steps) * self._growth)
+        run.count = steps
+        self._plan_end(run.after(steps))
+
     def _wake(self) -> None:
         """Something has come that the next step is to look at."""
         if self._step is None:
             self._begin()
-        elif self._run is not None:
-            self._run.count = self._run.steps_until(self._events.now)
-            self._plan_end(self._run.after(self._run.count))
+        else:
+            self.interrupt()
 
     # --- steps ----------------------------------------------------------------------------------------
 
@@ -154,18 +166,19 @@ class SimulatedEngine:
             self._add_row(sequence)
         self._joining.clear()
         self._make_room_for_rows()
+        self.room.reserve(self._growth)
         step = self._schedule()
         rows, context = len(self._rows), self._context
         if not step and not rows:
             self._step = None
             return
-        self._step = step
         now, costs = self._events.now, self._costs
+        self._step, self._began = step, now
         if not step:
-            self._run = DecodeRun(
-                now, costs.decode_s(rows, context), costs.context_s * self._growth, self._longest_run()
-            )
-            self._plan_end(self._run.after(self._run.count))
+            count = self._longest_run()
+            self.room.reserve((count - 1) * self._growth)
+            self._run = DecodeRun(now, costs.decode_s(rows, context), costs.context_s * self._growth, count)
+            self._plan_end(self._run.after(count))
             return
         seconds, parts = 0.0, 0
         for sequence, count in step:
@@ -188,9 +201,9 @@ class SimulatedEngine:
         return len(self._rows) * self._costs.tokens_per_row
 
     def _longest_run(self) -> int:
-        """Until a row ends, or the room."""
+        """Until a row ends, or the room, of which the first step has its part."""
         ends = self._rows[0][0] - self._steps
-        return max(min(ends, int(self.room.available / self._growth)), 1)
+        return min(ends, 1 + int(self.room.available / self._growth))
 
     def _end(self, version: int) -> None:
         if version != self._version:
@@ -208,9 +221,10 @@ class SimulatedEngine:
         self._begin()
 
     def _decoded(self, steps: int) -> None:
-        tokens = steps * self._growth
-        self.room.reserve(tokens)
-        self._context += tokens
+        if self._rows:
+            self.decode_s += self._events.now - self._began
+            self.row_seconds += (self._events.now - self._began) * len(self._rows)
+        self._context += steps * self._growth
         self._steps += steps
 
     def _computed(self, sequence: SimulatedSequence, count: int) -> None:

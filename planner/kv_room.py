@@ -10,6 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+_ROUNDING = 1e-6
+"""[tokens] That sums of fractions may be off."""
+
 OnChange = Callable[[Sequence[int]], None]
 
 
@@ -75,9 +78,13 @@ class KvRoom:
 
     def reserve(self, tokens: float) -> None:
         """Only if so many are available. Whoever gets them adds them to its `private` ones."""
-        while self._free < tokens:
+        while self._free < tokens - _ROUNDING:
             self._evict()
         self._free -= tokens
+
+    def give_back(self, tokens: float) -> None:
+        """What was reserved and is not needed."""
+        self._free += tokens
 
     def publish(self, holding: Holding, blocks: Sequence[int]) -> None:
         """These leading blocks of a sequence are filled. One that another sequence has published stays

@@ -70,9 +70,14 @@ def read_profile(name: str) -> Profile:
         bundled = ", ".join(sorted(file.stem for file in BUNDLED.glob("*.json")))
         raise ConfigError(f"--profile: there is no file {name}; bundled are {bundled}")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        content = path.read_bytes()
+        profile = msgspec.json.decode(content, type=Profile)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--profile: {path}: {error}") from error
+    unknown = msgspec.json.decode(content)["costs"].keys() - set(StepCosts.__struct_fields__)
+    if unknown:
+        raise ConfigError(f"--profile: {path}: $.costs: there is no field {min(unknown)}")
+    return profile
 
 
 def write_profile(profile: Profile, path: Path) -> None:

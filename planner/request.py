@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -15,7 +15,7 @@ from router.registry import Worker
 @dataclass(eq=False, slots=True)
 class SimulatedRequest:
     """`blocks` are the index' keys of its full blocks. Times are seconds of the simulation; it `ended` with
-    its last token, or when it was refused.
+    its last token, or when it was refused. `workers` has the names of who was to do what.
     """
 
     arrival: float
@@ -23,7 +23,7 @@ class SimulatedRequest:
     output_tokens: int
     blocks: Sequence[int] = ()
     is_refused: bool = False
-    was_split: bool = False
+    workers: Mapping[Task, str] = field(default_factory=dict)
     first_token: float = inf
     ended: float = inf
     assigned: dict[Task, Worker] = field(default_factory=dict)
@@ -38,6 +38,10 @@ class SimulatedRequest:
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens
+
+    @property
+    def was_split(self) -> bool:
+        return "prefill" in self.workers
 
     @property
     def ttft_s(self) -> float:

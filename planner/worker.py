@@ -35,9 +35,7 @@ class SimulatedHandoff:
     is computed.
     """
 
-    def __init__(
-        self, prompt: SimulatedSequence, sender: SimulatedWorker, receiver: SimulatedWorker
-    ) -> None:
+    def __init__(self, prompt: SimulatedSequence, sender: SimulatedWorker, receiver: SimulatedWorker) -> None:
         self.prompt = prompt
         self.sender, self.receiver = sender, receiver
         self.arrives_at = 0.0
@@ -50,6 +48,7 @@ class SimulatedHandoff:
 
     def reserve(self) -> bool:
         """Whether the receiver has room for the prompt. What it has cached is not sent."""
+        self.receiver.engine.interrupt()
         room, prompt = self.receiver.engine.room, self.prompt
         blocks = prompt.blocks[: room.covered(prompt.blocks)]
         if room.lacks(blocks, prompt.num_tokens) > room.available:

@@ -1,0 +1,153 @@
+"""Measures a running server: bursts of requests of every size, and then what its workers say of themselves.
+
+The workers fit their steps' times and their wires' speed to what runs, with all that runs beside them on the
+same machine: the router, and the client here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from planner.profile import LinkProfile, Profile
+from protocol.costs import StepCosts
+from protocol.errors import TandemError
+
+BURSTS = (1, 2, 4, 8, 16, 32)
+"""Requests that come at about the same time. Each burst sweeps over all smaller batches as it ends."""
+ROUNDS = 4
+"""Of which the first warms up."""
+NUM_BURSTS = len(BURSTS) * ROUNDS
+SPREAD_S = 0.4
+"""Over which a burst's requests come."""
+LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 96
+LONE_REQUESTS = 12
+ALWAYS_SPLIT = ("--placement", "least_loaded")
+"""With these options the server must run, so that its wires are used, and each role does its own work."""
+_VOCAB = range(16, 256)
+"""Token ids that every model has."""
+_TIMEOUT_S = 300.0
+
+
+class CalibrationError(TandemError):
+    """The server did not do what it was asked for."""
+
+
+def calibrate(
+    url: str,
+    sources: Sequence[str],
+    api_key: str | None = None,
+    on_burst: Callable[[], None] = lambda: None,
+) -> Profile:
+    """The profile of an idle server's workers. Raises `CalibrationError`."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
+    with httpx.Client(base_url=url, timeout=_TIMEOUT_S, headers=headers) as http:
+        return _Calibration(http, on_burst).run(sources)
+
+
+class _Calibration:
+    def __init__(self, http: httpx.Client, on_burst: Callable[[], None]) -> None:
+        self._http, self._on_burst = http, on_burst
+        parts = urlsplit(str(http.base_url))
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        card = self._get("/v1/models")["data"][0]
+        self._model, self._longest = card["id"], int(card["max_model_len"])
+        self._random = random.Random(0)
+
+    def run(self, sources: Sequence[str]) -> Profile:
+        looks = []
+        for number in range(ROUNDS):
+            for size in self._random.sample(BURSTS, len(BURSTS)):
+                asyncio.run(self._burst(size))
+                self._on_burst()
+                if number > 0:
+                    looks.append(self._get("/cluster"))
+        costs = fitted_costs([worker for look in looks for worker in look["workers"]])
+        return Profile(
+            name=self._model,
+            sources=list(sources),
+            costs=costs,
+            link=_link(looks[-1]["links"]),
+            kv_tokens=min(worker["kv"]["tokens"] for worker in looks[-1]["workers"]),
+            request_s=asyncio.run(self._overhead(costs)),
+        )
+
+    async def _burst(self, size: int) -> None:
+        async def one() -> None:
+            await asyncio.sleep(self._random.uniform(0, SPREAD_S))
+            longest = min(LONGEST_PROMPT, self._longest // 2)
+            prompt = round(2 ** self._random.uniform(4, longest.bit_length() - 1))
+            await self._ask(prompt, self._random.randint(8, min(LONGEST_OUTPUT, self._longest // 4)))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(size):
+                group.create_task(one())
+
+    async def _overhead(self, costs: StepCosts) -> float:
+        """What a lone request's first token takes beside computing its prompt."""
+        tokens = min(64, self._longest // 2)
+        computed_s = costs.decode_s(0, 0) + costs.chunks_s(tokens, 0, costs.chunk_tokens)
+        took = [await self._ask(tokens, 2) for _ in range(LONE_REQUESTS)]
+        return max(median(took) - computed_s, 0.0)
+
+    async def _ask(self, num_tokens: int, max_tokens: int) -> float:
+        """Returns the seconds until the first token. It reads no more of the answer than it must: it shares
+        the cores with the server.
+        """
+        prompt = self._random.choices(_VOCAB, k=num_tokens)
+        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens}
+        content = msgspec.json.encode(body | {"ignore_eos": True, "temperature": 0, "stream": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+        if "authorization" in self._http.headers:
+            head += f"Authorization: {self._http.headers['authorization']}\r\n"
+        started, first_s, received = time.perf_counter(), 0.0, b""
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+            writer.write(f"{head}\r\n".encode() + content)
+            while data := await reader.read(65536):
+                received += data
+                if not first_s and b"\ndata:" in received:
+                    first_s = time.perf_counter() - started
+            writer.close()
+        if b"[DONE]" not in received[-64:]:
+            raise CalibrationError(f"a request of {num_tokens} tokens failed: {received[:300]!r}")
+        return first_s
+
+    def _get(self, path: str) -> Any:
+        try:
+            return self._http.get(path).raise_for_status().json()
+        except httpx.HTTPError as error:
+            raise CalibrationError(f"{self._http.base_url}{path}: {error}") from error
+
+
+def fitted_costs(told: Sequence[dict[str, Any]]) -> StepCosts:
+    """Of what workers tell in several looks: what decoding costs from decode workers, prompts from prefill
+    workers, each where it was measured.
+    """
+
+    def mean(role: str, name: str) -> float:
+        return fmean(worker["costs"][name] for worker in told if worker["role"] == role)
+
+    decode = {name: mean("decode", name) for name in ("step_s", "row_s", "context_s", "tokens_per_row")}
+    prompt = {name: mean("prefill", name) for name in ("chunk_s", "token_s", "attention_s")}
+    prompt["chunk_s"] = max(prompt["chunk_s"] + mean("prefill", "step_s") - decode["step_s"], 0.0)
+    return msgspec.convert(told[-1]["costs"] | decode | prompt, StepCosts)
+
+
+def _link(told: Sequence[dict[str, Any]]) -> LinkProfile:
+    measured = [link for link in told if link["bytes_per_s"] > 0]
+    if not measured:
+        raise CalibrationError("no wire between workers was used: at least one of each role is needed")
+    return LinkProfile(
+        latency_s=fmean(link["latency_s"] for link in measured),
+        bytes_per_s=fmean(link["bytes_per_s"] for link in measured),
+    )

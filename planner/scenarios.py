@@ -1,0 +1,180 @@
+"""Ways to deploy so many workers, and what becomes of a trace's requests in each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from math import inf
+from multiprocessing import get_context
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from planner.cluster import Layout, SimulatedCluster
+from planner.profile import Profile
+from planner.request import SimulatedRequest, simulated
+from planner.trace import TraceRequest
+from protocol.errors import ConfigError
+from router.placement import placement_policy
+
+Mode = Literal["colocated", "disaggregated", "conditional"]
+
+LEAST_GAIN = 0.01
+"""Share of goodput below which layouts count as equal."""
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """Seconds to the first token, and between two tokens."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class Scenario(msgspec.Struct, frozen=True):
+    """`colocated`: every worker serves whole requests. `disaggregated`: every request is split.
+    `conditional`: the policy `cost` splits a request where that is predicted to cost less.
+    """
+
+    mode: Mode
+    prefill: int
+    decode: int
+
+    @property
+    def flags(self) -> str:
+        """The options of `tandem serve` that make it so."""
+        if self.mode == "colocated":
+            return f"--no-disaggregation --decode-replicas {self.decode}"
+        workers = f"--prefill-replicas {self.prefill} --decode-replicas {self.decode}"
+        return workers if self.mode == "conditional" else f"{workers} --decode-placement least_loaded"
+
+    def layout(self, slo: Slo) -> Layout:
+        decode = "least_loaded" if self.mode == "disaggregated" else "cost"
+        policy = placement_policy("cost", decode=decode)
+        return Layout(self.prefill, self.decode, policy, self.mode != "colocated", slo.ttft_s, slo.tpot_s)
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Percentiles, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class PlanOutcome(msgspec.Struct, frozen=True):
+    """What became of a trace's requests.
+
+    `attainment` is the share of all that were within the SLO, and `goodput` those per second of the trace.
+    `worker_hours` are those for 1,000 requests within the SLO. `ttft` and `tpot` are of requests that were
+    not refused. `mean_rows` is the mean batch of a worker while it decodes.
+    """
+
+    scenario: Scenario
+    requests: int
+    good: int
+    refused: int
+    split: int
+    goodput: float
+    worker_hours: float
+    ttft: Spread
+    tpot: Spread
+    mean_rows: float
+
+    @property
+    def attainment(self) -> float:
+        return self.good / self.requests
+
+
+def scenarios(workers: int) -> list[Scenario]:
+    splits = [(prefill, workers - prefill) for prefill in range(1, workers)]
+    return [
+        Scenario("colocated", 0, workers),
+        *(Scenario("disaggregated", *split) for split in splits),
+        *(Scenario("conditional", *split) for split in splits),
+    ]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A trace on workers of one profile; blocks of the trace have `block_tokens` tokens."""
+
+    profile: Profile
+    requests: Sequence[TraceRequest]
+    block_tokens: int
+    slo: Slo
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for requests that no worker has room for."""
+        longest = max(request.input_len + request.output_len for request in self.requests)
+        room = self.profile.kv_tokens - self.block_tokens
+        if longest > room:
+            raise ConfigError(
+                f"--trace: its longest request has {longest} tokens, a worker of the profile "
+                f"{self.profile.name} has room for {room}: cut it with --max-input-len"
+            )
+
+    def outcome(self, scenario: Scenario) -> PlanOutcome:
+        requests, cluster = self.run(scenario.layout(self.slo))
+        served = [request for request in requests if not request.is_refused]
+        good = sum(self._is_good(request) for request in served)
+        seconds = max(requests[-1].arrival, 1e-9)
+        engines = [worker.engine for worker in cluster.workers.values()]
+        decode_s = sum(engine.decode_s for engine in engines)
+        hours = (scenario.prefill + scenario.decode) * seconds / 3600
+        return PlanOutcome(
+            scenario=scenario,
+            requests=len(requests),
+            good=good,
+            refused=len(requests) - len(served),
+            split=sum(request.was_split for request in served),
+            goodput=good / seconds,
+            worker_hours=hours / good * 1000 if good else inf,
+            ttft=_spread([request.ttft_s for request in served]),
+            tpot=_spread([request.tpot_s for request in served if request.output_tokens > 1]),
+            mean_rows=sum(engine.row_seconds for engine in engines) / decode_s if decode_s else 0.0,
+        )
+
+    def run(self, layout: Layout) -> tuple[list[SimulatedRequest], SimulatedCluster]:
+        requests = [simulated(request, self.block_tokens) for request in self.requests]
+        cluster = SimulatedCluster(layout, self.profile, self.block_tokens)
+        cluster.run(requests)
+        return requests, cluster
+
+    def _is_good(self, request: SimulatedRequest) -> bool:
+        return request.ttft_s <= self.slo.ttft_s and request.tpot_s <= self.slo.tpot_s
+
+    def outcomes(self, chosen: Sequence[Scenario]) -> Iterator[PlanOutcome]:
+        """Of each, as they are done; on all cores."""
+        cores = min(len(os.sched_getaffinity(0)), len(chosen))
+        if cores == 1:
+            yield from map(self.outcome, chosen)
+            return
+        with ProcessPoolExecutor(cores, get_context("spawn"), _begin, (self,)) as pool:
+            for future in as_completed([pool.submit(_outcome, scenario) for scenario in chosen]):
+                yield future.result()
+
+
+def best(outcomes: Sequence[PlanOutcome]) -> PlanOutcome:
+    """The highest goodput; among equals the shortest wait for first tokens."""
+    least = (1 - LEAST_GAIN) * max(outcome.good for outcome in outcomes)
+    return min((each for each in outcomes if each.good >= least), key=lambda each: each.ttft.p90)
+
+
+_study: Study
+"""Of a process of the pool."""
+
+
+def _begin(study: Study) -> None:
+    global _study
+    _study = study
+
+
+def _outcome(scenario: Scenario) -> PlanOutcome:
+    return _study.outcome(scenario)
+
+
+def _spread(seconds: Sequence[float]) -> Spread:
+    return Spread(*np.percentile(seconds, (50, 90, 99)).tolist()) if seconds else Spread(inf, inf, inf)

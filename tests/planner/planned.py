@@ -1,0 +1,54 @@
+"""Profiles and requests for the tests of the planner."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+
+from planner.cluster import Layout, SimulatedCluster
+from planner.profile import LinkProfile, Profile
+from planner.request import SimulatedRequest
+from protocol.costs import StepCosts
+from router.placement import placement_policy
+
+_numbers = itertools.count(10**6)
+
+BLOCK = 100
+"""Tokens in a block of the trace."""
+
+COSTS = StepCosts(
+    step_s=0.01, row_s=0.001, context_s=0.0, chunk_s=0.0, token_s=0.001, attention_s=0.0, chunk_tokens=400
+)
+"""A step takes 10 ms, 1 ms for each row, and 1 ms for each token of a prompt."""
+
+
+def profile(kv_tokens: int = 100_000, **changes: Any) -> Profile:
+    costs = {name: changes.pop(name) for name in list(changes) if name in StepCosts.__struct_fields__}
+    fields = {"link": LinkProfile(latency_s=0.0, bytes_per_s=1e12), "block_size": 10} | changes
+    return Profile(
+        name="toy",
+        sources=[],
+        costs=msgspec.structs.replace(COSTS, **costs),
+        kv_tokens=kv_tokens,
+        **fields,
+    )
+
+
+def layout(prefill: int, decode: int, policy: str = "cost", **changes: Any) -> Layout:
+    return Layout(prefill, decode, placement_policy(policy), **{"disaggregation": prefill > 0} | changes)
+
+
+def request(arrival: float, num_tokens: int, output_tokens: int, prompt: int = 0) -> SimulatedRequest:
+    """Requests of the same `prompt` number share their blocks; those of 0 share nothing."""
+    first = prompt or next(_numbers)
+    return SimulatedRequest(
+        arrival, num_tokens, output_tokens, [first * 1000 + block for block in range(num_tokens // BLOCK)]
+    )
+
+
+def run(where: Layout, requests: list[SimulatedRequest], using: Profile | None = None) -> SimulatedCluster:
+    cluster = SimulatedCluster(where, using or profile(), BLOCK)
+    cluster.run(requests)
+    return cluster

@@ -1,0 +1,67 @@
+"""`tandem profile`: what is made of what workers tell, and a real server that is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from planner import calibration
+from planner.calibration import fitted_costs
+from planner.profile import read_profile
+
+
+def told(role: str, **costs: float) -> dict:
+    known = {
+        "step_s": 1.0, "row_s": 1.0, "context_s": 1.0, "chunk_s": 0.0, "token_s": 1.0, "attention_s": 1.0,
+        "tokens_per_row": 1.0, "chunk_tokens": 512, "error": 0.1, "kv_bytes": 8, "itl_budget_s": 0.02,
+    }  # fmt: skip
+    return {"role": role, "costs": known | costs}
+
+
+def test_each_role_tells_what_it_has_measured():
+    looks = [
+        told("prefill", step_s=3.0, token_s=0.1, row_s=99.0),
+        told("decode", step_s=2.0, row_s=0.5, token_s=99.0),
+        told("prefill", step_s=3.0, token_s=0.3, row_s=99.0),
+        told("decode", step_s=2.0, row_s=0.7, token_s=99.0),
+    ]
+    costs = fitted_costs(looks)
+    assert (costs.step_s, costs.row_s, costs.token_s) == pytest.approx((2.0, 0.6, 0.2))
+    assert costs.chunk_s == pytest.approx(1.0), "a step of a prefill worker takes 3 s without a token"
+    assert (costs.chunk_tokens, costs.kv_bytes, costs.itl_budget_s) == (512, 8, 0.02)
+
+
+@pytest.mark.slow
+def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(calibration, "BURSTS", (4,))
+    monkeypatch.setattr(calibration, "ROUNDS", 2)
+    monkeypatch.setattr(calibration, "LONE_REQUESTS", 2)
+    path = tmp_path / "mine.json"
+    options = ["--output", str(path), "--max-num-seqs", "5", "--kv-cache-memory-bytes", "16000000"]
+    result = CliRunner().invoke(app, ["profile", *options], env={"TANDEM_API_KEY": "secret"})
+    assert result.exit_code == 0, result.output
+    measured = read_profile(str(path))
+    costs = measured.costs
+    assert measured.max_num_seqs == 5 and 1000 < measured.kv_tokens < 16_000_000
+    assert 1e-5 < costs.decode_s(1, 100) < 1.0 and 0 < costs.chunks_s(100, 0, 512) < 10.0
+    assert measured.link.bytes_per_s > 1e6 and costs.kv_bytes > 0
+    assert 0 <= measured.request_s < 1.0
+    assert "tandem-code-10m" in measured.name and "Measured by tandem profile" in measured.sources[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--output", "/"], "--output: / cannot be written"),
+        (["--output", "/nowhere/profile.json"], "--output: /nowhere/profile.json cannot be written"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["one", "--model", "two"], "--model: given twice"),
+        (["--model", "/nowhere"], "there is no folder /nowhere"),
+    ],
+)
+def test_bad_options_are_named(options, complaint):
+    result = CliRunner().invoke(app, ["profile", *options])
+    assert result.exit_code == 1 and complaint in result.output.replace("\n", " ")

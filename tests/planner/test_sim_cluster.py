@@ -1,0 +1,127 @@
+"""Simulated clusters: each request ends once, the same way each time, and where the router's policies say."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+
+import pytest
+
+from planner.events import Events
+from planner.profile import LinkProfile
+from planner.request import SimulatedRequest, simulated
+from planner.trace import TraceRequest
+from router.placement import RULES
+from tests.planner.planned import BLOCK, layout, profile, request, run
+
+LAYOUTS = [(0, 3), (1, 2), (2, 1), (2, 2)]
+
+
+def load(seed: int, count: int = 150, rate: float = 6.0) -> list[SimulatedRequest]:
+    rng, at, requests = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += rng.expovariate(rate)
+        requests.append(request(at, rng.randrange(1, 900), rng.randrange(1, 60), rng.randrange(20)))
+    return requests
+
+
+def test_events_happen_in_order():
+    events, seen = Events(), []
+    events.at(2.0, lambda: seen.append(("second", events.now)))
+    events.at(1.0, lambda: events.at(0.5, lambda: seen.append(("late", events.now))))
+    events.at(2.0, lambda: seen.append(("third", events.now)))
+    events.run()
+    assert seen == [("late", 1.0), ("second", 2.0), ("third", 2.0)]
+
+
+@pytest.mark.parametrize("policy", sorted(RULES))
+@pytest.mark.parametrize(("prefill", "decode"), LAYOUTS)
+def test_every_request_ends_once_and_nothing_is_left(policy, prefill, decode):
+    """With little room, so that requests wait, and with an SLO, so that some are refused."""
+    requests = load(1)
+    cluster = run(
+        layout(prefill, decode, policy, slo_ttft_s=1.2, slo_tpot_s=0.1),
+        requests,
+        profile(kv_tokens=3000, itl_budget_s=0.02, kv_bytes=10_000, context_s=1e-6),
+    )
+    for each in requests:
+        assert each.arrival <= each.ended < inf
+        assert each.is_refused == (each.first_token == inf)
+        assert each.is_refused or each.arrival < each.first_token <= each.ended
+    refused = sum(each.is_refused for each in requests)
+    assert 0 < refused < len(requests)
+    assert cluster.num_ended == len(requests)
+    for worker in cluster.workers.values():
+        load_ = worker.known.load
+        counts = load_.requests, load_.rows, load_.prompts, load_.prefill_tokens, load_.context_tokens
+        assert counts == (0, 0, 0, 0, 0)
+        assert worker.engine.room.usage == pytest.approx(0)
+
+
+def test_the_same_trace_gives_the_same_times():
+    one, again = load(2), load(2)
+    for requests in (one, again):
+        run(layout(2, 2), requests, profile(kv_tokens=3000))
+    assert [each.ended for each in one] == [each.ended for each in again]
+
+
+def test_the_routers_policy_is_asked(monkeypatch):
+    """Round robin by the very rule of the router."""
+    requests = [request(float(number), 10, 2) for number in range(6)]
+    where = layout(0, 3, "round_robin")
+    asked = []
+    place = type(where.policy).place
+
+    def spy(self, facts, cluster, state):
+        answer = place(self, facts, cluster, state)
+        asked.append(answer[0].workers["decode"])
+        return answer
+
+    monkeypatch.setattr(type(where.policy), "place", spy)
+    run(where, requests)
+    assert asked == ["decode-0", "decode-1", "decode-2"] * 2
+
+
+def test_a_split_request_is_decoded_once_its_blocks_have_arrived():
+    """Two chunks of 410 ms; the first one's 4 MB move while the second one is computed, then its own take
+    0.4 s, and nine steps follow."""
+    [one] = requests = [request(0.0, 800, 10)]
+    slow = LinkProfile(latency_s=0.0, bytes_per_s=1e7)
+    run(layout(1, 1, "least_loaded"), requests, profile(kv_bytes=10_000, link=slow))
+    assert one.was_split
+    assert one.first_token == pytest.approx(0.82)
+    assert one.ended == pytest.approx(0.82 + 0.4 + 9 * 0.011)
+
+
+def test_what_the_decode_worker_has_cached_does_not_move():
+    slow = LinkProfile(latency_s=0.0, bytes_per_s=1e6)
+    requests = [request(0.0, 400, 2, prompt=1), request(60.0, 400, 2, prompt=1)]
+    run(layout(1, 1, "least_loaded"), requests, profile(kv_bytes=10_000, link=slow))
+    first, second = (each.ended - each.first_token for each in requests)
+    assert first == pytest.approx(4.0 + 0.011)
+    assert second == pytest.approx(0.011)
+
+
+def test_a_prefix_is_fetched_where_that_is_sooner_than_computing_it():
+    """The holder decodes so much that the other worker is the better one."""
+    fast = LinkProfile(latency_s=0.001, bytes_per_s=1e10)
+    busy = [request(2.0, 1000, 400, prompt=1) for _ in range(20)]
+    late = request(3.0, 1000, 400, prompt=1)
+    run(layout(0, 2), [request(0.0, 1000, 2, prompt=1), *busy, late], profile(kv_bytes=1000, link=fast))
+    holders = {each.workers["decode"] for each in [*busy, late]}
+    assert holders == {"decode-0", "decode-1"}
+    assert all(each.ttft_s < 0.5 for each in [*busy, late]), "to compute it would take a second"
+
+
+def test_late_requests_are_refused_by_the_slo():
+    requests = [request(0.0, 1000, 2) for _ in range(5)]
+    run(layout(0, 1, slo_ttft_s=2.5), requests)
+    assert [each.is_refused for each in requests] == [False, False, True, True, True]
+
+
+def test_keys_of_equal_blocks_differ_behind_different_ones():
+    first = simulated(TraceRequest(0.0, 3 * BLOCK, 1, [1, 2, 3]), BLOCK)
+    second = simulated(TraceRequest(0.0, 3 * BLOCK + 50, 1, [1, 7, 3, 9]), BLOCK)
+    assert first.blocks[0] == second.blocks[0]
+    assert set(first.blocks[1:]).isdisjoint(second.blocks[1:])
+    assert len(second.blocks) == 3, "the last block is not full"

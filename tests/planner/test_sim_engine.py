@@ -1,0 +1,120 @@
+"""A simulated worker against times that are reckoned by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from planner.engine import DecodeRun
+from tests.planner.planned import layout, profile, request, run
+
+ALONE = layout(0, 1)
+
+
+def test_a_lone_request_takes_its_steps():
+    """Chunks of 400, 400 and 200 tokens, each with a step's 10 ms; then nine steps of 11 ms."""
+    [one] = requests = [request(1.0, 1000, 10)]
+    run(ALONE, requests)
+    assert one.ttft_s == pytest.approx(3 * 0.01 + 1.0)
+    assert one.ended - one.first_token == pytest.approx(9 * 0.011)
+    assert one.tpot_s == pytest.approx(0.011)
+
+
+def test_a_chunk_beside_rows_keeps_within_the_itl_budget():
+    """A row's step takes 11 ms: of 31 ms 20 are left for a prompt, 20 tokens."""
+    requests = [request(0.0, 10, 200), request(0.1, 200, 2)]
+    run(ALONE, requests, profile(itl_budget_s=0.031))
+    first, second = requests
+    assert second.ttft_s == pytest.approx(10 * 0.031, abs=0.011), "ten chunks, after the step that runs"
+    steps_s = first.ended - first.first_token - 10 * 0.031
+    assert steps_s == pytest.approx(188 * 0.011 + 1 * 0.012)
+
+
+def test_without_a_budget_the_whole_chunk_is_computed():
+    requests = [request(0.0, 10, 200), request(0.1, 200, 1)]
+    run(ALONE, requests)
+    assert requests[1].ttft_s == pytest.approx(0.011 + 0.2, abs=0.011)
+
+
+def test_prompts_share_the_token_budget_of_a_step():
+    """Both fit into one step of 400 tokens."""
+    requests = [request(0.0, 100, 1), request(0.001, 150, 1), request(0.001, 200, 1)]
+    run(ALONE, requests)
+    first, second, third = requests
+    assert first.first_token == pytest.approx(0.11)
+    assert second.first_token == third.first_token == pytest.approx(0.11 + 0.01 + 0.35)
+
+
+def test_a_cached_prefix_is_not_computed_again():
+    requests = [request(0.0, 1000, 1, prompt=1), request(5.0, 1000, 1, prompt=1)]
+    run(ALONE, requests)
+    assert requests[1].ttft_s == pytest.approx(0.011), "its last token alone: a row"
+
+
+def test_equal_prompts_that_come_together_are_computed_once():
+    requests = [request(0.0, 1000, 1, prompt=1), request(0.001, 1000, 1, prompt=1)]
+    run(ALONE, requests)
+    assert requests[1].first_token == pytest.approx(requests[0].first_token + 0.011)
+
+
+def test_what_is_least_recently_used_is_evicted():
+    """There is room for two prompts: the third one takes the place of the second, since the first was asked
+    for again."""
+    prompts = [1, 2, 1, 3, 1, 2]
+    requests = [request(float(number), 400, 1, prompt) for number, prompt in enumerate(prompts)]
+    run(ALONE, requests, profile(kv_tokens=950))
+    cached = [each.ttft_s < 0.1 for each in requests]
+    assert cached == [False, False, True, False, True, False]
+
+
+def test_a_request_waits_for_room():
+    requests = [request(0.0, 500, 50), request(0.1, 500, 50)]
+    run(ALONE, requests, profile(kv_tokens=700))
+    assert requests[1].first_token > requests[0].ended
+
+
+def test_when_room_runs_out_the_last_one_is_computed_again():
+    """Both fit at first, not with all that they generate. None of it is lost."""
+    requests = [request(0.0, 200, 300), request(0.0, 200, 300)]
+    cluster = run(ALONE, requests, profile(kv_tokens=800))
+    [worker] = cluster.workers.values()
+    assert worker.engine.num_preemptions > 0
+    assert requests[0].ended < requests[1].ended < 100
+    assert worker.engine.room.usage == 0
+
+
+def test_no_more_than_max_num_seqs_run():
+    requests = [request(0.0, 10, 100) for _ in range(3)]
+    run(ALONE, requests, profile(max_num_seqs=2))
+    assert requests[2].first_token >= requests[0].ended
+
+
+def test_fewer_steps_where_drafts_are_accepted():
+    [one] = requests = [request(0.0, 10, 101)]
+    run(ALONE, requests, profile(tokens_per_row=2.0))
+    assert one.ended - one.first_token == pytest.approx(50 * 0.011)
+
+
+@pytest.mark.parametrize("growth", [0.0, 1e-4])
+def test_a_run_of_steps_ends_with_the_step_that_runs(growth):
+    run_ = DecodeRun(5.0, 0.01, growth, 100)
+    by_hand = [5.0]
+    for step in range(100):
+        by_hand.append(by_hand[-1] + 0.01 + growth * step)
+    assert [run_.after(count) for count in range(101)] == pytest.approx(by_hand)
+    rng = random.Random(0)
+    for _ in range(50):
+        now = rng.uniform(5.0, by_hand[-1])
+        steps = run_.steps_until(now)
+        assert by_hand[steps - 1] - 1e-9 <= now <= by_hand[steps] + 1e-9
+
+
+def test_a_batch_in_one_run_takes_as_long_as_step_by_step():
+    """Somebody who comes and goes cuts the run into single steps, and adds nothing but his own share."""
+    alone = [request(0.0, 10, 400)]
+    run(ALONE, alone, profile(context_s=1e-6, row_s=0.0))
+    cut = [request(0.0, 10, 400)]
+    visits = [request(0.05 + 0.013 * number, 1, 1) for number in range(100)]
+    run(ALONE, [*cut, *visits], profile(context_s=1e-6, row_s=0.0))
+    assert cut[0].ended == pytest.approx(alone[0].ended, rel=1e-3)
