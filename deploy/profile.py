@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from deploy.config import load_config
+from deploy.resources import available_cores, choose_threads
 from planner.calibration import ALWAYS_SPLIT, NUM_BURSTS, calibrate
 from planner.profile import Profile, write_profile
 from protocol.config import ServeConfig, flag_name
@@ -34,9 +35,14 @@ def profile(flags: Mapping[str, Any], config_file: str | None, output: Path, con
     config = load_config(flags, config_file=config_file)
     if output.is_dir() or not os.access(output.parent, os.W_OK):
         raise ConfigError(f"--output: {output} cannot be written")
-    file = ["--config", config_file] if config_file is not None else []
+    arguments = _arguments(flags, config)
+    if config_file is not None:
+        arguments += ["--config", config_file]
     console.print(f"Starting a server of {config.model_name} ...")
-    with _serving([*_arguments(flags), *file], config.start_timeout) as url, Progress(console=console) as bar:
+    with (
+        _serving(arguments, config.start_timeout) as url,
+        Progress(console=console) as bar,
+    ):
         task = bar.add_task("bursts of requests", total=NUM_BURSTS)
         measured = calibrate(url, [_where(config)], config.api_key, lambda: bar.advance(task))
     measured = msgspec.structs.replace(
@@ -47,15 +53,19 @@ def profile(flags: Mapping[str, Any], config_file: str | None, output: Path, con
     console.print(f"Written: {output}", highlight=False)
 
 
-def _arguments(flags: Mapping[str, Any]) -> list[str]:
-    """The given options as they were given, but for those that a measurement needs."""
+def _arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
+    """The given options as they were given, but for those that a measurement needs: each worker keeps to its
+    own cores, as on a host of its own.
+    """
     arguments = []
     for field, value in flags.items():
         if isinstance(value, bool):
             arguments.append(flag_name(field) if value else f"--no-{flag_name(field)[2:]}")
         elif value is not None:
             arguments += [flag_name(field), str(value)]
-    return [*arguments, *ALWAYS_SPLIT, "--disaggregation", "--host", "127.0.0.1", "--port", "0"]
+    threads = str(choose_threads(config, available_cores())[0])
+    arguments += ["--worker-threads", threads, *ALWAYS_SPLIT, "--disaggregation"]
+    return [*arguments, "--host", "127.0.0.1", "--port", "0"]
 
 
 @contextmanager

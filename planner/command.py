@@ -73,9 +73,9 @@ def plan(options: PlanOptions, console: Console) -> None:
         "outcomes": outcomes,
         "recommended": chosen.scenario,
     }
-    if profile.draft is not None:
-        choices = draft_choices(profile.draft, BATCHES)
-        print_drafts(console, choices, profile.draft.method.method, chosen)
+    if profile.speculation is not None and profile.speculation.methods:
+        choices = draft_choices(profile.speculation, BATCHES)
+        print_drafts(console, choices, profile.speculation.methods[0].method, chosen)
         document["drafts"] = choices
     write(document, outcomes, slo, Path(options.output))
     console.print(f"Written: {options.output}/plan.svg, {options.output}/plan.json", highlight=False)

@@ -1,8 +1,4 @@
-"""Whether to speculate, with how many tokens, and up to which load.
-
-The reckoning of `speculation/control/planner.py` for requests that are all alike: tokens a step commits over
-the seconds it takes.
-"""
+"""Whether to speculate, with how many tokens, and up to which load: as the router reckons for its workers."""
 
 from __future__ import annotations
 
@@ -11,12 +7,13 @@ from itertools import accumulate
 from operator import mul
 
 import msgspec
-import numpy as np
 
-from planner.profile import DraftProfile
+from protocol.speculation import MethodState, SpeculationState
+from router.placement.drafts.interface import DraftTarget
+from router.placement.drafts.rates import StepCurve, local_rate, plain_rate
 
 LEAST_GAIN = 1.03
-"""Speedup below which the live controller does not draft."""
+"""Speedup below which decode workers do not draft."""
 
 
 class DraftChoice(msgspec.Struct, frozen=True):
@@ -27,8 +24,9 @@ class DraftChoice(msgspec.Struct, frozen=True):
     speedup: float
 
 
-def draft_choices(draft: DraftProfile, rows: Sequence[int]) -> list[DraftChoice]:
-    return [_choice(draft, each) for each in rows]
+def draft_choices(known: SpeculationState, rows: Sequence[int]) -> list[DraftChoice]:
+    """Of the first method."""
+    return [_choice(known, known.methods[0], each) for each in rows]
 
 
 def last_paying(choices: Sequence[DraftChoice]) -> int:
@@ -36,29 +34,13 @@ def last_paying(choices: Sequence[DraftChoice]) -> int:
     return max((choice.rows for choice in choices if choice.num_tokens), default=0)
 
 
-def _choice(draft: DraftProfile, rows: int) -> DraftChoice:
-    plain = rate(draft, rows, 0)
-    speedups = [rate(draft, rows, count) / plain for count in range(draft.max_tokens + 1)]
-    count = int(np.argmax(speedups))
-    if speedups[count] < LEAST_GAIN:
-        count = 0
-    return DraftChoice(rows, count, speedups[count])
-
-
-def rate(draft: DraftProfile, rows: int, num_tokens: int) -> float:
-    """Tokens a second of `rows` requests that draft so many tokens each."""
-    method = draft.method
-    survival = accumulate(method.acceptance[:num_tokens], mul)
-    seconds = step_seconds(draft, rows * (1 + num_tokens))
-    if num_tokens:
-        seconds += method.start_s + num_tokens * (method.level_s + rows * method.token_s)
-    return rows * (1 + sum(survival)) / seconds
-
-
-def step_seconds(draft: DraftProfile, rows: int) -> float:
-    """Beyond the last measured number of rows it goes on as between the last two."""
-    known, seconds = draft.step_time.rows, draft.step_time.seconds
-    if rows <= known[-1] or len(known) == 1:
-        return float(np.interp(rows, known, seconds))
-    slope = (seconds[-1] - seconds[-2]) / (known[-1] - known[-2])
-    return seconds[-1] + (rows - known[-1]) * slope
+def _choice(known: SpeculationState, method: MethodState, rows: int) -> DraftChoice:
+    curve = StepCurve(DraftTarget(rows, speculation=known))
+    chances = list(accumulate(method.acceptance, mul))
+    plain = plain_rate(rows, curve).tokens_per_s
+    speedups = {
+        count: local_rate(rows, curve, method, chances[:count], count, levels=count).tokens_per_s / plain
+        for count in range(1, min(known.max_tokens, len(chances)) + 1)
+    }
+    best = max(speedups, key=speedups.__getitem__)
+    return DraftChoice(rows, best if speedups[best] >= LEAST_GAIN else 0, speedups[best])

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
-from protocol.speculation import MethodState, StepTimeState
+from protocol.speculation import SpeculationState
 from router.placement.interface import LinkSpeed
 
 BUNDLED = Path(__file__).resolve().parent / "profiles"
@@ -27,23 +27,12 @@ class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bytes_per_s: Annotated[float, Meta(gt=0)]
 
 
-class DraftProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A drafting method, and what steps take with its rows to verify.
-
-    `step_time.seconds` are those of a step with so many rows in all, drafted ones among them.
-    """
-
-    method: MethodState
-    max_tokens: _Positive
-    step_time: StepTimeState
-
-
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`costs` are a worker's, whatever its role, and `link` is the wire between any two of them.
 
     A worker has room for the KV of `kv_tokens` tokens and runs up to `max_num_seqs` sequences in a step. A
-    request spends `request_s` outside of workers before its first token. `sources` say where the figures come
-    from.
+    request spends `request_s` outside of workers before its first token. `speculation` says what drafts of
+    its first method bring and cost, `sources` where the figures come from.
     """
 
     name: str
@@ -54,7 +43,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_num_seqs: _Positive = 64
     block_size: _Positive = 16
     request_s: _Seconds = 0.0
-    draft: DraftProfile | None = None
+    speculation: SpeculationState | None = None
 
     @property
     def wire(self) -> LinkSpeed:

@@ -22,6 +22,8 @@ from router.placement import placement_policy
 
 Mode = Literal["colocated", "disaggregated", "conditional"]
 
+FEW = 3000
+"""Requests that are simulated in a second, as long as it takes to start further processes."""
 LEAST_GAIN = 0.01
 """Share of goodput below which layouts count as equal."""
 
@@ -147,9 +149,9 @@ class Study:
         return request.ttft_s <= self.slo.ttft_s and request.tpot_s <= self.slo.tpot_s
 
     def outcomes(self, chosen: Sequence[Scenario]) -> Iterator[PlanOutcome]:
-        """Of each, as they are done; on all cores."""
+        """Of each, as they are done; on all cores where that takes long."""
         cores = min(len(os.sched_getaffinity(0)), len(chosen))
-        if cores == 1:
+        if cores == 1 or len(self.requests) * len(chosen) < FEW:
             yield from map(self.outcome, chosen)
             return
         with ProcessPoolExecutor(cores, get_context("spawn"), _begin, (self,)) as pool:

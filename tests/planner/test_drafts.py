@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import pytest
 
-from planner.drafts import draft_choices, last_paying, rate, step_seconds
-from planner.profile import DraftProfile
-from protocol.speculation import MethodState, StepTimeState
+from planner.drafts import draft_choices, last_paying
+from protocol.speculation import MethodState, SpeculationState, StepTimeState
 
 
-def draft(fixed: float, per_row: float, acceptance: float = 0.8, level_s: float = 0.0) -> DraftProfile:
-    """Steps of `fixed + per_row * rows` seconds."""
-    return DraftProfile(
-        method=MethodState(method="eagle", acceptance=[acceptance] * 4, level_s=level_s),
-        max_tokens=4,
-        step_time=StepTimeState(rows=[1, 8], seconds=[fixed + per_row, fixed + 8 * per_row]),
+def known(fixed: float, per_row: float, acceptance: float = 0.8, tokens: int = 4) -> SpeculationState:
+    """Steps of `fixed + per_row * rows` seconds; drafting takes none."""
+    sequences, drafted = [1, 1024], [0, 4]
+    seconds = [[fixed + per_row * count * (1 + each) for each in drafted] for count in sequences]
+    return SpeculationState(
+        max_tokens=tokens,
+        methods=[MethodState(method="eagle", acceptance=[acceptance] * 4)],
+        step_time=StepTimeState(sequences=sequences, drafted=drafted, seconds=seconds),
     )
 
 
-def test_the_step_goes_on_beyond_what_was_measured():
-    assert step_seconds(draft(1.0, 0.5), 4) == pytest.approx(3.0)
-    assert step_seconds(draft(1.0, 0.5), 20) == pytest.approx(11.0)
+@pytest.mark.parametrize("ratio", [10.0, 133.0])
+def test_a_single_drafted_token_pays_up_to_the_crossover(ratio):
+    """With K = 1 below `ratio * (tau - 1) / (K + 1 - tau)` requests, here 4 times the ratio. It is counted as
+    paying up to where it brings 3 %: (1 + a) (r + B) = 1.03 (r + 2 B)."""
+    choices = draft_choices(known(ratio * 1e-4, 1e-4, tokens=1), range(1, 1024))
+    assert last_paying(choices) == int(ratio * (1.8 - 1.03) / (2 * 1.03 - 1.8))
+    faster = [choice.rows for choice in choices if choice.speedup > 1]
+    assert faster[-1] == pytest.approx(4 * ratio, abs=1)
 
 
-def test_the_rate_is_tokens_over_seconds():
-    assert rate(draft(1.0, 0.1), 2, 0) == pytest.approx(2 / 1.2)
-    assert rate(draft(1.0, 0.1, level_s=0.5), 2, 2) == pytest.approx(2 * (1 + 0.8 + 0.64) / (1.6 + 1.0))
-
-
-@pytest.mark.parametrize(("ratio", "end"), [(133.0, 191), (2.0, 2)])
-def test_drafting_pays_up_to_the_crossover(ratio, end):
-    """With K = 4 below `ratio * (tau - 1) / (K + 1 - tau)` requests; fewer tokens pay a little longer."""
-    known = draft(ratio * 1e-4, 1e-4)
-    assert rate(known, end, 4) > rate(known, end, 0) and rate(known, end + 1, 4) < rate(known, end + 1, 0)
-    choices = draft_choices(known, range(1, 1024))
-    assert end <= last_paying(choices) < 4 * end + 4
-    assert choices[0].num_tokens >= 3 and choices[-1].num_tokens == 0
+def test_fewer_tokens_are_drafted_as_the_load_grows():
+    choices = draft_choices(known(133e-4, 1e-4), range(1, 1024))
+    counts = [choice.num_tokens for choice in choices]
+    assert counts[0] == 4 and counts[-1] == 0 and counts == sorted(counts, reverse=True)
+    tau = 1 + 0.8 + 0.64 + 0.512 + 0.4096
+    assert choices[0].speedup == pytest.approx(tau * 134 / 138)
 
 
 def test_nothing_pays_where_no_token_is_accepted():
-    choices = draft_choices(draft(1.0, 0.01, acceptance=0.0), [1, 8])
+    choices = draft_choices(known(1.0, 0.01, acceptance=0.0), [1, 8])
     assert [choice.num_tokens for choice in choices] == [0, 0] and last_paying(choices) == 0
