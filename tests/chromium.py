@@ -1,12 +1,12 @@
-"""Debian's Chromium for the tests of the page; without it, or without Playwright, these are skipped."""
+"""Debian's Chromium for the tests of the page: `deploy/install.sh test` installs it."""
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
-CHROMIUM = os.environ.get("TANDEM_CHROMIUM", "/usr/bin/chromium")
+CHROMIUM = "/usr/bin/chromium"
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -28,13 +28,20 @@ FLAGS = (
 WAIT_MS = 10_000
 
 
+def need_browser() -> None:
+    """Skip the module that calls this, where there is none."""
+    if importlib.util.find_spec("playwright") is None:
+        pytest.skip("needs Playwright: pip install playwright", allow_module_level=True)
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"needs {CHROMIUM}: apt-get install chromium", allow_module_level=True)
+
+
 @contextmanager
 def open_browser() -> Iterator[Browser]:
     """With a fresh profile. It brings an event loop: a module closes it before another's tests run."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-    if shutil.which(CHROMIUM) is None:
-        pytest.skip(f"there is no {CHROMIUM} (apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         yield browser
         browser.close()

@@ -6,21 +6,23 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from protocol.speculation import SpeculativeConfig
-from tests.chromium import Visit, open_browser
+from tests.chromium import Visit, need_browser, open_browser
 from tests.e2e.serving import HttpServing
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+need_browser()
+
 MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
-WORKERS = {"prefill-0": "", "decode-0": "", "decode-1": ""}
+WORKERS = {"prefill-0": "", "decode-0": ""}
 PROMPT = "def f(x):\n    return x + 1\n\n\ndef f(x):\n    return x + 1\n\n\ndef f"
-NUM_TOKENS = 96
+NUM_TOKENS = 300
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def serving(browser: Browser) -> Iterator[HttpServing]:
-    speculative = SpeculativeConfig(method="ngram")
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     options = {"dtype": "bfloat16", "speculative_config": speculative, "shutdown_timeout": 0.1}
     with HttpServing(MODEL, WORKERS, **options) as serving:
         serving.router.expect(list(WORKERS))
@@ -44,7 +46,34 @@ def visit(browser: Browser, serving: HttpServing) -> Iterator[Visit]:
         yield visit
 
 
-def events_of(visit: Visit, max_tokens: int = NUM_TOKENS) -> list[dict[str, Any]]:
+class Answered(NamedTuple):
+    """A visit with an answer, and what it was sent for that."""
+
+    visit: Visit
+    events: list[dict[str, Any]]
+    num_changes: int
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        (choice,) = self.events[-1]["timing"]["choices"]
+        return choice
+
+
+@pytest.fixture(scope="module")
+def answered(browser: Browser, serving: HttpServing) -> Iterator[Answered]:
+    with Visit(browser, serving.url) as visit:
+        visit.page.evaluate(
+            """() => {
+                window.changes = 0;
+                new MutationObserver(() => { window.changes += 1 })
+                    .observe(document.querySelector("#output"), { childList: true, subtree: true });
+            }"""
+        )
+        events = events_of(visit, NUM_TOKENS)
+        yield Answered(visit, events, visit.page.evaluate("window.changes"))
+
+
+def events_of(visit: Visit, max_tokens: int) -> list[dict[str, Any]]:
     """Generate, and return what the page was sent."""
     with visit.page.expect_response("**/v1/completions") as found:
         visit.generate(PROMPT, max_tokens)
@@ -54,51 +83,30 @@ def events_of(visit: Visit, max_tokens: int = NUM_TOKENS) -> list[dict[str, Any]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-def test_a_completion_streams_in_and_equals_the_api(visit: Visit, serving: HttpServing) -> None:
-    visit.page.evaluate(
-        """() => {
-            window.grown = 0;
-            new MutationObserver(() => { window.grown += 1 }).observe(
-                document.querySelector("#output"), { childList: true, subtree: true });
-        }"""
-    )
-    events_of(visit, 300)
-    body = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0}
+def test_a_completion_streams_in_and_equals_the_api(answered: Answered, serving: HttpServing) -> None:
+    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
     expected = serving.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
-    assert visit.page.locator("#output .answer").text_content() == expected
-    assert visit.page.locator("#output .given").text_content() == PROMPT
-    assert visit.page.evaluate("window.grown") > 3
+    assert answered.visit.page.locator("#output .answer").text_content() == expected
+    assert answered.visit.page.locator("#output .given").text_content() == PROMPT
+    assert answered.num_changes > 3
 
 
-def test_accepted_drafts_are_tinted(visit: Visit) -> None:
-    events = events_of(visit)
-    spans = [span for event in events for choice in event["choices"] for span in choice["spans"]]
+def test_accepted_drafts_are_tinted(answered: Answered) -> None:
+    page = answered.visit.page
+    spans = [span for event in answered.events for choice in event["choices"] for span in choice["spans"]]
     drafted = "".join(span["text"] for span in spans if span["drafted"])
-    assert drafted and drafted == "".join(visit.page.locator("#output mark").all_text_contents())
-    tint, plain = (
-        visit.page.locator(f"#output .answer {tag}").first.evaluate(
-            "e => getComputedStyle(e).backgroundColor"
-        )
-        for tag in ("mark", "span")
-    )
+    assert drafted and drafted == "".join(page.locator("#output mark").all_text_contents())
+    color = "element => getComputedStyle(element).backgroundColor"
+    tint, plain = (page.locator(f"#output .answer {tag}").first.evaluate(color) for tag in ("mark", "span"))
     assert tint != plain
-    (choice,) = events[-1]["timing"]["choices"]
-    told = f"{choice['accepted_tokens']} of {choice['drafted_tokens']} drafted tokens accepted"
-    visit.shows("#facts", told)
+    accepted, drafted = answered.timing["accepted_tokens"], answered.timing["drafted_tokens"]
+    answered.visit.shows("#facts", f"{accepted} of {drafted} drafted tokens accepted")
 
 
-def test_speculation_can_be_left_out(visit: Visit) -> None:
-    visit.page.evaluate("document.querySelector('[name=drafts]').checked = false")
-    (choice,) = events_of(visit)[-1]["timing"]["choices"]
-    assert choice["drafted_tokens"] == 0
-    assert visit.page.locator("#output mark").count() == 0
-
-
-def test_the_stages_of_a_split_request(visit: Visit) -> None:
-    timing = events_of(visit)[-1]["timing"]
-    (choice,) = timing["choices"]
+def test_the_stages_of_a_split_request(answered: Answered) -> None:
+    choice = answered.timing
     assert choice["mode"] == "split" and choice["transfer"]
-    rows = visit.page.locator(".stages tr")
+    rows = answered.visit.page.locator(".stages tr")
     names = rows.locator("th").all_text_contents()
     assert names == [
         *("Router", "Queue", "Prefill", "Transfer", "Decode queue", "First token", "Decode", "Drafts")
@@ -115,7 +123,21 @@ def test_the_stages_of_a_split_request(visit: Visit) -> None:
     width = rows.locator("i.decode").evaluate("e => e.getBoundingClientRect().width")
     track = rows.locator(".track").first.evaluate("e => e.getBoundingClientRect().width")
     assert width / track == pytest.approx(choice["decode_s"] / choice["total_s"], abs=0.03)
-    visit.shows("#facts", f"over {choice['transfer']['transport']}")
+    answered.visit.shows("#facts", f"over {choice['transfer']['transport']}")
+
+
+def test_placements_are_told_in_words(answered: Answered) -> None:
+    newest = "#decisions li:first-child"
+    answered.visit.shows(newest, re.compile("Split: prefill-0 → decode-0 for .* tokens"))
+    reckoning = r"Expected to cost .*s: .*decode .*s.* Its first token took .*s \(.*s expected"
+    answered.visit.shows(newest, re.compile(reckoning))
+
+
+def test_speculation_can_be_left_out(visit: Visit) -> None:
+    visit.page.evaluate("document.querySelector('[name=drafts]').checked = false")
+    (choice,) = events_of(visit, 60)[-1]["timing"]["choices"]
+    assert choice["drafted_tokens"] == 0
+    assert visit.page.locator("#output mark").count() == 0
 
 
 def test_a_chat_goes_on(visit: Visit) -> None:
@@ -137,35 +159,22 @@ def test_a_chat_goes_on(visit: Visit) -> None:
 def test_the_cluster_is_what_the_server_says_and_a_killed_worker_returns(
     visit: Visit, serving: HttpServing
 ) -> None:
-    visit.shows("#health", "3 of 3 workers ready")
-    events_of(visit, 8)
+    visit.shows("#health", "2 of 2 workers ready")
     names = visit.page.locator("#workers tbody th").all_text_contents()
-    assert sorted(names) == sorted(worker for worker in serving.worker_states())
-    assert set(visit.page.locator("#diagram text.name").all_text_contents()) == {"router", *names}
-    links = serving.http.get("/cluster").json()["links"]
-    for link in links:
-        visit.shows(
-            "#links", re.compile(f"{link['from']} → {link['to']}: {link['transport']}, .*B/s, .* moved")
-        )
-    assert links
-    process = serving.workers["decode-1"].process
-    process.kill()
-    serving.bury("decode-1")
-    visit.shows("#workers tr:has(th:text-is('decode-1'))", "returning")
-    visit.shows("#health", "2 of 3 workers ready")
-    serving.workers.pop("decode-1")
-    serving.add("decode-1")
-    visit.shows("#workers tr:has(th:text-is('decode-1'))", "ready")
-    visit.shows("#health", "3 of 3 workers ready")
-
-
-def test_placements_are_told_in_words(visit: Visit) -> None:
+    assert sorted(names) == sorted(serving.worker_states())
+    assert visit.page.locator("#diagram text.name").all_text_contents() == ["router", *names]
     events_of(visit, 8)
-    newest = "#decisions li:first-child"
-    visit.shows(newest, re.compile("Split: prefill-0 → decode-. for .* tokens"))
-    visit.shows(
-        newest, re.compile(r"Expected to cost .*s: .*decode .*s.* Its first token took .*s \(.*s expected")
-    )
+    (link,) = serving.http.get("/cluster").json()["links"]
+    pair = f"prefill-0 → decode-0: {link['transport']}"
+    visit.shows("#links", re.compile(f"{pair}, .*B/s, .* moved"))
+    serving.workers["decode-0"].process.kill()
+    serving.bury("decode-0")
+    visit.shows("#workers tr:has(th:text-is('decode-0'))", "returning")
+    visit.shows("#health", "1 of 2 workers ready")
+    serving.workers.pop("decode-0")
+    serving.add("decode-0")
+    visit.shows("#workers tr:has(th:text-is('decode-0'))", "ready")
+    visit.shows("#health", "2 of 2 workers ready")
 
 
 def test_a_phone_needs_no_sideways_scrolling(browser: Browser, serving: HttpServing) -> None:

@@ -20,7 +20,7 @@ let onNoKey;
 
 export function startLive(noKey) {
   onNoKey = noKey;
-  document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : look()));
+  document.addEventListener("visibilitychange", () => document.hidden || look());
   look();
 }
 
