@@ -93,6 +93,7 @@ class Engine:
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         budget = _token_budget(config, loaded.device)
         kv_bytes = self.pool.num_bytes // (num_blocks * config.block_size)
+        self._own_threads = torch.get_num_threads()
         self._times = StepTimes(budget, kv_bytes, config.itl_budget)
         self._scheduler = Scheduler(
             self.blocks,
@@ -101,7 +102,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
             fetcher=self.tiers,
-            bound=ChunkBound(lambda: self._times.latest, config.itl_budget, config.block_size),
+            bound=ChunkBound(self._costs_now, config.itl_budget, config.block_size),
         )
         self._sequences: dict[str, SequenceState] = {}
         self._order = itertools.count()
@@ -319,7 +320,7 @@ class Engine:
         if self._speculator is not None:
             self._speculator.finish(step, hidden)
         ended = time.perf_counter()
-        self._times.observe(work, ended - self._started_at, step.outcomes)
+        self._times.observe(work, ended - self._started_at, step.outcomes, self._spread)
         self._ended_at = ended if self.has_work() else None
         return result
 
@@ -366,6 +367,14 @@ class Engine:
         """Let the disk tier finish what it was given. Idempotent."""
         if self.tiers is not None:
             self.tiers.close()
+
+    @property
+    def _spread(self) -> float:
+        """Threads of a step, as a multiple of those at the start."""
+        return torch.get_num_threads() / self._own_threads
+
+    def _costs_now(self) -> StepCosts:
+        return self._times.latest.on(self._spread)
 
     # --- inside -------------------------------------------------------------------------------------
 

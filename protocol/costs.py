@@ -23,6 +23,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     predictions of the latest steps. A token's KV takes `kv_bytes`. `itl_budget_s` bounds the chunks of
     prompts beside sequences that decode; 0: nothing does.
 
+    All these are for the worker's own cores. On c times as many, lent by idle workers, decoding takes
+    c ** -`decode_scaling` as long, and prompts c ** -`prefill_scaling`; 0: it borrows none.
+
     The defaults stand for a worker that has not told: those of a small model on one core.
     """
 
@@ -37,6 +40,23 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: Coefficient = 0.0
     kv_bytes: Count = 0
     itl_budget_s: Coefficient = 0.0
+    decode_scaling: Coefficient = 0.0
+    prefill_scaling: Coefficient = 0.0
+
+    def on(self, spread: float) -> StepCosts:
+        """On `spread` times the worker's own cores."""
+        if spread <= 1 or not (self.decode_scaling or self.prefill_scaling):
+            return self
+        decode, prefill = spread**-self.decode_scaling, spread**-self.prefill_scaling
+        return msgspec.structs.replace(
+            self,
+            step_s=self.step_s * decode,
+            row_s=self.row_s * decode,
+            context_s=self.context_s * decode,
+            chunk_s=self.chunk_s * prefill,
+            token_s=self.token_s * prefill,
+            attention_s=self.attention_s * prefill,
+        )
 
     def decode_s(self, rows: float, context: float) -> float:
         """A step that decodes so many sequences, which attend to `context` tokens in all."""

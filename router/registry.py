@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
@@ -162,6 +163,7 @@ class Registry:
             self.on_registered(known)
             return known
         worker = self._workers[key.worker_id] = Worker(register, role, self._block_size)
+        self._group_by_host()
         self.known_purposes.add(role.purpose)
         self.cluster.remove(key.worker_id)
         self.changed(worker)
@@ -213,6 +215,7 @@ class Registry:
         self._remember_retired(worker.key)
         if self._workers.get(worker.key.worker_id) is worker:
             del self._workers[worker.key.worker_id]
+            self._group_by_host()
             self.cluster.remove(worker.key.worker_id)
 
     def drain(self, worker: Worker) -> None:
@@ -228,6 +231,7 @@ class Registry:
             return
         self._retire(worker, reason)
         del self._workers[worker_id]
+        self._group_by_host()
         self.cluster.remove(worker_id)
 
     def sweep(self, now: float) -> None:
@@ -250,6 +254,12 @@ class Registry:
         self._remember_retired(worker.key)
         if worker.live:
             self._lose(worker, reason)
+
+    def _group_by_host(self) -> None:
+        hosts: dict[str, list[WorkerSnapshot]] = defaultdict(list)
+        for worker in self._workers.values():
+            hosts[worker.host].append(worker.load)
+            worker.load.on_host = hosts[worker.host]
 
     def _remember_retired(self, key: WorkerKey) -> None:
         self._retired[key] = None

@@ -6,7 +6,7 @@ the next is an argument, and part of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
@@ -60,7 +60,8 @@ class WorkerSnapshot:
     those of `prompts` whose first token is still to come, less what is cached. `kv_usage` is the share of the
     KV pool that requests hold, `kv_tokens` the size of that pool (0: unknown). `last_placed` rises with each
     request that is placed anywhere: who has the smallest number was asked the longest ago. `links` are its
-    wires to peers.
+    wires to peers. `on_host` are the workers of its host, which lend each other their cores while idle; it is
+    among them.
     """
 
     worker_id: str
@@ -76,6 +77,29 @@ class WorkerSnapshot:
     last_placed: int = 0
     costs: StepCosts = UNKNOWN_COSTS
     links: Mapping[str, LinkSpeed] = field(default_factory=dict)
+    on_host: Sequence[WorkerSnapshot] = field(default=(), repr=False, compare=False)
+
+    _known: tuple[StepCosts, float, StepCosts] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def busy_neighbours(self) -> list[WorkerSnapshot]:
+        """The other workers of its host that keep their cores."""
+        return [other for other in self.on_host if other.worker_id != self.worker_id and other.requests > 0]
+
+    @property
+    def costs_now(self) -> StepCosts:
+        """With the cores that idle workers of its host lend."""
+        spread = self.spread(1)
+        if spread <= 1:
+            return self.costs
+        known = self._known
+        if known is None or known[0] is not self.costs or known[1] != spread:
+            known = self._known = (self.costs, spread, self.costs.on(spread))
+        return known[2]
+
+    def spread(self, more: int) -> float:
+        """Its cores, as a multiple of its own, if besides its busy neighbours so many workers need theirs."""
+        return len(self.on_host) / (len(self.busy_neighbours) + more) if self.on_host else 1.0
 
     @property
     def purpose(self) -> Task:

@@ -56,19 +56,39 @@ def prefill_cost(request: RequestFacts, worker: WorkerSnapshot, holder: WorkerSn
     ahead = _waiting(worker)
     queue_s = compute_s(worker, ahead, 0) * worker.prompts if ahead > 0 else 0.0
     chunk = chunk_tokens(worker, request.num_tokens)
-    delay_s = worker.rows * worker.costs.chunks_s(request.num_tokens - begin, begin, chunk)
+    delay_s = worker.rows * worker.costs_now.chunks_s(request.num_tokens - begin, begin, chunk)
+    delay_s += slowed_s(worker, own_s)
     return PrefillCost(worker, begin, prefix, queue_s, fetch_s, own_s, delay_s)
 
 
 def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
-    costs, rows, context = worker.costs, worker.rows, worker.context_tokens
+    costs, rows, context = worker.costs_now, worker.rows, worker.context_tokens
     output = max(request.output_tokens - 1, 0.0)
     before_s = costs.decode_s(rows, context)
     after_s = costs.decode_s(rows + 1, context + request.num_tokens + output / 2)
     steps = output / max(costs.tokens_per_row, 1.0)
     pending_s = costs.chunks_s(_waiting(worker), 0, costs.chunk_tokens) * worker.prompts
     room_s = _room_share(worker, request.num_tokens + output) * steps * after_s
-    return DecodeCost(worker, room_s, steps * after_s, rows * steps * (after_s - before_s), pending_s)
+    slowdown_s = rows * steps * (after_s - before_s) + slowed_s(worker, steps * after_s)
+    return DecodeCost(worker, room_s, steps * after_s, slowdown_s, pending_s)
+
+
+def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:
+    """What requests on other workers of its host lose when it takes its cores back for so long."""
+    if worker.requests > 0:
+        return 0.0
+    return sum(_slowed_share(other) * seconds for other in worker.busy_neighbours)
+
+
+def _slowed_share(worker: WorkerSnapshot) -> float:
+    """Of the time that one more worker of its host is busy, what its own requests lose."""
+    before, after = worker.costs_now, worker.costs.on(worker.spread(2))
+    decode_s = before.decode_s(worker.rows, worker.context_tokens)
+    longer_s = after.decode_s(worker.rows, worker.context_tokens)
+    lost = worker.rows * (1 - decode_s / longer_s) if longer_s > 0 else 0.0
+    if worker.prompts > 0 and after.token_s > 0:
+        lost += worker.prompts * (1 - before.token_s / after.token_s)
+    return max(lost, 0.0)
 
 
 def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -> float:
@@ -82,12 +102,14 @@ def handoff_seconds(prefill: PrefillCost, decode: DecodeCost, num_tokens: int) -
     whole_s = link.seconds(num_tokens * costs.kv_bytes)
     last_s = link.seconds(min(num_tokens, costs.chunk_tokens) * costs.kv_bytes)
     there = decode.worker
-    return max(last_s, whole_s - prefill.prefill_s) + there.costs.decode_s(there.rows, there.context_tokens)
+    return max(last_s, whole_s - prefill.prefill_s) + there.costs_now.decode_s(
+        there.rows, there.context_tokens
+    )
 
 
 def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
     """To compute so many tokens of a prompt (at least one) in steps that also decode what runs there."""
-    costs, tokens = worker.costs, max(tokens, 1)
+    costs, tokens = worker.costs_now, max(tokens, 1)
     chunk = chunk_tokens(worker, before + tokens)
     steps = -(-tokens // chunk)
     return steps * costs.decode_s(worker.rows, worker.context_tokens) + costs.chunks_s(tokens, before, chunk)
@@ -95,7 +117,7 @@ def compute_s(worker: WorkerSnapshot, tokens: float, before: float) -> float:
 
 def chunk_tokens(worker: WorkerSnapshot, context: float) -> int:
     """Of a prompt, up to so many in a step: fewer beside what decodes there."""
-    costs, rows = worker.costs, worker.rows
+    costs, rows = worker.costs_now, worker.rows
     if rows <= 0 or costs.itl_budget_s <= 0:
         return max(costs.chunk_tokens, 1)
     seconds = costs.chunk_seconds(rows, worker.context_tokens, costs.itl_budget_s)
@@ -105,7 +127,7 @@ def chunk_tokens(worker: WorkerSnapshot, context: float) -> int:
 def fetch_seconds(worker: WorkerSnapshot, holder: WorkerSnapshot, tokens: int) -> float:
     """To bring so many tokens' KV: both workers look at their messages between two steps."""
     link = holder.links.get(worker.worker_id, _NO_LINK)
-    wait_s = sum(each.costs.decode_s(each.rows, each.context_tokens) for each in (worker, holder))
+    wait_s = sum(each.costs_now.decode_s(each.rows, each.context_tokens) for each in (worker, holder))
     return wait_s + link.seconds(tokens * holder.costs.kv_bytes)
 
 

@@ -76,7 +76,8 @@ def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) ->
         return Miss("slo_ttft", first, ttft_s, request.slo_ttft_s, alone_s, ttft_s - alone_s)
     tpot_s = _tpot_s(request, predicted, decode)
     if tpot_s > request.slo_tpot_s:
-        alone_s = decode.costs.decode_s(1, request.num_tokens) / max(decode.costs.tokens_per_row, 1.0)
+        costs = decode.costs_now
+        alone_s = costs.decode_s(1, request.num_tokens) / max(costs.tokens_per_row, 1.0)
         return Miss("slo_tpot", decode, tpot_s, request.slo_tpot_s, alone_s, predicted.decode_s)
     return None
 
@@ -93,7 +94,7 @@ def _tpot_s(request: RequestFacts, predicted: Prediction, decode: WorkerSnapshot
     prompts_s = _prompts_s(decode) / max(request.mean_output_tokens, request.output_tokens, 1.0)
     tpot_s += prompts_s
     decode_s = predicted.decode_s + prompts_s * request.output_tokens
-    costs, share = decode.costs, decode_s / (predicted.ttft_s + decode_s)
+    costs, share = decode.costs_now, decode_s / (predicted.ttft_s + decode_s)
     fewer_s = (1 - share) * (costs.row_s * decode.rows + costs.context_s * decode.context_tokens)
     return tpot_s - fewer_s / max(costs.tokens_per_row, 1.0)
 
@@ -103,4 +104,4 @@ def _prompts_s(worker: WorkerSnapshot) -> float:
     if worker.rows <= 0:
         return 0.0
     mean = worker.computed_tokens / worker.rows
-    return worker.rows * worker.costs.chunks_s(mean, 0, chunk_tokens(worker, mean))
+    return worker.rows * worker.costs_now.chunks_s(mean, 0, chunk_tokens(worker, mean))

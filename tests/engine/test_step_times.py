@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
-from engine.step_times import StepTimes, StepWork
+from engine.step_times import DECODE_SCALING, PREFILL_SCALING, StepTimes, StepWork
 from protocol.costs import StepCosts
 
 TRUE = StepCosts(step_s=2e-3, row_s=1e-4, context_s=5e-7, chunk_s=5e-4, token_s=8e-5, attention_s=2e-7)
@@ -80,6 +81,46 @@ def test_no_weight_is_negative_and_a_pause_counts_little():
     found = times.costs()
     assert min(weights(found)) >= 0
     assert seconds(StepWork(4, 400), found) == pytest.approx(3e-3, rel=0.2)
+
+
+def run_lending(times: StepTimes, costs: StepCosts, count: int, *, lent_share: float) -> None:
+    """So many steps, some of them on the cores of two."""
+    rng = random.Random(0)
+    for index in range(count):
+        rows = rng.randint(1, 16)
+        tokens = 64 if index % 5 == 0 else 0
+        work = StepWork(rows, rows * rng.randint(10, 500), tokens, 100 * tokens)
+        spread = 2.0 if rng.random() < lent_share else 1.0
+        times.observe(work, seconds(work, costs.on(spread)), spread=spread)
+        if index % 100 == 99:
+            times.costs()
+
+
+def test_how_steps_gain_from_lent_cores_is_learned() -> None:
+    times = seeded(TRUE)
+    assert times.costs().decode_scaling == times.costs().prefill_scaling == 0.0, "none were lent"
+    really = msgspec.structs.replace(TRUE, decode_scaling=0.3, prefill_scaling=0.7)
+    run_lending(times, really, 3000, lent_share=0.5)
+    found = times.costs()
+    assert found.decode_scaling == pytest.approx(0.3, abs=0.03)
+    assert found.prefill_scaling == pytest.approx(0.7, abs=0.05)
+    for spread in (1.0, 2.0):
+        for work in (StepWork(1, 100), StepWork(16, 1600), StepWork(8, 800, 64, 6400)):
+            assert seconds(work, found.on(spread)) == pytest.approx(
+                seconds(work, really.on(spread)), rel=0.05
+            )
+    assert found.error < 0.1
+
+
+def test_steps_on_lent_cores_tell_about_the_own_ones() -> None:
+    """Measured at the start on a busy machine, and never again without lent cores."""
+    slow = StepCosts(**{name: 3 * getattr(TRUE, name) for name in WEIGHTS})
+    times = seeded(slow)
+    scaled = msgspec.structs.replace(TRUE, decode_scaling=DECODE_SCALING, prefill_scaling=PREFILL_SCALING)
+    run_lending(times, scaled, 4000, lent_share=1.0)
+    for work in (StepWork(8, 2000), StepWork(8, 2000, 64, 6400)):
+        assert seconds(work, times.costs().on(2.0)) == pytest.approx(seconds(work, scaled.on(2.0)), rel=0.1)
+        assert seconds(work, times.costs()) < 1.7 * seconds(work)
 
 
 def test_fitting_tokens_is_the_inverse_of_what_a_chunk_takes():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,8 +22,9 @@ from router.placement.interface import (
     RequestFacts,
     WorkerSnapshot,
 )
+from router.placement.predict import slowed_s
 from router.placement.slo import MAX_RETRY_S, refusal
-from tests.router.placed import answer, decode, facts, placed, predicted, prefill
+from tests.router.placed import COSTS, answer, decode, facts, placed, predicted, prefill
 
 SPLITTING = sorted(set(RULES) - {"cost"})
 
@@ -197,6 +200,61 @@ def test_the_prediction_adds_up():
     assert found.total_s == pytest.approx(found.ttft_s + found.decode_s)
 
 
+# --- workers of one host --------------------------------------------------------------------------
+
+LENDING = msgspec.structs.replace(COSTS, decode_scaling=0.5, prefill_scaling=0.9)
+"""On twice the cores prompts take half as long, steps that decode 0.7 times as long."""
+
+
+def decoding(rows: int, **load: Any) -> dict[str, Any]:
+    return {"rows": rows, "requests": rows, "context_tokens": 256 * rows} | load
+
+
+def on_one_host(*workers: WorkerSnapshot) -> list[WorkerSnapshot]:
+    for worker in workers:
+        worker.on_host, worker.costs = workers, LENDING
+    return list(workers)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_few_requests_keep_the_cores_that_the_prefill_worker_lends(rows: int) -> None:
+    assert placed("cost", on_one_host(prefill("p"), decode("d", **decoding(rows)))).workers == {"decode": "d"}
+
+
+def test_on_a_host_of_its_own_the_prefill_worker_takes_the_prompt() -> None:
+    two_hosts = [prefill("p", costs=LENDING), decode("d", **decoding(3, costs=LENDING))]
+    assert next(iter(placed("cost", two_hosts).workers.values())) == "p"
+
+
+def test_many_requests_are_worth_the_cores_that_the_prefill_worker_takes_back() -> None:
+    workers = on_one_host(prefill("p"), decode("d", **decoding(15)))
+    assert placed("cost", workers).workers == {"prefill": "p", "decode": "d"}
+
+
+def test_costs_are_those_of_the_cores_that_are_there_now() -> None:
+    idle, busy = decode("d"), decode("d")
+    on_one_host(prefill("p"), idle)
+    on_one_host(prefill("p", requests=1), busy)
+    assert (idle.costs_now, busy.costs_now) == (LENDING.on(2.0), LENDING)
+    assert decode("d", costs=LENDING).costs_now is LENDING
+    on_one_host(prefill("p", requests=1), prefill("q"), busy)
+    assert busy.costs_now == LENDING.on(1.5)
+    busy.costs = COSTS
+    assert busy.costs_now == COSTS
+
+
+def test_who_takes_its_cores_back_is_charged_with_what_others_lose() -> None:
+    p, d = on_one_host(prefill("p"), decode("d", **decoding(3)))
+    assert slowed_s(p, 2.0) == pytest.approx(3 * (1 - 0.5**0.5) * 2.0)
+    assert slowed_s(d, 2.0) == 0.0, "it has its cores already"
+    p, d, _ = on_one_host(p, d, prefill("q"))
+    assert slowed_s(p, 2.0) == pytest.approx(3 * (1 - (1.5 / 3) ** 0.5) * 2.0), "half of three shares is left"
+    d.costs = COSTS
+    assert slowed_s(p, 2.0) == 0.0, "it borrows none"
+    _, idle = on_one_host(prefill("p", requests=2, prompts=2), decode("d"))
+    assert slowed_s(idle, 2.0) == pytest.approx(2 * (1 - 0.5**0.9) * 2.0)
+
+
 # --- all of them ----------------------------------------------------------------------------------
 
 NUMBERS = st.one_of(
@@ -251,6 +309,7 @@ def test_no_snapshot_breaks_a_policy(workers, request, prefill_rule, decode_rule
     cluster = Cluster()
     for worker in workers:
         cluster.put(worker)
+        worker.on_host = workers[::2]
         worker.requests = 3
         cluster.put(worker)
     names = {worker.worker_id for worker in cluster}
