@@ -29,7 +29,7 @@ class PrefillCost(NamedTuple):
 
 
 class DecodeCost(NamedTuple):
-    """Of decoding it on a worker: `pending_s` for prompts that are computed there meanwhile."""
+    """Of decoding it on a worker, beside the prompts that come meanwhile: `pending_s` for those that wait."""
 
     worker: WorkerSnapshot
     room_s: float
@@ -70,7 +70,18 @@ def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
     pending_s = costs.chunks_s(_waiting(worker), 0, costs.chunk_tokens) * worker.prompts
     room_s = _room_share(worker, request.num_tokens + output) * steps * after_s
     slowdown_s = rows * steps * (after_s - before_s) + slowed_s(worker, steps * after_s)
-    return DecodeCost(worker, room_s, steps * after_s, slowdown_s, pending_s)
+    decode_s = steps * after_s + _coming_s(worker) * output / max(request.mean_output_tokens, output, 1.0)
+    return DecodeCost(worker, room_s, decode_s, slowdown_s, pending_s)
+
+
+def _coming_s(worker: WorkerSnapshot) -> float:
+    """To compute the prompts that come while a whole answer is decoded: as many come as requests end, so as
+    many as the worker has computed, or will, for those that it decodes.
+    """
+    if worker.rows <= 0:
+        return 0.0
+    mean = worker.computed_tokens / worker.rows
+    return worker.rows * worker.costs_now.chunks_s(mean, 0, chunk_tokens(worker, mean))
 
 
 def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:

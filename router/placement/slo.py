@@ -21,7 +21,7 @@ from router.placement.interface import (
     RequestFacts,
     WorkerSnapshot,
 )
-from router.placement.predict import chunk_tokens, prefill_cost
+from router.placement.predict import prefill_cost
 
 MAX_RETRY_S = 3600.0
 
@@ -86,22 +86,11 @@ def _tpot_s(request: RequestFacts, predicted: Prediction, decode: WorkerSnapshot
     """When its prefill has ended, not now.
 
     Requests that wait W seconds and then decode for D decode D / (W + D) of their time: that share of those
-    that the worker has been given decodes at once. While they decode, as many prompts come as requests end.
+    that the worker has been given decodes at once.
     """
     tpot_s = tpot_seconds(predicted, request.output_tokens)
     if predicted.decode_s <= 0:
         return tpot_s
-    prompts_s = _prompts_s(decode) / max(request.mean_output_tokens, request.output_tokens, 1.0)
-    tpot_s += prompts_s
-    decode_s = predicted.decode_s + prompts_s * request.output_tokens
-    costs, share = decode.costs_now, decode_s / (predicted.ttft_s + decode_s)
+    costs, share = decode.costs_now, predicted.decode_s / (predicted.ttft_s + predicted.decode_s)
     fewer_s = (1 - share) * (costs.row_s * decode.rows + costs.context_s * decode.context_tokens)
     return tpot_s - fewer_s / max(costs.tokens_per_row, 1.0)
-
-
-def _prompts_s(worker: WorkerSnapshot) -> float:
-    """To compute as many prompts as the worker has computed, or will, for those that it decodes."""
-    if worker.rows <= 0:
-        return 0.0
-    mean = worker.computed_tokens / worker.rows
-    return worker.rows * worker.costs_now.chunks_s(mean, 0, chunk_tokens(worker, mean))
