@@ -38,7 +38,7 @@ from protocol.messages import (
     Stale,
     TokenOutput,
 )
-from worker.link import RouterLink
+from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
 from worker.requests import RequestTable
@@ -49,8 +49,8 @@ log = logging.getLogger(__name__)
 class DecodeLoop(WorkerLoop):
     """Decodes requests that were handed over, and whole requests that the router sends here."""
 
-    def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
-        super().__init__(parts, engine, link)
+    def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
+        super().__init__(parts, engine, links)
         self.requests: RequestTable[DecodeRequest] = RequestTable()
         self._queue: list[DecodeRequest] = []
         """Those in stage QUEUED, oldest first. Nobody overtakes, so that long prompts get their turn."""
@@ -72,6 +72,9 @@ class DecodeLoop(WorkerLoop):
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.requests
+
+    def under_way(self) -> list[str]:
+        return [request.request_id for request in self.requests]
 
     def computing(self) -> list[str]:
         return [request.request_id for request in self.requests if request.stage is DecodeStage.RUNNING]

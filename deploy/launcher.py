@@ -9,11 +9,11 @@ from collections.abc import Callable
 from deploy.launch import forks_workers
 from deploy.ray_cluster import RayCluster
 from deploy.resources import available_cores, choose_threads, thread_environment
+from deploy.routers.interface import Routers
 from deploy.template.client import TemplateClient
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
-from router.server import RouterServer
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Launcher(threading.Thread):
         self,
         config: ServeConfig,
         keys: ClusterKeys,
-        server: RouterServer,
+        server: Routers,
         on_ready: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:

@@ -1,8 +1,7 @@
-"""`tandem serve`: the router in the main thread, Ray and its workers behind another, and an orderly end."""
+"""`tandem serve`: the routers in the main thread, Ray and its workers behind another, and an orderly end."""
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import signal
@@ -18,7 +17,10 @@ import msgspec
 
 from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
 from deploy.launcher import Launcher
+from deploy.logs import set_up_logging
 from deploy.resources import available_cores, choose_threads
+from deploy.routers.interface import Routers
+from deploy.routers.pool import RouterPool
 from messaging.sockets import ClusterKeys, address_towards
 from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError, TandemError
@@ -33,13 +35,7 @@ DESCENDANTS_GRACE_S = 2.0
 
 def serve(config: ServeConfig) -> int:
     """Run the server until it is told to end; returns the process' exit code."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        force=True,
-    )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    set_up_logging(config)
     patience = _Patience()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, patience.on_signal)
@@ -76,7 +72,7 @@ class _Patience:
 def _run(config: ServeConfig, patience: _Patience) -> int:
     _check_paths(config)
     keys = ClusterKeys.generate()
-    server = RouterServer(config, keys, _link_host(config))
+    server = _routers(config, keys)
     adopt_orphans()
 
     def announce() -> None:
@@ -99,6 +95,13 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
     if launcher.is_alive():
         os._exit(1)  # Ray's own exit handlers would wait for what was killed
     return 0 if launcher.failure is None else 1
+
+
+def _routers(config: ServeConfig, keys: ClusterKeys) -> Routers:
+    """One router runs in this process, several in their own: then this one outlives any of them."""
+    if config.router_replicas == 1:
+        return RouterServer(config, keys, _link_host(config))
+    return RouterPool(config, keys, _link_host(config))
 
 
 def _end(launcher: Launcher, patience: _Patience) -> None:
@@ -130,11 +133,11 @@ def _link_host(config: ServeConfig) -> str:
     return address_towards(host if host and host != "auto" else "192.0.2.1")
 
 
-def announcement(config: ServeConfig, server: RouterServer) -> str:
+def announcement(config: ServeConfig, server: Routers) -> str:
     """What runs, a line for each worker, a command to try, and last the address. `/workers` tells more."""
     threads, why = choose_threads(config, available_cores())
     lines = [f"Tandem {version()} serves {config.model_name}, threads per worker: {threads} ({why})"]
-    lines += [f"  {worker.key.worker_id}: {_summary(worker.start_up)}" for worker in server.state.registry]
+    lines += [f"  {worker_id}: {_summary(start_up)}" for worker_id, start_up in server.start_ups().items()]
     lines.append(f"Try:  {curl_line(config, server.url)}")
     lines.append(f"Listening on {server.url}  (API below /v1, its documentation at /docs)")
     return "\n".join(lines)

@@ -20,13 +20,13 @@ from deploy.actors import CONCURRENCY, WorkerActor
 from deploy.launch import forks_workers
 from deploy.ray_cluster import RayCluster
 from deploy.resources import available_cores, plan_workers, thread_environment
+from deploy.routers.interface import Routers
 from deploy.template.client import WorkerExit
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.ids import new_incarnation
 from protocol.roles import ROLES, RoleSpec
-from router.server import RouterServer
 from worker.launch import Launch
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Supervisor:
         self,
         config: ServeConfig,
         keys: ClusterKeys,
-        router: RouterServer,
+        router: Routers,
         cluster: RayCluster,
         stop: threading.Event,
         on_ready: Callable[[], None],
@@ -140,12 +140,11 @@ class Supervisor:
         self._slot(worker_id).leaves = True
         self._set_expected()
 
-    def _renew(self, worker_id: str, role: str) -> str:
+    def _renew(self, worker_id: str, role: str, incarnation: str) -> None:
         """The worker registers anew, in another role."""
         slot = self._slot(worker_id)
         slot.ready_since, slot.started, slot.role = None, time.monotonic(), ROLES[role]
-        slot.incarnation = new_incarnation()
-        return slot.incarnation
+        slot.incarnation = incarnation
 
     def _slot(self, worker_id: str) -> _Slot:
         return next(slot for slot in self._slots if slot.worker_id == worker_id)
@@ -174,7 +173,7 @@ class Supervisor:
             role=slot.role,
             worker_id=slot.worker_id,
             incarnation=slot.incarnation,
-            router_endpoint=self._router.worker_endpoint,
+            router_endpoints=self._router.worker_endpoints,
             config=self._config,
             keys=self._keys,
             shares_cores=self._shares_cores,
@@ -211,6 +210,7 @@ class Supervisor:
                 slot.process = psutil.Process(ray.get(slot.pid_ref))
         silence_s = self._router.silence_of(slot.worker_id, slot.incarnation)
         if silence_s is not None:
+            slot.dismissed_at = None
             if slot.ready_since is None:
                 slot.ready_since, slot.was_ready = now, True
                 self._set_expected()

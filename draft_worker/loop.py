@@ -28,7 +28,7 @@ from protocol.messages import (
     PeerRequest,
     TokenOutput,
 )
-from worker.link import RouterLink
+from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
 from worker.requests import RequestTable
@@ -51,8 +51,8 @@ class _Answer:
 class DraftLoop(WorkerLoop):
     """Drafts for decode workers; takes no request of the router."""
 
-    def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
-        super().__init__(parts, engine, link)
+    def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
+        super().__init__(parts, engine, links)
         self.requests: RequestTable[DraftRequest] = RequestTable()
         self._queue: list[DraftRequest] = []
         """Those in stage QUEUED, oldest first."""
@@ -69,6 +69,10 @@ class DraftLoop(WorkerLoop):
 
     def knows(self, request_id: str) -> bool:
         return False
+
+    def under_way(self) -> list[str]:
+        """None of a router's: its targets end what they no longer want drafts for."""
+        return []
 
     def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
         """A draft worker has no wires."""

@@ -58,16 +58,19 @@ def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKe
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, host: str
+    context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, host: str, port: int = 0
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A ROUTER socket on a free port of `host`; returns it with its endpoint."""
+    """A ROUTER socket on a port of `host`, or on a free one (0); returns it with its endpoint."""
     router = context.socket(zmq.ROUTER)
     _limit(router)
     router.curve_server = True
     router.curve_publickey = keys.server_public
     router.curve_secretkey = keys.server_secret
     router.router_handover = True
-    port = router.bind_to_random_port(f"tcp://{host}")
+    if port:
+        router.bind(f"tcp://{host}:{port}")
+    else:
+        port = router.bind_to_random_port(f"tcp://{host}")
     return router, f"tcp://{host}:{port}"
 
 

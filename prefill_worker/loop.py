@@ -33,7 +33,7 @@ from protocol.messages import (
     Stale,
     TokenOutput,
 )
-from worker.link import RouterLink
+from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
 from worker.requests import RequestTable
@@ -54,8 +54,8 @@ REDIRECTABLE: tuple[ErrorKind, ...] = ("worker_lost", "overloaded", "transfer", 
 class PrefillLoop(WorkerLoop):
     """Prefills prompts and hands them over; serves whole requests where no decode worker is named."""
 
-    def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
-        super().__init__(parts, engine, link)
+    def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
+        super().__init__(parts, engine, links)
         self.requests: RequestTable[PrefillRequest] = RequestTable()
         self._pushing: dict[str, PrefillRequest] = {}
         """Those in stage PUSHING, which every step may bring blocks for."""
@@ -65,6 +65,9 @@ class PrefillLoop(WorkerLoop):
     def knows(self, request_id: str) -> bool:
         request = self.requests.get(request_id)
         return request is not None and request.stage is not PrefillStage.SETTLING
+
+    def under_way(self) -> list[str]:
+        return [request.request_id for request in self.requests]
 
     def computing(self) -> list[str]:
         return [
@@ -318,7 +321,7 @@ class PrefillLoop(WorkerLoop):
             manifest_sent=request.stage is PrefillStage.SENT,
         )
         self._leave_peer(request)
-        self.link.send(message)
+        self.links.send(request.request_id, message)
 
     def _leave_peer(self, request: PrefillRequest) -> None:
         """Take the request back from its decode worker; what is computed stays here."""

@@ -92,6 +92,11 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = "cost"
     prefill_placement: Annotated[str | None, _doc("Policy for prefill; default: --placement.")] = None
     decode_placement: Annotated[str | None, _doc("Policy for decode; default: --placement.")] = None
+    router_replicas: Annotated[
+        int,
+        Meta(ge=1, le=64),
+        _doc("Routers, each a process of its own; all listen on --port, and each on a further port."),
+    ] = 1
     ray_address: Annotated[str | None, _doc("Ray cluster to join; default: start a local one.")] = None
     worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
     worker_threads: Annotated[

@@ -18,8 +18,14 @@ def new_incarnation() -> str:
     return secrets.token_hex(8)
 
 
-def new_request_id() -> str:
-    return secrets.token_hex(12)
+def new_request_id(router: str) -> str:
+    """Of a request of the router with this incarnation: workers tell by the id whose it is."""
+    return f"{router}.{secrets.token_hex(12)}"
+
+
+def router_of(request_id: str) -> str:
+    """The incarnation of the router that a request belongs to."""
+    return request_id.partition(".")[0]
 
 
 def root_identity(model: str, kv_format: str, cache_salt: str = "") -> BlockIdentity:

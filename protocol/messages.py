@@ -85,7 +85,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
-    """The router knows this incarnation of the worker from now on."""
+    """The router, itself of the incarnation `router`, knows this one of the worker from now on."""
+
+    incarnation: Id
+    router: Id
+
+
+class Unregistered(msgspec.Struct, frozen=True, kw_only=True, tag="unregistered"):
+    """The router hears from this incarnation and does not know it. Answered by `Register`."""
 
     incarnation: Id
 
@@ -122,12 +129,21 @@ class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
     prefix: PeerAddress
 
 
-class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """Nothing runs on the worker any more: it ends, or goes on in another role as a new incarnation."""
+class PrepareToLeave(msgspec.Struct, frozen=True, kw_only=True, tag="prepare_to_leave"):
+    """The worker is to end, or to go on in another role as a new incarnation, once nothing runs on it.
+
+    It says so to all its routers by `Leaving`.
+    """
 
     incarnation: Id
     role: Role | None = None
     next_incarnation: Id | None = None
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """The router has nothing on the worker any more, which leaves when all routers have said so."""
+
+    incarnation: Id
 
 
 class Redirect(msgspec.Struct, frozen=True, kw_only=True, tag="redirect"):
@@ -290,7 +306,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Everything that one engine step made for one router."""
+    """Everything that one engine step made for the requests of one router."""
 
     worker_id: Id
     incarnation: Id
@@ -336,10 +352,14 @@ class Prefetched(msgspec.Struct, frozen=True, kw_only=True, tag="prefetched"):
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
-    """The worker was told to end. It asks the router to take its requests elsewhere, then to `Leave`."""
+    """The worker was told to end, or to go on in another role. The router takes its requests elsewhere, then
+    answers `Leave`.
+    """
 
     worker_id: Id
     incarnation: Id
+    role: Role | None = None
+    next_incarnation: Id | None = None
 
 
 # --- worker -> worker that is asked for something: a decode worker, or the holder of a prefix --------
@@ -518,7 +538,19 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
     incarnation: Id
 
 
-RouterToWorker = Registered | Generate | Peers | Abort | Redirect | Replan | ReplayKvEvents | Prefetch | Leave
+RouterToWorker = (
+    Registered
+    | Unregistered
+    | Generate
+    | Peers
+    | Abort
+    | Redirect
+    | Replan
+    | ReplayKvEvents
+    | Prefetch
+    | PrepareToLeave
+    | Leave
+)
 WorkerToRouter = Register | WorkerState | StepOutput | KvEvents | HandoverFailed | Prefetched | Leaving
 PeerRequest = Reserve | Handoff | Release | Fetch | DraftFor
 PeerReply = Reserved | ReserveRefused | HandoffAck | Lent | FetchRefused | Drafts | Stale

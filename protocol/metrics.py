@@ -144,6 +144,7 @@ WORKER_COUNTERS = (
     _counter("drafted_tokens_total", "Tokens that a draft worker drafted."),
     _counter("drafted_tokens_wrong_total", "Of these, those that the target contradicted."),
     _counter("drafts_overtaken_total", "Times that a target had more tokens than its draft worker."),
+    _counter("orphaned_requests_total", "Requests ended because their router was gone."),
     _counter("stale_messages_total", "Messages for an earlier incarnation."),
     _counter("dropped_messages_total", "Messages that could not be sent or read."),
     _counter("duplicate_messages_total", "Messages that came twice."),

@@ -8,7 +8,6 @@ import time
 from typing import Literal, NoReturn
 
 from protocol.config import ServeConfig
-from protocol.ids import new_request_id
 from protocol.messages import (
     Abort,
     ErrorKind,
@@ -267,7 +266,6 @@ class Dispatcher:
     def place_anew(self, request: LiveRequest, cause: ErrorKind | Literal["drain"], reason: str) -> None:
         """Give a request to other workers, with the tokens that it has; fail it where there is none."""
         self._placer.withdraw([request])
-        request.request_id = new_request_id()
         refusal = self._placer.place(request)
         if refusal is not None:
             kind: ErrorKind = "worker_lost" if cause == "drain" else cause

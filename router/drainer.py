@@ -12,13 +12,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import NamedTuple
 
 from protocol.config import ServeConfig
 from protocol.ids import new_incarnation
-from protocol.messages import Leave, Leaving, Prefetch, Prefetched
-from protocol.roles import RoleSpec
+from protocol.messages import Leave, Leaving, Prefetch, Prefetched, PrepareToLeave
+from protocol.roles import ROLES, RoleSpec
 from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.journal import Journal, LiveRequest
@@ -27,6 +26,13 @@ from router.placer import Placer, Send
 from router.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
+
+
+class NextLife(NamedTuple):
+    """What a worker is to be after it was drained."""
+
+    role: RoleSpec
+    incarnation: str
 
 
 @dataclass
@@ -41,11 +47,11 @@ class DrainReport:
 
 @dataclass(eq=False)
 class Drain:
-    """A worker that is to leave, or to go on in another `role`. `moves` are the requests being prefetched."""
+    """A worker that is to leave, or to go on in another role. `moves` are the requests being prefetched."""
 
     worker: Worker
     began: float
-    role: RoleSpec | None
+    next: NextLife | None
     done: asyncio.Future[DrainReport]
     moves: dict[str, tuple[LiveRequest, Worker]] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
@@ -56,8 +62,9 @@ class Drain:
 class Drainer:
     """Runs on the event loop alone.
 
-    `keep_no_longer(worker_id)` tells the launcher that a worker leaves for good, and `renew(worker_id, role)`
-    that it changes its role; the answer is its next incarnation.
+    `keep_no_longer(worker_id)` tells the launcher that a worker leaves for good, and `renew(worker_id, role,
+    incarnation)` that it goes on as another incarnation. Other routers learn from the worker that it leaves;
+    each takes its own requests away.
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class Drainer:
         self._dispatcher = dispatcher
         self._drains: dict[Worker, Drain] = {}
         self.keep_no_longer: Callable[[str], None] = lambda worker_id: None
-        self.renew: Callable[[str, str], str] = lambda worker_id, role: new_incarnation()
+        self.renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
 
     # --- what operators and workers ask for -------------------------------------------------------
 
@@ -89,6 +96,7 @@ class Drainer:
         if worker not in self._drains:
             self._check_others(worker)
             self.keep_no_longer(worker_id)
+            self._send(worker, PrepareToLeave(incarnation=worker.key.incarnation))
         return self._begin(worker, None).done
 
     def change_role(self, worker_id: str, role: RoleSpec) -> asyncio.Future[DrainReport]:
@@ -103,15 +111,23 @@ class Drainer:
                 409, f"worker {worker_id} cannot be a {role.name} worker: that needs another model"
             )
         self._check_others(worker)
-        return self._begin(worker, role).done
+        life = NextLife(role, new_incarnation())
+        message = PrepareToLeave(
+            incarnation=worker.key.incarnation, role=role.name, next_incarnation=life.incarnation
+        )
+        self._send(worker, message)
+        return self._begin(worker, life).done
 
     def leaving(self, message: Leaving) -> None:
-        """A worker was told to end, by whoever may do that: nobody is asked whether it can be spared."""
+        """A worker was told to leave, by whoever may do that: nobody is asked whether it can be spared."""
         worker = self._registry.current(message.worker_id, message.incarnation)
+        role = ROLES.get(message.role or "")
         if worker is None:
             self._metrics.dropped("stale_incarnation")
-        else:
+        elif role is None or message.next_incarnation is None:
             self._begin(worker, None)
+        else:
+            self._begin(worker, NextLife(role, message.next_incarnation))
 
     def _known(self, worker_id: str) -> Worker:
         known = {worker.key.worker_id: worker for worker in self._registry if worker.live}
@@ -131,13 +147,13 @@ class Drainer:
                 409, f"worker {worker.key.worker_id} cannot be spared: {reason}", code="last_worker"
             )
 
-    def _begin(self, worker: Worker, role: RoleSpec | None) -> Drain:
+    def _begin(self, worker: Worker, life: NextLife | None) -> Drain:
         drain = self._drains.get(worker)
         if drain is None:
             logger.info("worker %s is drained", worker.key.worker_id)
             self._registry.drain(worker)
             done = asyncio.get_running_loop().create_future()
-            drain = self._drains[worker] = Drain(worker, time.monotonic(), role, done)
+            drain = self._drains[worker] = Drain(worker, time.monotonic(), life, done)
             self._advance(drain)
         return drain
 
@@ -228,10 +244,8 @@ class Drainer:
         del self._drains[worker]
         report.seconds = time.monotonic() - drain.began
         logger.info("worker %s is empty: %s", worker.key.worker_id, report)
-        message = Leave(incarnation=worker.key.incarnation)
-        if drain.role is not None:
-            incarnation = self.renew(worker.key.worker_id, drain.role.name)
-            message = msgspec.structs.replace(message, role=drain.role.name, next_incarnation=incarnation)
-        self._send(worker, message)
+        if drain.next is not None:
+            self.renew(worker.key.worker_id, drain.next.role.name, drain.next.incarnation)
+        self._send(worker, Leave(incarnation=worker.key.incarnation))
         self._registry.dismiss(worker)
         drain.done.set_result(report)

@@ -30,16 +30,17 @@ LIVE_STAGES: tuple[LiveStage, ...] = get_args(LiveStage)
 class LiveRequest:
     """One sequence: its prompt, the tokens emitted so far, and who works on it.
 
-    `request_id` is what the workers know it by; each placement gets a new one, so that a late token of an
-    earlier placement is never taken for one of the current. `failed` names the incarnations that did not do
-    their part of this request, `failures` counts the placements that ended without a token for that reason.
+    `request_id` is what the workers know it by; the journal gives it a new one for each placement, so that a
+    late token of an earlier placement is never taken for one of the current. `failed` names the incarnations
+    that did not do their part of this request, `failures` counts the placements that ended without a token
+    for that reason.
     """
 
     def __init__(self, generation: Generation, choice: Choice, sampling: SamplingParams) -> None:
         self.generation = generation
         self.choice = choice
         self.sampling = sampling
-        self.request_id = new_request_id()
+        self.request_id = ""
         self.failures = 0
         self.redirects = 0
         self.failed: set[str] = set()
@@ -212,9 +213,10 @@ class Generation:
 
 
 class Journal:
-    """Live requests by the id that the workers know."""
+    """Live requests by the id that the workers know; `router` is the incarnation whose requests they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: str) -> None:
+        self._router = router
         self._requests: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -224,6 +226,8 @@ class Journal:
         return iter(list(self._requests.values()))
 
     def add(self, request: LiveRequest) -> None:
+        """Under a new id."""
+        request.request_id = new_request_id(self._router)
         self._requests[request.request_id] = request
 
     def get(self, request_id: str) -> LiveRequest | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from protocol.config import ServeConfig
-from protocol.ids import new_request_id
 from protocol.messages import Abort, Generate
 from protocol.roles import Task
 from router.decisions import DecisionLog
@@ -129,7 +128,6 @@ class Placer:
     def move(self, request: LiveRequest, target: Worker) -> bool:
         """Have `target` go on with it. False if it cannot be reached: the request must be placed anew."""
         self.withdraw([request])
-        request.request_id = new_request_id()
         request.start_placement()
         self._journal.add(request)
         self._assign(request, Placement({"decode": target.key.worker_id}), self._facts(request))

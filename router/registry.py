@@ -39,9 +39,8 @@ class Worker:
     false between a message that could not be sent and the worker's next one.
     """
 
-    def __init__(self, register: Register, role: RoleSpec, block_size: int) -> None:
+    def __init__(self, register: Register, role: RoleSpec, block_size: int, shared: bool) -> None:
         self.key = WorkerKey(register.address.worker_id, register.address.incarnation)
-        self.identity = register.address.worker_id.encode()
         self.address = register.address
         self.role = role
         self.host, self.pid = register.host, register.pid
@@ -63,6 +62,7 @@ class Worker:
         self.outstanding_computed = 0
         """Of these, those that it computes itself."""
         self._block_size = block_size
+        self._shared = shared
         self.load = WorkerSnapshot(self.key.worker_id, role.tasks)
         self.take(register.state)
 
@@ -79,6 +79,11 @@ class Worker:
             max(state.num_waiting - self.outstanding_prompts, 0),
             max(state.waiting_tokens - self.outstanding_prefill_tokens, 0),
         )
+        self._rows_of_others = self._context_of_others = 0.0
+        if self._shared:
+            kv_tokens = state.kv_usage * state.total_blocks * self._block_size
+            self._rows_of_others = max(state.num_running - self.outstanding_rows, 0)
+            self._context_of_others = max(kv_tokens - self.outstanding_context, 0.0)
         load = self.load
         load.costs, load.kv_usage = state.costs, state.kv_usage
         load.kv_tokens = state.total_blocks * self._block_size
@@ -92,7 +97,8 @@ class Worker:
         load.requests = self.outstanding_requests + requests
         load.prompts = self.outstanding_prompts + prompts
         load.prefill_tokens = self.outstanding_prefill_tokens + tokens
-        load.rows, load.context_tokens = self.outstanding_rows, self.outstanding_context
+        load.rows = self.outstanding_rows + self._rows_of_others
+        load.context_tokens = self.outstanding_context + self._context_of_others
         load.computed_tokens = self.outstanding_computed
 
 
@@ -104,9 +110,11 @@ class Registry:
     never is.
     """
 
-    def __init__(self, worker_timeout: float, block_size: int = 16) -> None:
+    def __init__(self, worker_timeout: float, block_size: int = 16, shared: bool = False) -> None:
+        """`shared`: other routers send requests to the same workers."""
         self._timeout = worker_timeout
         self._block_size = block_size
+        self._shared = shared
         self.cluster = Cluster()
         """The workers that requests or their drafts can be sent to, as placement policies see them."""
         self.on_registered: Callable[[Worker], None] = lambda worker: None
@@ -146,6 +154,10 @@ class Registry:
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.key.incarnation == incarnation else None
 
+    def is_retired(self, worker_id: str, incarnation: str) -> bool:
+        """Whether this incarnation is known to be gone for good."""
+        return WorkerKey(worker_id, incarnation) in self._retired
+
     def register(self, register: Register) -> Worker | None:
         """Make this incarnation the current one; None when it is stale or serves another model."""
         key = WorkerKey(register.address.worker_id, register.address.incarnation)
@@ -162,7 +174,7 @@ class Registry:
             self.heard(known)
             self.on_registered(known)
             return known
-        worker = self._workers[key.worker_id] = Worker(register, role, self._block_size)
+        worker = self._workers[key.worker_id] = Worker(register, role, self._block_size, self._shared)
         self._group_by_host()
         self.known_purposes.add(role.purpose)
         self.cluster.remove(key.worker_id)

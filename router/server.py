@@ -7,10 +7,11 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import FrameType
 
+import msgspec
 import uvicorn
 
 from messaging.sockets import ClusterKeys
@@ -28,25 +29,52 @@ CLOSE_TIMEOUT_S = 3
 KEEP_ALIVE_S = 65
 
 
+class RouterPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one of several routers listens beside --port, which they share.
+
+    `own_port` speaks HTTP and is this router's alone; workers connect to `link_port`.
+    """
+
+    router_id: str
+    own_port: int
+    link_port: int
+
+
 class RouterServer:
     """Binds HTTP and the workers' socket when made; `run()` serves until `stop()` or SIGINT/SIGTERM.
 
-    `worker_endpoint` is what workers connect to, `port` the actual HTTP port. Raises `ConfigError` when an
-    address cannot be bound or the tokenizer cannot be loaded.
+    `worker_endpoint` is what workers connect to, `port` the actual HTTP port. One of several routers has a
+    `place`: its `port` is its own, and it listens on the shared one once it knows a worker. Raises
+    `ConfigError` when an address cannot be bound or the tokenizer cannot be loaded.
     """
 
-    def __init__(self, config: ServeConfig, keys: ClusterKeys, link_host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        keys: ClusterKeys,
+        link_host: str = "127.0.0.1",
+        place: RouterPlace | None = None,
+    ) -> None:
         self.config = config
-        self._http_socket = _bind(config.host, config.port)
+        self._shared_socket: socket.socket | None = None
+        if place is not None:
+            self._shared_socket = bind_http(config.host, config.port, shared=True, listens=False)
+            self._http_socket = bind_http(config.host, place.own_port, shared=True)
+        else:
+            self._http_socket = bind_http(config.host, config.port)
         try:
-            self.state = RouterState(config, keys, link_host)
+            if place is None:
+                self.state = RouterState(config, keys, link_host)
+            else:
+                self.state = RouterState(config, keys, link_host, place.link_port, place.router_id)
         except BaseException:
-            self._http_socket.close()
+            self._close_http()
             raise
         self.port: int = self._http_socket.getsockname()[1]
         self._server: _Uvicorn | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._joining: asyncio.Task[None] | None = None
         self._stop_asked = False
 
     @property
@@ -54,9 +82,16 @@ class RouterServer:
         return self.state.link.endpoint
 
     @property
+    def worker_endpoints(self) -> list[str]:
+        return [self.worker_endpoint]
+
+    @property
     def url(self) -> str:
-        host = self.config.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return http_url(self.config.host, self.port)
+
+    def start_ups(self) -> dict[str, Mapping[str, str]]:
+        """What each worker chose at its start, by its id."""
+        return {worker.key.worker_id: worker.start_up for worker in self.state.registry}
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
         """Thread-safe: this incarnation of a worker is gone for good."""
@@ -67,7 +102,7 @@ class RouterServer:
         """Thread-safe: these workers are kept running, so requests may wait for them."""
         self.state.registry.expected = worker_ids
 
-    def on_leave(self, keep_no_longer: Callable[[str], None], renew: Callable[[str, str], str]) -> None:
+    def on_leave(self, keep_no_longer: Callable[[str], None], renew: Callable[[str, str, str], None]) -> None:
         """What the launcher is told of workers that are drained; as for `Drainer`."""
         self.state.drainer.keep_no_longer, self.state.drainer.renew = keep_no_longer, renew
 
@@ -112,7 +147,12 @@ class RouterServer:
     def close(self) -> None:
         """Give the sockets back; `run()` does it at its end."""
         self.state.close()
+        self._close_http()
+
+    def _close_http(self) -> None:
         self._http_socket.close()
+        if self._shared_socket is not None:
+            self._shared_socket.close()
 
     async def _serve(self, server: _Uvicorn) -> None:
         self._loop = asyncio.get_running_loop()
@@ -121,7 +161,15 @@ class RouterServer:
             self._begin_stop()
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
+        if self._shared_socket is not None:
+            self._joining = asyncio.ensure_future(self._join(server, self._shared_socket))
         await server.serve(sockets=[self._http_socket])
+
+    async def _join(self, server: _Uvicorn, shared: socket.socket) -> None:
+        """Take connections beside the other routers, which serve those until this one can."""
+        while self.state.not_ready() is not None:
+            await asyncio.sleep(POLL_INTERVAL_S)
+        await server.listen(shared)
 
     def _begin_stop(self) -> None:
         if self._stopping is None:
@@ -130,8 +178,14 @@ class RouterServer:
             self._server.should_exit = True
 
     async def _drain(self) -> None:
-        """No new requests; running ones get the configured time, then an error."""
+        """No new requests; running ones get the configured time, then an error.
+
+        Of several routers the others take the new connections from now on.
+        """
         self.state.is_draining = True
+        if self._server is not None and self._joining is not None:
+            self._joining.cancel()
+            self._server.stop_listening()
         deadline = asyncio.get_running_loop().time() + self.config.shutdown_timeout
         while len(self.state.journal) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -155,6 +209,20 @@ class _Uvicorn(uvicorn.Server):
         if self.started:
             self._on_started()
 
+    async def listen(self, listener: socket.socket) -> None:
+        """On one more socket."""
+        config, state = self.config, self.lifespan.state
+
+        def protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(config=config, server_state=self.server_state, app_state=state)  # type: ignore[call-arg, no-any-return]
+
+        loop = asyncio.get_running_loop()
+        self.servers.append(await loop.create_server(protocol, sock=listener, backlog=config.backlog))
+
+    def stop_listening(self) -> None:
+        for server in self.servers:
+            server.close()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         logger.info("%s: stopping", signal.Signals(sig).name)
         self._on_signal()
@@ -165,15 +233,28 @@ def _install_anew() -> None:
         signal.signal(number, signal.getsignal(number))
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def http_url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def bind_http(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
+    """`shared`: with other sockets that are. One that does not listen keeps the port for those that will."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
     except OSError as error:
         raise ConfigError(f"--host: cannot use {host!r}: {error}") from error
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        return socket.create_server(
-            address, family=family, backlog=2048, dualstack_ipv6=family == socket.AF_INET6
-        )
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind(address)
+        if listens:
+            bound.listen(2048)
     except OSError as error:
+        bound.close()
         raise ConfigError(f"--port: cannot listen on {host}:{port}: {error}") from error
+    return bound

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.ids import new_incarnation
 from protocol.messages import (
     HandoverFailed,
     KvEvents,
@@ -19,6 +20,7 @@ from protocol.messages import (
     Register,
     Registered,
     StepOutput,
+    Unregistered,
     WorkerState,
     WorkerToRouter,
 )
@@ -45,18 +47,26 @@ logger = logging.getLogger(__name__)
 class RouterState:
     """Everything behind the HTTP API. The workers' endpoint is there at once, traffic from `attach()` on."""
 
-    def __init__(self, config: ServeConfig, keys: ClusterKeys, link_host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        keys: ClusterKeys,
+        link_host: str = "127.0.0.1",
+        link_port: int = 0,
+        router_id: str = "router-0",
+    ) -> None:
         self.config = config
+        self.router_id, self.incarnation = router_id, new_incarnation()
         self.created = int(time.time())
         self.is_draining = False
         policy = placement_policy(config.placement, config.prefill_placement, config.decode_placement)
         self.bodies = Bodies(config.max_body_bytes)
-        self.journal = Journal()
+        self.journal = Journal(self.incarnation)
         self.tokenizer = Tokenizer.load(config)
-        self.registry = Registry(config.worker_timeout, config.block_size)
+        self.registry = Registry(config.worker_timeout, config.block_size, config.router_replicas > 1)
         self.metrics = Metrics(config.model_name, self.registry)
         self.tracing = _tracing(config, self.metrics)
-        self.link = WorkerLink(keys, link_host, self.metrics)
+        self.link = WorkerLink(keys, link_host, self.metrics, link_port)
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)
         self.kv_feed = KvFeed(self.registry, self.metrics, self.link.send)
         self.metrics.num_indexed_blocks.set_function(lambda: len(self.kv_feed.index))
@@ -116,7 +126,7 @@ class RouterState:
                 self.drainer.leaving(message)
             case WorkerState():
                 if not self.registry.update(message):
-                    self.metrics.dropped("stale_incarnation")
+                    self._on_unknown(message)
                 self.kv_feed.check(message)
             case KvEvents():
                 self.kv_feed.take(message)
@@ -124,10 +134,16 @@ class RouterState:
                 if self.registry.register(message) is None:
                     self.metrics.dropped("refused_registration")
 
+    def _on_unknown(self, state: WorkerState) -> None:
+        """A worker from before this router was started has to register here too."""
+        self.metrics.dropped("stale_incarnation")
+        if not self.registry.is_retired(state.worker_id, state.incarnation):
+            self.link.send_to(state.worker_id, Unregistered(incarnation=state.incarnation))
+
     def _greet(self, worker: Worker) -> None:
         """Confirm a registration, and have workers connect before the first request needs them to."""
         self.kv_feed.add(worker)
-        self.link.send(worker, Registered(incarnation=worker.key.incarnation))
+        self.link.send(worker, Registered(incarnation=worker.key.incarnation, router=self.incarnation))
         live = self.registry.live()
         receivers = [other.address for other in live if other.role.name in worker.role.pushes_to]
         if receivers:

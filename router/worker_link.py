@@ -25,11 +25,11 @@ MAX_MESSAGES_PER_TURN = 64
 class WorkerLink:
     """A ROUTER socket, bound at once, read by the event loop from `attach()` on."""
 
-    def __init__(self, keys: ClusterKeys, host: str, metrics: Metrics) -> None:
+    def __init__(self, keys: ClusterKeys, host: str, metrics: Metrics, port: int = 0) -> None:
         self._metrics = metrics
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = start_authenticator(self._context, keys)
-        self._socket, self.endpoint = bind_router(self._context, keys, host)
+        self._socket, self.endpoint = bind_router(self._context, keys, host, port)
         self._socket.router_mandatory = True
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[WorkerToRouter], None] | None = None
@@ -51,10 +51,14 @@ class WorkerLink:
 
     def send(self, worker: Worker, message: msgspec.Struct) -> bool:
         """Queue a message; False when the worker has no connection or its queue is full."""
+        return self.send_to(worker.key.worker_id, message)
+
+    def send_to(self, worker_id: str, message: msgspec.Struct) -> bool:
+        """The same, also for one that has not registered."""
         try:
-            self._socket.send_multipart((worker.identity, encode(message)), zmq.NOBLOCK)
+            self._socket.send_multipart((worker_id.encode(), encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.warning("cannot send to worker %s: %s", worker.key.worker_id, error)
+            logger.warning("cannot send to worker %s: %s", worker_id, error)
             return False
         finally:
             # the descriptor tells of changes only, and sending may have swallowed one

@@ -6,15 +6,15 @@ import logging
 import threading
 from collections.abc import Callable
 
-from protocol.messages import Leave, Leaving
+from protocol.messages import Leave, Leaving, PrepareToLeave
 from protocol.roles import ROLES, RoleSpec
-from worker.link import RouterLink
+from worker.link import RouterLink, RouterLinks
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 
 LEAVE_GRACE_S = 2.0
-"""Beyond --drain-timeout, after which the router is taken to have forgotten the worker."""
+"""Beyond --drain-timeout, after which a router is taken to have forgotten the worker."""
 
 
 class Departure:
@@ -23,13 +23,15 @@ class Departure:
     `next_role` is the role that the worker goes on in after this loop, and its incarnation then.
     """
 
-    def __init__(self, parts: WorkerParts, link: RouterLink, stop: Callable[[], None]) -> None:
+    def __init__(self, parts: WorkerParts, links: RouterLinks, stop: Callable[[], None]) -> None:
         self._parts = parts
-        self._link = link
+        self._links = links
         self._stop = stop
         self._asked = threading.Event()
+        self._leaving: Leaving | None = None
+        """What the routers are told, once it is asked."""
         self._end_by: float | None = None
-        """When to end if the router has not answered `Leaving` (monotonic seconds)."""
+        """When to end if some router has not answered that (monotonic seconds)."""
         self.next_role: tuple[RoleSpec, str] | None = None
 
     @property
@@ -37,30 +39,65 @@ class Departure:
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """Have the router take the requests elsewhere, then end; the second time at once."""
+        """Have the routers take the requests elsewhere, then end; the second time at once."""
         if self._asked.is_set():
             self._stop()
         self._asked.set()
         self._parts.wake.set()
 
-    def advance(self, now: float) -> None:
-        """Tell the router what was asked, and end if it never answers. `now` is `time.monotonic()`."""
-        if not self._asked.is_set():
+    def prepare(self, message: PrepareToLeave) -> None:
+        """One router was asked to drain the worker: all are told."""
+        if self._is_stale(message.incarnation):
             return
-        parts = self._parts
-        if self._end_by is None:
+        self._leaving = Leaving(
+            worker_id=self._parts.worker_id,
+            incarnation=self._parts.incarnation,
+            role=message.role,
+            next_incarnation=message.next_incarnation,
+        )
+        self._tell(self._leaving)
+
+    def advance(self, now: float) -> None:
+        """Tell the routers what was asked, and end if one never answers. `now` is `time.monotonic()`."""
+        if self._leaving is None:
+            if not self._asked.is_set():
+                return
             log.info("told to end: the router takes the requests elsewhere")
-            self._end_by = now + parts.config.drain_timeout + LEAVE_GRACE_S
-            self._link.send(Leaving(worker_id=parts.worker_id, incarnation=parts.incarnation))
+            self._leaving = Leaving(worker_id=self._parts.worker_id, incarnation=self._parts.incarnation)
+        self._tell(self._leaving)
+        self._end_if_free(self._leaving)
+        if self._end_by is None:
+            self._end_by = now + self._parts.config.drain_timeout + LEAVE_GRACE_S
         elif now > self._end_by:
-            log.error("the router did not let this worker go within --drain-timeout; it ends")
+            log.error("a router did not let this worker go within --drain-timeout; it ends")
             self._stop()
 
-    def let_go(self, message: Leave) -> None:
+    def let_go(self, message: Leave, link: RouterLink) -> None:
         """The router has taken everything away."""
-        if message.incarnation != self._parts.incarnation:
-            self._parts.counters.add("stale_messages_total")
+        if self._is_stale(message.incarnation):
             return
-        if message.role in ROLES and message.next_incarnation is not None:
-            self.next_role = ROLES[message.role], message.next_incarnation
+        link.has_let_go = True
+        if self._leaving is not None:
+            self._end_if_free(self._leaving)
+
+    def _tell(self, leaving: Leaving) -> None:
+        """Each router once, also one that is started meanwhile."""
+        for link in self._links:
+            if not link.told_leaving:
+                link.told_leaving = True
+                link.send(leaving)
+
+    def _end_if_free(self, leaving: Leaving) -> None:
+        """All routers have let go, but for those that are gone."""
+        has_let_go = [link.has_let_go for link in self._links if link.has_let_go or link.stands]
+        if not has_let_go or not all(has_let_go):
+            return
+        if leaving.role in ROLES and leaving.next_incarnation is not None:
+            self.next_role = ROLES[leaving.role], leaving.next_incarnation
         self._stop()
+
+    def _is_stale(self, incarnation: str) -> bool:
+        if incarnation == self._parts.incarnation:
+            return False
+        self._parts.counters.add("stale_messages_total")
+        return True

@@ -1,4 +1,4 @@
-"""Tells the router what the prefix cache holds, and other consumers, if there are any.
+"""Tells the routers what the prefix cache holds, and other consumers, if there are any.
 
 What a step changed is sent after its tokens, over the same line. A batch that gets lost shows by its number,
 and is sent again on demand.
@@ -17,7 +17,7 @@ from protocol.codec import encode
 from protocol.kv_events import MAX_BLOCKS_PER_BATCH, REPLAY_BATCHES, KvChange
 from protocol.messages import KvEvents
 from worker.kv_publisher import KvPublisher
-from worker.link import RouterLink
+from worker.link import RouterLink, RouterLinks
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
@@ -27,12 +27,12 @@ class KvEventSender:
     """Belongs to the loop's thread. The first batch tells all that is held at the start."""
 
     def __init__(
-        self, parts: WorkerParts, blocks: BlockManager, link: RouterLink, publisher: KvPublisher | None
+        self, parts: WorkerParts, blocks: BlockManager, links: RouterLinks, publisher: KvPublisher | None
     ) -> None:
         self._parts = parts
         self._blocks = blocks
         self._log = blocks.watch()
-        self._link = link
+        self._links = links
         self._publisher = publisher
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BATCHES)
 
@@ -44,8 +44,10 @@ class KvEventSender:
             if self._publisher is not None:
                 self._publisher.publish(events)
 
-    def replay(self, first: int) -> None:
-        """Send the batches from number `first` on again, or, if they are not kept, all that is held."""
+    def replay(self, first: int, link: RouterLink) -> None:
+        """Send the batches from number `first` on again to one router, or, if they are not kept, to all of
+        them what is held.
+        """
         if self._sent and first < self._sent[0][0]:
             log.warning("the router missed KV events that are not kept any more: it is told everything anew")
             self._parts.counters.add("kv_events_restated_total")
@@ -53,7 +55,7 @@ class KvEventSender:
             return
         for sequence, raw in self._sent:
             if sequence >= first:
-                self._link.offer(raw)
+                link.offer(raw)
                 self._parts.counters.add("kv_events_replayed_total")
 
     def _send_batches(self, events: Sequence[CacheEvent]) -> None:
@@ -66,7 +68,7 @@ class KvEventSender:
             raw = encode(message)
             self._sent.append((sequence, raw))
             parts.num_kv_events = sequence + 1
-            self._link.offer(raw)
+            self._links.offer(raw)
 
 
 def _batches(events: Sequence[CacheEvent]) -> Iterator[list[KvChange]]:

@@ -16,7 +16,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     role: RoleSpec
     worker_id: str
     incarnation: str = msgspec.field(default_factory=new_incarnation)
-    router_endpoint: str
+    router_endpoints: list[str]
     config: ServeConfig
     keys: ClusterKeys
     shares_cores: bool = False

@@ -1,15 +1,21 @@
-"""A worker's line to the router: requests in, one message of tokens per step out."""
+"""A worker's lines to its routers: requests in, one message of tokens per step out to each.
+
+A request belongs to the router whose incarnation its id begins with, on whatever worker it runs.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import zmq
 
 from messaging.sockets import connect_dealer
 from protocol.codec import encode, router_to_worker
 from protocol.errors import ProtocolError, TandemError
+from protocol.ids import router_of
 from protocol.messages import (
     Register,
     Registered,
@@ -26,41 +32,36 @@ _REGISTER_RETRY_S = 1.0
 
 
 class RouterUnreachableError(TandemError):
-    """The router did not answer a registration in time."""
+    """No router answered a registration in time."""
 
 
 class RouterLink:
-    """Belongs to the loop's thread. `socket` may be polled from outside; the rest goes through here."""
+    """The line to one router, whose process may be another one after a while.
+
+    Belongs to the loop's thread, but for `stands`, which the heartbeat's sets: whether it is connected.
+    """
 
     def __init__(self, parts: WorkerParts, endpoint: str) -> None:
+        self.endpoint = endpoint
         self.socket = connect_dealer(parts.context, parts.keys, endpoint, parts.worker_id)
-        self._parts = parts
+        self.stands = True
+        self.router: str | None = None
+        """The incarnation of the router that has confirmed this worker's."""
+        self.told_leaving = False
+        self.has_let_go = False
+        """It has nothing on this worker any more, which is to leave."""
         self._counters = parts.counters
-
-    def register(self, message: Register, timeout_s: float) -> None:
-        """Announce the worker until the router confirms this incarnation."""
-        deadline = time.monotonic() + timeout_s
-        raw = encode(message)
-        while time.monotonic() < deadline:
-            self.socket.send(raw)
-            if self.socket.poll(int(_REGISTER_RETRY_S * 1000)):
-                answer = self._receive_one()
-                if isinstance(answer, Registered) and answer.incarnation == message.address.incarnation:
-                    return
-        raise RouterUnreachableError(
-            f"the router did not confirm {self._parts.worker_id} within {timeout_s:.0f} s"
-        )
 
     def receive(self) -> list[RouterToWorker]:
         """All messages that have arrived; never waits."""
         messages = []
         while self.socket.poll(0):
-            message = self._receive_one()
+            message = self.receive_one()
             if message is not None:
                 messages.append(message)
         return messages
 
-    def _receive_one(self) -> RouterToWorker | None:
+    def receive_one(self) -> RouterToWorker | None:
         """One message that has arrived, unless it cannot be understood."""
         try:
             return router_to_worker.decode(self.socket.recv(zmq.NOBLOCK))
@@ -68,6 +69,10 @@ class RouterLink:
             self._counters.add("dropped_messages_total")
             log.warning("dropped a message of the router: %s", error)
             return None
+
+    def confirmed(self, router: str | None) -> None:
+        """A router of this incarnation knows the worker's present one; None: not yet."""
+        self.router, self.told_leaving, self.has_let_go = router, False, False
 
     def send(self, message: WorkerToRouter) -> None:
         self.socket.send(encode(message))
@@ -79,9 +84,94 @@ class RouterLink:
         except zmq.Again:
             self._counters.add("dropped_messages_total")
 
+
+class RouterLinks:
+    """The lines to all routers. Belongs to the loop's thread; `sockets` may be polled from outside."""
+
+    def __init__(self, parts: WorkerParts, endpoints: Sequence[str]) -> None:
+        self._parts = parts
+        self._links = [RouterLink(parts, endpoint) for endpoint in endpoints]
+        self.sockets = [link.socket for link in self._links]
+        self._registration = b""
+
+    def __iter__(self) -> Iterator[RouterLink]:
+        return iter(self._links)
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def register(self, message: Register, timeout_s: float) -> None:
+        """Announce the worker until a router confirms this incarnation.
+
+        The others' answers come to the loop. One that is being started asks for the registration itself.
+        """
+        self._registration = encode(message)
+        poller = zmq.Poller()
+        for link in self._links:
+            link.confirmed(None)
+            poller.register(link.socket, zmq.POLLIN)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for link in self._links:
+                link.socket.send(self._registration)
+            if self._is_confirmed(poller, message.address.incarnation):
+                return
+        worker_id = self._parts.worker_id
+        raise RouterUnreachableError(f"the router did not confirm {worker_id} within {timeout_s:.0f} s")
+
+    def register_again(self, link: RouterLink) -> None:
+        """This router does not know the worker."""
+        link.socket.send(self._registration)
+
+    def send(self, request_id: str, message: WorkerToRouter) -> None:
+        """To the request's own router, if that is there."""
+        link = self._owner(request_id)
+        if link is not None:
+            link.send(message)
+
+    def offer(self, raw: bytes) -> None:
+        """As `RouterLink.offer`, to all routers."""
+        for link in self._links:
+            link.offer(raw)
+
     def send_outputs(self, outputs: list[TokenOutput]) -> None:
-        parts = self._parts
-        self.send(StepOutput(worker_id=parts.worker_id, incarnation=parts.incarnation, outputs=outputs))
+        """To each router those of its requests."""
+        if len(self._links) == 1:
+            self._send_step(self._links[0], outputs)
+            return
+        by_link: dict[RouterLink, list[TokenOutput]] = defaultdict(list)
+        for output in outputs:
+            if (link := self._owner(output.request_id)) is not None:
+                by_link[link].append(output)
+        for link, group in by_link.items():
+            self._send_step(link, group)
 
     def close(self) -> None:
-        self.socket.close(linger=500)
+        for link in self._links:
+            link.socket.close(linger=500)
+
+    def _is_confirmed(self, poller: zmq.Poller, incarnation: str) -> bool:
+        retry_at = time.monotonic() + _REGISTER_RETRY_S
+        while (left := retry_at - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            for link in self._links:
+                answer = link.receive_one() if link.socket in ready else None
+                if isinstance(answer, Registered) and answer.incarnation == incarnation:
+                    link.confirmed(answer.router)
+                    return True
+        return False
+
+    def _owner(self, request_id: str) -> RouterLink | None:
+        if len(self._links) == 1:
+            return self._links[0]
+        router = router_of(request_id)
+        for link in self._links:
+            if link.router == router:
+                return link
+        self._parts.counters.add("dropped_messages_total")
+        log.debug("nothing is said of %s: its router is gone", request_id)
+        return None
+
+    def _send_step(self, link: RouterLink, outputs: list[TokenOutput]) -> None:
+        parts = self._parts
+        link.send(StepOutput(worker_id=parts.worker_id, incarnation=parts.incarnation, outputs=outputs))

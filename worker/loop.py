@@ -33,20 +33,23 @@ from protocol.messages import (
     Peers,
     Prefetch,
     Prefetched,
+    PrepareToLeave,
     Redirect,
     Registered,
     Replan,
     ReplayKvEvents,
     RouterToWorker,
     TokenOutput,
+    Unregistered,
 )
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher, PrefixHolder, refused
 from worker.kv_events import KvEventSender
-from worker.link import RouterLink
+from worker.link import RouterLink, RouterLinks
 from worker.parts import WorkerParts
 from worker.peer_links import PeerLinks
 from worker.peer_socket import PeerSocket
+from worker.router_leases import RouterLeases
 from worker.transfers import open_transfers
 
 log = logging.getLogger(__name__)
@@ -67,14 +70,16 @@ class WorkerLoop(ABC):
     this one asks of others goes through `peers`, its own blocks through `sender`.
     """
 
-    def __init__(self, parts: WorkerParts, engine: Engine, link: RouterLink) -> None:
+    def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
         self.parts = parts
         self.config = parts.config
         self.counters = parts.counters
         self.engine = engine
-        self.link = link
+        self.links = links
+        self._router_leases = RouterLeases(links, parts.config.worker_timeout)
         self.poller = zmq.Poller()
-        self.poller.register(link.socket, zmq.POLLIN)
+        for socket in links.sockets:
+            self.poller.register(socket, zmq.POLLIN)
         self.poller.register(parts.wake.fileno(), zmq.POLLIN)
         self.inbox = PeerSocket(parts)
         self.poller.register(self.inbox.socket, zmq.POLLIN)
@@ -91,9 +96,9 @@ class WorkerLoop(ABC):
         self.outbox: list[TokenOutput] = []
         self._kv_events: KvEventSender | None = None
         if parts.tells_of_cache:
-            self._kv_events = KvEventSender(parts, engine.blocks, link, parts.kv_publisher)
+            self._kv_events = KvEventSender(parts, engine.blocks, links, parts.kv_publisher)
         self._stop = threading.Event()
-        self.departure = Departure(parts, link, self.stop)
+        self.departure = Departure(parts, links, self.stop)
         self._advancing = True
         """False after a step that had nothing to run: then the loop waits for a message in its poll."""
         self._failed_steps = 0
@@ -120,6 +125,10 @@ class WorkerLoop(ABC):
     @abstractmethod
     def knows(self, request_id: str) -> bool:
         """Whether the request is under way here."""
+
+    @abstractmethod
+    def under_way(self) -> list[str]:
+        """The requests that hold something here, in whatever stage."""
 
     @abstractmethod
     def computing(self) -> list[str]:
@@ -176,6 +185,8 @@ class WorkerLoop(ABC):
             self._tell_kv_events()
             while not self._stop.is_set():
                 self._turn()
+            if self.departure.next_role is not None:
+                self.abort_all(self.under_way())  # of routers that are gone
         finally:
             self.close()
 
@@ -207,9 +218,10 @@ class WorkerLoop(ABC):
 
     def handle(self, events: dict[object, int]) -> None:
         """Take all messages that have arrived. `events` is what the poll returned."""
-        if self.link.socket in events:
-            for message in self.link.receive():
-                self._on_router_message(message)
+        for link in self.links:
+            if link.socket in events:
+                for message in link.receive():
+                    self._on_router_message(message, link)
         if self.parts.wake.fileno() in events:
             self.parts.wake.clear()
             self._handle_transfers()
@@ -248,11 +260,27 @@ class WorkerLoop(ABC):
 
     def _keep_house(self, now: float) -> None:
         self.departure.advance(now)
+        self._end_orphans(now)
         self._fetcher.expire(now)
         self.expire(now)
         self.peers.close_idle(now, self.peers_in_use() | self._fetcher.holders())
         if self.engine.tiers is not None and not self.engine.has_work():
             self.engine.tiers.poll()
+
+    def _end_orphans(self, now: float) -> None:
+        """Free what requests hold whose router is gone. Should it come back after all, it is told."""
+        if len(self.links) == 1:
+            return
+        held = {*self.under_way(), *(fetch.request_id for fetch in self._fetcher.fetches)}
+        orphans = self._router_leases.expired(held, now)
+        if not orphans:
+            return
+        limit = self.config.worker_timeout
+        log.warning("%d requests are ended: their router has been gone for %g s", len(orphans), limit)
+        self.counters.add("orphaned_requests_total", len(orphans))
+        for request_id in orphans:
+            self._fetcher.abort(request_id)
+            self.fail(request_id, "worker_lost", f"its router was not connected for {limit:g} s")
 
     def _step(self) -> float:
         """One engine step; returns the seconds that the engine took."""
@@ -280,7 +308,7 @@ class WorkerLoop(ABC):
         return seconds
 
     def _flush(self) -> None:
-        self.link.send_outputs(self.outbox)
+        self.links.send_outputs(self.outbox)
         self.outbox = []
 
     def _tell_kv_events(self) -> None:
@@ -319,7 +347,7 @@ class WorkerLoop(ABC):
             self._fetcher.abort(request_id)
             self.abort(request_id)
 
-    def _on_router_message(self, message: RouterToWorker) -> None:
+    def _on_router_message(self, message: RouterToWorker, link: RouterLink) -> None:
         match message:
             case Generate():
                 self._on_generate(message)
@@ -332,13 +360,17 @@ class WorkerLoop(ABC):
             case Replan():
                 self._on_replan(message)
             case ReplayKvEvents():
-                self._on_replay(message)
+                self._on_replay(message, link)
             case Prefetch():
                 self._on_prefetch(message)
+            case PrepareToLeave():
+                self.departure.prepare(message)
             case Leave():
-                self.departure.let_go(message)
+                self.departure.let_go(message, link)
             case Registered():
-                self.counters.add("duplicate_messages_total")
+                self._on_registered(message, link)
+            case Unregistered():
+                self.links.register_again(link)
 
     def _on_generate(self, message: Generate) -> None:
         request = message.request
@@ -363,24 +395,31 @@ class WorkerLoop(ABC):
         else:
             self.replan(message.request_id, message.plan)
 
-    def _on_replay(self, message: ReplayKvEvents) -> None:
+    def _on_registered(self, message: Registered, link: RouterLink) -> None:
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+        elif message.router == link.router:
+            self.counters.add("duplicate_messages_total")
+        else:
+            link.confirmed(message.router)
+
+    def _on_replay(self, message: ReplayKvEvents, link: RouterLink) -> None:
         if message.incarnation != self.parts.incarnation:
             self.counters.add("stale_messages_total")
         elif self._kv_events is not None:
-            self._kv_events.replay(message.first)
+            self._kv_events.replay(message.first, link)
 
     def _on_prefetch(self, message: Prefetch) -> None:
         request = message.request
 
         def answer(complete: bool) -> None:
-            self.link.send(
-                Prefetched(
-                    worker_id=self.parts.worker_id,
-                    incarnation=self.parts.incarnation,
-                    request_id=request.request_id,
-                    complete=complete,
-                )
+            message = Prefetched(
+                worker_id=self.parts.worker_id,
+                incarnation=self.parts.incarnation,
+                request_id=request.request_id,
+                complete=complete,
             )
+            self.links.send(request.request_id, message)
 
         if message.incarnation != self.parts.incarnation:
             self.counters.add("stale_messages_total")

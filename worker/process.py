@@ -27,7 +27,7 @@ from worker.departure import Departure
 from worker.heartbeat import Heartbeat
 from worker.kv_publisher import open_publisher
 from worker.launch import Launch
-from worker.link import RouterLink
+from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
 from worker.setup import build_engine, open_wires, remote_drafter, set_up_logging, set_up_threads
@@ -36,7 +36,7 @@ from worker.stop import StopHandle
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 5.0
-"""Seconds that a loop gets to end once the router is gone; then the process ends at once."""
+"""Seconds that a loop gets to end once its routers are gone; then the process ends at once."""
 
 
 def run_worker(
@@ -47,14 +47,14 @@ def run_worker(
 ) -> None:
     """Be a worker until `stop`. Returns when it ended as asked; raises `TandemError` when it cannot serve.
 
-    The whole process ends when the router is gone, and by SIGTERM once its requests are elsewhere. The
+    The whole process ends when all routers are gone, and by SIGTERM once its requests are elsewhere. The
     `object_store` transport needs a `carrier`. Cores are shared with those on the board of the `place`.
     """
     config = launch.config
     set_up_logging(config, launch.worker_id)
     set_up_threads(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    router_host = urlsplit(launch.router_endpoint).hostname
+    router_host = urlsplit(launch.router_endpoints[0]).hostname
     parts = WorkerParts(
         config=config,
         role=launch.role,
@@ -64,9 +64,9 @@ def run_worker(
         keys=launch.keys,
         context=context,
     )
-    heartbeat = Heartbeat(parts, launch.router_endpoint, on_router_lost=lambda: _end_process(stop))
+    links = RouterLinks(parts, launch.router_endpoints)
+    heartbeat = Heartbeat(parts, links, on_routers_lost=lambda: _end_process(stop))
     heartbeat.start()
-    link = RouterLink(parts, launch.router_endpoint)
     told_to_leave = False
     try:
         parts.remote_drafts = remote_drafter(config)
@@ -79,13 +79,13 @@ def run_worker(
             parts.cores = SharedCores(place, torch.get_num_threads(), torch.set_num_threads)
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
-        while (left := _serve(parts, engine, link, stop, carrier)).next_role is not None:
+        while (left := _serve(parts, engine, links, stop, carrier)).next_role is not None:
             parts.begin_anew(*left.next_role)
             log.warning("this worker is a %s worker from now on", parts.role.name)
         told_to_leave = left.was_asked
     finally:
         heartbeat.stop()
-        link.close()
+        links.close()
         if parts.kv_publisher is not None:
             parts.kv_publisher.close()
         context.destroy(linger=500)
@@ -97,7 +97,7 @@ def run_worker(
 
 
 def _serve(
-    parts: WorkerParts, engine: Engine, link: RouterLink, stop: StopHandle, carrier: Carrier | None
+    parts: WorkerParts, engine: Engine, links: RouterLinks, stop: StopHandle, carrier: Carrier | None
 ) -> Departure:
     """Serve in the present role. Returns how that has ended."""
     assert parts.pool is not None
@@ -106,9 +106,9 @@ def _serve(
     if not parts.role.holds_draft:  # whose KV goes nowhere
         parts.wires = open_wires(parts.config, parts.pool, name, parts.pairs, carrier)
     try:
-        loop = make_loop(parts, engine, link)
+        loop = make_loop(parts, engine, links)
         try:
-            link.register(_registration(parts, engine, loop.address), parts.config.start_timeout)
+            links.register(_registration(parts, engine, loop.address), parts.config.start_timeout)
         except TandemError:
             loop.close()
             raise

@@ -151,7 +151,8 @@ class Cluster:
         match message:
             case Register():
                 self._registered[message.address.worker_id] = message
-                self._send(identity.decode(), Registered(incarnation=message.address.incarnation))
+                registered = Registered(incarnation=message.address.incarnation, router="bench")
+                self._send(identity.decode(), registered)
             case WorkerState():
                 self._states[message.worker_id].append(message)
             case HandoverFailed():
@@ -174,5 +175,7 @@ def _run(role: Role, fields: dict[str, Any], worker_id: str, endpoint: str, keys
     from worker.stop import StopHandle
 
     config = msgspec.convert(fields, ServeConfig)
-    launch = Launch(role=ROLES[role], worker_id=worker_id, router_endpoint=endpoint, config=config, keys=keys)
+    launch = Launch(
+        role=ROLES[role], worker_id=worker_id, router_endpoints=[endpoint], config=config, keys=keys
+    )
     run_worker(launch, StopHandle())

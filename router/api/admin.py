@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -42,7 +43,8 @@ def admin_operations(state: RouterState) -> list[Operation]:
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def workers(request: Request) -> Response:
-        return _json({"workers": [_worker(worker) for worker in state.registry]})
+        router = {"id": state.router_id, "incarnation": state.incarnation, "pid": os.getpid()}
+        return _json({"router": router, "workers": [_worker(worker) for worker in state.registry]})
 
     return [
         Operation("/v1/models", models, "The models; there is one.", "OpenAI's list of models"),
@@ -51,7 +53,7 @@ def admin_operations(state: RouterState) -> list[Operation]:
         Operation("/ready", ready, "Whether requests are served; 503 with a `reason` if not.", "`status`"),
         Operation("/version", show_version, "Tandem's version.", "`version`"),
         Operation("/metrics", metrics, "Metrics of the router and of all workers.", "Prometheus text format"),
-        Operation("/workers", workers, "The workers, their load and their transfers.", "`workers`"),
+        Operation("/workers", workers, "The workers, their load and their transfers.", "`workers`, `router`"),
     ]
 
 

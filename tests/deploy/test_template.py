@@ -53,7 +53,7 @@ class Host:
         launch = Launch(
             role=ROLES["decode"],
             worker_id=worker_id,
-            router_endpoint=self.cluster.endpoint,
+            router_endpoints=[self.cluster.endpoint],
             config=config,
             keys=self.cluster.keys,
             shares_cores=shares_cores,

@@ -33,7 +33,7 @@ class HttpServing:
         self.config: ServeConfig = tiny_config(model, port=0, max_num_seqs=16, **options)
         self.keys = ClusterKeys.generate()
         self.router = RouterServer(self.config, self.keys)
-        self.endpoint = self.router.worker_endpoint
+        self.endpoints = self.router.worker_endpoints
         self.url = self.router.url
         started = threading.Event()
         self._thread = threading.Thread(target=self.router.run, kwargs={"on_start": started.set}, daemon=True)
@@ -47,7 +47,7 @@ class HttpServing:
 
     def _start(self, worker_id: str, fault: str) -> RunningWorker:
         role = worker_id.partition("-")[0]
-        # Only a worker's start needs the cluster that it belongs to: its keys and its router's endpoint.
+        # Only a worker's start needs the cluster that it belongs to: its keys and its router's endpoints.
         return RunningWorker(self, role, worker_id, self.config, fault)  # type: ignore[arg-type]
 
     def add(self, worker_id: str, fault: str = "") -> None:

@@ -88,7 +88,7 @@ OUTPUT = TokenOutput(
     timing=RequestTiming(queue_s=0.1),
 )
 MESSAGES = [
-    (codec.router_to_worker, Registered(incarnation="abc")),
+    (codec.router_to_worker, Registered(incarnation="abc", router="r")),
     (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST, decode=ADDRESS)),
     (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST)),
     (codec.router_to_worker, Abort(request_ids=["r1", "r2"])),
@@ -244,12 +244,12 @@ def test_a_field_out_of_bounds_is_refused_and_named(channel, message, path, valu
 
 
 def test_unknown_fields_are_skipped_so_that_versions_may_differ():
-    message = Registered(incarnation="abc")
+    message = Registered(incarnation="abc", router="r")
     assert codec.router_to_worker.decode(with_field(message, "later", [1, {"x": 2}])) == message
 
 
 def test_nesting_without_end_is_refused():
-    raw = codec.encode(Registered(incarnation="abc"))
+    raw = codec.encode(Registered(incarnation="abc", router="r"))
     nested = b"\x83" + raw[1:] + b"\xa5later" + b"\x91" * 100_000 + b"\xc0"
     with pytest.raises(ProtocolError):
         codec.router_to_worker.decode(nested)

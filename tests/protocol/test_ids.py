@@ -77,4 +77,4 @@ def test_everything_that_must_tell_blocks_apart_does():
 
 
 def test_fresh_ids_do_not_repeat():
-    assert len({new_incarnation() for _ in range(1000)} | {new_request_id() for _ in range(1000)}) == 2000
+    assert len({new_incarnation() for _ in range(1000)} | {new_request_id("r") for _ in range(1000)}) == 2000

@@ -54,7 +54,7 @@ def test_its_workers_are_supervised_and_counted() -> None:
         role=slots["plain-0"],
         worker_id="plain-0",
         incarnation="i",
-        router_endpoint="tcp://127.0.0.1:1",
+        router_endpoints=["tcp://127.0.0.1:1"],
         config=config,
         keys=ClusterKeys.generate(),
     )

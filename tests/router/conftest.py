@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_worker import FakeWorker
 
-from router.server import RouterServer
+from router.server import RouterPlace, RouterServer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and runs away from the hunter",
@@ -66,11 +66,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, fast_tokenizer: FastT
 
 
 class RunningRouter:
-    """A router with uvicorn in a thread, on random ports."""
+    """A router with uvicorn in a thread, on random ports. `place` is that of one of several."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        self.keys = ClusterKeys.generate()
-        self.server = RouterServer(config, self.keys)
+    def __init__(
+        self, config: ServeConfig, keys: ClusterKeys | None = None, place: RouterPlace | None = None
+    ) -> None:
+        self.keys = keys or ClusterKeys.generate()
+        self.server = RouterServer(config, self.keys, place=place)
         self.url = self.server.url
         self.workers: list[FakeWorker] = []
         started = threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
 import msgspec
@@ -18,8 +19,13 @@ from protocol.messages import (
     EngineRequest,
     Generate,
     HandoverFailed,
+    Leave,
+    Leaving,
     PairState,
     PeerAddress,
+    Prefetch,
+    Prefetched,
+    PrepareToLeave,
     Redirect,
     Register,
     Registered,
@@ -27,6 +33,7 @@ from protocol.messages import (
     StepOutput,
     TokenLogprobs,
     TokenOutput,
+    Unregistered,
     WorkerState,
 )
 
@@ -40,9 +47,10 @@ def echo_script(request: EngineRequest) -> list[int]:
 
 
 class Job:
-    """A request that the worker runs, one token a step."""
+    """A request that the worker runs, one token a step, for the router at the other end of `line`."""
 
-    def __init__(self, message: Generate, tokens: list[int], finish_reason: str) -> None:
+    def __init__(self, message: Generate, tokens: list[int], finish_reason: str, line: int) -> None:
+        self.line = line
         self.request = message.request
         self.decode = message.decode
         self.tokens = tokens[: message.request.sampling.max_tokens]
@@ -52,17 +60,20 @@ class Job:
 
 
 class FakeWorker:
-    """Runs in a thread. `script(request)` gives the tokens; `step_s` is the time between steps.
+    """Runs in a thread, for the routers at all `endpoints`, whose order is the same for all workers.
+
+    `script(request)` gives the tokens; `step_s` is the time between steps.
 
     `hold` (an event) stops token output while it is set, `mute` the heartbeats; `peers` maps worker ids to
     fake decode workers, for the hand-off, which is left undone while `keep` is set. A job has no more than
     `stall_after` output tokens. With `rejected_per_step` all but the last of a step's tokens were drafted,
-    and so many more. Everything received is kept in `generated`, `aborted` and `redirects`.
+    and so many more. A prefetch is answered as `prefetches` says, or not at all (None). Everything received
+    is kept in `generated`, `aborted` and `redirects`.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        endpoints: str | list[str],
         keys: ClusterKeys,
         worker_id: str = "decode-0",
         role: str = "decode",
@@ -103,10 +114,17 @@ class FakeWorker:
         self.generated: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.redirects: list[Redirect] = []
+        self.prefetches: bool | None = True
+        self.has_left = threading.Event()
+        """All routers have let it go."""
         self.jobs: dict[str, Job] = {}
         self.held: dict[str, Job] = {}
-        self._endpoint, self._keys = endpoint, keys
-        self._context = zmq.Context()
+        self._endpoints = [endpoints] if isinstance(endpoints, str) else endpoints
+        self._keys = keys
+        self._confirmed: set[int] = set()
+        self._let_go: set[int] = set()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
         self._outbox: list[bytes] = []
         self._adopted: list[Job] = []
         self._lock = threading.Lock()
@@ -129,7 +147,7 @@ class FakeWorker:
         self._context.term()
 
     def post(self, raw: bytes) -> None:
-        """Send any bytes to the router."""
+        """Send any bytes to all routers."""
         with self._lock:
             self._outbox.append(raw)
 
@@ -191,44 +209,87 @@ class FakeWorker:
             start_up={"attention": "fake"},
         )
 
+    def _connect(self, identity: str) -> list[zmq.Socket[bytes]]:
+        return [connect_dealer(self._context, self._keys, end, identity) for end in self._endpoints]
+
     def _beat(self) -> None:
-        socket = connect_dealer(self._context, self._keys, self._endpoint, self.worker_id + "/hb")
+        sockets = self._connect(self.worker_id + "/hb")
         while not self._stop.wait(self.heartbeat_s):
             if not self.mute.is_set():
-                socket.send(encode(self.state()))
-        socket.close()
+                for socket in sockets:
+                    socket.send(encode(self.state()))
+        for socket in sockets:
+            socket.close()
 
     def _run(self) -> None:
-        socket = connect_dealer(self._context, self._keys, self._endpoint, self.worker_id)
-        socket.send(encode(self.register_message()))
+        self._sockets = self._connect(self.worker_id)
+        poller = zmq.Poller()
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+        self._send_all(self.register_message())
         next_step = time.monotonic()
         while not self._stop.is_set():
             with self._lock:
                 outbox, self._outbox = self._outbox, []
                 adopted, self._adopted = self._adopted, []
             for raw in outbox:
-                socket.send(raw)
+                for socket in self._sockets:
+                    socket.send(raw)
             for job in adopted:
                 self.jobs[job.request.request_id] = job
-            if socket.poll(1):
+            poller.poll(1)
+            for line, socket in enumerate(self._sockets):
                 while socket.poll(0):
-                    self._receive(router_to_worker.decode(socket.recv()))
+                    self._receive(router_to_worker.decode(socket.recv()), line)
             if self.jobs and not self.hold.is_set() and time.monotonic() >= next_step:
                 next_step = time.monotonic() + self.step_s
-                outputs = self._step()
-                if outputs:
-                    socket.send(encode(self._step_output(outputs)))
-        socket.close()
+                lines = {request_id: job.line for request_id, job in self.jobs.items()}
+                by_line: dict[int, list[TokenOutput]] = defaultdict(list)
+                for output in self._step():
+                    by_line[lines.get(output.request_id, 0)].append(output)
+                for line, outputs in by_line.items():
+                    self._sockets[line].send(encode(self._step_output(outputs)))
+        for socket in self._sockets:
+            socket.close()
 
-    def _receive(self, message: object) -> None:
+    def _send_all(self, message: msgspec.Struct) -> None:
+        for socket in self._sockets:
+            socket.send(encode(message))
+
+    def _receive(self, message: object, line: int) -> None:
         match message:
             case Registered():
-                self.registered.set()
+                self._confirmed.add(line)
+                if len(self._confirmed) == len(self._endpoints):
+                    self.registered.set()
+            case Unregistered():
+                self._sockets[line].send(encode(self.register_message()))
+            case PrepareToLeave():
+                self._send_all(
+                    Leaving(
+                        worker_id=self.worker_id,
+                        incarnation=self.incarnation,
+                        role=message.role,
+                        next_incarnation=message.next_incarnation,
+                    )
+                )
+            case Leave():
+                self._let_go.add(line)
+                if len(self._let_go) == len(self._endpoints):
+                    self.has_left.set()
+            case Prefetch() if self.prefetches is not None:
+                answer = Prefetched(
+                    worker_id=self.worker_id,
+                    incarnation=self.incarnation,
+                    request_id=message.request.request_id,
+                    complete=self.prefetches,
+                )
+                self._sockets[line].send(encode(answer))
             case Generate():
                 assert message.incarnation == self.incarnation
                 self.generated.append(message.request)
                 tokens = self.script(message.request)
-                self.jobs[message.request.request_id] = Job(message, tokens, self.finish_reason)
+                self.jobs[message.request.request_id] = Job(message, tokens, self.finish_reason, line)
             case Abort():
                 self.aborted.extend(message.request_ids)
                 for request_id in message.request_ids:

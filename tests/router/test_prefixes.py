@@ -45,7 +45,7 @@ class Router:
         self.sent: list[Any] = []
         self.feed = KvFeed(self.registry, self.metrics, self._send)
         self.registry.on_registered = self.feed.add
-        shared = (ServeConfig(), Journal(), self.registry, self.metrics, self._send)
+        shared = (ServeConfig(), Journal("r"), self.registry, self.metrics, self._send)
         planner = DraftPlanner(ServeConfig(), shared[1], self.registry, self._send)
         self.placer = Placer(*shared, placement_policy("least_loaded"), self.feed, planner)
         self.numbers: dict[str, int] = {}

@@ -37,7 +37,7 @@ def run_child(
     role: RoleSpec,
     config: dict[str, Any],
     worker_id: str,
-    endpoint: str,
+    endpoints: list[str],
     keys: ClusterKeys,
     pipe: Connection,
     fault: str,
@@ -65,7 +65,9 @@ def run_child(
     global faulty_loop
     faulty_loop = role.loop, fault
     try:
-        launch = Launch(role=faulty, worker_id=worker_id, router_endpoint=endpoint, config=checked, keys=keys)
+        launch = Launch(
+            role=faulty, worker_id=worker_id, router_endpoints=endpoints, config=checked, keys=keys
+        )
         run_worker(launch, handle)
         reason = ""
     except Exception as error:

@@ -37,6 +37,8 @@ from protocol.sampling import SamplingParams
 from tests.worker.child import run_child
 
 WAIT_S = 30.0
+ROUTER = "router"
+"""Its incarnation."""
 
 
 def tiny_config(model: Path, **changes: Any) -> ServeConfig:
@@ -84,7 +86,7 @@ class RunningWorker:
                 ROLES[role],
                 msgspec.to_builtins(config),
                 worker_id,
-                cluster.endpoint,
+                cluster.endpoints,
                 cluster.keys,
                 theirs,
                 fault,
@@ -138,13 +140,15 @@ class RunningWorker:
 
 
 class Cluster:
-    """The router's side of the sockets."""
+    """The router's side of the sockets. Workers that it starts connect to all `endpoints`, its own first."""
 
-    def __init__(self) -> None:
-        self.keys = ClusterKeys.generate()
+    def __init__(self, keys: ClusterKeys | None = None, router: str = ROUTER) -> None:
+        self.keys = keys or ClusterKeys.generate()
+        self._router = router
         self.context: zmq.Context[Any] = zmq.Context()
         self._authenticator = start_authenticator(self.context, self.keys)
         self._socket, self.endpoint = bind_router(self.context, self.keys, "127.0.0.1")
+        self.endpoints = [self.endpoint]
         self.registered: dict[str, Register] = {}
         self.states: dict[str, WorkerState] = {}
         self.outputs: dict[str, list[tuple[str, TokenOutput]]] = defaultdict(list)
@@ -238,7 +242,8 @@ class Cluster:
         match message:
             case Register():
                 self.registered[message.address.worker_id] = message
-                self.send(identity.decode(), Registered(incarnation=message.address.incarnation))
+                registered = Registered(incarnation=message.address.incarnation, router=self._router)
+                self.send(identity.decode(), registered)
             case WorkerState():
                 self.states[message.incarnation] = message
             case KvEvents():

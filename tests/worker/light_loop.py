@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from unittest import mock
@@ -15,7 +15,15 @@ import worker.loop
 from engine.engine import Engine
 from kvtransfer.interface import Closed, Completed, Failed, ReceiveEvent, SendEvent, TransferError
 from protocol.handoff import Extent
-from protocol.messages import EngineRequest, Generate, PeerAddress, PeerReply, PeerRequest, TransferOffer
+from protocol.messages import (
+    EngineRequest,
+    Generate,
+    PeerAddress,
+    PeerReply,
+    PeerRequest,
+    RouterToWorker,
+    TransferOffer,
+)
 from protocol.roles import ROLES
 from speculation.remote import RemoteDrafter
 from speculation.speculator import speculate
@@ -188,14 +196,21 @@ class FakePeers:
 
 
 class FakeRouter:
-    """Keeps what the loop sends: outputs, and other messages."""
+    """The only router's line. Keeps what the loop sends: outputs, and other messages."""
 
     def __init__(self, socket: int) -> None:
         self.socket = socket
+        self.sockets = [socket]
         self.outputs: list[Any] = []
         self.messages: list[msgspec.Struct] = []
 
-    def send(self, message: msgspec.Struct) -> None:
+    def __iter__(self) -> Iterator[FakeRouter]:
+        yield self
+
+    def __len__(self) -> int:
+        return 1
+
+    def send(self, request_id: str, message: msgspec.Struct) -> None:
         self.messages.append(message)
 
     def send_outputs(self, outputs: list[Any]) -> None:
@@ -256,10 +271,11 @@ class LightLoop:
     def generate(
         self, request: EngineRequest, decode: PeerAddress | None = None, incarnation: str = OURS, **more: Any
     ) -> None:
-        self.loop._on_router_message(
-            Generate(incarnation=incarnation, request=request, decode=decode, **more)
-        )
+        self.hear(Generate(incarnation=incarnation, request=request, decode=decode, **more))
         self.flush()
+
+    def hear(self, message: RouterToWorker) -> None:
+        self.loop._on_router_message(message, self.router)
 
     def deliver(self) -> None:
         """Let the loop see the transfers' events."""

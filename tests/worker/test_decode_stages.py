@@ -145,7 +145,7 @@ class DecodeStages(RuleBasedStateMachine):
     @rule(name=st.sampled_from(list(PROMPTS)))
     def abort(self, name: str) -> None:
         with self.withdrawing(name):
-            self.light.loop._on_router_message(Abort(request_ids=[name]))
+            self.light.hear(Abort(request_ids=[name]))
         assert name not in self.light.table
 
     @contextmanager
@@ -340,7 +340,7 @@ def arrive(light: LightLoop, grant: Reserved) -> None:
 def test_an_aborted_requests_blocks_wait_for_the_last_write(light: LightLoop, engine: Engine) -> None:
     grant = reserve(light)
     light.receiver.begin_write(grant.lease_id)
-    light.loop._on_router_message(Abort(request_ids=["short"]))
+    light.hear(Abort(request_ids=["short"]))
     again = reserve(light)
     assert not set(again.extents[0].blocks) & set(grant.extents[0].blocks)
     assert sum(engine.blocks.available) == NUM_BLOCKS - 4
@@ -398,7 +398,7 @@ def test_a_request_that_is_aborted_before_its_first_step_is_forgotten(
     grant = reserve(light)
     arrive(light, grant)
     assert hand_off(light, manifest_of(engine, grant, "prefill-0")).error is None
-    light.loop._on_router_message(Abort(request_ids=["short"]))
+    light.hear(Abort(request_ids=["short"]))
     assert not light.requests and not light.loop._unstepped
 
 

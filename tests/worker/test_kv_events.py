@@ -29,7 +29,7 @@ from tests.worker.harness import request, tiny_config
 from tests.worker.light_loop import BLOCK_BYTES
 from tests.worker.tiny_model import VOCAB_SIZE
 from worker.kv_events import KvEventSender
-from worker.link import RouterLink
+from worker.link import RouterLinks
 from worker.parts import WorkerParts
 
 POOL, HOST = 24, 16
@@ -68,7 +68,8 @@ class Wire:
             context=self.context,
             engine=self.engine,
         )
-        self.link = RouterLink(self.parts, self.endpoint)
+        self.links = RouterLinks(self.parts, [self.endpoint])
+        (self.link,) = self.links
         register = Register(
             address=PeerAddress(worker_id="w", incarnation=incarnation, control="tcp://x:1"),
             role="decode",
@@ -80,7 +81,7 @@ class Wire:
             cache=self.engine.cache_format,
         )
         self.registry.register(register)
-        self.sender = KvEventSender(self.parts, self.engine.blocks, self.link, None)
+        self.sender = KvEventSender(self.parts, self.engine.blocks, self.links, None)
 
     def _send_to_worker(self, worker: object, message: msgspec.Struct) -> bool:
         self._socket.send_multipart([b"w", encode(message)])
@@ -88,7 +89,7 @@ class Wire:
 
     def deliver(self) -> None:
         """All that the worker has sent so far reaches the feed."""
-        self.link.send_outputs([])
+        self.links.send_outputs([])
         while True:
             assert self._socket.poll(WAIT_MS)
             message = worker_to_router.decode(self._socket.recv_multipart()[1])
@@ -104,7 +105,7 @@ class Wire:
         assert self.link.socket.poll(WAIT_MS)
         for message in self.link.receive():
             assert isinstance(message, ReplayKvEvents)
-            self.sender.replay(message.first)
+            self.sender.replay(message.first, self.link)
 
     def run(self, *prompts: list[int]) -> None:
         """Serve the prompts; after each step the router is told."""
@@ -246,7 +247,7 @@ def test_a_restart_begins_anew(wire: Wire) -> None:
         wire.run(*prompts(3))
         wire.deliver()
         wire.lose = lambda message: False
-        wire.link.close()
+        wire.links.close()
         wire.start(incarnation)
         wire.run(*prompts(1))
         wire.deliver()

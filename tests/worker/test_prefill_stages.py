@@ -110,7 +110,7 @@ class PrefillStages(RuleBasedStateMachine):
     @rule(name=NAMES)
     def abort(self, name: str) -> None:
         before = self.light.table.get(name)
-        self.light.loop._on_router_message(Abort(request_ids=[name]))
+        self.light.hear(Abort(request_ids=[name]))
         assert name not in self.light.table
         if before is not None:
             self.withdrawn.add(before)
@@ -119,7 +119,7 @@ class PrefillStages(RuleBasedStateMachine):
     def redirect(self, name: str, decode: Any, fresh: bool) -> None:
         self.unknown += fresh and not self.light.loop.knows(name)
         incarnation = OURS if fresh else STALE
-        self.light.loop._on_router_message(Redirect(incarnation=incarnation, request_id=name, decode=decode))
+        self.light.hear(Redirect(incarnation=incarnation, request_id=name, decode=decode))
         self.light.flush()
 
     # --- the decode workers -----------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_a_message_for_another_incarnation_changes_nothing(light: LightLoop) -> 
     [output] = light.router.outputs
     assert (output.error_kind, output.finish_reason) == ("worker_lost", "error")
     light.generate(prompt_request("short"), DECODES[0])
-    light.loop._on_router_message(Redirect(incarnation=STALE, request_id="short", decode=None))
+    light.hear(Redirect(incarnation=STALE, request_id="short", decode=None))
     assert light.table.get("short").stage is PrefillStage.ASSIGNED
     assert light.loop.counters["stale_messages_total"] == 2
 
@@ -366,7 +366,7 @@ def test_an_aborted_request_is_taken_back_from_its_decode_worker(light: LightLoo
     light.step()
     if granted:
         light.loop.on_peer_reply(DECODES[0], grant("short", "lease"))
-    light.loop._on_router_message(Abort(request_ids=["short"]))
+    light.hear(Abort(request_ids=["short"]))
     peer, message = light.peers.sent[-1]
     assert peer is DECODES[0] and isinstance(message, Release)
     assert message.lease_id == ("lease" if granted else ANY_LEASE)

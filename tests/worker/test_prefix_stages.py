@@ -93,7 +93,7 @@ def test_blocks_wait_for_the_last_write(light: LightLoop, engine: Engine, how: s
     light.receiver.begin_write(lease)
     match how:
         case "abort":
-            light.loop._on_router_message(Abort(request_ids=["r"]))
+            light.hear(Abort(request_ids=["r"]))
         case "fails":
             light.receiver.tell(Failed(lease, "gone"))
             light.deliver()

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from protocol.kv_events import IDENTITY_BYTES
-from protocol.messages import Leave
+from protocol.messages import Leave, PrepareToLeave
 from tests.worker.harness import Cluster, request, tiny_config
 
 PROMPT = [5, 6, 7, 8]
@@ -79,7 +79,8 @@ def test_in_another_role_a_worker_tells_anew_what_it_has_cached(cluster: Cluster
         cluster.run(name)
     before = worker.address.incarnation
     cluster.wait(lambda: len(cluster.kv_events[before]) > 1)
-    cluster.send("decode-0", Leave(incarnation=before, role="prefill", next_incarnation="f" * 16))
+    cluster.send("decode-0", PrepareToLeave(incarnation=before, role="prefill", next_incarnation="f" * 16))
+    cluster.send("decode-0", Leave(incarnation=before))
     cluster.wait(lambda: bool(cluster.kv_events["f" * 16]))
     first = cluster.kv_events["f" * 16][0]
     assert first.sequence == 0

@@ -1,0 +1,1 @@
+"""Several routers, each in a process of its own, that the launcher starts and watches."""

@@ -1,0 +1,34 @@
+"""What the launcher asks of the one router in its own process, or of several in theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+
+class Routers(Protocol):
+    """`RouterServer` and `RouterPool` have these methods; all but `run` are for any thread."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def worker_endpoints(self) -> list[str]: ...
+
+    def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None: ...
+
+    def expect(self, worker_ids: Collection[str]) -> None: ...
+
+    def on_leave(
+        self, keep_no_longer: Callable[[str], None], renew: Callable[[str, str, str], None]
+    ) -> None: ...
+
+    def silence_of(self, worker_id: str, incarnation: str) -> float | None: ...
+
+    def start_ups(self) -> dict[str, Mapping[str, str]]: ...
+
+    def restore_signals(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def run(self, on_start: Callable[[], None] = ...) -> None: ...

@@ -1,0 +1,221 @@
+"""The routers' processes: the launcher's main thread keeps them, its other thread asks things of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from deploy.routers.messages import (
+    MAX_MESSAGE_BYTES,
+    CannotStart,
+    Expect,
+    FromRouter,
+    KnownWorker,
+    Leaves,
+    Renews,
+    Report,
+    StartRouter,
+    Stop,
+    ToRouter,
+    WorkerDied,
+)
+from deploy.routers.ports import RouterPorts
+from messaging.sockets import ClusterKeys
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from router.server import RouterPlace, http_url
+
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.1
+LEAST_LIFE_S = 1.0
+"""A router that dies sooner after its start is started anew only then."""
+
+
+@dataclass(eq=False)
+class _Router:
+    """A router's place, through all its incarnations. It is `ready` from its first report on."""
+
+    place: RouterPlace
+    process: subprocess.Popen[bytes] | None = None
+    control: socket.socket | None = None
+    started: float = 0.0
+    heard: float = 0.0
+    ready: bool = False
+    was_ready: bool = False
+    workers: Mapping[str, KnownWorker] = field(default_factory=dict)
+
+    def send(self, message: ToRouter) -> None:
+        """What does not fit is for a router that is stuck: it gets killed for that."""
+        if self.control is not None:
+            with contextlib.suppress(OSError):
+                self.control.send(msgspec.msgpack.encode(message), socket.MSG_DONTWAIT)
+
+
+class RouterPool:
+    """Has the methods that `RouterServer` has for the launcher, and `run` in its place.
+
+    A router that dies is started anew, and one that says nothing for twice --worker-timeout is killed. Their
+    requests are lost with them, and nobody else's: workers free what those held.
+    """
+
+    def __init__(self, config: ServeConfig, keys: ClusterKeys, link_host: str) -> None:
+        self._ports = RouterPorts(config, link_host)
+        self._config = msgspec.structs.replace(config, port=self._ports.port)
+        self._keys = keys
+        self._link_host = link_host
+        self._routers = [_Router(place) for place in self._ports.places]
+        self.worker_endpoints = [f"tcp://{link_host}:{place.link_port}" for place in self._ports.places]
+        self.url = http_url(config.host, self._ports.port)
+        self._selector = selectors.DefaultSelector()
+        self._expected: list[str] = []
+        self._keep_no_longer: Callable[[str], None] = lambda worker_id: None
+        self._renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
+        self._stops_asked = self._stops_sent = 0
+        self._restore_signals = threading.Event()
+
+    # --- for the launcher's thread ----------------------------------------------------------------
+
+    def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
+        self._tell(WorkerDied(worker_id, incarnation, reason))
+
+    def expect(self, worker_ids: Collection[str]) -> None:
+        self._expected = list(worker_ids)
+        self._tell(Expect(self._expected))
+
+    def on_leave(self, keep_no_longer: Callable[[str], None], renew: Callable[[str, str, str], None]) -> None:
+        self._keep_no_longer, self._renew = keep_no_longer, renew
+
+    def silence_of(self, worker_id: str, incarnation: str) -> float | None:
+        """How long no router has heard of the worker; None while none knows it. While no router listens
+        nobody can tell, and no worker is blamed.
+        """
+        listening = [router for router in self._routers if router.ready]
+        known = [router.workers[worker_id] for router in listening if worker_id in router.workers]
+        silences = [worker.silence_s for worker in known if worker.incarnation == incarnation]
+        if silences or not listening:
+            return min(silences, default=0.0)
+        return None
+
+    def start_ups(self) -> dict[str, Mapping[str, str]]:
+        return {name: known.start_up for router in self._routers for name, known in router.workers.items()}
+
+    def stop(self) -> None:
+        self._stops_asked += 1
+
+    def restore_signals(self) -> None:
+        self._restore_signals.set()
+
+    # --- for the main thread ----------------------------------------------------------------------
+
+    def run(self, on_start: Callable[[], None] = lambda: None) -> None:
+        """Keep the routers running until `stop`. Raises `ConfigError` if one cannot start at all."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: self.stop())
+        try:
+            for router in self._routers:
+                self._start(router)
+            while not all(router.was_ready for router in self._routers) and not self._stops_asked:
+                self._watch()
+            on_start()
+            while not self._stops_asked or any(router.process is not None for router in self._routers):
+                self._watch()
+        finally:
+            for router in self._routers:
+                if router.process is not None:
+                    self._bury(router)
+            self._selector.close()
+            self._ports.close()
+
+    def _watch(self) -> None:
+        for key, _ in self._selector.select(WATCH_INTERVAL_S):
+            self._read(key.data)
+        now = time.monotonic()
+        for router in self._routers:
+            if router.process is not None:
+                self._look_at(router, now)
+            elif not self._stops_asked and now - router.started > LEAST_LIFE_S:
+                self._start(router)
+        if self._restore_signals.is_set():
+            self._restore_signals.clear()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.getsignal(number))
+        while self._stops_sent < self._stops_asked:
+            self._stops_sent += 1
+            self._tell(Stop())
+
+    def _look_at(self, router: _Router, now: float) -> None:
+        limit = 2 * self._config.worker_timeout if router.ready else self._config.start_timeout
+        if now - router.heard > limit:
+            self._on_end(router, f"it said nothing for {limit:g} s")
+
+    def _read(self, router: _Router) -> None:
+        if router.control is None:
+            return
+        try:
+            data = router.control.recv(MAX_MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self._on_end(router, "its process ended")
+            return
+        router.heard = time.monotonic()
+        match msgspec.msgpack.decode(data, type=FromRouter):  # type: ignore[arg-type]
+            case Report(workers):
+                router.workers = workers
+                if not router.ready:
+                    router.ready = router.was_ready = True
+                    router.send(Expect(self._expected))
+            case Leaves(worker_id):
+                self._keep_no_longer(worker_id)
+            case Renews(worker_id, role, incarnation):
+                self._renew(worker_id, role, incarnation)
+            case CannotStart(reason):
+                if not router.was_ready:
+                    raise ConfigError(reason)
+                log.error("router %s cannot start: %s", router.place.router_id, reason)
+
+    def _tell(self, message: ToRouter) -> None:
+        for router in self._routers:
+            router.send(message)
+
+    # --- one router -------------------------------------------------------------------------------
+
+    def _start(self, router: _Router) -> None:
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            router.process = subprocess.Popen(
+                [sys.executable, "-m", "deploy.routers.process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        router.control = control
+        router.started = router.heard = time.monotonic()
+        router.ready, router.workers = False, {}
+        self._selector.register(control, selectors.EVENT_READ, router)
+        router.send(StartRouter(self._config, self._keys, self._link_host, router.place))
+
+    def _on_end(self, router: _Router, reason: str) -> None:
+        self._bury(router)
+        if not self._stops_asked:
+            log.error("router %s ended: %s; it is started anew", router.place.router_id, reason)
+
+    def _bury(self, router: _Router) -> None:
+        assert router.process is not None and router.control is not None
+        router.process.kill()
+        router.process.wait()
+        self._selector.unregister(router.control)
+        router.control.close()
+        router.process, router.control, router.ready, router.workers = None, None, False, {}

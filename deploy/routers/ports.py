@@ -1,0 +1,60 @@
+"""The ports of several routers, kept by the launcher for as long as it runs.
+
+A port is kept by a socket that is bound and does not listen: Linux lets a router bind the port too, and gives
+connections to those alone that listen. So a router that is started anew finds its ports free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from router.server import RouterPlace, bind_http
+
+_TRIES = 20
+
+
+class RouterPorts:
+    """`port` is every router's, `port` + 1 the first router's own, and so on. Raises `ConfigError`."""
+
+    def __init__(self, config: ServeConfig, link_host: str) -> None:
+        self._kept = contextlib.ExitStack()
+        self.port = self._keep_http(config)
+        links = [_keep(link_host, 0) for _ in range(config.router_replicas)]
+        for link in links:
+            self._kept.callback(link.close)
+        self.places = [
+            RouterPlace(
+                router_id=f"router-{index}", own_port=self.port + 1 + index, link_port=link.getsockname()[1]
+            )
+            for index, link in enumerate(links)
+        ]
+
+    def close(self) -> None:
+        self._kept.close()
+
+    def _keep_http(self, config: ServeConfig) -> int:
+        """Where any port will do, one that is followed by free ones."""
+        for attempt in range(_TRIES):
+            with contextlib.ExitStack() as kept:
+                first = kept.enter_context(_keep(config.host, config.port))
+                port: int = first.getsockname()[1]
+                try:
+                    for number in range(port + 1, port + 1 + config.router_replicas):
+                        kept.enter_context(_keep(config.host, number))
+                except ConfigError:
+                    if config.port or attempt == _TRIES - 1:
+                        raise
+                    continue
+                self._kept = kept.pop_all()
+                return port
+        raise AssertionError
+
+
+def _keep(host: str, port: int) -> socket.socket:
+    """Nobody else may have it yet, which only a socket of the usual kind tells."""
+    with bind_http(host, port) as probe:
+        port = probe.getsockname()[1]
+    return bind_http(host, port, shared=True, listens=False)

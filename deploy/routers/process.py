@@ -1,0 +1,98 @@
+"""A router's process: serves, reports to the launcher, and ends with it.
+
+python -m deploy.routers.process FD     FD: the control socket that it has from the launcher
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import socket
+import sys
+
+import msgspec
+
+from deploy.logs import set_up_logging
+from deploy.routers.messages import (
+    MAX_MESSAGE_BYTES,
+    CannotStart,
+    Expect,
+    FromRouter,
+    KnownWorker,
+    Leaves,
+    Renews,
+    Report,
+    StartRouter,
+    Stop,
+    ToRouter,
+    WorkerDied,
+)
+from protocol.errors import TandemError
+from router.server import RouterServer
+
+REPORT_INTERVAL_S = 0.25
+
+
+class _Control:
+    """The launcher's line to a router, on the router's event loop."""
+
+    def __init__(self, control: socket.socket, server: RouterServer) -> None:
+        self._control = control
+        self._server = server
+        server.on_leave(
+            lambda worker_id: self._send(Leaves(worker_id)),
+            lambda worker_id, role, incarnation: self._send(Renews(worker_id, role, incarnation)),
+        )
+
+    def attach(self) -> None:
+        """HTTP answers now."""
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._read)
+        self._report()
+
+    def _report(self) -> None:
+        workers = {
+            worker.key.worker_id: KnownWorker(worker.key.incarnation, worker.silence_s, dict(worker.start_up))
+            for worker in self._server.state.registry
+        }
+        self._send(Report(workers))
+        asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)
+
+    def _send(self, message: FromRouter) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone, as reading will show
+            self._control.send(msgspec.msgpack.encode(message))
+
+    def _read(self) -> None:
+        try:
+            data = self._control.recv(MAX_MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            for _ in range(2):
+                self._server.stop()  # the launcher is gone, and its workers go too
+            return
+        match msgspec.msgpack.decode(data, type=ToRouter):  # type: ignore[arg-type]
+            case WorkerDied(worker_id, incarnation, reason):
+                self._server.mark_dead(worker_id, incarnation, reason)
+            case Expect(worker_ids):
+                self._server.expect(worker_ids)
+            case Stop():
+                self._server.stop()
+
+
+def main(fd: int) -> None:
+    faulthandler.enable()
+    control = socket.socket(fileno=fd)
+    start = msgspec.msgpack.decode(control.recv(MAX_MESSAGE_BYTES), type=StartRouter)
+    set_up_logging(start.config, start.place.router_id)
+    try:
+        server = RouterServer(start.config, start.keys, start.link_host, start.place)
+    except TandemError as error:
+        control.send(msgspec.msgpack.encode(CannotStart(str(error))))
+        return
+    server.run(on_start=_Control(control, server).attach)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

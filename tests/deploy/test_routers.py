@@ -1,0 +1,94 @@
+"""`tandem serve --router-replicas 2`: a router dies, and only its own connections break."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from deploy.routers.ports import RouterPorts
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from router.server import bind_http
+from tests.deploy.server_process import ServerProcess, read_events
+
+BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+@pytest.fixture
+def server(tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    server = ServerProcess(tiny_folder, tmp_path / "log", "--router-replicas", "2")
+    yield server.wait_ready()
+    server.kill()
+
+
+def own_url(server: ServerProcess, index: int) -> str:
+    port = urlsplit(server.url).port
+    assert port is not None
+    return f"http://127.0.0.1:{port + 1 + index}"
+
+
+def router(server: ServerProcess, index: int) -> dict[str, Any]:
+    return dict(httpx.get(f"{own_url(server, index)}/workers", timeout=10).json()["router"])
+
+
+def num_workers(server: ServerProcess, index: int) -> int:
+    try:
+        return len(httpx.get(f"{own_url(server, index)}/workers", timeout=10).json()["workers"])
+    except httpx.TransportError:
+        return 0
+
+
+def test_only_the_connections_of_a_lost_router_break(server: ServerProcess) -> None:
+    server.wait(lambda: num_workers(server, 0) == num_workers(server, 1) == 2, 10)
+
+    def stream(index: int) -> str:
+        url = f"{own_url(server, index)}/v1/completions"
+        with httpx.stream("POST", url, json=BODY, timeout=30) as response:
+            return "".join(event["choices"][0]["text"] for event in read_events(response))
+
+    whole = stream(1)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        before = router(server, 0)
+        with ThreadPoolExecutor(2) as pool:
+            lost, kept = pool.submit(stream, 0), pool.submit(stream, 1)
+            os.kill(before["pid"], number)
+            assert kept.result() == whole
+            with pytest.raises(httpx.TransportError):
+                lost.result()
+        answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"stream": False}, timeout=30)
+        assert answer.json()["choices"][0]["text"] == whole
+        server.wait(lambda: num_workers(server, 0) == 2, 20)
+        after = router(server, 0)
+        assert after["id"] == "router-0" and after["incarnation"] != before["incarnation"]
+        assert stream(0) == whole
+    assert server.log.count("router router-0 ended") == 2
+    server.signal(signal.SIGINT)
+    assert server.wait_end() == 0
+    assert server.leftovers() == []
+
+
+def test_a_taken_port_is_one_clear_error() -> None:
+    with bind_http("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            RouterPorts(ServeConfig(port=port, router_replicas=2), "127.0.0.1")
+
+
+def test_a_second_server_is_refused_the_routers_port() -> None:
+    config = ServeConfig(port=0, router_replicas=2)
+    with closing(RouterPorts(config, "127.0.0.1")) as ports:
+        assert [place.own_port for place in ports.places] == [ports.port + 1, ports.port + 2]
+        with (
+            bind_http("127.0.0.1", ports.port, shared=True),
+            pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{ports.port}"),
+        ):
+            RouterPorts(ServeConfig(port=ports.port, router_replicas=2), "127.0.0.1")

@@ -1,0 +1,164 @@
+"""Two routers serve the same workers: each its own requests, and neither harms the other's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import httpx
+import pytest
+from fake_worker import echo_script
+from router_clients import BODY, emitted, eventually, is_idle, post
+from several import TwoRouters
+
+from protocol.ids import router_of
+from protocol.messages import PeerAddress, Register, WorkerState
+from router.registry import Registry
+
+
+@pytest.fixture
+def two(model_folder):
+    with TwoRouters(model_folder, worker_timeout=10) as two:
+        yield two
+
+
+def token_ids(response: httpx.Response) -> list[int]:
+    assert response.status_code == 200, response.text
+    ids: list[int] = response.json()["choices"][0]["token_ids"]
+    return ids
+
+
+def test_each_router_gets_the_tokens_of_its_own_requests(two, pool):
+    decode = two.add_worker("decode-0")
+    prefill = two.add_worker("prefill-0", peers={"decode-0": decode})
+    answers = [
+        pool.submit(post, two.routers[number % 2], max_tokens=20 + number, return_token_ids=True)
+        for number in range(8)
+    ]
+    tokens = [token_ids(answer.result(10)) for answer in answers]
+    whole = echo_script(max(prefill.generated, key=lambda request: request.sampling.max_tokens))
+    assert tokens == [whole[: 20 + number] for number in range(8)]
+    owners = Counter(router_of(request.request_id) for request in prefill.generated)
+    assert owners == {router.server.state.incarnation: 4 for router in two.routers}
+    two.each(is_idle)
+
+
+def test_they_share_a_port_and_each_has_its_own(two):
+    two.add_worker("decode-0")
+    own = [httpx.get(f"{router.url}/workers").json()["router"] for router in two.routers]
+    assert [router["id"] for router in own] == ["router-0", "router-1"]
+
+    def answering() -> set[str]:
+        return {httpx.get(f"{two.url}/workers").json()["router"]["id"] for _ in range(20)}
+
+    eventually(lambda: answering() == {"router-0", "router-1"})
+    assert httpx.post(f"{two.url}/v1/completions", json=BODY).status_code == 200
+
+
+def test_a_router_that_knows_no_worker_takes_no_shared_connections(two):
+    two.add_worker("decode-0")
+    two.each(lambda router: len(router.server.state.registry.live()) == 1)
+    two.workers[0].mute.set()  # what the next router hears first are heartbeats
+    two.restart(0)
+    for _ in range(30):
+        assert httpx.get(f"{two.url}/ready").status_code == 200
+    assert httpx.get(f"{two.routers[0].url}/ready").status_code == 503
+    two.workers[0].mute.clear()
+    two.each(lambda router: len(router.server.state.registry.live()) == 1)
+    assert post(two.routers[0]).status_code == 200
+
+
+def test_load_that_others_sent_counts(two, pool):
+    """Reports tell each router what the other one has sent."""
+    busy = two.add_worker("decode-0", heartbeat_s=0.02)
+    busy.hold.set()
+    answers = [pool.submit(post, two.routers[0]) for _ in range(4)]
+    eventually(lambda: len(busy.jobs) == 4)
+    other = two.routers[1].server.state.registry
+    eventually(lambda: other.named("decode-0").load.requests == 4)
+    assert other.named("decode-0").load.rows == 4
+    idle = two.add_worker("decode-1")
+    assert post(two.routers[1]).status_code == 200
+    assert len(idle.generated) == 1
+    busy.hold.clear()
+    assert all(answer.result(10).status_code == 200 for answer in answers)
+    two.each(is_idle)
+
+
+@pytest.mark.parametrize("operator", [0, 1])
+def test_a_drain_through_either_router_takes_the_requests_of_both_off(two, pool, operator):
+    leaving = two.add_worker("decode-0")
+    leaving.stall_after = 5
+    answers = [pool.submit(post, router, max_tokens=40, return_token_ids=True) for router in two.routers]
+    two.each(lambda router: emitted(router) == [5])
+    staying = two.add_worker("decode-1")
+    report = two.routers[operator].http.post("/workers/decode-0/drain")
+    assert report.status_code == 200 and report.json()["moved"] == 1
+    expected = echo_script(leaving.generated[0])[:40]
+    assert [token_ids(answer.result(10)) for answer in answers] == [expected] * 2
+    assert leaving.has_left.wait(5) and not leaving.jobs
+    assert len(staying.generated) == 2
+    two.each(lambda router: [w.key.worker_id for w in router.server.state.registry] == ["decode-1"])
+    two.each(is_idle)
+
+
+def test_a_worker_waits_for_the_router_that_still_has_something_on_it(two, pool):
+    leaving = two.add_worker("decode-0")
+    leaving.stall_after, leaving.prefetches = 5, None
+    answer = pool.submit(post, two.routers[1], max_tokens=40)
+    eventually(lambda: emitted(two.routers[1]) == [5])
+    two.add_worker("decode-1")
+    assert two.routers[0].http.post("/workers/decode-0/drain").status_code == 200
+    two.each(lambda r: "decode-0" not in [w.key.worker_id for w in r.server.state.registry.live()])
+    assert not leaving.has_left.is_set()
+    leaving.stall_after = 100
+    assert answer.result(10).status_code == 200
+    assert leaving.has_left.wait(5)
+
+
+def test_a_router_that_is_started_anew_learns_of_the_workers(two, pool):
+    two.add_worker("decode-0")
+    first = two.routers[1].server.state.incarnation
+    other = pool.submit(post, two.routers[0], max_tokens=300)
+    router = two.restart(1)
+    assert router.server.state.incarnation != first
+    two.each(lambda router: len(router.server.state.registry.live()) == 1)
+    assert post(router).status_code == 200
+    assert other.result(10).status_code == 200
+    two.each(is_idle)
+
+
+def test_a_dead_worker_is_not_asked_to_register(two):
+    two.add_worker("decode-0")
+    router = two.routers[0]
+    worker = two.workers[0]
+    router.server.mark_dead(worker.worker_id, worker.incarnation, "it is thought to be dead")
+    dropped = router.metric("tandem_messages_dropped_total", reason="stale_incarnation")
+    eventually(
+        lambda: router.metric("tandem_messages_dropped_total", reason="stale_incarnation") > dropped + 2
+    )
+    assert not router.server.state.registry.live()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rows_of_others_count_where_there_are_others(shared):
+    registry = Registry(2.0, 16, shared)
+    state = WorkerState(
+        worker_id="w", incarnation="i", role="decode", num_running=6, total_blocks=100, free_blocks=60
+    )
+    registry.register(
+        Register(
+            address=PeerAddress(worker_id="w", incarnation="i", control="tcp://x:1"),
+            role="decode",
+            model="m",
+            max_model_len=1,
+            vocab_size=1,
+            eos_token_ids=[],
+            state=state,
+        )
+    )
+    load = registry.named("w").load
+    assert (load.rows, load.context_tokens) == ((6, 640) if shared else (0, 0))
+    registry.named("w").outstanding_rows = 2
+    registry.named("w").outstanding_context = 200
+    registry.update(state)
+    assert (load.rows, load.context_tokens) == ((6, 640) if shared else (2, 200))
