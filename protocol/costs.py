@@ -43,9 +43,13 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     decode_scaling: Coefficient = 0.0
     prefill_scaling: Coefficient = 0.0
 
+    @property
+    def borrows(self) -> bool:
+        return self.decode_scaling > 0 or self.prefill_scaling > 0
+
     def on(self, spread: float) -> StepCosts:
         """On `spread` times the worker's own cores."""
-        if spread <= 1 or not (self.decode_scaling or self.prefill_scaling):
+        if spread <= 1 or not self.borrows:
             return self
         decode, prefill = spread**-self.decode_scaling, spread**-self.prefill_scaling
         return msgspec.structs.replace(

@@ -270,8 +270,9 @@ class Registry:
     def _group_by_host(self) -> None:
         hosts: dict[str, list[WorkerSnapshot]] = defaultdict(list)
         for worker in self._workers.values():
-            hosts[worker.host].append(worker.load)
-            worker.load.on_host = hosts[worker.host]
+            if worker.host:
+                hosts[worker.host].append(worker.load)
+                worker.load.on_host = hosts[worker.host]
 
     def _remember_retired(self, key: WorkerKey) -> None:
         self._retired[key] = None

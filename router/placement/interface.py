@@ -89,9 +89,9 @@ class WorkerSnapshot:
     @property
     def costs_now(self) -> StepCosts:
         """With the cores that idle workers of its host lend."""
-        spread = self.spread(1)
-        if spread <= 1:
+        if not self.costs.borrows:
             return self.costs
+        spread = self.spread(1)
         known = self._known
         if known is None or known[0] is not self.costs or known[1] != spread:
             known = self._known = (self.costs, spread, self.costs.on(spread))

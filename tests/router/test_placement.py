@@ -200,6 +200,16 @@ def test_the_prediction_adds_up():
     assert found.total_s == pytest.approx(found.ttft_s + found.decode_s)
 
 
+def test_decoding_takes_longer_beside_the_prompts_that_come_meanwhile():
+    """As many as requests end; a request half as long as the mean meets half of them."""
+    load = {"rows": 4, "context_tokens": 1024}
+    without = predicted(placed("cost", [decode("d", **load)])).decode_s
+    for mean, share in ((128, 127 / 128), (254, 0.5)):
+        request = facts(mean_output_tokens=mean)
+        found = predicted(placed("cost", [decode("d", computed_tokens=1024, **load)], request)).decode_s
+        assert found - without == pytest.approx(4 * COSTS.chunks_s(256, 0, 512) * share, rel=1e-3)
+
+
 # --- workers of one host --------------------------------------------------------------------------
 
 LENDING = msgspec.structs.replace(COSTS, decode_scaling=0.5, prefill_scaling=0.9)

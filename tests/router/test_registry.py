@@ -18,10 +18,13 @@ class Recorder:
         self.registry.on_registered = lambda worker: self.greeted.append(worker.key.incarnation)
         self.registry.on_lost = lambda worker, reason: self.lost.append(worker.key.incarnation)
 
-    def register(self, incarnation: str, max_model_len: int = 100, role: str = "decode", worker_id="w"):
+    def register(
+        self, incarnation: str, max_model_len: int = 100, role: str = "decode", worker_id="w", host=""
+    ):
         return self.registry.register(
             Register(
                 address=PeerAddress(worker_id=worker_id, incarnation=incarnation, control="tcp://x:1"),
+                host=host,
                 role=role,
                 model="m",
                 max_model_len=max_model_len,
@@ -186,3 +189,20 @@ def test_what_others_had_sent_is_not_counted_twice():
     worker.outstanding_requests = 0
     worker.count()
     assert worker.load.requests == 3
+
+
+def test_workers_of_one_host_know_each_other():
+    recorder = Recorder()
+    hosts = {"a": "one", "b": "one", "c": "two", "d": "", "e": ""}
+    workers = {name: recorder.register(f"{name}1", worker_id=name, host=host) for name, host in hosts.items()}
+
+    def beside(name):
+        return [other.worker_id for other in workers[name].load.on_host]
+
+    assert [beside(name) for name in hosts] == [["a", "b"], ["a", "b"], ["c"], [], []]
+    workers["b"] = recorder.register("b2", worker_id="b", host="one")
+    assert workers["a"].load.on_host[1] is workers["b"].load
+    recorder.registry.mark_dead("a", "a1", "it died")
+    assert beside("b") == ["b"]
+    recorder.registry.dismiss(workers["c"])
+    assert beside("b") == ["b"]
