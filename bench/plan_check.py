@@ -1,10 +1,11 @@
 """How well `tandem plan` predicts: the same loads on a real server and in the simulation.
 
-    python -m bench.plan_check [--rates 2,4,6] [--seconds 20] [--repeats 3] [--output FOLDER] [serve options]
+    python -m bench.plan_check [--rates 2,4,6] [--seconds 15] [--repeats 3] [--output FOLDER] [serve options]
 
-A server with the given options is measured as `tandem profile` does. Then each load runs on a fresh one
-`--repeats` times, loads in turn, and once in the simulation. The ratios are simulated over measured, of the
-median run: 1 is exact.
+A server with the given options runs that splits every request, with cores of its own for each worker. In
+each of `--repeats` rounds it is measured as `tandem profile` does, since machines are not equally fast all
+the time, and gets each load once; the same load is simulated with that profile. The ratios are simulated over
+measured, the median of the rounds: 1 is exact.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,45 +41,57 @@ BLOCK_TOKENS = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rates", default="2,4,6", help="requests a second of each load")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each run")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=48)
     parser.add_argument("--output", type=Path)
     options, serve_options = parser.parse_known_args()
     rates = [float(rate) for rate in options.rates.split(",")]
-    with serving([*serve_options, *ALWAYS_SPLIT]) as http:
-        profile = calibrate(str(http.base_url), [made_by("python -m bench.plan_check")])
-    loads = {rate: requests(rate, options) for rate in rates}
-    runs: dict[float, list[list[float]]] = {rate: [] for rate in rates}
+    serve_options += ["--worker-threads", str(options.threads), *ALWAYS_SPLIT]
+    rounds: dict[float, list[Round]] = {rate: [] for rate in rates}
+    profiles = []
     with serving(serve_options) as http:
-        layout = deployed(http.get("/cluster").json())
-        for repeat in range(options.repeats):
-            salt = {"cache_salt": f"run-{repeat}"}  # or else it finds the prompts of the run before
-            target = Target(str(http.base_url), profile.name, ignore_eos=True, extra_body=salt)
-            for rate, load in loads.items():
-                runs[rate].append(figures(run_load(target, load).summary))
-    rows = {
-        rate: (np.median(runs[rate], axis=0).tolist(), simulate(profile, layout, loads[rate]))
-        for rate in rates
-    }
-    show(rows)
+        url, layout = str(http.base_url), deployed(http.get("/cluster").json())
+        for number in range(options.repeats):
+            profile = calibrate(url, [made_by("python -m bench.plan_check")])
+            profiles.append(profile)
+            salt = {"cache_salt": f"round-{number}"}  # or else it finds the prompts of the one before
+            target = Target(url, profile.name, ignore_eos=True, extra_body=salt)
+            for rate in rates:
+                load = requests(rate, number, options)
+                real = figures(run_load(target, load).summary)
+                rounds[rate].append(Round(real, simulate(profile, layout, load)))
+                print(f"round {number}, {rate:g}/s: {rounds[rate][-1]}", flush=True)
+    show(rounds)
     if options.output is not None:
         write_results(
             options.output,
             "python -m bench.plan_check",
-            {"profile": msgspec.to_builtins(profile), "runs": runs, "loads": rows},
+            {"profiles": msgspec.to_builtins(profiles), "rounds": rounds},
         )
 
 
-def requests(rate: float, options: Any) -> list[LoadRequest]:
+class Round(NamedTuple):
+    """Seconds, in the order of `FIGURES`."""
+
+    measured: list[float]
+    simulated: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        return [ours / real for ours, real in zip(self.simulated, self.measured, strict=True)]
+
+
+def requests(rate: float, number: int, options: Any) -> list[LoadRequest]:
     return Load(
         num_prompts=round(rate * options.seconds),
         random_input_len=options.input_len,
         random_output_len=options.output_len,
         random_range_ratio=0.8,
         request_rate=rate,
-        seed=round(rate * 1000),
+        seed=round(rate * 1000) + number,
     ).requests()
 
 
@@ -106,15 +119,17 @@ def figures(summary: Summary) -> list[float]:
     return [summary.ttft.p50, summary.ttft.p90, summary.tpot.p50, summary.tpot.p90]
 
 
-def show(rows: dict[float, tuple[list[float], list[float]]]) -> None:
-    table = Table(title="simulated / measured, milliseconds and ratio", title_justify="left")
+def show(rounds: dict[float, list[Round]]) -> None:
+    table = Table(title="simulated / measured, milliseconds and median ratio", title_justify="left")
     table.add_column("requests/s", justify="right")
     for name in FIGURES:
         table.add_column(name, justify="right")
-    for rate, (measured, predicted) in rows.items():
+    for rate, found in rounds.items():
+        columns = zip(*(np.median(each, axis=0) for each in zip(*found, strict=True)), strict=True)
+        ratios = np.median([each.ratios for each in found], axis=0)
         cells = [
-            f"{ours * 1e3:.1f} / {real * 1e3:.1f} = {ours / real:.2f}"
-            for ours, real in zip(predicted, measured, strict=True)
+            f"{ours * 1e3:.1f} / {real * 1e3:.1f} = {ratio:.2f}"
+            for (real, ours), ratio in zip(columns, ratios, strict=True)
         ]
         table.add_row(f"{rate:g}", *cells)
     Console(width=120).print(table)

@@ -38,11 +38,14 @@ class Slo(msgspec.Struct, frozen=True):
 class Scenario(msgspec.Struct, frozen=True):
     """`colocated`: every worker serves whole requests. `disaggregated`: every request is split.
     `conditional`: the policy `cost` splits a request where that is predicted to cost less.
+
+    `placement` is the policy; where all is split, `cost` chooses for prefill alone.
     """
 
     mode: Mode
     prefill: int
     decode: int
+    placement: str = "cost"
 
     @property
     def flags(self) -> str:
@@ -53,8 +56,8 @@ class Scenario(msgspec.Struct, frozen=True):
         return workers if self.mode == "conditional" else f"{workers} --decode-placement least_loaded"
 
     def layout(self, slo: Slo) -> Layout:
-        decode = "least_loaded" if self.mode == "disaggregated" else "cost"
-        policy = placement_policy("cost", decode=decode)
+        is_apart = self.mode == "disaggregated" and self.placement == "cost"
+        policy = placement_policy(self.placement, decode="least_loaded" if is_apart else None)
         return Layout(self.prefill, self.decode, policy, self.mode != "colocated", slo.ttft_s, slo.tpot_s)
 
 
