@@ -96,11 +96,12 @@ def _worker(worker: Worker) -> dict[str, Any]:
 
 
 def _request(request: LiveRequest, now: float) -> dict[str, Any]:
-    choice = request.choice
+    choice, plan = request.choice, request.draft_plan
     return {
         "request_id": request.request_id,
         "stage": request.stage,
         "workers": dict(request.workers) if request.assigned else {},
+        "drafts_at": None if plan is None or plan.at is None else plan.at.worker_id,
         "seconds": now - request.generation.arrival,
         "prompt_tokens": len(choice.prompt.token_ids),
         "tokens": choice.num_tokens,

@@ -7,6 +7,7 @@ import re
 import pytest
 from router_clients import eventually, make_pair, post
 
+from protocol.speculation import SpeculativeConfig
 from tests.chromium import Visit, need_browser, open_browser
 
 need_browser()
@@ -200,6 +201,32 @@ def test_new_placements_move_unless_motion_is_unwanted(make_router, open_page):
     assert post(router).status_code == 200
     visit.has("#decisions li", 3)
     assert visit.page.evaluate("window.dots") == 1
+
+
+def test_a_draft_worker_stands_beside_those_it_drafts_for(make_router, open_page, pool):
+    router = make_router(draft_replicas=1, speculative_config=SpeculativeConfig(method="draft_model"))
+    counters = {"drafted_tokens_total": 200.0, "drafted_tokens_wrong_total": 50.0, "draft_requests_open": 3.0}
+    router.add_worker("draft-0", "draft", counters=counters)
+    prefill, decode = make_pair(router, stall_after=5)
+    prefill.stall_after = 1000
+    running = pool.submit(post, router)
+    eventually(lambda: router.http.get("/requests").json()["stages"]["decode"])
+    (found,) = router.http.get("/requests").json()["requests"]
+    assert found["drafts_at"] == "draft-0"
+    visit = open_page(router)
+    row = "#workers tr:has(th:text-is('draft-0'))"
+    visit.shows(row, "75 % right200 drafted for others")
+    visit.shows(f"{row} td:nth-of-type(2)", "3")
+    visit.has("#diagram path.busy.decode", 1)
+    visit.has("#diagram path.busy.draft", 1)
+    right = "element => element.getBoundingClientRect().right"
+    decodes, drafts = (
+        visit.page.locator(f"#diagram g.{role}").evaluate(right) for role in ("decode", "draft")
+    )
+    assert decodes < drafts, "in a column of its own"
+    decode.stall_after = 1000
+    assert running.result(5).status_code == 200
+    visit.has("#diagram path.busy", 0)
 
 
 def test_it_looks_while_it_is_seen_and_says_when_nothing_answers(router, browser):

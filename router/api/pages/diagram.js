@@ -23,6 +23,8 @@ export function drawDiagram(seen) {
   picture.setAttribute("height", height);
   const flows = flowsOf(seen);
   picture.replaceChildren(...flows.map(line), ...labels(seen.links), dots, ...[...nodes.values()].map(node));
+  const left = seen.workers.length - (nodes.size - 1);
+  if (left) picture.append(svg("text", { class: "small", x: 0, y: height - 4 }, `${count(left)} more in the table`));
 }
 
 /** Prefill, decode, and one for each further role where there is room; else those stand below decode. */
@@ -41,7 +43,7 @@ function columnsOf(workers, width) {
 /** Those that are shown of many. */
 const busiest = (members) =>
   members.length <= MAX_IN_COLUMN ? members
-    : [...members].sort((one, other) => (other.num_running ?? 0) - (one.num_running ?? 0)).slice(0, MAX_IN_COLUMN);
+    : [...members].sort((one, other) => (other.running ?? 0) - (one.running ?? 0)).slice(0, MAX_IN_COLUMN);
 
 /** Fills `nodes`; returns the height. */
 function layOut({ stages }, columns, width) {
@@ -93,18 +95,16 @@ function flowsOf({ workers, links, requests }) {
   for (const { from, to } of links) add(from, to, "transfer", 0);
   const drafters = workers.filter(({ role }) => role === "draft");
   for (const worker of workers.filter(({ role }) => role === "decode")) {
-    for (const { id } of drafters) add(worker.id, id, "draft", draftedElsewhere(worker) / drafters.length);
+    for (const { id } of drafters) add(worker.id, id, "draft", 0);
   }
-  for (const { stage, workers: by } of requests) {
+  for (const { stage, workers: by, drafts_at: drafter } of requests) {
     if (stage === "prefill") add("router", by.prefill ?? by.decode, "prefill", 1);
     if (stage === "transfer") add(by.prefill, by.decode, "transfer", 1);
     if (stage === "decode") add(by.prefill ?? "router", by.decode, "decode", 1);
+    if (stage === "decode" && drafter) add(by.decode, drafter, "draft", 1);
   }
   return [...flows.values()].filter(({ from, to }) => nodes.has(from) && nodes.has(to));
 }
-
-const draftedElsewhere = ({ speculation }) =>
-  speculation?.methods?.find(({ method }) => method === "remote")?.num_requests ?? 0;
 
 function line({ from, to, stage, number }) {
   const width = number ? Math.min(7, 1.5 + Math.sqrt(number)) : 1;
@@ -116,13 +116,16 @@ function track(from, to) {
   const [one, other] = [nodes.get(from), nodes.get(to)];
   const begin = [one.x + one.width, one.y + NODE.height / 2];
   const end = [other.x, other.y + NODE.height / 2];
-  if (end[0] < begin[0]) return `M${begin} C${begin[0] + 18},${begin[1]} ${begin[0] + 18},${end[1]} ${other.x + other.width},${end[1]}`;
+  if (end[0] < begin[0]) return aside(begin, [other.x + other.width, end[1]]);
   const between = [...nodes.values()].filter((node) => node.x > begin[0] && node.x + node.width < end[0]);
   if (!between.length) return curve(begin, end);
   const left = Math.min(...between.map((node) => node.x));
   const right = Math.max(...between.map((node) => node.x + node.width));
   return `${curve(begin, [left, lane])} L${right},${lane} ${curve([right, lane], end).replace(/^M\S+/, "")}`;
 }
+
+/** Between two of one column. */
+const aside = (begin, end) => `M${begin} C${begin[0] + 18},${begin[1]} ${end[0] + 18},${end[1]} ${end}`;
 
 function curve(begin, end) {
   const bend = (end[0] - begin[0]) / 2;
@@ -137,8 +140,9 @@ function labels(links) {
     const [one, other] = [nodes.get(from), nodes.get(to)];
     const room = other.x - one.x - one.width;
     if (room < 90) return [];
-    const at = { class: "label", x: one.x + one.width + room / 2, y: (one.y + other.y) / 2 + NODE.height / 2 + 4, "text-anchor": "middle" };
-    return svg("text", at, speed ? `${transport} ${bytes(speed)}/s` : transport);
+    const [x, y] = [one.x + one.width + room / 2, (one.y + other.y + NODE.height) / 2 + 4];
+    const facts = speed ? `${transport} ${bytes(speed)}/s` : transport;
+    return svg("text", { class: "label", x, y, "text-anchor": "middle" }, facts);
   });
 }
 
@@ -150,7 +154,8 @@ export function sendDots({ fresh }) {
     const stops = ["router", by.prefill, by.decode].filter((id) => id && nodes.has(id));
     if (stops.length < 2) return;
     const path = stops.slice(1).map((id, place) => track(stops[place], id)).join(" ");
-    const move = svg("animateMotion", { dur: `${0.6 * (stops.length - 1)}s`, path, begin: "indefinite", fill: "freeze" });
+    const dur = `${0.6 * (stops.length - 1)}s`;
+    const move = svg("animateMotion", { dur, path, begin: "indefinite", fill: "freeze" });
     const dot = svg("circle", { r: 0 }, move);
     dots.append(dot);
     setTimeout(() => {

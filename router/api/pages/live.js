@@ -42,7 +42,8 @@ export async function look() {
   } finally {
     isLooking = false;
   }
-  if (!document.hidden) timer = setTimeout(look, Math.min(INTERVAL_MS * Math.max(1, failures), MAX_INTERVAL_MS));
+  const pause = Math.min(INTERVAL_MS * Math.max(1, failures), MAX_INTERVAL_MS);
+  if (!document.hidden) timer = setTimeout(look, pause);
 }
 
 function show(seen) {
@@ -53,7 +54,7 @@ function show(seen) {
   showDecisions(seen.decisions);
   sendDots(seen);
   const ready = seen.workers.filter((worker) => worker.state === "ready").length;
-  health(ready === seen.workers.length ? "good" : "bad", `${ready} of ${seen.workers.length} workers ready`);
+  health(ready && ready === seen.workers.length ? "good" : "bad", `${ready} of ${seen.workers.length} workers ready`);
 }
 
 function fail(message) {

@@ -95,7 +95,11 @@ function end(stop) {
 /** Fields that are left empty are left to the server. */
 function parameters() {
   const { max_tokens, temperature, top_p, seed, stop, drafts } = form.elements;
-  const fields = { max_tokens: max_tokens.valueAsNumber, temperature: temperature.valueAsNumber, top_p: top_p.valueAsNumber };
+  const fields = {
+    max_tokens: max_tokens.valueAsNumber,
+    temperature: temperature.valueAsNumber,
+    top_p: top_p.valueAsNumber,
+  };
   if (seed.value) fields.seed = seed.valueAsNumber;
   if (stop.value) fields.stop = stop.value;
   if (!drafts.checked) fields.speculative = { enabled: false };
@@ -134,7 +138,8 @@ function addSpans(answer, spans) {
 function finish(timing) {
   const [choice] = timing.choices;
   const decoding = choice.total_s - choice.ttft_s;
-  const said = [`${plural(choice.tokens, "token")} in ${seconds(timing.total_s)}`, `the first after ${seconds(choice.ttft_s)}`];
+  const whole = `${plural(choice.tokens, "token")} in ${seconds(timing.total_s)}`;
+  const said = [whole, `the first after ${seconds(choice.ttft_s)}`];
   if (choice.tokens > 1 && decoding > 0) said.push(`then ${count((choice.tokens - 1) / decoding)} a second`);
   if (choice.drafted_tokens) {
     const rate = percent(choice.accepted_tokens / choice.drafted_tokens);

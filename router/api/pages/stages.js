@@ -11,7 +11,8 @@ export function stagesTable(timing) {
       html("th", { scope: "row" }, name),
       html("td", {}, html("div", { class: "track" }, ...bars.map((bar) => barOf(bar, total, kind, point)))),
       html("td", {}, told)));
-  return html("table", { class: "stages" }, html("caption", {}, `Where ${seconds(total)} went`), html("tbody", {}, ...rows));
+  const caption = html("caption", {}, `Where ${seconds(total)} went`);
+  return html("table", { class: "stages" }, caption, html("tbody", {}, ...rows));
 }
 
 function barOf([begin, length], total, kind, point) {

@@ -31,7 +31,8 @@ export class Watch {
     const speed = same ? Math.max(0, computed - before.computed) / ((now - before.at) / 1000) : 0;
     const { incarnation, role } = worker;
     this.#known.set(worker.id, { incarnation, role, computed, at: now });
-    return { ...worker, costs, state: worker.lifecycle, speed };
+    const running = worker.num_running + (worker.counters.draft_requests_open ?? 0);
+    return { ...worker, costs, state: worker.lifecycle, speed, running };
   }
 
   /** Those that are being started, and those that were there a moment ago. */
@@ -64,7 +65,10 @@ function byRole(one, other) {
 /** Every pair's transport, with its speed once something has moved. */
 function linksOf(cluster, workers) {
   const links = new Map();
-  const add = (from, to, facts) => links.set(`${from} ${to}`, { from, to, moved: 0, refused: [], ...links.get(`${from} ${to}`), ...facts });
+  const add = (from, to, facts) => {
+    const known = links.get(`${from} ${to}`) ?? { from, to, moved: 0, refused: [] };
+    links.set(`${from} ${to}`, { ...known, ...facts });
+  };
   for (const { id, transports, pairs } of workers) {
     for (const [peer, transport] of Object.entries(transports)) {
       const refused = pairs.filter((pair) => pair.refused && ["", peer].includes(pair.peer));

@@ -26,7 +26,7 @@ const note = (text) => html("small", {}, text);
 
 const silence = (worker) => note(`for ${seconds(worker.silent_s)}`);
 
-const load = (worker) => [count(worker.num_running), note(`${count(worker.num_waiting)} waiting`)];
+const load = (worker) => [count(worker.running), note(`${count(worker.num_waiting)} waiting`)];
 
 function room(worker) {
   const cached = worker.total_blocks ? worker.cached_blocks / worker.total_blocks : 0;
@@ -41,7 +41,7 @@ function speed({ speed: now, role, costs }) {
   return [now >= 1 ? `${count(now)} tokens/s` : "idle", note(can)];
 }
 
-/** By method, since the worker began: how much was accepted, and how much it drafts now. */
+/** Since the worker began: by source, how much was accepted, and what it drafted for others. */
 function drafts({ counters, speculation }) {
   const found = Object.entries(counters).flatMap(([name, drafted]) => {
     const method = name.match(/^spec_decode_num_draft_tokens_total\{method="(.*)"\}$/)?.[1];
@@ -49,8 +49,11 @@ function drafts({ counters, speculation }) {
     const accepted = counters[`spec_decode_num_accepted_tokens_total{method="${method}"}`] ?? 0;
     const now = speculation?.methods?.find((each) => each.method === method);
     const depth = now?.num_requests ? `, ${count((now.num_tokens ?? 0) / now.num_requests)} a step now` : "";
-    return [percent(accepted / drafted), note(`${method}: ${count(accepted)} of ${count(drafted)}${depth}`)];
+    const source = method === "remote" ? "draft worker" : method;
+    return [percent(accepted / drafted), note(`${source}: ${count(accepted)} of ${count(drafted)}${depth}`)];
   });
+  const { drafted_tokens_total: drafted, drafted_tokens_wrong_total: wrong } = counters;
+  if (drafted) found.push(`${percent(1 - wrong / drafted)} right`, note(`${count(drafted)} drafted for others`));
   return found.length ? found : ["–"];
 }
 
@@ -75,4 +78,4 @@ function link({ from, to, transport, bytes_per_s: speed, moved, refused }) {
 export const atWork = (worker) =>
   worker.counters === undefined ? worker.state
     : worker.state !== "ready" ? worker.state
-      : plural(worker.num_running + worker.num_waiting, "request");
+      : plural(worker.running + worker.num_waiting, "request");
