@@ -1,10 +1,12 @@
-"""Whether requests survive the death of every worker, with the same tokens.
+"""Whether requests survive deaths and freezes of workers, with the same tokens, and what clients see of it.
 
-    python -m bench.kills [--requests 2000] [--concurrency 8] [--seconds 60]
+    python -m bench.kills [--requests 600] [--seconds 120] [--every 4] [options of tandem serve]
 
-The bundled model serves from 2 prefill and 3 decode workers while each of the five is killed once, at even
-intervals. Then the same requests run again without kills. `failed` counts those without an answer, and
-`different` those whose tokens are not those of the second run.
+The bundled model serves streams from 2 prefill and 3 decode workers. At even intervals one of them, drawn
+at random, is killed or frozen for good; with --router-replicas also a router now and then. Then the same
+requests run again without that. `failed` counts those without an answer, `broken` those whose own router was
+killed, `different` those whose tokens are not those of the second run. `pause_*` are the gaps of over 0.1 s
+between two events of a stream (or before its first) within which a fault came, by the kind of fault.
 """
 
 from __future__ import annotations
@@ -21,24 +23,35 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 
 from bench.peers.process import Command, RunningSystem
 from bench.peers.systems import free_port
 
 WORKERS = ["--prefill-replicas", "2", "--decode-replicas", "3"]
+KINDS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+LEAST_PAUSE_S = 0.1
+RESTART_S = 60.0
+CONCURRENCY = 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--every", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--router-replicas", type=int, default=1)
     options, serve_options = parser.parse_known_args()
-    with serving([*WORKERS, *serve_options]) as http:
-        print(json.dumps(measure(http, options.requests, options.concurrency, options.seconds)))
+    replicas = options.router_replicas
+    with serving([*WORKERS, "--router-replicas", str(replicas), *serve_options]) as http:
+        storm = Storm(http, replicas, random.Random(options.seed))
+        print(json.dumps(storm.measure(options.requests, options.seconds, options.every)))
 
 
 @contextmanager
@@ -55,58 +68,178 @@ def serving(serve_options: Sequence[str]) -> Iterator[httpx.Client]:
             yield http
 
 
-def measure(http: httpx.Client, requests: int, concurrency: int, seconds: float) -> dict[str, float]:
-    """Run the requests with kills, spread over so many seconds, and then without."""
-    interval = seconds / requests
-    killer = threading.Thread(target=kill_all, args=(http, seconds))
-    killer.start()
-    struck = run(http, requests, concurrency, interval)
-    killer.join()
-    whole = run(http, requests, concurrency, 0.0)
-    reasons = sorted({answer for answer in (*struck, *whole) if isinstance(answer, str)})
-    for reason in reasons:
-        print(reason, file=sys.stderr)
-    pairs = list(zip(struck, whole, strict=True))
-    return {
-        "requests": requests,
-        "failed": sum(isinstance(answer, str) for answer in struck),
-        "failed_without_kills": sum(isinstance(answer, str) for answer in whole),
-        "different": sum(not isinstance(one, str) and one != other for one, other in pairs),
-        "placed_anew": total(http, "tandem_requests_placed_anew_total"),
-        "parked": total(http, "tandem_requests_parked_total"),
-        "redirected": total(http, "tandem_handoff_redirects_total"),
-    }
+@dataclass
+class Fault:
+    kind: str
+    victim: str
+    at: float
 
 
-def run(http: httpx.Client, requests: int, concurrency: int, interval: float) -> list[list[int] | str]:
-    """Each request's tokens, or why it failed. One starts every `interval` seconds, if a client is free."""
-    start = time.monotonic()
+@dataclass
+class Answer:
+    """`events` are the times of the request and of each event; `router` is the index of who served it.
 
-    def ask(number: int) -> list[int] | str:
-        time.sleep(max(0.0, start + number * interval - time.monotonic()))
+    `broke_at` is when its connection broke.
+    """
+
+    router: int
+    events: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    error: str = ""
+    broke_at: float = 0.0
+
+
+class Storm:
+    def __init__(self, http: httpx.Client, replicas: int, rng: random.Random) -> None:
+        self._http = http
+        port = http.base_url.port or 80
+        own = [f"http://127.0.0.1:{port + 1 + index}" for index in range(replicas)]
+        self._urls = own if replicas > 1 else [str(http.base_url)]
+        self._rng = rng
+        self._faults: list[Fault] = []
+
+    def measure(self, requests: int, seconds: float, every: float) -> dict[str, Any]:
+        before = self._workers()
+        striker = threading.Thread(target=self._strike, args=(seconds, every))
+        striker.start()
+        struck = self._run(requests, seconds / requests)
+        striker.join()
+        restarted = self._all_back(before)
+        counted = {
+            name: total(self._http, f"tandem_{name}_total")
+            for name in ("requests_placed_anew", "requests_parked", "handoff_redirects", "handoff_takeovers")
+        }
+        whole = self._run(requests, 0.0)
+        broken = [answer for answer in struck if answer.error and self._is_explained(answer)]
+        failed = [answer for answer in struck if answer.error and not self._is_explained(answer)]
+        for answer in failed:
+            print(answer.error, file=sys.stderr)
+        pairs = list(zip(struck, whole, strict=True))
+        return {
+            "requests": requests,
+            "faults": len(self._faults),
+            "failed": len(failed),
+            "broken": len(broken),
+            "failed_without_faults": sum(bool(answer.error) for answer in whole),
+            "different": sum(not one.error and one.token_ids != other.token_ids for one, other in pairs),
+            "restarted": restarted,
+            **counted,
+            **self._pauses(struck),
+        }
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _run(self, requests: int, interval: float) -> list[Answer]:
+        """One starts every `interval` seconds, if a client is free."""
+        start = time.monotonic()
+
+        def ask(number: int) -> Answer:
+            time.sleep(max(0.0, start + number * interval - time.monotonic()))
+            return self._ask(number)
+
+        with ThreadPoolExecutor(CONCURRENCY) as clients:
+            return list(clients.map(ask, range(requests)))
+
+    def _ask(self, number: int) -> Answer:
         rng = random.Random(number)
         body = {
             "prompt": [rng.randrange(1, 1000) for _ in range(rng.randrange(8, 200))],
-            "max_tokens": rng.randrange(8, 64),
+            "max_tokens": rng.randrange(50, 400),
             "seed": number,
             "ignore_eos": True,
             "return_token_ids": True,
+            "stream": True,
         }
-        answer = http.post("/v1/completions", json=body)
-        if not answer.is_success:
-            return f"{answer.status_code}: {answer.text[:300]}"
-        token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
-        return token_ids
+        answer = Answer(number % len(self._urls), [time.monotonic()])
+        try:
+            self._stream(self._urls[answer.router], body, answer)
+        except httpx.ConnectError:  # that router is being started: another one takes the request
+            answer.router = -1
+            self._stream(str(self._http.base_url), body, answer)
+        except httpx.HTTPError as error:
+            answer.error, answer.broke_at = f"{type(error).__name__}: {error}", time.monotonic()
+        return answer
 
-    with ThreadPoolExecutor(concurrency) as clients:
-        return list(clients.map(ask, range(requests)))
+    def _stream(self, url: str, body: dict[str, Any], answer: Answer) -> None:
+        with self._http.stream("POST", f"{url.rstrip('/')}/v1/completions", json=body) as response:
+            if not response.is_success:
+                answer.error = f"{response.status_code}: {response.read()[:300]!r}"
+                return
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    answer.events.append(time.monotonic())
+                    event = json.loads(line[6:])
+                    if "choices" in event:
+                        answer.token_ids += event["choices"][0]["token_ids"]
+                    else:
+                        answer.error = line[:300]
 
+    # --- faults -----------------------------------------------------------------------------------
 
-def kill_all(http: httpx.Client, seconds: float) -> None:
-    workers = http.get("/workers").json()["workers"]
-    for worker in workers:
-        time.sleep(seconds / (len(workers) + 1))
-        os.kill(worker["pid"], signal.SIGKILL)
+    def _strike(self, seconds: float, every: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() + every < end:
+            time.sleep(every)
+            kind, victim, pid = self._choose()
+            self._faults.append(Fault(kind, victim, time.monotonic()))
+            os.kill(pid, KINDS[kind])
+
+    def _choose(self) -> tuple[str, str, int]:
+        """Any worker that is ready or, one time in six, a router where there are several."""
+        if len(self._urls) > 1 and self._rng.random() < 1 / 6:
+            router = self._rng.choice(self._routers())
+            return "killed", router["id"], router["pid"]
+        worker = self._rng.choice([w for w in self._workers() if w["lifecycle"] == "ready"])
+        return self._rng.choice(list(KINDS)), worker["id"], worker["pid"]
+
+    def _routers(self) -> list[dict[str, Any]]:
+        found = []
+        for url in self._urls:
+            try:
+                found.append(self._http.get(f"{url}/workers").json()["router"])
+            except httpx.TransportError:
+                continue
+        return found
+
+    def _workers(self) -> list[dict[str, Any]]:
+        while True:
+            try:
+                workers: list[dict[str, Any]] = self._http.get("/workers").json()["workers"]
+            except httpx.TransportError:  # the connection was to a router that was killed
+                continue
+            return workers
+
+    def _all_back(self, before: list[dict[str, Any]]) -> bool:
+        deadline = time.monotonic() + RESTART_S
+        expected = {worker["id"] for worker in before}
+        while time.monotonic() < deadline:
+            if {w["id"] for w in self._workers() if w["lifecycle"] == "ready"} == expected:
+                return len(self._routers()) == len(self._urls) or len(self._urls) == 1
+            time.sleep(0.2)
+        return False
+
+    # --- what was seen ----------------------------------------------------------------------------
+
+    def _is_explained(self, answer: Answer) -> bool:
+        """Its router was killed while it ran."""
+        deaths = [fault.at for fault in self._faults if fault.victim == f"router-{answer.router}"]
+        return any(answer.events[0] <= at <= answer.broke_at for at in deaths)
+
+    def _pauses(self, answers: list[Answer]) -> dict[str, float]:
+        seen: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for answer in answers:
+            for begin, end in zip(answer.events, answer.events[1:], strict=False):
+                kinds = {fault.kind for fault in self._faults if begin <= fault.at <= end}
+                if end - begin > LEAST_PAUSE_S and kinds:
+                    seen["frozen" if "frozen" in kinds else "killed"].append(end - begin)
+        figures: dict[str, float] = {}
+        for kind, pauses in seen.items():
+            figures[f"pauses_{kind}"] = len(pauses)
+            for name, share in (("median", 0.5), ("p99", 0.99), ("max", 1.0)):
+                figures[f"pause_{kind}_{name}_s"] = (
+                    round(float(np.quantile(pauses, share)), 3) if pauses else 0.0
+                )
+        return figures
 
 
 def total(http: httpx.Client, name: str) -> float:
