@@ -161,10 +161,13 @@ class Dispatcher:
         now = time.monotonic()
         worker.silence_s = 0.0
         num_tokens = 0
+        unknown: list[str] = []
         for output in message.outputs:
             request = self._journal.get(output.request_id)
             if request is None:
                 self._metrics.dropped("unknown_request")
+                if output.finish_reason is None:
+                    unknown.append(output.request_id)
             elif worker not in request.assigned.values():
                 self._metrics.dropped("not_the_holder")
             elif output.finish_reason in ("error", "abort"):
@@ -173,6 +176,8 @@ class Dispatcher:
                 self._place_anew_or_fail(request, kind, reason)
             else:
                 num_tokens += self._take_or_fail(request, worker, output, now)
+        if unknown:  # an abort got lost, or crossed this message
+            self._send(worker, Abort(request_ids=unknown))
         if num_tokens:
             self._metrics.generation_tokens.inc(num_tokens)
         if self._placer.num_parked:  # a finished request has left room for another

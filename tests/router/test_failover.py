@@ -547,3 +547,13 @@ def test_a_role_that_never_was_is_no_fallback(make_router):
     router.add_worker()
     assert post(router, max_tokens=2).status_code == 200
     assert router.metric("tandem_role_fallbacks_total", missing="prefill") == 0
+
+
+def test_what_a_worker_runs_that_nobody_asked_for_is_aborted(make_router):
+    """An abort got lost with a connection."""
+    worker = make_router().add_worker("decode-0")
+    running = TokenOutput(request_id="lost", token_ids=[5])
+    over = TokenOutput(request_id="over", token_ids=[5], finish_reason="length")
+    step = StepOutput(worker_id=worker.worker_id, incarnation=worker.incarnation, outputs=[over, running])
+    worker.post(encode(step))
+    eventually(lambda: worker.aborted == ["lost"])

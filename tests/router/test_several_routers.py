@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -84,6 +85,21 @@ def test_load_that_others_sent_counts(two, pool):
     two.each(is_idle)
 
 
+@pytest.mark.parametrize("policy", ["least_loaded", "cost"])
+def test_arrivals_at_both_between_two_reports_are_spread(model_folder, policy):
+    with TwoRouters(model_folder, worker_timeout=30, placement=policy) as two, ThreadPoolExecutor(64) as pool:
+        workers = [two.add_worker(f"decode-{index}", heartbeat_s=10) for index in range(4)]
+        for worker in workers:
+            worker.hold.set()
+        answers = [pool.submit(post, two.routers[number % 3 % 2], max_tokens=1) for number in range(64)]
+        eventually(lambda: sum(len(worker.generated) for worker in workers) == 64)
+        counts = [len(worker.generated) for worker in workers]
+        assert max(counts) <= 1.2 * min(counts)
+        for worker in workers:
+            worker.hold.clear()
+        assert all(answer.result(10).status_code == 200 for answer in answers)
+
+
 @pytest.mark.parametrize("operator", [0, 1])
 def test_a_drain_through_either_router_takes_the_requests_of_both_off(two, pool, operator):
     leaving = two.add_worker("decode-0")
@@ -103,10 +119,10 @@ def test_a_drain_through_either_router_takes_the_requests_of_both_off(two, pool,
 
 def test_a_worker_waits_for_the_router_that_still_has_something_on_it(two, pool):
     leaving = two.add_worker("decode-0")
-    leaving.stall_after, leaving.prefetches = 5, None
+    leaving.stall_after = 5
     answer = pool.submit(post, two.routers[1], max_tokens=40)
     eventually(lambda: emitted(two.routers[1]) == [5])
-    two.add_worker("decode-1")
+    two.add_worker("decode-1").prefetches = None
     assert two.routers[0].http.post("/workers/decode-0/drain").status_code == 200
     two.each(lambda r: "decode-0" not in [w.key.worker_id for w in r.server.state.registry.live()])
     assert not leaving.has_left.is_set()

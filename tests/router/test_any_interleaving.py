@@ -1,0 +1,465 @@
+"""Whatever happens in whatever order, no token is lost or doubled, and no load is counted for ever.
+
+The router's own parts, as `RouterState` wires them, against workers in miniature. Messages wait on their way
+in both directions until the test delivers them, so that those of the dead come late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from protocol.codec import encode, router_to_worker
+from protocol.config import ServeConfig
+from protocol.ids import new_incarnation
+from protocol.messages import (
+    Abort,
+    Generate,
+    HandoverFailed,
+    Leave,
+    Leaving,
+    PeerAddress,
+    Prefetch,
+    Prefetched,
+    PrepareToLeave,
+    Redirect,
+    Register,
+    StepOutput,
+    TokenOutput,
+    WorkerState,
+)
+from protocol.roles import ROLES
+from protocol.sampling import SamplingParams
+from router.choice import Choice, Prompt
+from router.errors import ApiError
+from router.journal import Generation
+from router.state import RouterState
+
+IDS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
+KINDS = ("worker_lost", "transfer", "overloaded", "timeout")
+SETTLING_ROUNDS = 400
+
+
+def script(prompt: list[int], position: int) -> int:
+    return (prompt[0] * 31 + position) % 500 + 1
+
+
+@dataclass
+class Job:
+    message: Generate
+    sent: int = 0
+    is_held: bool = False
+    """Its hand-over failed, and the router is to say what becomes of it."""
+
+    @property
+    def is_done(self) -> bool:
+        request = self.message.request
+        return len(request.output_token_ids) + self.sent >= request.sampling.max_tokens
+
+    def emit(self, count: int) -> TokenOutput:
+        request = self.message.request
+        start = len(request.output_token_ids) + self.sent
+        stop = min(start + count, request.sampling.max_tokens)
+        self.sent += stop - start
+        tokens = [script(request.prompt_token_ids, position) for position in range(start, stop)]
+        reason = "length" if self.is_done else None
+        return TokenOutput(request_id=request.request_id, token_ids=tokens, finish_reason=reason)
+
+
+@dataclass(eq=False)
+class MiniWorker:
+    worker_id: str
+    role: str
+    incarnation: str = field(default_factory=new_incarnation)
+    inbox: deque[Any] = field(default_factory=deque)
+    outbox: deque[Any] = field(default_factory=deque)
+    jobs: dict[str, Job] = field(default_factory=dict)
+    is_reachable: bool = True
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(worker_id=self.worker_id, incarnation=self.incarnation, control="tcp://x:1")
+
+    def say(self, *outputs: TokenOutput) -> None:
+        self.outbox.append(
+            StepOutput(worker_id=self.worker_id, incarnation=self.incarnation, outputs=list(outputs))
+        )
+
+    def state(self) -> WorkerState:
+        return WorkerState(worker_id=self.worker_id, incarnation=self.incarnation, role=self.role)
+
+
+class World:
+    def __init__(self, policy: str) -> None:
+        config = ServeConfig(placement=policy, max_queued_requests=20)
+        with mock.patch("router.state.WorkerLink"), mock.patch("router.state.Tokenizer.load"):
+            self.state = RouterState(config, None)  # type: ignore[arg-type]
+        for part in (
+            self.state.placer,
+            self.state.dispatcher,
+            self.state.drainer,
+            self.state.kv_feed,
+            self.state.draft_planner,
+        ):
+            part._send = self.send  # type: ignore[union-attr]
+        self.state.link = mock.Mock(send=self.send)
+        self.state.registry.expected = IDS
+        self.loop = asyncio.new_event_loop()
+        self.workers: dict[str, MiniWorker] = {}
+        self.dead: list[MiniWorker] = []
+        self.generations: list[Generation] = []
+        for worker_id in IDS:
+            self.start(worker_id)
+
+    def run(self, action: Callable[[], Any]) -> None:
+        async def act() -> None:
+            action()
+
+        self.loop.run_until_complete(act())
+
+    def hear(self, message: Any) -> None:
+        self.run(lambda: self.state._on_message(message))
+
+    def send(self, worker: Any, message: Any) -> bool:
+        target = self.workers.get(worker.key.worker_id)
+        if target is None or target.incarnation != worker.key.incarnation or not target.is_reachable:
+            return False
+        target.inbox.append(router_to_worker.decode(encode(message)))
+        return True
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def start(self, worker_id: str, role: str | None = None, incarnation: str | None = None) -> None:
+        worker = MiniWorker(worker_id, role or worker_id.partition("-")[0], incarnation or new_incarnation())
+        self.workers[worker_id] = worker
+        self.hear(
+            Register(
+                address=worker.address,
+                role=worker.role,
+                model="m",
+                max_model_len=1000,
+                vocab_size=600,
+                eos_token_ids=[0],
+                state=worker.state(),
+            )
+        )
+
+    def die(self, worker: MiniWorker, told: bool) -> None:
+        del self.workers[worker.worker_id]
+        self.dead.append(worker)
+        if told:
+            registry = self.state.registry
+            self.run(lambda: registry.mark_dead(worker.worker_id, worker.incarnation, "it was killed"))
+
+    def deliver(self, worker: MiniWorker, complete: bool = True) -> None:
+        """One message of the router's arrives."""
+        message = worker.inbox.popleft()
+        match message:
+            case Generate():
+                worker.jobs[message.request.request_id] = Job(message)
+            case Abort():
+                for request_id in message.request_ids:
+                    worker.jobs.pop(request_id, None)
+            case Redirect():
+                self._redirect(worker, message)
+            case Prefetch():
+                answer = Prefetched(
+                    worker_id=worker.worker_id,
+                    incarnation=worker.incarnation,
+                    request_id=message.request.request_id,
+                    complete=complete,
+                )
+                worker.outbox.append(answer)
+            case PrepareToLeave():
+                worker.next = (message.role, message.next_incarnation)  # type: ignore[attr-defined]
+            case Leave():
+                self._leave(worker)
+
+    def _leave(self, worker: MiniWorker) -> None:
+        assert not any(self.state.journal.get(request_id) for request_id in worker.jobs)
+        del self.workers[worker.worker_id]
+        self.dead.append(worker)
+        role, incarnation = getattr(worker, "next", (None, None))
+        self.start(worker.worker_id, role, incarnation)
+
+    def _redirect(self, worker: MiniWorker, message: Redirect) -> None:
+        job = worker.jobs.get(message.request_id)
+        if job is None:
+            gone = TokenOutput(
+                request_id=message.request_id, token_ids=[], finish_reason="error", error_kind="worker_lost"
+            )
+            worker.say(gone)
+            return
+        job.message = _with_decode(job.message, message.decode)
+        job.is_held = False
+        if job.sent and message.decode is not None:
+            self.hand_over(worker, job, None)
+
+    def step(self, worker: MiniWorker, count: int, refusal: str | None = None) -> None:
+        """Each of its requests gets so many tokens; prompts that are done are handed over, or refused."""
+        for request_id, job in list(worker.jobs.items()):
+            if job.is_held:
+                continue
+            if job.message.decode is None:
+                worker.say(job.emit(count))
+            elif not job.sent:
+                worker.say(job.emit(1))
+                if not job.is_done:
+                    self.hand_over(worker, job, refusal)
+            if job.is_done:
+                worker.jobs.pop(request_id, None)
+
+    def hand_over(self, worker: MiniWorker, job: Job, refusal: str | None) -> None:
+        assert job.message.decode is not None
+        decode = self.workers.get(job.message.decode.worker_id)
+        is_there = decode is not None and decode.incarnation == job.message.decode.incarnation
+        if refusal is None and is_there:
+            assert decode is not None
+            del worker.jobs[job.message.request.request_id]
+            decode.jobs[job.message.request.request_id] = Job(_with_decode(job.message, None), job.sent)
+            return
+        job.is_held = True
+        worker.outbox.append(
+            HandoverFailed(
+                worker_id=worker.worker_id,
+                incarnation=worker.incarnation,
+                request_id=job.message.request.request_id,
+                decode_incarnation=job.message.decode.incarnation,
+                error_kind=refusal or "worker_lost",  # type: ignore[arg-type]
+                reason="it did not work",
+            )
+        )
+
+    # --- what must always hold --------------------------------------------------------------------
+
+    def check(self) -> None:
+        for generation in self.generations:
+            for request in generation.requests:
+                prompt, tokens = request.choice.prompt.token_ids, request.output_token_ids
+                assert tokens == [script(prompt, position) for position in range(len(tokens))]
+                if request.choice.finish_reason is not None and generation.error is None:
+                    assert len(tokens) == request.sampling.max_tokens
+        live = list(self.state.journal)
+        for worker in self.state.registry:
+            mine = [request for request in live if worker in request.holders]
+            rows = [request for request in live if request.assigned.get("decode") is worker]
+            prompts = [request for request in live if request.waits_at is worker]
+            assert worker.outstanding_requests == len(mine)
+            assert worker.outstanding_rows == len(rows)
+            assert worker.outstanding_context == sum(request.num_prefill_tokens for request in rows)
+            assert worker.outstanding_computed == sum(request.num_computed_beside for request in rows)
+            assert worker.outstanding_prompts == len(prompts)
+            assert worker.outstanding_prefill_tokens == sum(request.num_uncached for request in prompts)
+
+    def settle(self) -> None:
+        """Nothing more happens to the workers: all that was begun comes to its end, and leaves nothing."""
+        for worker_id in IDS:
+            worker = self.workers.get(worker_id)
+            if worker is None:
+                self.start(worker_id)
+            else:
+                worker.is_reachable = True
+                self.hear(worker.state())
+        for _ in range(SETTLING_ROUNDS):
+            for worker in list(self.workers.values()):
+                while worker.inbox and self.workers.get(worker.worker_id) is worker:
+                    self.deliver(worker)
+                self.step(worker, 5)
+                self.hear(worker.state())
+            for worker in [*self.dead, *self.workers.values()]:
+                while worker.outbox:
+                    self.hear(worker.outbox.popleft())
+            self.run(self.state.dispatcher.resume_parked)
+            self.run(self.state.drainer.sweep)
+            self.check()
+            if all(each.is_over for each in self.generations) and not self._under_way():
+                break
+        assert all(generation.is_over for generation in self.generations)
+        assert not self._under_way()
+        assert not len(self.state.journal)
+        assert not self.state.placer.num_parked
+        assert not any(worker.outstanding_requests for worker in self.state.registry)
+
+    def _under_way(self) -> bool:
+        return any(worker.jobs or worker.inbox or worker.outbox for worker in self.workers.values())
+
+
+def _with_decode(message: Generate, decode: PeerAddress | None) -> Generate:
+    return Generate(incarnation=message.incarnation, request=message.request, decode=decode)
+
+
+class Interleaving(RuleBasedStateMachine):
+    policy = "least_loaded"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(self.policy)
+
+    def _worker(self, index: int) -> MiniWorker:
+        workers = list(self.world.workers.values())
+        return workers[index % len(workers)]
+
+    @rule(prompt=st.integers(1, 16), tokens=st.integers(1, 12), n=st.integers(1, 2))
+    def arrive(self, prompt: int, tokens: int, n: int) -> None:
+        world, now = self.world, time.monotonic()
+        choices = [
+            (Choice(index, Prompt([prompt] * 20), _NoText()), SamplingParams(max_tokens=tokens))  # type: ignore[arg-type]
+            for index in range(n)
+        ]
+        generation = Generation(choices, arrival=now, timeout_s=600.0)
+        world.generations.append(generation)
+
+        def start() -> None:
+            try:
+                world.state.dispatcher.start(generation)
+            except ApiError:
+                assert generation.is_over
+
+        world.run(start)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(
+        index=st.integers(0, 4), count=st.integers(1, 3), refusal=st.sampled_from([None, None, None, *KINDS])
+    )
+    def step(self, index: int, count: int, refusal: str | None) -> None:
+        self.world.step(self._worker(index), count, refusal)
+
+    @rule(index=st.integers(0, 4), number=st.integers(1, 4), complete=st.booleans())
+    def deliver(self, index: int, number: int, complete: bool) -> None:
+        worker = self._worker(index) if self.world.workers else None
+        for _ in range(number):
+            if worker is not None and worker.inbox and self.world.workers.get(worker.worker_id) is worker:
+                self.world.deliver(worker, complete)
+
+    @rule(index=st.integers(0, 9), number=st.integers(1, 4))
+    def hear(self, index: int, number: int) -> None:
+        """Also what the dead had said."""
+        speakers = [worker for worker in [*self.world.workers.values(), *self.world.dead] if worker.outbox]
+        for _ in range(number):
+            if speakers and speakers[index % len(speakers)].outbox:
+                self.world.hear(speakers[index % len(speakers)].outbox.popleft())
+
+    @precondition(lambda self: self.world.workers)
+    @rule(index=st.integers(0, 4), told=st.booleans())
+    def die(self, index: int, told: bool) -> None:
+        self.world.die(self._worker(index), told)
+
+    @rule(index=st.integers(0, 4))
+    def restart(self, index: int) -> None:
+        if IDS[index] not in self.world.workers:
+            self.world.start(IDS[index])
+
+    @precondition(lambda self: self.world.workers)
+    @rule(index=st.integers(0, 4), freezes=st.booleans())
+    def fall_silent(self, index: int, freezes: bool) -> None:
+        """Long enough to be taken for dead; or only its connection is lost."""
+        worker = self._worker(index)
+        known = self.world.state.registry.current(worker.worker_id, worker.incarnation)
+        if not freezes:
+            worker.is_reachable = False
+        elif known is not None:
+            known.silence_s = 100.0
+            self.world.run(lambda: self.world.state.registry.sweep(time.monotonic()))
+
+    @precondition(lambda self: self.world.workers)
+    @rule(index=st.integers(0, 4))
+    def speak_again(self, index: int) -> None:
+        worker = self._worker(index)
+        worker.is_reachable = True
+        self.world.hear(worker.state())
+
+    @precondition(lambda self: self.world.workers)
+    @rule(index=st.integers(0, 4), role=st.sampled_from([None, "prefill", "decode"]), operator=st.booleans())
+    def drain(self, index: int, role: str | None, operator: bool) -> None:
+        worker, drainer = self._worker(index), self.world.state.drainer
+
+        def act() -> None:
+            try:
+                if role is None:
+                    drainer.drain(worker.worker_id)
+                else:
+                    drainer.change_role(worker.worker_id, ROLES[role])
+            except ApiError:
+                return
+
+        if operator:
+            self.world.run(act)
+        else:
+            self.world.hear(Leaving(worker_id=worker.worker_id, incarnation=worker.incarnation))
+
+    @rule(late=st.booleans())
+    def sweep(self, late: bool) -> None:
+        """`late`: every drain is past its deadline."""
+        drainer = self.world.state.drainer
+        for drain in drainer._drains.values():
+            drain.began -= 1000.0 * late
+        self.world.run(drainer.sweep)
+        self.world.run(self.world.state.dispatcher.resume_parked)
+
+    @precondition(lambda self: self.world.generations)
+    @rule(index=st.integers(0, 50))
+    def cancel(self, index: int) -> None:
+        generation = self.world.generations[index % len(self.world.generations)]
+        self.world.run(lambda: self.world.state.dispatcher.cancel(generation))
+
+    @precondition(lambda self: self.world.workers)
+    @rule(index=st.integers(0, 4), kind=st.sampled_from(["worker_lost", "transfer", "internal"]))
+    def fail(self, index: int, kind: str) -> None:
+        worker = self._worker(index)
+        if worker.jobs:
+            request_id = next(iter(worker.jobs))
+            del worker.jobs[request_id]
+            worker.say(
+                TokenOutput(request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind)  # type: ignore[arg-type]
+            )
+
+    @invariant()
+    def holds(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        try:
+            self.world.settle()
+        finally:
+            self.world.loop.close()
+
+
+class _NoText:
+    """A detokenizer for a test that looks at tokens alone."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "cost"])
+def test_any_interleaving(policy: str) -> None:
+    machine = type("Interleaving", (Interleaving,), {"policy": policy})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+        ),
+    )
