@@ -34,6 +34,10 @@ ASK_AGAIN_S = 1.0
 """After which a draft worker that was silent is asked whether it is there."""
 REFUSAL_STANDS_S = 5.0
 """For which a request is not offered again to a draft worker that refused it."""
+ANSWER_PACE = 0.05
+"""[share] Weight of an answer in the mean time that they take."""
+ANSWERS_STAND_S = 60.0
+"""After which a draft worker that is not used counts as unmeasured: what made it slow may be over."""
 MAX_TOKENS_AT_ONCE = 2**20
 """In one message."""
 
@@ -117,6 +121,7 @@ class DraftClient:
         self._epochs = itertools.count(time.time_ns())
         self._orders: dict[str, DraftOrder] = {}
         self._lines: dict[str, _Line] = {}
+        self._answered_at: dict[str, float] = {}
 
     def incarnations(self) -> Iterable[str]:
         """The draft workers that something is awaited from."""
@@ -175,7 +180,7 @@ class DraftClient:
         if line is None or message.incarnation != peer.incarnation:
             self._counters.add("stale_messages_total")
             return
-        line.awaited_since = None
+        self._note_answer(line)
         if line.is_lost:
             line.is_lost = False
             log.info("draft worker %s answers again", peer.worker_id)
@@ -185,6 +190,16 @@ class DraftClient:
             self._on_behind(peer, behind)
         for refused in message.refused:
             self._on_refused(peer, refused)
+
+    def _note_answer(self, line: _Line) -> None:
+        since, line.awaited_since = line.awaited_since, None
+        if since is None:
+            return
+        now, worker_id = time.monotonic(), line.address.worker_id
+        answers, seconds = self._remote.answers, now - since
+        known = answers.get(worker_id, seconds)
+        answers[worker_id] = known + ANSWER_PACE * (seconds - known)
+        self._answered_at[worker_id] = now
 
     def _order(self, peer: PeerAddress, request_id: str, epoch: int) -> DraftOrder | None:
         order = self._orders.get(request_id)
@@ -220,6 +235,9 @@ class DraftClient:
 
     def expire(self, now: float) -> None:
         """Give up draft workers that do not answer, and ask those that were given up whether they do."""
+        for worker_id, answered_at in list(self._answered_at.items()):
+            if now - answered_at > ANSWERS_STAND_S:
+                del self._answered_at[worker_id], self._remote.answers[worker_id]
         used = {remote.at.incarnation for remote in self._remote.requests.values()}
         for incarnation, line in list(self._lines.items()):
             if incarnation not in used:

@@ -97,6 +97,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(ge=1, le=64),
         _doc("Routers, each a process of its own; all listen on --port, and each on a further port."),
     ] = 1
+    draft_placement: Annotated[
+        Literal["cost", "none", "local", "remote"],
+        _doc(
+            "Where drafts are made: `cost` where that brings most, else nowhere, on decode workers or on "
+            "draft workers, as far as that is possible and no request says otherwise."
+        ),
+    ] = "cost"
     ray_address: Annotated[str | None, _doc("Ray cluster to join; default: start a local one.")] = None
     worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
     worker_threads: Annotated[

@@ -133,12 +133,14 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """A worker's speculation, as its router sees it.
 
     `max_tokens` is the most that one request drafts in a step, 0 where the deployment does not speculate.
-    The current K of a method is `num_tokens / num_requests`.
+    The current K of a method is `num_tokens / num_requests`. A draft worker's answer is there `draft_answers`
+    seconds after it was told something, as measured; both sides look between two steps.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_NODES)] = 0
     methods: Annotated[list[MethodState], Meta(max_length=len(METHODS) + 1)] = []
     step_time: StepTimeState = StepTimeState()
+    draft_answers: Annotated[dict[str, Seconds], Meta(max_length=256)] = {}
 
 
 def parse_speculative_config(value: object, flag: str = "--speculative-config") -> SpeculativeConfig:

@@ -25,7 +25,7 @@ class DecisionLog:
         return list(self._decisions)[::-1][:count]
 
     def placed(self, request: LiveRequest, facts: RequestFacts, placement: Placement) -> None:
-        request.decision = PlacementDecision(request.request_id, facts, placement)
+        request.decision = PlacementDecision(request.request_id, facts, placement, request.drafts)
         self._decisions.append(request.decision)
 
     def answered(self, request: LiveRequest, now: float) -> None:

@@ -1,77 +1,255 @@
-"""Tells workers where each request's drafts are made, and tells them anew when draft workers come or go."""
+"""Plans where each request's drafts are made, and plans anew as load moves and draft workers come and go."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable
+from math import log2
+from typing import Literal
 
 import msgspec
 
 from protocol.config import ServeConfig
-from protocol.messages import DraftPlan, Replan
-from protocol.speculation import RequestSpeculation
+from protocol.messages import Replan
+from protocol.speculation import RequestClass, RequestSpeculation
 from router.journal import Journal, LiveRequest
+from router.metrics import Metrics
+from router.placement.drafts.decide import decide
+from router.placement.drafts.interface import (
+    DraftDecision,
+    DraftFacts,
+    DraftPlace,
+    DraftTarget,
+    SharedDrafter,
+    Where,
+)
+from router.placement.drafts.prospects import Prospects
 from router.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
 
+SWEEP_S = 0.005
+"""After so long a sweep stops, and the next one goes on where it did."""
+CANDIDATES = 2
+"""Draft workers that are compared, the least loaded ones."""
+EXPLORES_EVERY = 8
+"""Of so many requests that begin one is to show what drafts are worth, where they are ruled out. The decode
+worker's control spends one per cent of the time on that at most."""
+_PARTS_OF_A_DOUBLING = 8
+"""Loads that differ by less than such a part are taken as equal: predictions are no better."""
+
+Cause = Literal["load", "lost"]
+_Key = tuple[str, RequestSpeculation | None, RequestClass]
+
 
 class DraftPlanner:
-    """Runs on the event loop alone. Without draft workers in the deployment it plans nothing."""
+    """Runs on the event loop alone. `tokens_left` is what a request is expected to bring yet."""
 
     def __init__(
         self,
         config: ServeConfig,
         journal: Journal,
         registry: Registry,
+        metrics: Metrics,
         send: Callable[[Worker, msgspec.Struct], bool],
+        tokens_left: Callable[[LiveRequest], float],
     ) -> None:
-        self._options = config.speculative_config
-        self._is_needed = config.draft_replicas > 0
+        self._where: Literal["cost"] | Where = config.draft_placement
+        self._max_rows = config.max_num_seqs
+        self._deployed = config.speculative_config
         self._journal = journal
         self._registry = registry
+        self._metrics = metrics
         self._send = send
-        self._known: frozenset[str] = frozenset()
-        """The incarnations that could draft at the latest look."""
-        self._turn = 0
+        self._tokens_left = tokens_left
+        self._prospects: dict[_Key, tuple[object, Prospects]] = {}
+        self._drafting: Counter[tuple[Worker, Worker]] = Counter()
+        """Requests that the first worker decodes and the second drafts for."""
+        self._num_planned = 0
+        self._next = 0
+        """Place in the journal from which the next sweep goes on."""
 
-    def plan(self, request: LiveRequest) -> DraftPlan | None:
-        """For a request that is being placed. It stays with its draft worker as long as that is there; new
-        ones go to all of them in turn.
-        """
-        asked = request.generation.speculation or RequestSpeculation()
-        options = self._options
-        if not self._is_needed or options is None or asked.method not in (None, options.method):
-            return None
-        drafters = self._drafters()
-        if not drafters:
-            return None
-        before = request.draft_plan
-        held = [worker for worker in drafters if before is not None and worker.address == before.at]
-        if held:
-            return before
-        self._turn += 1
-        chosen = drafters[self._turn % len(drafters)]
-        return DraftPlan(method=options.method, max_tokens=options.max_speculative_tokens, at=chosen.address)
+    def plan(self, request: LiveRequest) -> None:
+        """It was assigned to workers, and is not with them yet."""
+        asked = request.generation.speculation
+        if self._deployed is None and (asked is None or asked.method is None):
+            return
+        self._num_planned += 1
+        request.explores_drafts = self._num_planned % EXPLORES_EVERY == 0
+        decision = self._decide(request, None)
+        self._adopt(request, decision)
+        self._metrics.draft_planned(decision.place.where)
 
     def sweep(self) -> None:
-        """Plan running requests anew if other draft workers are there than before."""
-        known = frozenset(worker.key.incarnation for worker in self._drafters())
-        if known == self._known:
-            return
-        self._known = known
-        for request in self._journal:
-            self._revise(request)
+        """Look at running requests again. To be called a few times a second."""
+        self._prospects.clear()
+        requests, began = list(self._journal), time.monotonic()
+        first = self._next if self._next < len(requests) else 0
+        self._next = 0
+        for index, request in enumerate(requests[first:], first):
+            if time.monotonic() - began > SWEEP_S:
+                self._next = index
+                break
+            self._reconsider(request)
 
-    def _revise(self, request: LiveRequest) -> None:
-        decode = request.assigned.get("decode")
-        plan = self.plan(request)
-        if decode is None or plan == request.draft_plan:
+    def leave(self, worker: Worker) -> None:
+        """If it is a draft worker, which was lost or is to go: its requests draft elsewhere."""
+        for request in self._journal if worker.role.purpose == "draft" else ():
+            if request.drafts_by is not None and request.drafts_by[1] is worker:
+                self._reconsider(request)
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _reconsider(self, request: LiveRequest) -> None:
+        current, decode = request.drafts.place, request.assigned.get("decode")
+        if current is None or decode is None or "prefill" in request.assigned or not request.has_answered:
+            return  # its decode worker does not have it yet
+        self._follow(request, decode)
+        cause: Cause = "load"
+        if request.drafts_by is not None and not self._is_there(request.drafts_by[1]):
+            cause = "lost"
+        decision = self._decide(request, current if cause == "load" else None)
+        if decision.place == current and cause == "load":
             return
-        request.draft_plan = plan
-        message = Replan(incarnation=decode.key.incarnation, request_id=request.request_id, plan=plan)
+        self._adopt(request, decision)
+        message = Replan(
+            incarnation=decode.key.incarnation, request_id=request.request_id, plan=request.draft_plan
+        )
         if not self._send(decode, message):
-            logger.warning("request %s keeps a plan of drafts that is out of date", request.request_id)
+            return  # it is about to be lost, with all that it runs
+        request.drafts.num_replans += 1
+        self._metrics.draft_replanned(cause)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request %s drafts %s instead of %s (%s): %s",
+                request.request_id,
+                _described(decision.place),
+                _described(current),
+                cause,
+                decision.reason,
+            )
 
-    def _drafters(self) -> list[Worker]:
-        return [w for w in self._registry if w.role.holds_draft and w.takes_requests]
+    def _follow(self, request: LiveRequest, decode: Worker) -> None:
+        """It may have been handed over to another decode worker than it was planned for."""
+        pair = request.drafts_by
+        if pair is not None and pair[0] is not decode:
+            self._count(pair, -1, -request.num_tokens_given)
+            request.drafts_by = decode, pair[1]
+            self._count(request.drafts_by, 1, request.num_tokens_given)
+
+    def _is_there(self, drafter: Worker) -> bool:
+        return drafter.takes_requests and self._registry.current(*drafter.key) is drafter
+
+    def _decide(self, request: LiveRequest, current: DraftPlace | None) -> DraftDecision:
+        facts = DraftFacts(
+            num_tokens=len(request.choice.prompt.token_ids) + len(request.output_token_ids),
+            tokens_left=self._tokens_left(request),
+            current=current,
+            explores=request.explores_drafts,
+        )
+        decision = decide(facts, self._prospects_of(request))
+        return decision if self._where == "cost" else _forced(decision, self._where)
+
+    def _adopt(self, request: LiveRequest, decision: DraftDecision) -> None:
+        self.end(request)
+        decode, at = request.assigned["decode"], decision.place.at
+        if at is not None:
+            request.drafts_by = decode, self._registry.named(at)
+            request.num_tokens_given = request.num_prefill_tokens
+            self._count(request.drafts_by, 1, request.num_tokens_given)
+        request.drafts.begin(decision, decode.key.worker_id, request.draft_counts)
+
+    def end(self, request: LiveRequest) -> None:
+        """It drafts no more, or elsewhere from now on."""
+        pair, request.drafts_by = request.drafts_by, None
+        if pair is not None:
+            self._count(pair, -1, -request.num_tokens_given)
+        period = request.drafts.end(request.draft_counts)
+        if period is not None and period.counts.steps:
+            counts = period.counts
+            predicted = period.decision.chosen.tokens_per_step * counts.steps
+            self._metrics.drafts_made(period.decision.place.where, counts.steps, predicted, counts.tokens)
+
+    def _count(self, pair: tuple[Worker, Worker], requests: int, tokens: int) -> None:
+        self._drafting[pair] += requests
+        if not self._drafting[pair]:
+            del self._drafting[pair]
+        drafter = pair[1]
+        drafter.outstanding_requests += requests
+        drafter.outstanding_rows += requests
+        drafter.outstanding_context += tokens
+        self._registry.changed(drafter)
+
+    # --- what is known ----------------------------------------------------------------------------
+
+    def _prospects_of(self, request: LiveRequest) -> Prospects:
+        """Those of requests like this one, reckoned once in a sweep unless the load changes."""
+        decode, asked = request.assigned["decode"], request.generation.speculation
+        request_class: RequestClass = "greedy" if request.sampling.is_greedy else "sampled"
+        key = decode.key.worker_id, asked, request_class
+        target, drafters = self._target(decode), self._drafters(decode, request)
+        load = (
+            decode.key.incarnation,
+            _bucket(target.rows),
+            [(each.worker_id, _bucket(each.others)) for each in drafters],
+        )
+        known = self._prospects.get(key)
+        if known is None or known[0] != load:
+            known = self._prospects[key] = load, Prospects(target, drafters, asked, request_class)
+        return known[1]
+
+    def _target(self, decode: Worker) -> DraftTarget:
+        load, deployed = decode.load, self._deployed
+        rows = load.requests if load.purpose == "decode" else load.rows
+        return DraftTarget(
+            rows=min(rows, self._max_rows),
+            context_tokens=load.context_tokens,
+            costs=load.costs,
+            speculation=decode.state.speculation,
+            method=deployed.method if deployed is not None else None,
+            fixed_tokens=deployed.fixed_tokens if deployed is not None else None,
+            drafts_itself=deployed is not None and deployed.decode_workers_draft,
+        )
+
+    def _drafters(self, decode: Worker, request: LiveRequest) -> list[SharedDrafter]:
+        if self._deployed is None or decode.role.purpose != "decode":
+            return []
+        names = [load.worker_id for load in self._registry.cluster.least_loaded("draft", CANDIDATES)]
+        if request.drafts_by is not None and self._is_there(request.drafts_by[1]):
+            names.append(request.drafts_by[1].key.worker_id)
+        return [self._drafter(decode, self._registry.named(name)) for name in dict.fromkeys(names)]
+
+    def _drafter(self, decode: Worker, drafter: Worker) -> SharedDrafter:
+        assert self._deployed is not None
+        load, known = drafter.load, decode.state.speculation
+        answers = known.draft_answers if known is not None else {}
+        return SharedDrafter(
+            worker_id=drafter.key.worker_id,
+            method=self._deployed.method,
+            costs=load.costs,
+            others=max(load.requests - self._drafting[decode, drafter], 0),
+            context_tokens=load.context_tokens / load.rows if load.rows > 0 else 0.0,
+            waiting_tokens=load.prefill_tokens,
+            answer_s=answers.get(drafter.key.worker_id, 0.0),
+        )
+
+
+def _forced(decision: DraftDecision, where: Where) -> DraftDecision:
+    """As the operator says, as far as that can be."""
+    options = [option for option in decision.options if option.place.where == where]
+    if not options:
+        return decision
+    chosen = max(options, key=lambda option: option.worth)
+    return DraftDecision(chosen, decision.options, f"--draft-placement={where}")
+
+
+def _bucket(count: float) -> int:
+    return round(_PARTS_OF_A_DOUBLING * log2(1 + max(count, 0.0)))
+
+
+def _described(place: DraftPlace) -> str:
+    return (
+        "nowhere" if place.method is None else f"up to {place.max_tokens} on {place.at or 'its own worker'}"
+    )

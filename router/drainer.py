@@ -152,6 +152,7 @@ class Drainer:
         if drain is None:
             logger.info("worker %s is drained", worker.key.worker_id)
             self._registry.drain(worker)
+            self._placer.drafts.leave(worker)
             done = asyncio.get_running_loop().create_future()
             drain = self._drains[worker] = Drain(worker, time.monotonic(), life, done)
             self._advance(drain)

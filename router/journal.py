@@ -18,6 +18,7 @@ from protocol.speculation import RequestSpeculation
 from router.choice import Choice
 from router.errors import ApiError
 from router.placement.decision import PlacementDecision
+from router.placement.drafts.history import DraftCounts, DraftHistory
 from router.prompt_blocks import hash_blocks
 from router.registry import Worker
 from router.times import RequestTimes
@@ -55,8 +56,12 @@ class LiveRequest:
         """Of these, those that the worker computes which decodes it."""
         self.decision: PlacementDecision | None = None
         """The current placement."""
-        self.draft_plan: DraftPlan | None = None
-        """Where the current placement's drafts are made."""
+        self.drafts = DraftHistory()
+        self.drafts_by: tuple[Worker, Worker] | None = None
+        """Who decodes it and the draft worker that drafts for it, which was given so many tokens to read."""
+        self.num_tokens_given = 0
+        self.explores_drafts = False
+        """Whether it is to show what drafts are worth by now."""
         self.prefilled_by: Worker | None = None
         """Whose prefix cache has the prompt, or will have it."""
         self.output_token_ids: list[int] = []
@@ -102,6 +107,22 @@ class LiveRequest:
     def num_prefill_tokens(self) -> int:
         """What the current placement computes before its first token, if nothing of it is cached."""
         return len(self.choice.prompt.token_ids) + self.num_emitted_before
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        choice, num_tokens = self.choice, len(self.output_token_ids)
+        return DraftCounts(
+            self.times.num_steps, max(num_tokens - 1, 0), choice.drafted_tokens, choice.accepted_tokens
+        )
+
+    @property
+    def draft_plan(self) -> DraftPlan | None:
+        """What its decode worker is told; None leaves it to that."""
+        place = self.drafts.place
+        if place is None:
+            return None
+        at = self.drafts_by[1].address if self.drafts_by is not None else None
+        return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=at)
 
     def start_placement(self) -> None:
         """It begins anew at other workers, with the tokens that it has."""

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from protocol.messages import RequestTiming
 from protocol.metrics import PREFIX, ROUTER, Metric
 from router.journal import LiveRequest
+from router.placement.drafts.interface import Where
 from router.registry import Worker
 from router.worker_metrics import WorkerCollector
 
@@ -56,6 +57,8 @@ class Metrics:
             name: self._metrics[f"placement_{name}_seconds_total"]
             for name in ("predicted", "observed", "error")
         }
+        self.draft_planned: Callable[[Where], None] = self._counting("draft_plans_total")
+        self.draft_replanned = self._counting("draft_replans_total")
         self._placed = self._counting("placements_total")
         self._succeeded = self._counting("request_success_total")
 
@@ -72,6 +75,11 @@ class Metrics:
         for name, seconds in (("predicted", predicted_s), ("observed", observed_s), ("error", error_s)):
             if 0 <= seconds < inf:
                 self._seconds[name].labels(quantity, self._model_name).inc(seconds)
+
+    def drafts_made(self, where: Where, steps: int, predicted: float, observed: int) -> None:
+        """A request's steps by one plan, the tokens that it expected of them, and those that they brought."""
+        for name, value in (("steps", steps), ("predicted_tokens", predicted), ("observed_tokens", observed)):
+            self._metrics[f"draft_plan_{name}_total"].labels(where, self._model_name).inc(value)
 
     def migrated(self) -> None:
         self._metrics["requests_migrated_total"].inc()

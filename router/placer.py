@@ -51,7 +51,6 @@ class Placer:
         send: Send,
         policy: PlacementPolicy,
         kv_feed: KvFeed,
-        draft_planner: DraftPlanner,
     ) -> None:
         self._config = config
         self._journal = journal
@@ -62,11 +61,11 @@ class Placer:
         self._parked: dict[LiveRequest, None] = {}
         self._missing: Task | None = None
         self._kv_feed = kv_feed
-        self._draft_planner = draft_planner
         self._state = PolicyState()
         self._mean_output = FIRST_OUTPUT
         self.loads = Loads(registry)
         self.decisions = DecisionLog(metrics)
+        self.drafts = DraftPlanner(config, journal, registry, metrics, send, self._tokens_left)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -103,7 +102,7 @@ class Placer:
         self.abort(unfinished)
         for request in unfinished:
             self._unpark(request)
-            self.loads.release(request)
+            self._release(request)
 
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         by_worker: dict[Worker, list[str]] = defaultdict(list)
@@ -142,7 +141,7 @@ class Placer:
         """It has all its tokens."""
         self.decisions.finished(request, now)
         self._mean_output += OUTPUT_PACE * (len(request.output_token_ids) - self._mean_output)
-        self.loads.release(request)
+        self._release(request)
 
     # --- parking ----------------------------------------------------------------------------------
 
@@ -197,15 +196,14 @@ class Placer:
             first.is_reachable = False
             self._registry.changed(first)
             unreachable = Refusal(f"worker {first.key.worker_id} cannot be reached")
-            self.loads.release(request)
+            self._release(request)
 
     def _facts(self, request: LiveRequest) -> RequestFacts:
         holder = request.prefilled_by
         holds = holder is not None and holder.live and holder.key.incarnation not in request.failed
-        left = request.sampling.max_tokens - len(request.output_token_ids)
         return RequestFacts(
             num_tokens=request.num_prefill_tokens,
-            output_tokens=min(left, self._mean_output),
+            output_tokens=self._tokens_left(request),
             mean_output_tokens=self._mean_output,
             disaggregate=self._config.disaggregation,
             prefix_at=holder.key.worker_id if holder is not None and holds else None,
@@ -217,6 +215,10 @@ class Placer:
             slo_tpot_s=request.generation.slo_tpot_s,
         )
 
+    def _tokens_left(self, request: LiveRequest) -> float:
+        """What it is expected to bring yet."""
+        return min(request.sampling.max_tokens - len(request.output_token_ids), self._mean_output)
+
     def _cached_tokens(self, request: LiveRequest) -> dict[str, int]:
         if request.sampling.prompt_logprobs is not None:  # it computes all of its prompt
             return {}
@@ -226,14 +228,19 @@ class Placer:
         """Write the placement down; returns the worker that begins."""
         request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
         request.workers = placement.workers
-        request.draft_plan = self._draft_planner.plan(request)
         first = request.holders[0]
         if first.role.purpose == "prefill":
             request.prefilled_by = first
         source = first.key.worker_id if placement.prefix is None else placement.prefix
         cached = min(facts.cached_tokens.get(source, 0), facts.num_tokens - 1)
         self.loads.take(request, facts.num_tokens - cached)
+        self.drafts.plan(request)
         return first
+
+    def _release(self, request: LiveRequest) -> None:
+        """Nobody works on it any more."""
+        self.drafts.end(request)
+        self.loads.release(request)
 
     def _dispatch(self, request: LiveRequest, worker: Worker, prefix: str | None) -> bool:
         now = time.monotonic()

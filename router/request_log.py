@@ -18,7 +18,9 @@ def describe(request: LiveRequest, now: float) -> str:
         f"prefill {_ms(timing.prefill_s)}",
     ]
     if choice.drafted_tokens:
+        where = " and ".join(dict.fromkeys(each.decision.place.where for each in request.drafts.periods))
         parts.append(f"drafted {choice.drafted_tokens}, accepted {choice.accepted_tokens}")
+        parts += [f"by the plan {where}"] if where else []
     if timing.transfer is not None:
         parts.append(_way(timing.transfer))
     return ", ".join(parts)

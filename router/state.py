@@ -26,7 +26,6 @@ from protocol.messages import (
 )
 from router.bodies import Bodies
 from router.dispatcher import Dispatcher
-from router.draft_planner import DraftPlanner
 from router.drainer import Drainer
 from router.errors import unavailable
 from router.journal import Journal
@@ -70,8 +69,7 @@ class RouterState:
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)
         self.kv_feed = KvFeed(self.registry, self.metrics, self.link.send)
         self.metrics.num_indexed_blocks.set_function(lambda: len(self.kv_feed.index))
-        self.draft_planner = DraftPlanner(config, self.journal, self.registry, self.link.send)
-        self.placer = Placer(*shared, policy, self.kv_feed, self.draft_planner)
+        self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
         self.registry.on_registered = self._greet
@@ -151,21 +149,20 @@ class RouterState:
         for other in live:
             if worker.role.name in other.role.pushes_to:
                 self.link.send(other, Peers(peers=[worker.address]))
-        self.draft_planner.sweep()
         self.dispatcher.resume_parked()
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
         self.dispatcher.worker_lost(worker, reason)
+        self.placer.drafts.leave(worker)
         self.drainer.lost(worker)
-        self.draft_planner.sweep()
 
     def _sweep(self) -> None:
         if self._loop is not None:
             self.registry.sweep(time.monotonic())
             self.kv_feed.sweep()
-            self.draft_planner.sweep()
             self.dispatcher.resume_parked()
             self.drainer.sweep()
+            self.placer.drafts.sweep()
             self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
 
 

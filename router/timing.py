@@ -18,7 +18,8 @@ class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
     that it was taken from. Then, at the workers that it ended at: worker_queue_s and prefill_s up to the
     first token, takeover_s from there to the decode worker's first output, decode_s to the last token.
     Beside the stages, ttft_s is from the arrival to the first token that the client got, decode_queue_s the
-    part of the hand-off in which the decode worker had all and its step was still to begin.
+    part of the hand-off in which the decode worker had all and its step was still to begin. `drafts` are the
+    plans of where its drafts were made, one after the other, and what came of each.
     """
 
     index: int
@@ -39,6 +40,7 @@ class ChoiceTiming(msgspec.Struct, frozen=True, kw_only=True):
     decode_steps: int
     drafted_tokens: int
     accepted_tokens: int
+    drafts: list[dict[str, Any]]
     placed_anew: int
     migrated: int
     redirected: int
@@ -81,6 +83,7 @@ def span_attributes(generation: Generation) -> dict[str, Any]:
         "gen_ai.latency.e2e": time.monotonic() - generation.arrival,
         "tandem.drafted_tokens": sum(choice.drafted_tokens for choice in generation.choices),
         "tandem.accepted_tokens": sum(choice.accepted_tokens for choice in generation.choices),
+        "tandem.draft_replans": sum(request.drafts.num_replans for request in requests),
         "tandem.decode_steps": sum(request.times.num_steps for request in requests),
         "tandem.placed_anew": sum(request.times.num_placed_anew for request in requests),
         "tandem.migrated": sum(request.times.num_migrated for request in requests),
@@ -103,7 +106,9 @@ def _stages(request: LiveRequest) -> list[Stage]:
         found.append(Stage("queue", placing - times.queue_s, placing, about))
     if times.placed_at:
         workers = {f"tandem.{task}_worker": worker for task, worker in request.workers.items()}
-        mode = {"tandem.mode": _mode(request)}
+        mode: dict[str, str] = {"tandem.mode": _mode(request)}
+        if request.drafts.periods:
+            mode["tandem.drafts"] = request.drafts.periods[-1].decision.place.where
         found.append(Stage("placement", placing, times.placed_at, about | workers | mode))
     if not times.answered_at:
         return found
@@ -159,6 +164,7 @@ def _choice_timing(request: LiveRequest) -> ChoiceTiming:
         decode_steps=times.num_steps,
         drafted_tokens=choice.drafted_tokens,
         accepted_tokens=choice.accepted_tokens,
+        drafts=request.drafts.periods_as_json(),
         placed_anew=times.num_placed_anew,
         migrated=times.num_migrated,
         redirected=request.redirects,

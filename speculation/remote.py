@@ -78,6 +78,8 @@ class RemoteDrafter(Drafter):
         self.requests: dict[str, RemoteRequest] = {}
         self.ended: list[RemoteRequest] = []
         """Those that are to be told to their draft workers."""
+        self.answers: dict[str, float] = {}
+        """Seconds until each draft worker's answer is there, on average. Written by the loop's thread."""
         self._first_granted = first_granted
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:

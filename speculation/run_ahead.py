@@ -80,6 +80,7 @@ class RunAhead:
                 sequence.append(token_id)
             sequence.num_computed += count
             outcome.num_tokens += count
+            outcome.num_accepted += count  # for the router: what a step brings to a row
 
     def _has_room(self, sequence: SequenceState, count: int) -> bool:
         if count <= 0 or self._chain is None or not self._chain.can_draft([sequence]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -315,7 +316,8 @@ class BatchSpeculator:
         if self._deployed is not None:
             fixed = self._deployed.fixed_tokens
             most = draft_shape(self._deployed.method, self._options).max_tokens if fixed is None else fixed
-        return self._controller.report(most)
+        answers = self._remote.answers.copy() if self._remote is not None else {}
+        return msgspec.structs.replace(self._controller.report(most), draft_answers=answers)
 
     def _request(self, sequence: SequenceState) -> SpeculatingRequest:
         request = self._requests.get(sequence.request_id)

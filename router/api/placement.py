@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -32,12 +33,15 @@ def placement_operations(state: RouterState) -> list[Operation]:
             "prefill": config.prefill_placement or config.placement,
             "decode": config.decode_placement or config.placement,
             "disaggregation": config.disaggregation,
+            "drafts": config.draft_placement,
         }
         workers = list(state.registry)
         links = [link for worker in workers if worker.live for link in _links(worker)]
         shown = [_worker(worker) for worker in workers]
         awaited = state.registry.awaited()
-        return _json({"placement": placement, "workers": shown, "awaited": awaited, "links": links})
+        drafts = _drafts(state.journal)
+        found = {"placement": placement, "workers": shown, "awaited": awaited, "links": links}
+        return _json(found | {"drafts": drafts})
 
     async def requests(request: Request) -> Response:
         limit, now = _limit(request, MAX_REQUESTS), time.monotonic()
@@ -57,7 +61,8 @@ def placement_operations(state: RouterState) -> list[Operation]:
             "/cluster",
             cluster,
             "The workers as placement sees them: load, KV, measured costs and links.",
-            "`placement`, `workers`, `awaited` (ids of those that are being started), `links`",
+            "`placement`, `workers`, `awaited` (ids of those that are being started), `links`, `drafts` (how "
+            "many requests of each decode worker draft where)",
         ),
         Operation(
             "/requests",
@@ -108,6 +113,23 @@ def _request(request: LiveRequest, now: float) -> dict[str, Any]:
         "drafted_tokens": choice.drafted_tokens,
         "accepted_tokens": choice.accepted_tokens,
     }
+
+
+def _drafter(request: LiveRequest) -> str | None:
+    """Which worker drafts for it."""
+    period = request.drafts.current
+    if period is None or period.decision.place.method is None:
+        return None
+    return period.decision.place.at or period.worker_id
+
+
+def _drafts(requests: Iterable[LiveRequest]) -> list[dict[str, Any]]:
+    planned = [request for request in requests if request.drafts.current is not None]
+    counts = Counter((request.assigned["decode"].key.worker_id, _drafter(request)) for request in planned)
+    return [
+        {"decode": decode, "at": at, "requests": count}
+        for (decode, at), count in sorted(counts.items(), key=str)
+    ]
 
 
 def _links(worker: Worker) -> list[dict[str, Any]]:

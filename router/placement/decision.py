@@ -5,16 +5,29 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from router.placement.drafts.history import DraftHistory
 from router.placement.interface import Option, Placement, Prediction, RequestFacts
 
 
 class PlacementDecision:
     """Observed seconds are those from the placement on; None until they are known."""
 
-    __slots__ = ("at", "facts", "observed_tpot_s", "observed_ttft_s", "placed_at", "placement", "request_id")
+    __slots__ = (
+        "at",
+        "drafts",
+        "facts",
+        "observed_tpot_s",
+        "observed_ttft_s",
+        "placed_at",
+        "placement",
+        "request_id",
+    )
 
-    def __init__(self, request_id: str, facts: RequestFacts, placement: Placement) -> None:
+    def __init__(
+        self, request_id: str, facts: RequestFacts, placement: Placement, drafts: DraftHistory
+    ) -> None:
         self.request_id, self.facts, self.placement = request_id, facts, placement
+        self.drafts = drafts
         self.at, self.placed_at = time.time(), time.monotonic()
         self.observed_ttft_s: float | None = None
         self.observed_tpot_s: float | None = None
@@ -35,6 +48,7 @@ class PlacementDecision:
                 for option in placement.options
                 if (option.workers, option.prefix) != (placement.workers, placement.prefix)
             ],
+            "drafts": self.drafts.as_json(),
             "observed": {"ttft_s": self.observed_ttft_s, "tpot_s": self.observed_tpot_s},
         }
 

@@ -29,6 +29,7 @@ from protocol.messages import (
     Redirect,
     Register,
     Registered,
+    Replan,
     RequestTiming,
     StepOutput,
     TokenLogprobs,
@@ -36,6 +37,7 @@ from protocol.messages import (
     Unregistered,
     WorkerState,
 )
+from protocol.speculation import SpeculationState
 
 MAX_MODEL_LEN = 512
 
@@ -92,6 +94,7 @@ class FakeWorker:
         pairs: list[PairState] | None = None,
         costs: StepCosts = UNKNOWN_COSTS,
         stall_after: int = 2**31,
+        speculation: SpeculationState | None = None,
     ) -> None:
         self.worker_id, self.role = worker_id, role
         self.incarnation = new_incarnation()
@@ -104,6 +107,7 @@ class FakeWorker:
         self.counters = counters or {}
         self.pairs = pairs or []
         self.costs = costs
+        self.speculation = speculation
         self.eos_token_id = 0
         self.hold = threading.Event()
         self.mute = threading.Event()
@@ -117,6 +121,7 @@ class FakeWorker:
         self.prefetches: bool | None = True
         self.has_left = threading.Event()
         """All routers have let it go."""
+        self.replans: list[Replan] = []
         self.jobs: dict[str, Job] = {}
         self.held: dict[str, Job] = {}
         self._endpoints = [endpoints] if isinstance(endpoints, str) else endpoints
@@ -190,6 +195,7 @@ class FakeWorker:
             counters=self.counters,
             pairs=self.pairs,
             costs=self.costs,
+            speculation=self.speculation,
             transports={"decode-0": "shm"} if self.role == "prefill" else {},
         )
 
@@ -299,6 +305,9 @@ class FakeWorker:
                 assert message.incarnation == self.incarnation
                 self._redirect(message)
                 self.redirects.append(message)
+            case Replan():
+                assert message.incarnation == self.incarnation
+                self.replans.append(message)
 
     def _redirect(self, message: Redirect) -> None:
         job = self.held.pop(message.request_id, None)

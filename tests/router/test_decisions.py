@@ -63,7 +63,8 @@ def test_the_cluster_shows_load_costs_and_links(router, pool):
     future = pool.submit(post, router, max_tokens=2)
     eventually(lambda: worker.generated)
     shown = router.http.get("/cluster").json()
-    assert shown["placement"] == {"prefill": "cost", "decode": "cost", "disaggregation": True}
+    expected = {"prefill": "cost", "decode": "cost", "disaggregation": True, "drafts": "cost"}
+    assert shown["placement"] == expected
     (found,) = shown["workers"]
     assert (found["id"], found["ready"], found["kv"]["tokens"]) == ("decode-0", True, 1600)
     assert (found["load"]["requests"], found["load"]["rows"], found["load"]["prompts"]) == (1, 1, 1)

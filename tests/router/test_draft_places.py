@@ -56,7 +56,7 @@ def test_drafts_that_are_never_accepted_are_ruled_out():
 def test_a_draft_that_is_costly_here_is_made_elsewhere_unless_the_link_is_slow():
     costly = target(8, model=GPU_LIKE | {"level_s": 6e-3})
     assert place(costly, [drafter()]).where == "remote"
-    assert place(costly, [drafter(round_trip_s=80e-3)]) == HERE
+    assert place(costly, [drafter(answer_s=0.3)]) == HERE
     cheap = target(8, model=GPU_LIKE | {"level_s": 0.1e-3})
     assert place(cheap, [drafter()]) == HERE, "what is there costs nothing to fetch"
 
@@ -74,7 +74,7 @@ def test_a_draft_that_is_held_only_elsewhere():
     bare = target(8, drafts_itself=False)
     assert place(bare, [drafter()]).where == "remote"
     assert place(bare) == NOWHERE
-    assert place(target(8, model=CPU_LIKE, drafts_itself=False), [drafter(round_trip_s=1.0)]) == NOWHERE
+    assert place(target(8, model=CPU_LIKE, drafts_itself=False), [drafter(answer_s=1.0)]) == NOWHERE
     assert place(bare, [drafter(method="eagle")]) == NOWHERE, "it drafts with something else"
 
 
@@ -278,7 +278,7 @@ DRAFTERS = st.lists(
         others=NUMBERS,
         context_tokens=NUMBERS,
         waiting_tokens=NUMBERS,
-        round_trip_s=NUMBERS,
+        answer_s=NUMBERS,
     ),
     max_size=3,
 )

@@ -204,7 +204,8 @@ def test_new_placements_move_unless_motion_is_unwanted(make_router, open_page):
 
 
 def test_a_draft_worker_stands_beside_those_it_drafts_for(make_router, open_page, pool):
-    router = make_router(draft_replicas=1, speculative_config=SpeculativeConfig(method="draft_model"))
+    drafts = SpeculativeConfig(method="draft_model")
+    router = make_router(draft_replicas=1, speculative_config=drafts, draft_placement="remote")
     counters = {"drafted_tokens_total": 200.0, "drafted_tokens_wrong_total": 50.0, "draft_requests_open": 3.0}
     router.add_worker("draft-0", "draft", counters=counters)
     prefill, decode = make_pair(router, stall_after=5)

@@ -15,7 +15,6 @@ from protocol.kv_events import CacheFormat, KvChange, Medium
 from protocol.messages import KvEvents, PeerAddress, Register, ReplayKvEvents, WorkerState
 from protocol.sampling import SamplingParams
 from router.choice import Choice, Prompt
-from router.draft_planner import DraftPlanner
 from router.journal import Generation, Journal, LiveRequest
 from router.kv_feed import KvFeed
 from router.metrics import Metrics
@@ -46,8 +45,7 @@ class Router:
         self.feed = KvFeed(self.registry, self.metrics, self._send)
         self.registry.on_registered = self.feed.add
         shared = (ServeConfig(), Journal("r"), self.registry, self.metrics, self._send)
-        planner = DraftPlanner(ServeConfig(), shared[1], self.registry, self._send)
-        self.placer = Placer(*shared, placement_policy("least_loaded"), self.feed, planner)
+        self.placer = Placer(*shared, placement_policy("least_loaded"), self.feed)
         self.numbers: dict[str, int] = {}
 
     def _send(self, worker: object, message: msgspec.Struct) -> bool:

@@ -67,7 +67,8 @@ class SharedDrafter:
     """A draft worker, as one target sees it.
 
     It drafts with `method` for `others` requests of other targets, with `context_tokens` each, and has
-    `waiting_tokens` of texts to read. A message there and back takes `round_trip_s`.
+    `waiting_tokens` of texts to read. Whoever tells it something between two steps has its answer, between
+    two steps, after `answer_s`; 0: that was not measured.
     """
 
     worker_id: str
@@ -76,7 +77,7 @@ class SharedDrafter:
     others: float = 0.0
     context_tokens: float = 0.0
     waiting_tokens: float = 0.0
-    round_trip_s: float = 0.0
+    answer_s: float = 0.0
 
 
 class DraftOption(NamedTuple):

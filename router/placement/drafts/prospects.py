@@ -40,7 +40,7 @@ is not tried never."""
 _UNKNOWN = MethodState(method="draft_model")
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Ceilings that are compared elsewhere."""
-ROOM = 0.02
+ROOM = 0.01
 """[share] That a longer draft elsewhere may lose against the best: easy texts make it up."""
 STAYS = 0.05
 """[share] The same for the ceiling that a request has."""

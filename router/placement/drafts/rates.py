@@ -5,9 +5,9 @@ brings tau = 1 + S(1) + ... + S(K) tokens. A step with y drafted tokens for each
 
 - Nowhere: B / T(0).
 - On the decode worker: B tau / (T(K) + drafting).
-- On a draft worker, which is up to 2 K + 1 tokens ahead: each of its steps drafts one token for all of its
-  requests. Those whose draft has not come yet are decoded without. What the target contradicts is drafted
-  anew, once it is known: so it is a run of steps, up to the next contradiction, that is added up.
+- On a draft worker, which is up to 2 K + 1 tokens ahead: each of its steps drafts for all of its requests,
+  a token or some. Those whose draft has not come yet are decoded without. What the target contradicts is
+  drafted anew, once it is known: so it is a run of steps, up to the next contradiction, that is added up.
 """
 
 from __future__ import annotations
@@ -69,15 +69,18 @@ def remote_rate(rows: float, curve: StepCurve, chances: Sequence[float], drafter
     """With drafts of up to `len(chances)` tokens by a draft worker, for all of the batch."""
     seconds, share, run = curve.seconds(0), 1.0, _Run()
     for _ in range(_ROUNDS):
-        token_s = max(draft_step_seconds(drafter, rows * share), 1e-9)
-        run = _run(chances, seconds / token_s, drafter.round_trip_s / token_s)
+        step_s = max(draft_step_seconds(drafter, rows * share), 1e-9)
+        token_s = step_s / max(drafter.costs.tokens_per_row, 1.0)
+        # Half a step until it hears of a contradiction, if it is at work, and half until its draft is heard.
+        late_s = max(drafter.answer_s - seconds - step_s, 0.0) + step_s * (1 + share) / 2
+        run = _run(chances, seconds / token_s, late_s / seconds)
         seconds = curve.seconds(run.verified)
         share = min(run.drafted * token_s / seconds, 1.0)
     return Rate(rows * run.tokens / seconds, run.tokens)
 
 
 def draft_step_seconds(drafter: SharedDrafter, rows: float) -> float:
-    """Of a draft worker's step, which drafts a token for each of its rows, beside a text that is read."""
+    """Of a draft worker's step, which drafts for all of its rows, beside a text that is read."""
     costs, drafting = drafter.costs, drafter.others + rows
     reading_s = costs.chunks_s(min(drafter.waiting_tokens, costs.chunk_tokens), 0, costs.chunk_tokens)
     return costs.decode_s(drafting, drafting * drafter.context_tokens) + reading_s
@@ -100,20 +103,28 @@ class _Run(NamedTuple):
 
 
 def _run(chances: Sequence[float], pace: float, late: float) -> _Run:
-    """A draft worker that drafts `pace` tokens in a step of its target, and `late` fewer in the first one.
+    """A draft worker that drafts `pace` tokens in a step of its target, and begins `late` steps after it was
+    contradicted.
 
-    It begins with nothing. It goes on while all that was verified is accepted, and what the target adds to it
-    is what was drafted: then the rest of the draft is of use in the next step.
+    It goes on while all that was verified is accepted, and what the target adds to it is what was drafted:
+    then the rest of the draft is of use in the next step.
     """
     longest, each = len(chances), chances[-1] ** (1 / len(chances))
-    ahead, chance, made = 0.0, 1.0, max(pace - late, 0.0)
+    chance = 1.0
     steps = tokens = verified = drafted = 0.0
+    waits = int(min(late, _MOST_STEPS)) if late > 0 else 0
+    for _ in range(waits):  # a draft that comes so late must agree with the tokens of these steps
+        steps += chance
+        tokens += chance
+        chance *= each
+    ahead, made = 0.0, pace * max(1 - late + waits, 0.0)
     while chance > _LEAST_CHANCE and steps < _MOST_STEPS:
         now = min(ahead, longest)
         whole, rest = int(now), now - int(now)
         survives = chances[whole - 1] if whole else 1.0
         reaches = chances[whole] if rest else 0.0
-        after = max(min(ahead + made, 2 * longest + 1), ahead)
+        most = max(2 * longest + 1 - waits * (now + 1), now + 1)
+        after = max(min(ahead + made, most), ahead)
         goes_on = (survives + rest * (reaches - survives)) * each * min(max(after - now, 0.0), 1.0)
         left = max(after - now - 1, 0.0)
         # Once as far ahead as before, all steps are like this one.

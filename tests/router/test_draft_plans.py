@@ -1,0 +1,206 @@
+"""The router plans where drafts are made, and plans anew in mid-request."""
+
+from __future__ import annotations
+
+import pytest
+from router_clients import emitted, eventually, is_idle, lose, make_pair, post
+
+from protocol.messages import DraftPlan
+from protocol.speculation import SpeculativeConfig
+from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
+
+DRAFTS = SpeculativeConfig(method="draft_model", model="m")
+COSTLY_HERE = GPU_LIKE | {"level_s": 6e-3}
+LONG = 400
+
+
+@pytest.fixture
+def make(make_router):
+    """A router and its decode worker."""
+
+    def make(model=GPU_LIKE, **options):
+        router = make_router(**{"speculative_config": DRAFTS, "max_num_seqs": 64, **options})
+        return router, router.add_worker("decode-0", speculation=speculation(**model), step_s=0.005)
+
+    return make
+
+
+def add_drafter(router, name="draft-0"):
+    return router.add_worker(name, "draft", costs=drafter().costs)
+
+
+def begin(router, pool, count=1, **fields):
+    """Long requests, once they all have a token."""
+    before = len(emitted(router))
+    found = [pool.submit(post, router, **{"max_tokens": LONG, **fields}) for _ in range(count)]
+    eventually(lambda: len(emitted(router)) == before + count and all(emitted(router)))
+    return found
+
+
+def plans(router) -> list[DraftPlan | None]:
+    return [request.draft_plan for request in router.server.state.journal]
+
+
+def wheres(router) -> set[str]:
+    return {request.drafts.place.where for request in router.server.state.journal}
+
+
+def test_a_plan_goes_with_each_request(make):
+    router, decode = make()
+    post(router, max_tokens=2)
+    post(router, max_tokens=2, speculative={"enabled": False})
+    post(router, max_tokens=2, speculative={"method": "ngram", "num_speculative_tokens": 3})
+    assert [request.draft_plan for request in decode.generated] == [
+        DraftPlan(method="draft_model", max_tokens=8),
+        DraftPlan(max_tokens=0),
+        DraftPlan(method="ngram", max_tokens=3),
+    ]
+    assert router.metric("tandem_draft_plans_total", place="local") == 2
+    assert router.metric("tandem_draft_plans_total", place="none") == 1
+
+
+def test_without_drafts_there_is_nothing_to_plan(make):
+    router, decode = make(speculative_config=None)
+    assert post(router, max_tokens=2).status_code == 200
+    assert decode.generated[0].draft_plan is None
+    assert router.http.get("/decisions").json()["decisions"][0]["drafts"] is None
+
+
+def test_a_draft_worker_gets_the_drafts_that_are_costly_here_and_no_requests(make, pool):
+    router, decode = make(COSTLY_HERE)
+    shared = add_drafter(router)
+    running = begin(router, pool, 2)
+    (plan,) = {(plan.method, plan.at.worker_id, plan.at.incarnation) for plan in plans(router)}
+    assert plan == ("draft_model", "draft-0", shared.incarnation)
+    assert router.server.state.registry.named("draft-0").load.rows == 2
+    found = router.http.get("/cluster").json()
+    assert found["drafts"] == [{"decode": "decode-0", "at": "draft-0", "requests": 2}]
+    assert all(future.result().status_code == 200 for future in running)
+    assert shared.generated == [] and not decode.replans
+    eventually(lambda: is_idle(router))
+    load = router.server.state.registry.named("draft-0").load
+    assert (load.rows, load.requests, load.context_tokens) == (0, 0, 0)
+
+
+def test_a_lost_draft_worker_is_replanned_at_once_and_used_again(make, pool):
+    router, decode = make(COSTLY_HERE)
+    shared = add_drafter(router)
+    running = begin(router, pool, 2)
+    lose(router, shared)
+    eventually(lambda: len(decode.replans) == 2)
+    assert {replan.plan for replan in decode.replans} == {DraftPlan(method="draft_model", max_tokens=8)}
+    assert router.metric("tandem_draft_replans_total", reason="lost") == 2
+    again = add_drafter(router)
+    eventually(lambda: len(decode.replans) == 4)
+    assert {replan.plan.at.incarnation for replan in decode.replans[2:]} == {again.incarnation}
+    assert all(future.result().status_code == 200 for future in running)
+    assert router.metric("tandem_draft_replans_total", reason="load") == 2
+
+
+def test_a_draft_worker_that_was_started_anew_is_told_anew(make, pool):
+    router, decode = make(COSTLY_HERE)
+    first = add_drafter(router)
+    running = begin(router, pool)
+    router.kill(first)
+    second = add_drafter(router)
+    eventually(lambda: decode.replans and decode.replans[-1].plan.at is not None)
+    assert decode.replans[-1].plan.at.incarnation == second.incarnation
+    assert running[0].result().status_code == 200
+
+
+def test_a_draft_worker_that_is_drained_loses_its_requests_and_leaves(make, pool):
+    router, decode = make(COSTLY_HERE)
+    add_drafter(router)
+    running = begin(router, pool)
+    answer = router.http.post("/workers/draft-0/drain")
+    assert answer.status_code == 200, answer.text
+    eventually(lambda: decode.replans)
+    assert decode.replans[-1].plan == DraftPlan(method="draft_model", max_tokens=8)
+    assert running[0].result().status_code == 200
+
+
+def test_drafts_stop_where_load_makes_them_a_loss_and_come_back(make, pool):
+    router, decode = make(CPU_LIKE | {"token_s": 0.5e-3})
+    first = begin(router, pool)
+    assert wheres(router) == {"local"}
+    others = begin(router, pool, 7, max_tokens=LONG // 2)
+    eventually(lambda: "none" in wheres(router))
+    for future in others:
+        assert future.result().status_code == 200
+    eventually(lambda: wheres(router) == {"local"} and len(emitted(router)) == 1)
+    answer = first[0].result().json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert router.metric("tandem_draft_replans_total", reason="load") >= 2
+    mine = [
+        replan.plan.method for replan in decode.replans if replan.request_id == decode.replans[-1].request_id
+    ]
+    assert mine == [None, "draft_model"], "there and back, no more"
+
+
+def test_who_explores_keeps_its_drafts(make, pool):
+    router, _ = make(CPU_LIKE | {"token_s": 2e-3, "level_s": 2e-3})
+    running = begin(router, pool, 8)
+    found = [request.drafts.place.where for request in router.server.state.journal]
+    assert sorted(found) == ["local"] + ["none"] * 7
+    assert all(future.result().status_code == 200 for future in running)
+
+
+def test_what_a_client_asked_for_stays_whatever_the_load(make, pool):
+    router, decode = make(CPU_LIKE | {"token_s": 2e-3})
+    wish = {"num_speculative_tokens": 5}
+    running = begin(router, pool, 4, max_tokens=150, speculative=wish)
+    assert {(plan.method, plan.max_tokens) for plan in plans(router)} == {("draft_model", 5)}
+    assert all(future.result().status_code == 200 for future in running)
+    assert decode.replans == []
+
+
+@pytest.mark.parametrize("where", ["none", "local", "remote"])
+def test_the_operator_can_fix_the_place(make, where):
+    router, decode = make(draft_placement=where)
+    add_drafter(router)
+    post(router, max_tokens=2)
+    plan = decode.generated[0].draft_plan
+    assert (plan.method is None, plan.at is not None) == (where == "none", where == "remote")
+    post(router, max_tokens=2, speculative={"num_speculative_tokens": 2})
+    assert decode.generated[1].draft_plan.max_tokens == 2, "the client's wish goes first"
+
+
+def test_requests_that_are_handed_over_are_planned_anew_once_they_decode(make_router, pool):
+    router = make_router(speculative_config=DRAFTS)
+    prefill, decode = make_pair(router, speculation=speculation(**COSTLY_HERE), step_s=0.005)
+    prefill.keep.set()
+    running = pool.submit(post, router, max_tokens=LONG)
+    eventually(lambda: prefill.held)
+    add_drafter(router)
+    assert prefill.generated[0].draft_plan == DraftPlan(method="draft_model", max_tokens=8)
+    (job,) = prefill.held.values()
+    prefill.keep.clear()
+    assert decode.replans == [], "the decode worker does not know the request yet"
+    del prefill.held[job.request.request_id]
+    prefill._hand_over(job)
+    eventually(lambda: decode.replans)
+    assert decode.replans[0].plan.at.worker_id == "draft-0"
+    assert running.result().status_code == 200 and not prefill.replans
+
+
+def test_it_is_shown(make, caplog):
+    router, decode = make(COSTLY_HERE, log_level="debug")
+    caplog.set_level("DEBUG", "router")
+    decode.tokens_per_step, decode.rejected_per_step = 3, 2
+    add_drafter(router)
+    timing = post(router, max_tokens=31, return_timing=True).json()["timing"]
+    assert any("by the plan remote" in line for line in caplog.messages)
+    (period,) = timing["choices"][0]["drafts"]
+    assert (period["where"], period["worker"], period["method"]) == ("remote", "draft-0", "draft_model")
+    assert (period["steps"], period["tokens"]) == (10, 30), "all but the first"
+    assert period["drafted_tokens"] >= period["accepted_tokens"] > 0
+    (decision,) = router.http.get("/decisions").json()["decisions"]
+    drafts = decision["drafts"]
+    assert drafts["chosen"]["where"] == "remote" and drafts["replans"] == 0 and drafts["reason"]
+    assert [option["where"] for option in drafts["alternatives"]] == ["none", "local"]
+    rates = [option["predicted"]["tokens_per_s"] for option in (drafts["chosen"], *drafts["alternatives"])]
+    assert rates[0] > rates[2] > rates[1] > 0
+    assert router.metric("tandem_draft_plan_steps_total", place="remote") == 10
+    assert router.metric("tandem_draft_plan_observed_tokens_total", place="remote") == 30
+    predicted = router.metric("tandem_draft_plan_predicted_tokens_total", place="remote")
+    assert predicted == pytest.approx(10 * drafts["chosen"]["predicted"]["tokens_per_step"])
