@@ -16,7 +16,14 @@ import msgspec
 
 from messaging.tls import tls_files
 from models.bundled import BUNDLED_FOLDER, DRAFTS, bundled_path, is_bundled_model
-from protocol.config import DEFAULT_MODEL, KV_TRANSPORTS, ServeConfig, flag_name, transport_names
+from protocol.config import (
+    DEFAULT_MODEL,
+    KV_TRANSPORTS,
+    MAX_API_KEYS,
+    ServeConfig,
+    flag_name,
+    transport_names,
+)
 from protocol.errors import ConfigError
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
@@ -24,6 +31,8 @@ from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfi
 logger = logging.getLogger("tandem.config")
 
 ENV_PREFIX = "TANDEM_"
+_SECRET_FIELDS = ("api_key",)
+"""What no message shows."""
 _JSON_FIELDS = ("speculative_config", "kv_events_config")
 
 
@@ -87,7 +96,8 @@ def _check_field(field: str, value: Any, source: str) -> None:
         msgspec.convert({field: value}, ServeConfig, strict=False)
     except msgspec.ValidationError as error:
         reason = str(error).split(" - at `$")[0]
-        raise ConfigError(f"{source}: {reason} (got {value!r})") from error
+        got = "" if field in _SECRET_FIELDS else f" (got {value!r})"
+        raise ConfigError(f"{source}: {reason}{got}") from None
 
 
 def _check_together(config: ServeConfig) -> None:
@@ -96,6 +106,10 @@ def _check_together(config: ServeConfig) -> None:
             raise ConfigError(
                 f"--kv-transports: unknown transport {name!r}; known: {', '.join(KV_TRANSPORTS)}"
             )
+    if config.api_key is not None and not config.api_keys:
+        raise ConfigError("--api-key: names no key")
+    if len(config.api_keys) > MAX_API_KEYS:
+        raise ConfigError(f"--api-key: at most {MAX_API_KEYS} keys, got {len(config.api_keys)}")
     if not transport_names(config):
         raise ConfigError("--kv-transports: name at least one transport")
     _check_tls(config)

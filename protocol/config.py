@@ -20,6 +20,9 @@ DEFAULT_MODEL = "tandem-code-10m"
 
 KV_TRANSPORTS = ("shm", "ucx", "tcp", "object_store")
 
+MAX_API_KEYS = 256
+"""Each is compared with every request's, and has its own metrics."""
+
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
 
@@ -54,7 +57,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[int, Meta(ge=0, le=65535), _doc("HTTP port; 0 picks a free one.")] = 8000
     api_key: Annotated[
         str | None,
-        _doc("Bearer token of clients. Others see flags in the process list: set TANDEM_API_KEY instead."),
+        _doc(
+            "Bearer tokens of clients, comma-separated; those that wait take turns. "
+            "Others see flags in the process list: set TANDEM_API_KEY instead."
+        ),
     ] = None
     max_body_bytes: Annotated[PositiveInt, _doc("Largest HTTP request body.")] = 16 * 1024 * 1024
     max_logprobs: Annotated[
@@ -210,6 +216,11 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         if role.needs_disaggregation and not self.disaggregation:
             return 0
         return int(getattr(self, role.replicas))
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """Each once; none: nobody needs one."""
+        return tuple(dict.fromkeys(key.strip() for key in (self.api_key or "").split(",") if key.strip()))
 
     @property
     def num_workers(self) -> int:

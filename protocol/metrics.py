@@ -85,6 +85,13 @@ ROUTER = (
     _counter("role_fallbacks_total", "Requests served by one worker as the other role has none.", "missing"),
     _counter("requests_parked_total", "Requests that had to wait for a worker to start."),
     _gauge("num_requests_parked", "Requests that wait for a worker to start."),
+    _gauge(
+        "num_requests_held", "Requests that wait in the router as their worker has enough to do.", "api_key"
+    ),
+    _counter("request_held_seconds_total", "Time that they have waited.", "api_key"),
+    _counter(
+        "api_key_tokens_total", "Uncached prompt tokens and expected output sent to workers.", "api_key"
+    ),
     _counter("http_responses_total", "HTTP responses.", "status"),
     _counter("trace_spans_dropped_total", "Spans that did not reach --otlp-traces-endpoint.", "reason"),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST),

@@ -44,7 +44,7 @@ def build_app(state: RouterState) -> Envelope:
         *worker_operations(state),
     ]
     operations += page_operations(state.config.model_name, lambda: description)
-    description = openapi(operations, state.config.api_key is not None)
+    description = openapi(operations, bool(state.config.api_keys))
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
     router = Router(routes, redirect_slashes=False)
 
@@ -52,4 +52,4 @@ def build_app(state: RouterState) -> Envelope:
         scope["app"] = router  # makes it raise for unknown paths and methods, instead of answering itself
         await router(scope, receive, send)
 
-    return Envelope(app, state.metrics, state.config.api_key)
+    return Envelope(app, state.metrics, state.config.api_keys)

@@ -98,6 +98,14 @@ class Dispatcher:
         generation.error = error
         raise error
 
+    def send_waiting(self) -> None:
+        """Send what waits and has room now."""
+        if self._placer.num_parked:
+            self.resume_parked()
+        for request in self._placer.ahead.send_waiting():
+            reason = f"worker {request.holders[0].key.worker_id} cannot be reached"
+            self._place_anew_or_fail(request, "worker_lost", reason, counts=False)
+
     def resume_parked(self) -> None:
         """Place the requests that waited for a worker. Those that no worker will come for fail."""
         while (left := self._placer.resume()) is not None:
@@ -105,8 +113,9 @@ class Dispatcher:
             self.fail(request.generation, unavailable(refusal.reason))
 
     def cancel(self, generation: Generation) -> None:
-        """The client is gone."""
+        """The client is gone, or has its answer."""
         self.fail(generation, client_gone())
+        self.send_waiting()
 
     def fail(self, generation: Generation, error: ApiError) -> None:
         if generation.is_over:
@@ -128,8 +137,8 @@ class Dispatcher:
             if worker is request.assigned.get("decode") and "prefill" in request.assigned:
                 self.redirect(request, "worker_lost", message)
             elif worker in request.holders:
-                got_on = worker is request.answered_by
-                self._place_anew_or_fail(request, "worker_lost", message, counts=not got_on)
+                had_it = request not in self._placer.ahead and worker is not request.answered_by
+                self._place_anew_or_fail(request, "worker_lost", message, counts=had_it)
 
     def handover_failed(self, message: HandoverFailed) -> None:
         """A prefill worker has a prompt on its hands that its decode worker did not take."""
@@ -180,8 +189,7 @@ class Dispatcher:
             self._send(worker, Abort(request_ids=unknown))
         if num_tokens:
             self._metrics.generation_tokens.inc(num_tokens)
-        if self._placer.num_parked:  # a finished request has left room for another
-            self.resume_parked()
+        self.send_waiting()
 
     def _take_or_fail(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> int:
         """Returns how many tokens the answer gained."""
@@ -294,6 +302,9 @@ class Dispatcher:
 
         Where there is none, the prefill worker decodes the request itself.
         """
+        if request in self._placer.ahead:
+            self.place_anew(request, kind, reason)
+            return
         prefill, failed = request.assigned["prefill"], request.assigned["decode"]
         may_ask_again = may_ask_again and failed.key.incarnation not in request.failed
         request.failed.add(failed.key.incarnation)

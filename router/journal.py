@@ -62,6 +62,12 @@ class LiveRequest:
         self.num_tokens_given = 0
         self.explores_drafts = False
         """Whether it is to show what drafts are worth by now."""
+        self.prefix: str | None = None
+        """Whom its first worker is to fetch the beginning of the prompt from."""
+        self.cost = 0.0
+        """What it takes of its API key's share: uncached prompt tokens and expected output, as it came."""
+        self.charged: Worker | None = None
+        """Where that counts, from when it was sent there."""
         self.prefilled_by: Worker | None = None
         """Whose prefix cache has the prompt, or will have it."""
         self.output_token_ids: list[int] = []
@@ -200,6 +206,8 @@ class Generation:
         session: str = "",
     ) -> None:
         self.session = session
+        self.key = 0
+        """Which of the API keys it came with."""
         self.slo_ttft_s = self.slo_tpot_s = inf
         """What the client asks for."""
         self.arrival = self.started = arrival

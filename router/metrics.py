@@ -60,6 +60,7 @@ class Metrics:
         self.draft_planned: Callable[[Where], None] = self._counting("draft_plans_total")
         self.draft_replanned = self._counting("draft_replans_total")
         self._placed = self._counting("placements_total")
+        self._keys: dict[tuple[str, int], Any] = {}
         self._succeeded = self._counting("request_success_total")
 
     def render(self) -> bytes:
@@ -88,6 +89,24 @@ class Metrics:
         """One more request is parked; they are `total` now."""
         self._metrics["requests_parked_total"].inc()
         self.num_parked.set(total)
+
+    def key_waits(self, key: int, change: int) -> None:
+        """So many requests more, or fewer, of an API key wait for their worker to have room."""
+        self._of_key("num_requests_held", key).inc(change)
+
+    def key_waited(self, key: int, seconds: float) -> None:
+        self._of_key("request_held_seconds_total", key).inc(seconds)
+
+    def key_sent(self, key: int, cost: float) -> None:
+        """`cost` is in tokens."""
+        self._of_key("api_key_tokens_total", key).inc(cost)
+
+    def _of_key(self, name: str, key: int) -> Any:
+        """Keys are shown by their place in --api-key."""
+        known = self._keys.get((name, key))
+        if known is None:
+            known = self._keys[name, key] = self._metrics[name].labels(str(key), self._model_name)
+        return known
 
     def first_token(self, request: LiveRequest, now: float) -> None:
         self._observe("time_to_first_token_seconds", now - request.generation.arrival)

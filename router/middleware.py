@@ -6,6 +6,7 @@ import hmac
 import logging
 import re
 import secrets
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_KEY = "tandem.request_id"
 ANSWER_HEADERS = "tandem.answer_headers"
 """What every answer to the request says beside its own headers; endpoints may add to the list."""
+API_KEY = "tandem.api_key"
+"""Which of the keys the request came with; not there where none is needed."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/decisions", "/cluster", "/requests", "/workers/")
 """Paths that need the API key. As in vLLM, health, metrics and the like need none."""
@@ -29,10 +32,10 @@ PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/decisions", "/cluster", "/req
 class Envelope:
     """Outermost layer of the application. The key is checked before the body is read."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, api_keys: Sequence[str]) -> None:
         self._app = app
         self._metrics = metrics
-        self._api_key = api_key.encode() if api_key is not None else None
+        self._api_keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
@@ -58,16 +61,19 @@ class Envelope:
             self._metrics.http_response(status or 499)  # the handler was cancelled
 
     def _check_key(self, scope: Scope) -> None:
-        if self._api_key is None or not scope["path"].startswith(PROTECTED):
+        if not self._api_keys or not scope["path"].startswith(PROTECTED):
             return
         scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._api_key):
+        given = token.strip().encode()
+        equals = [hmac.compare_digest(given, key) for key in self._api_keys]  # all, whichever it is
+        if scheme.lower() != "bearer" or not any(equals):
             raise ApiError(
                 401,
                 "a valid API key is needed, as `Authorization: Bearer <key>`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        scope[API_KEY] = equals.index(True)
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

@@ -1,4 +1,4 @@
-"""Gives requests to workers as the placement policy says, and parks those that must wait for a worker."""
+"""Assigns requests to workers as the placement policy says, and parks those that must wait for a worker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import msgspec
 
@@ -23,6 +24,7 @@ from router.placement.cluster import Cluster
 from router.placement.interface import Placement, PolicyState, Refusal, RequestFacts
 from router.placement.slo import refusal as slo_refusal
 from router.registry import Registry, Worker
+from router.send_ahead import SendAhead
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Placer:
         self._state = PolicyState()
         self._mean_output = FIRST_OUTPUT
         self.loads = Loads(registry)
+        self.ahead = SendAhead(metrics, self._transmit, lambda: self._mean_output, config.max_num_seqs)
         self.decisions = DecisionLog(metrics)
         self.drafts = DraftPlanner(config, journal, registry, metrics, send, self._tokens_left)
 
@@ -99,7 +102,7 @@ class Placer:
     def withdraw(self, requests: Iterable[LiveRequest]) -> None:
         """Take the unfinished ones out of the journal, and out of their workers."""
         unfinished = [request for request in requests if self._journal.remove(request)]
-        self.abort(unfinished)
+        self.abort(request for request in unfinished if request not in self.ahead)
         for request in unfinished:
             self._unpark(request)
             self._release(request)
@@ -130,11 +133,12 @@ class Placer:
         request.start_placement()
         self._journal.add(request)
         self._assign(request, Placement({"decode": target.key.worker_id}), self._facts(request))
-        return self._dispatch(request, target, None)
+        return self.ahead.offer(request)
 
     def answered(self, request: LiveRequest, now: float) -> None:
         """The placement's first token has come."""
         self.loads.answered(request)
+        self.ahead.free(request)
         self.decisions.answered(request, now)
 
     def finished(self, request: LiveRequest, now: float) -> None:
@@ -183,12 +187,12 @@ class Placer:
             placement, self._state = self._policy.place(facts, self._registry.cluster, self._state)
             if isinstance(placement, Refusal):
                 return unreachable or placement
-            late = slo_refusal(facts, self._registry.cluster, placement) if checks_slo else None
+            late = self._late(request, facts, placement) if checks_slo else None
             if late is not None:
                 return late
             first = self._assign(request, placement, facts)
-            if self._dispatch(request, first, placement.prefix):
-                request.times.placement_s += request.times.placed_at - began
+            if self.ahead.offer(request):
+                request.times.placement_s += time.monotonic() - began
                 self._metrics.placed("prefill" in placement.workers)
                 self.decisions.placed(request, facts, placement)
                 self._note_fallback(placement)
@@ -197,6 +201,14 @@ class Placer:
             self._registry.changed(first)
             unreachable = Refusal(f"worker {first.key.worker_id} cannot be reached")
             self._release(request)
+
+    def _late(self, request: LiveRequest, facts: RequestFacts, placement: Placement) -> Refusal | None:
+        """Why it is expected to miss what it asks, given those that it comes before."""
+        first = self._registry.named(next(iter(placement.workers.values())))
+        share, predicted = self.ahead.overtaken_share(request, first), placement.predicted
+        if share > 0 and predicted is not None:
+            facts = replace(facts, waited_s=facts.waited_s - share * predicted.queue_s)
+        return slo_refusal(facts, self._registry.cluster, placement)
 
     def _facts(self, request: LiveRequest) -> RequestFacts:
         holder = request.prefilled_by
@@ -231,25 +243,29 @@ class Placer:
         first = request.holders[0]
         if first.role.purpose == "prefill":
             request.prefilled_by = first
+        request.prefix = placement.prefix
         source = first.key.worker_id if placement.prefix is None else placement.prefix
         cached = min(facts.cached_tokens.get(source, 0), facts.num_tokens - 1)
         self.loads.take(request, facts.num_tokens - cached)
+        request.cost = request.cost or request.num_uncached + facts.output_tokens
         self.drafts.plan(request)
         return first
 
     def _release(self, request: LiveRequest) -> None:
         """Nobody works on it any more."""
         self.drafts.end(request)
+        self.ahead.forget(request)
         self.loads.release(request)
 
-    def _dispatch(self, request: LiveRequest, worker: Worker, prefix: str | None) -> bool:
-        now = time.monotonic()
+    def _transmit(self, request: LiveRequest) -> bool:
+        now, worker = time.monotonic(), request.holders[0]
         left = request.generation.deadline - now
+        fetch_from = self._registry.current_of(request.prefix)
         message = Generate(
             incarnation=worker.key.incarnation,
             request=request.engine_request(max(left, 0.0)),
             decode=request.assigned["decode"].address if "prefill" in request.assigned else None,
-            prefix=self._registry.named(prefix).address if prefix is not None else None,
+            prefix=fetch_from.address if fetch_from is not None else None,
         )
         if not self._send(worker, message):
             return False

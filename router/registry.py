@@ -145,6 +145,10 @@ class Registry:
         """The worker's current incarnation; KeyError where there is none."""
         return self._workers[worker_id]
 
+    def current_of(self, worker_id: str | None) -> Worker | None:
+        """The worker's current incarnation, if there is one."""
+        return self._workers.get(worker_id) if worker_id is not None else None
+
     def named_by(self, incarnations: Collection[str]) -> frozenset[str]:
         """The ids of those workers that are current ones."""
         return frozenset(name for name, w in self._workers.items() if w.key.incarnation in incarnations)

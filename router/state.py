@@ -160,7 +160,9 @@ class RouterState:
         if self._loop is not None:
             self.registry.sweep(time.monotonic())
             self.kv_feed.sweep()
+            self.placer.ahead.check_all()
             self.dispatcher.resume_parked()
+            self.dispatcher.send_waiting()
             self.drainer.sweep()
             self.placer.drafts.sweep()
             self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from router.errors import ApiError
 from router.formats import Format, error_event
 from router.journal import Generation
-from router.middleware import ANSWER_HEADERS, REQUEST_ID_KEY
+from router.middleware import ANSWER_HEADERS, API_KEY, REQUEST_ID_KEY
 from router.registry import ModelFacts
 from router.request_builder import Built
 from router.state import RouterState
@@ -61,6 +61,7 @@ class GenerateEndpoint:
         generation, output = built
         headers = Headers(scope=scope)
         generation.session = _session(headers)
+        generation.key = scope.get(API_KEY, 0)
         generation.slo_ttft_s = _slo(headers, TTFT_HEADER, state.config.slo_ttft)
         generation.slo_tpot_s = _slo(headers, TPOT_HEADER, state.config.slo_tpot)
         if _wants_timing(headers) or output.return_timing:

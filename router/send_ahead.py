@@ -1,0 +1,211 @@
+"""Sends requests to the workers that they were placed at, as many ahead as keep these busy.
+
+A worker serves requests in the order in which it gets them, so what is sent ahead cannot be overtaken. The
+rest waits here, where API keys take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from router.fair_queue import FairQueue
+from router.journal import LiveRequest
+from router.metrics import Metrics
+from router.placement.interface import WorkerSnapshot
+from router.placement.predict import chunk_tokens, compute_s
+from router.registry import Worker
+
+AHEAD_S = 0.1
+"""Of work beyond what runs: some steps, and many times what a message takes."""
+MIN_AHEAD = 2
+"""Requests, however long they are: one that runs, and the next."""
+AHEAD_STEPS = 2
+"""Steps that the tokens of prompts fill: the one that runs, and the next."""
+
+
+@dataclass(eq=False)
+class _Line:
+    """What waits for a worker, with so many uncached `tokens`, and the cost of what each key has there."""
+
+    tokens: int = 0
+    sent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    waiting: FairQueue[LiveRequest] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = FairQueue(self.sent.__getitem__)
+
+
+class SendAhead:
+    """Runs on the event loop alone.
+
+    `transmit` sends an assigned request to its first worker, and says whether that can be reached;
+    `mean_output` tells how many tokens answers have.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        transmit: Callable[[LiveRequest], bool],
+        mean_output: Callable[[], float],
+        max_num_seqs: int,
+    ) -> None:
+        self._metrics = metrics
+        self._transmit = transmit
+        self._mean_output = mean_output
+        self._max_num_seqs = max_num_seqs
+        self._lines: defaultdict[Worker, _Line] = defaultdict(_Line)
+        self._rows: Counter[Worker] = Counter()
+        """Of what waits, to be decoded by a worker."""
+        self._freed: dict[Worker, None] = {}
+        """Workers that may have room again."""
+        self._blocked: defaultdict[Worker, set[Worker]] = defaultdict(set)
+        """Whose lines wait for a row at a decode worker."""
+
+    def __contains__(self, request: LiveRequest) -> bool:
+        return bool(request.assigned) and request in self._line_of(request).waiting
+
+    def offer(self, request: LiveRequest) -> bool:
+        """Send it now, or in its turn. False if its worker cannot be reached.
+
+        Who has begun to answer waits for nobody: its client has seen it run.
+        """
+        line = self._line_of(request)
+        if request.output_token_ids:
+            return self._send(request, line)
+        others_wait = bool(line.waiting)
+        self._enter(request, line)
+        if not others_wait and self._has_room(request, line):
+            self._leave(request, line)
+            return self._send(request, line)
+        request.times.park()
+        self._metrics.key_waits(request.generation.key, 1)
+        return True
+
+    def forget(self, request: LiveRequest) -> None:
+        """It has ended or is placed anew: its workers have room for others."""
+        if not request.assigned:
+            return
+        line = self._line_of(request)
+        if request in line.waiting:
+            self._stop_waiting(request, line)
+        charged = self._lines.get(request.charged) if request.charged is not None else None
+        if charged is not None:
+            charged.sent[request.generation.key] -= request.cost
+        request.charged = None
+        self.free(request)
+
+    def free(self, request: LiveRequest) -> None:
+        """Its workers may have room for others."""
+        self._freed.update(dict.fromkeys(request.holders))
+
+    def check_all(self) -> None:
+        """Predictions change, and workers go: look at every line again."""
+        self._blocked.clear()
+        for worker, line in list(self._lines.items()):
+            if line.waiting:
+                self._freed[worker] = None
+            elif not worker.live:
+                del self._lines[worker]
+
+    def send_waiting(self) -> Iterator[LiveRequest]:
+        """Send what there is room for now; gives those whose worker cannot be reached."""
+        while self._freed:
+            freed, _ = self._freed.popitem()
+            for worker in {freed, *self._blocked.pop(freed, ())}:
+                yield from self._send_line(worker)
+
+    def overtaken_share(self, request: LiveRequest, first: Worker) -> float:
+        """Of the prompts that are to be computed at `first`: those that the request comes before."""
+        line = self._lines.get(first)
+        if line is None or first.outstanding_prompts <= 0:
+            return 0.0
+        generation = request.generation
+        count = line.waiting.overtaken(generation.key, generation.priority, request.cost)
+        return min(count / first.outstanding_prompts, 1.0)
+
+    # --- a worker's line --------------------------------------------------------------------------
+
+    def _line_of(self, request: LiveRequest) -> _Line:
+        return self._lines[request.holders[0]]
+
+    def _send_line(self, worker: Worker) -> Iterator[LiveRequest]:
+        line = self._lines.get(worker)
+        while line is not None and line.waiting:
+            request = line.waiting.head()
+            if not self._has_room(request, line):
+                return
+            self._stop_waiting(request, line, in_turn=True)
+            if not self._send(request, line):
+                yield request
+
+    def _enter(self, request: LiveRequest, line: _Line) -> None:
+        generation = request.generation
+        line.waiting.add(request, generation.key, generation.priority, request.cost)
+        line.tokens += request.num_uncached
+        self._rows[request.assigned["decode"]] += 1
+
+    def _leave(self, request: LiveRequest, line: _Line, in_turn: bool = True) -> None:
+        (line.waiting.take if in_turn else line.waiting.remove)(request)
+        line.tokens -= request.num_uncached
+        decode = request.assigned["decode"]
+        self._rows[decode] -= 1
+        if not self._rows[decode]:
+            del self._rows[decode]
+
+    def _stop_waiting(self, request: LiveRequest, line: _Line, in_turn: bool = False) -> None:
+        self._leave(request, line, in_turn)
+        request.times.unpark()
+        self._metrics.key_waits(request.generation.key, -1)
+        self._metrics.key_waited(request.generation.key, time.monotonic() - request.times.parked_at)
+
+    def _send(self, request: LiveRequest, line: _Line) -> bool:
+        if not self._transmit(request):
+            return False
+        request.charged = request.holders[0]
+        line.sent[request.generation.key] += request.cost
+        self._metrics.key_sent(request.generation.key, request.cost)
+        return True
+
+    # --- how much is sent ahead -------------------------------------------------------------------
+
+    def _has_room(self, request: LiveRequest, line: _Line) -> bool:
+        """Whether its workers would soon have nothing to do without it."""
+        first, decode = request.holders[0], request.assigned["decode"]
+        prompts = first.outstanding_prompts - len(line.waiting)
+        tokens = first.outstanding_prefill_tokens - line.tokens
+        if not self._has_prompt_room(first, prompts, tokens):
+            return False
+        prefill_s = 0.0 if first is decode else compute_s(first.load, tokens + request.num_uncached, 0)
+        if not self._has_row_room(decode, prefill_s):
+            self._blocked[decode].add(first)
+            return False
+        return True
+
+    def _has_prompt_room(self, first: Worker, prompts: int, tokens: int) -> bool:
+        if prompts < MIN_AHEAD:
+            return True
+        load = self._running(first)
+        if tokens < AHEAD_STEPS * chunk_tokens(load, 0):
+            return True
+        return prompts * compute_s(load, tokens / prompts, 0) < AHEAD_S
+
+    def _has_row_room(self, decode: Worker, prefill_s: float) -> bool:
+        """Rows that end until a prompt is computed elsewhere, and `AHEAD_S` more, make room for as many."""
+        load = self._running(decode)
+        steps = max(self._mean_output() / max(load.costs.tokens_per_row, 1.0), 1.0)
+        request_s = steps * load.costs.decode_s(load.rows, load.context_tokens)
+        ending = (AHEAD_S + prefill_s) * load.rows / request_s if request_s > 0 else self._max_num_seqs
+        return self._sent_rows(decode) < self._max_num_seqs + max(MIN_AHEAD, ending)
+
+    def _running(self, worker: Worker) -> WorkerSnapshot:
+        """Its load without what waits, here or there."""
+        load = worker.load
+        rows = min(self._sent_rows(worker), self._max_num_seqs)
+        context = load.context_tokens * rows / load.rows if load.rows > 0 else 0.0
+        return replace(load, rows=rows, context_tokens=context)
+
+    def _sent_rows(self, worker: Worker) -> int:
+        return worker.outstanding_rows - self._rows[worker]
