@@ -1,0 +1,58 @@
+"""One API key floods real workers, another sends single requests."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.architectures import VOCAB_SIZE
+from tests.e2e.serving import HttpServing
+
+FLOOD, SINGLES = 64, 4
+KEYS = "flooder,other"
+
+
+def ask(serving: HttpServing, key: str, seed: int, max_tokens: int) -> tuple[float, int]:
+    """Seconds to the first token, and how many came."""
+    rng = random.Random(seed)
+    body: dict[str, Any] = {"prompt": rng.choices(range(10, VOCAB_SIZE), k=200), "max_tokens": max_tokens}
+    body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+    began, first, events = time.monotonic(), 0.0, 0
+    headers = {"authorization": f"Bearer {key}"}
+    with serving.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {") and not first:
+                first = time.monotonic() - began
+            events += line.startswith("data: {")
+    return first, events
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "workers", [{"decode-0": ""}, {"prefill-0": "", "decode-0": ""}], ids=["one", "pair"]
+)
+def test_a_flood_leaves_the_others_their_share(folder: Path, workers: dict[str, str]) -> None:
+    slow = dict.fromkeys(workers, "slow:0.01")
+    with (
+        HttpServing(folder, slow, api_key=KEYS, disaggregation=len(workers) > 1) as serving,
+        ThreadPoolExecutor(FLOOD) as pool,
+    ):
+        alone = statistics.median(ask(serving, "other", 1000 + index, 8)[0] for index in range(SINGLES))
+        began = time.monotonic()
+        flood = [pool.submit(ask, serving, "flooder", index, 16 + index) for index in range(FLOOD)]
+        serving.wait(lambda: serving.metric("tandem_num_requests_held", api_key="0") > FLOOD / 3)
+        beside = [ask(serving, "other", 2000 + index, 8)[0] for index in range(SINGLES)]
+        flood_s = max(each.result(60)[0] for each in flood)
+        assert statistics.median(beside) < 8 * alone
+        assert statistics.median(beside) < flood_s / 4, "the flooder's last one waits for the flood"
+        assert time.monotonic() - began < 60
+        assert serving.metric("tandem_num_requests_held") == 0
+        assert serving.metric("tandem_api_key_tokens_total", api_key="0") > 0
+        serving.wait_empty()
