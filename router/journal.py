@@ -103,7 +103,7 @@ class LiveRequest:
 
     @property
     def stage(self) -> LiveStage:
-        if not self.assigned:
+        if not self.times.placed_at:
             return "queue"
         if not self.has_answered:
             return "prefill"
