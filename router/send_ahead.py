@@ -196,7 +196,7 @@ class SendAhead:
         """Rows that end until a prompt is computed elsewhere, and `AHEAD_S` more, make room for as many."""
         load = self._running(decode)
         steps = max(self._mean_output() / max(load.costs.tokens_per_row, 1.0), 1.0)
-        request_s = steps * load.costs.decode_s(load.rows, load.context_tokens)
+        request_s = steps * load.costs_now.decode_s(load.rows, load.context_tokens)
         ending = (AHEAD_S + prefill_s) * load.rows / request_s if request_s > 0 else self._max_num_seqs
         return self._sent_rows(decode) < self._max_num_seqs + max(MIN_AHEAD, ending)
 
