@@ -1,0 +1,170 @@
+"""Ten faults at four points of a request's life: the answer is the same, and nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+from fake_worker import echo_script
+from router_clients import emitted, eventually, is_idle, lose, post
+
+from protocol.codec import encode
+from protocol.messages import StepOutput, TokenOutput
+
+NUM_TOKENS = 40
+POINTS = ("as its prompt is computed", "as it is handed over", "as it decodes", "before its last token")
+
+
+class Scene:
+    """A request that stands still at a point, the workers that have it, and one more of each role."""
+
+    def __init__(self, router, pool, point: str) -> None:
+        self.router, self._pool, self.point = router, pool, point
+        decodes = {f"decode-{number}": router.add_worker(f"decode-{number}") for number in range(2)}
+        for number in range(2):
+            router.add_worker(f"prefill-{number}", "prefill", peers=decodes)
+        if point == "as its prompt is computed":
+            self._each("hold")
+            sent = 0
+        elif point == "as it is handed over":
+            self._each("keep")
+            sent = 1
+        else:
+            sent = 7 if point == "as it decodes" else NUM_TOKENS - 1
+            for worker in decodes.values():
+                worker.stall_after = sent
+        self.answer = pool.submit(post, router, max_tokens=NUM_TOKENS, return_token_ids=True)
+        eventually(lambda: emitted(router) == [sent] and any(worker.generated for worker in router.workers))
+        (request,) = router.server.state.journal
+        by_id = {worker.worker_id: worker for worker in router.workers}
+        self.prefill, self.decode = by_id[request.workers["prefill"]], by_id[request.workers["decode"]]
+        self.request_id = request.request_id
+        self.expected = echo_script(self.prefill.generated[0])[:NUM_TOKENS]
+        self.operations = []
+
+    def _each(self, brake: str) -> None:
+        for worker in self.router.workers:
+            if worker.role == "prefill" or brake == "hold":
+                getattr(worker, brake).set()
+
+    def release(self) -> None:
+        for worker in self.router.workers:
+            worker.hold.clear()
+            worker.stall_after = 2**31
+            if worker.keep.is_set():
+                worker.keep.clear()
+                self._hand_over_what_is_held(worker)
+
+    def _hand_over_what_is_held(self, worker) -> None:
+        for request_id in list(worker.held):
+            job = worker.held.pop(request_id, None)
+            if job is not None:
+                worker._hand_over(job)
+
+    @property
+    def holder(self):
+        """Who is to send the next token."""
+        return self.prefill if self.point in POINTS[:2] else self.decode
+
+    def operate(self, worker, action: str, **body) -> None:
+        url = f"/workers/{worker.worker_id}/{action}"
+        self.operations.append(self._pool.submit(self.router.http.post, url, json=body))
+        eventually(lambda: any(w.draining for w in self.router.server.state.registry) or self._left(worker))
+
+    def _left(self, worker) -> bool:
+        return worker.worker_id not in [w.key.worker_id for w in self.router.server.state.registry]
+
+    def say(self, worker, incarnation: str, output: TokenOutput) -> None:
+        step = StepOutput(worker_id=worker.worker_id, incarnation=incarnation, outputs=[output])
+        worker.post(encode(step))
+
+
+def prefill_dies(scene: Scene) -> None:
+    lose(scene.router, scene.prefill)
+
+
+def decode_dies(scene: Scene) -> None:
+    lose(scene.router, scene.decode)
+
+
+def both_die(scene: Scene) -> None:
+    lose(scene.router, scene.prefill)
+    lose(scene.router, scene.decode)
+
+
+def holder_freezes_and_thaws(scene: Scene) -> None:
+    """It is taken for dead, and goes on with what others have by then."""
+    scene.holder.mute.set()
+    registry = scene.router.server.state.registry
+    eventually(lambda: not registry.named(scene.holder.worker_id).live)
+    scene.holder.mute.clear()
+    eventually(lambda: registry.named(scene.holder.worker_id).live)
+
+
+def prefill_is_drained(scene: Scene) -> None:
+    scene.operate(scene.prefill, "drain")
+
+
+def decode_is_drained(scene: Scene) -> None:
+    scene.operate(scene.decode, "drain")
+
+
+def decode_changes_its_role(scene: Scene) -> None:
+    scene.operate(scene.decode, "role", role="prefill")
+
+
+def hand_off_is_refused(scene: Scene) -> None:
+    """At other points than the hand-off it is news of an earlier one."""
+    failed = scene.prefill.handover_failed(scene.request_id, scene.decode.incarnation, "overloaded", False)
+    if scene.point == "as it is handed over":
+        scene.prefill.post(failed)
+        eventually(lambda: scene.prefill.redirects)
+    elif scene.point == "as its prompt is computed":
+        scene.prefill.post(scene.prefill.handover_failed("of-another", "0" * 16, "overloaded", False))
+    else:
+        scene.decode.post(scene.decode.handover_failed(scene.request_id, "0" * 16, "overloaded", False))
+
+
+def late_messages_come(scene: Scene) -> None:
+    """Of another incarnation, of a worker that never had it, and of an earlier placement."""
+    token = TokenOutput(request_id=scene.request_id, token_ids=[5], finish_reason="stop")
+    (idle,) = [w for w in scene.router.workers if w.role == "decode" and w is not scene.decode]
+    scene.say(scene.holder, "0" * 16, token)
+    scene.say(idle, idle.incarnation, token)
+    earlier = TokenOutput(request_id="earlier", token_ids=[5], finish_reason="stop")
+    scene.say(scene.holder, scene.holder.incarnation, earlier)
+
+
+def holder_gives_it_up(scene: Scene) -> None:
+    error = TokenOutput(
+        request_id=scene.request_id, token_ids=[], finish_reason="error", error_kind="worker_lost", error="x"
+    )
+    scene.holder.jobs.pop(scene.request_id, None)
+    scene.holder.held.pop(scene.request_id, None)
+    scene.say(scene.holder, scene.holder.incarnation, error)
+
+
+FAULTS = [
+    prefill_dies,
+    decode_dies,
+    both_die,
+    holder_freezes_and_thaws,
+    prefill_is_drained,
+    decode_is_drained,
+    decode_changes_its_role,
+    hand_off_is_refused,
+    late_messages_come,
+    holder_gives_it_up,
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_fault(make_router, pool, fault, point):
+    scene = Scene(make_router(worker_timeout=0.5), pool, point)
+    fault(scene)
+    scene.release()
+    response = scene.answer.result(10)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["token_ids"] == scene.expected
+    assert all(operation.result(10).status_code == 200 for operation in scene.operations)
+    eventually(lambda: is_idle(scene.router))
+    assert scene.router.metric("tandem_generation_tokens_total") == NUM_TOKENS
