@@ -195,6 +195,23 @@ def test_what_a_dead_decode_worker_costs(folder: Path, expected: list[dict[str, 
         assert (point == "as it decodes") <= bool(serving.metric("tandem_requests_placed_anew_total"))
 
 
+def test_after_a_death_a_third_worker_fetches_what_a_peer_has(
+    folder: Path, expected: list[dict[str, Any]]
+) -> None:
+    workers = {"decode-0": "", "decode-1": f"KILL:after:after_step:7+{SLOW}", "decode-2": ""}
+    length = REQUESTS[0]["length"]
+    with HttpServing(folder, workers) as serving, ThreadPoolExecutor(1) as pool:
+        assert ask(serving, REQUESTS[0]) == expected[0]
+        serving.wait(lambda: serving.metric("tandem_kv_index_blocks") >= length // 16)
+        answer = pool.submit(ask, serving, REQUESTS[0])
+        serving.bury("decode-1")
+        assert answer.result(BOUND_S) == expected[0]
+        serving.wait_empty()
+        assert serving.counter("decode-2", "prefix_blocks_fetched_total") >= length // 16
+        assert serving.counter("decode-2", "computed_tokens_total") < 16 + NUM_TOKENS
+        assert serving.metric("tandem_requests_placed_anew_total") == 1
+
+
 @pytest.mark.parametrize(
     ("frozen", "point"),
     [

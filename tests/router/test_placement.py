@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import msgspec
@@ -337,3 +338,26 @@ def test_no_snapshot_breaks_a_policy(workers, request, prefill_rule, decode_rule
     for name in names:
         cluster.remove(name)
     assert isinstance(policy.place(request, cluster, PolicyState())[0], Refusal)
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_thousands_of_impossible_workers_break_no_policy(rule):
+    rng = random.Random(rule)
+    odd = [0, -1, math.nan, math.inf, -math.inf, 1e300, 3]
+    fields = ("requests", "rows", "context_tokens", "prefill_tokens", "prompts", "kv_usage", "kv_tokens")
+    workers = [
+        WorkerSnapshot(
+            f"w{number}",
+            rng.choice([("prefill", "decode"), ("decode",)]),
+            costs=StepCosts(**{name: rng.choice(odd) for name in StepCosts.__struct_fields__}),
+            **{name: rng.choice(odd) for name in fields},
+        )
+        for number in range(3000)
+    ]
+    cluster, policy = Cluster(workers), placement_policy(rule)
+    for turn in range(20):
+        cached = {f"w{rng.randrange(4000)}": rng.randrange(-5, 500) for _ in range(9)}
+        request = RequestFacts(rng.randrange(-1, 1000), rng.choice(odd), cached_tokens=cached)
+        found, _ = policy.place(request, cluster, PolicyState(turn))
+        assert isinstance(found, Placement)
+        assert all(cluster.get(name) is not None for name in found.workers.values())
