@@ -135,7 +135,8 @@ class DraftLoop(WorkerLoop):
         if given.start + len(given.token_ids) < num_known:
             self.counters.add("duplicate_messages_total")
             return
-        if not self._may_have(request, new):
+        is_short = given.run_ahead > 0 and num_known + len(new) < request.opening.num_prompt
+        if is_short or not self._may_have(request, new):
             self.counters.add("dropped_messages_total")
             self._refuse(request, "it was given tokens that no request can have")
             return
@@ -175,12 +176,12 @@ class DraftLoop(WorkerLoop):
         for request in list(self._queue):
             if request.target in self._reading:
                 continue
-            self._queue.remove(request)
             try:
                 self.engine.add(request.engine_request(), hold_at=request.hold_at(self._pace.most_ahead))
             except InvalidRequestError as error:
                 self._refuse(request, str(error))
                 continue
+            self._queue.remove(request)
             request.enter(DraftStage.DRAFTING)
             self._reading[request.target] = request
 

@@ -92,6 +92,11 @@ class RemoteDrafter(Drafter):
         granted = min(self._first_granted, plan.max_tokens)
         self.requests[sequence.request_id] = RemoteRequest(sequence, plan.at, granted)
 
+    def is_made_by(self, request_id: str, worker: PeerAddress | None) -> bool:
+        """Whether the request's drafts come from there at present."""
+        request = self.requests.get(request_id)
+        return request is not None and request.at == worker
+
     def grant(self, request_id: str, num_tokens: int) -> None:
         """So many tokens of the request are verified in a step from now on."""
         request = self.requests.get(request_id)

@@ -331,9 +331,31 @@ class BatchSpeculator:
         before = self._requests.get(sequence.request_id)
         if before is None:
             return  # not begun yet
+        source = self._source(sequence)
+        if source == before.method and (source != REMOTE or self._keeps_its_worker(sequence)):
+            self._limit(before, sequence)
+            self._controller.join(before, is_read=True)
+            return
         self._end(sequence, before)
         if sequence.holdings is not None:
             self.begin(sequence)
+
+    def _keeps_its_worker(self, sequence: SequenceState) -> bool:
+        assert self._remote is not None and sequence.draft_plan is not None
+        return self._remote.is_made_by(sequence.request_id, sequence.draft_plan.at)
+
+    def _limit(self, request: SpeculatingRequest, sequence: SequenceState) -> None:
+        """Set how many tokens it drafts: those that it asks for, and no more than its plan allows."""
+        asked, plan = sequence.request.speculation, sequence.draft_plan
+        fixed = asked.num_speculative_tokens if asked is not None else None
+        if fixed is None:
+            fixed = self._options.fixed_tokens
+        request.most = plan.max_tokens if plan is not None else None
+        if request.method == "lookahead" and fixed:
+            fixed = self._options.lookahead_rows  # it takes all of them or none
+        elif fixed is not None and request.most is not None:
+            fixed = min(fixed, request.most)
+        request.fixed_tokens = fixed
 
     def _source(self, sequence: SequenceState) -> Source | None:
         """Where the sequence's drafts come from, by its plan, or else by its own and the deployment's choice.
@@ -355,11 +377,9 @@ class BatchSpeculator:
         return None
 
     def _new_request(self, sequence: SequenceState) -> SpeculatingRequest:
-        source = self._source(sequence)
-        fixed = sequence.request.speculation.num_speculative_tokens if sequence.request.speculation else None
-        if fixed is None:
-            fixed = self._options.fixed_tokens
-        if source is None or fixed == 0:
+        source, asked = self._source(sequence), sequence.request.speculation
+        fixed = asked.num_speculative_tokens if asked is not None else None
+        if source is None or (self._options.fixed_tokens if fixed is None else fixed) == 0:
             return self._controller.estimator.new_request(None, 0)
         if source not in self._drafters:
             assert source != REMOTE  # which is there, if it is anybody's source
@@ -367,13 +387,9 @@ class BatchSpeculator:
             drafter.attach(self._loaded, self._pool)
             self._drafters[source] = drafter
             self._add_method(source, drafter)
-        most = sequence.draft_plan.max_tokens if sequence.draft_plan is not None else None
-        if fixed is not None:
-            # lookahead takes all of its rows or none
-            fixed = self._options.lookahead_rows if source == "lookahead" else min(fixed, most or fixed)
         request_class: RequestClass = "greedy" if sequence.request.sampling.is_greedy else "sampled"
-        request = self._controller.estimator.new_request(source, fixed, request_class)
-        request.most = most
+        request = self._controller.estimator.new_request(source, None, request_class)
+        self._limit(request, sequence)
         return request
 
 

@@ -17,6 +17,7 @@ from protocol.codec import encode, peer_reply, peer_request
 from protocol.messages import DraftPlan, EngineRequest, PeerAddress
 from protocol.speculation import SpeculativeConfig
 from speculation.remote import RemoteDrafter
+from speculation.run_ahead import run_ahead
 from speculation.speculator import speculate
 from tests.speculation.small_engine import run, small_config, tokens
 from tests.worker.light_loop import LightLoop, address
@@ -28,9 +29,11 @@ def remote_plan(at: PeerAddress = DRAFTER, max_tokens: int = 8) -> DraftPlan:
     return DraftPlan(method="draft_model", max_tokens=max_tokens, at=at)
 
 
-def target_engine(model: Path, remote: RemoteDrafter | None, draft: Path, **options: Any) -> Engine:
+def target_engine(
+    model: Path, remote: RemoteDrafter | None, draft: Path, num_blocks: int = 256, **options: Any
+) -> Engine:
     speculative = SpeculativeConfig(method="draft_model", model=str(draft), **options)
-    config = small_config(model, 256, speculative_config=speculative)
+    config = small_config(model, 2 * num_blocks, speculative_config=speculative)
     return Engine(config, speculate=partial(speculate, remote=remote))
 
 
@@ -47,6 +50,16 @@ class DecodeSide:
         self.engine = target_engine(model, self.remote, draft, **options)
         self.incarnation = name * 16
         self.identity = f"{name}:{self.incarnation}".encode()
+        self.restart()
+
+    def restart(self) -> None:
+        """With a new loop and new counters around the same engine."""
+        for request_id in list(self.engine._sequences):
+            self.engine.abort(request_id)
+        self.remote.requests.clear()
+        self.remote.ended.clear()
+        self._before = self.engine.counters()
+        self._steps_before = self.engine.stats().steps
         self.light = LightLoop(DecodeLoop, self.engine, "decode", self.remote, self.incarnation)
         self.loop: DecodeLoop = self.light.loop
 
@@ -64,11 +77,27 @@ class DecodeSide:
             found.setdefault(output.request_id, []).extend(output.token_ids)
         return found
 
-    def counter(self, name: str) -> float:
-        return self.loop.counters[name] if name in self.loop.counters.snapshot() else self.spec(name)
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.light.router.outputs)
 
-    def spec(self, name: str) -> float:
-        return self.engine.counters().get(f'{name}{{method="remote"}}', 0.0)
+    @property
+    def num_steps(self) -> int:
+        return self.engine.stats().steps - self._steps_before
+
+    def counter(self, name: str) -> float:
+        return self.loop.counters[name]
+
+    def drafted(self, source: str) -> float:
+        """Tokens from there that were verified."""
+        return self._speculated("spec_decode_num_draft_tokens_total", source)
+
+    def accepted(self, source: str) -> float:
+        return self._speculated("spec_decode_num_accepted_tokens_total", source)
+
+    def _speculated(self, name: str, source: str) -> float:
+        key = f'{name}{{method="{source}"}}'
+        return self.engine.counters().get(key, 0.0) - self._before.get(key, 0.0)
 
 
 class DraftSide:
@@ -76,9 +105,17 @@ class DraftSide:
 
     def __init__(self, draft: Path, at: PeerAddress = DRAFTER, **options: Any) -> None:
         self.at = at
-        self.engine = Engine(small_config(draft, **({"num_blocks": 256} | options)))
-        self.light = LightLoop(DraftLoop, self.engine, "draft", incarnation=at.incarnation)
+        self.engine = Engine(small_config(draft, **({"num_blocks": 256} | options)), speculate=run_ahead)
+        self.restart()
+
+    def restart(self) -> None:
+        for request_id in list(self.engine._sequences):
+            self.engine.abort(request_id)
+        self.light = LightLoop(DraftLoop, self.engine, "draft", incarnation=self.at.incarnation)
         self.loop: DraftLoop = self.light.loop
+
+    def counter(self, name: str) -> float:
+        return self.loop.counters[name]
 
     def step(self) -> None:
         if self.engine.has_work():
@@ -86,8 +123,8 @@ class DraftSide:
 
 
 class Network:
-    """Carries encoded messages between decode workers and draft workers: in turn, or as `rng` shuffles them,
-    late and some of them twice.
+    """Carries encoded messages between decode workers and draft workers: in turn, or as `rng` shuffles them:
+    late, some of them twice, and a share of `loss` never.
     """
 
     def __init__(
@@ -96,8 +133,10 @@ class Network:
         drafts: Sequence[DraftSide],
         rng: random.Random | None = None,
         delay: int = 0,
+        loss: float = 0.0,
     ) -> None:
-        self.decodes, self.drafts, self._rng, self._delay = decodes, list(drafts), rng, delay
+        self.decodes, self.drafts = decodes, list(drafts)
+        self._rng, self._delay, self._loss = rng, delay, loss
         self._queue: list[tuple[int, Any, bytes]] = []
         self._now = 0
         self.frozen: set[str] = set()
@@ -106,6 +145,8 @@ class Network:
         copies = 1
         wait = self._delay
         if self._rng is not None:
+            if self._rng.random() < self._loss:
+                return
             copies += self._rng.random() < 0.2
             wait = self._rng.randrange(2 * self._delay + 1)
         self._queue += [(self._now + wait, to, raw)] * copies
@@ -137,6 +178,10 @@ class Network:
         for draft in self.drafts:
             if draft.at.incarnation not in self.frozen:
                 draft.loop.handle({})
+
+    def drop_all(self) -> None:
+        """What is on its way."""
+        self._queue.clear()
 
     def turn(self, drafts_per_step: int = 2) -> None:
         """Each decode worker makes a step, and meanwhile each draft worker a few."""

@@ -3,36 +3,76 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from draft_worker.request import LEASE_S
+from protocol.messages import (
+    DraftBehind,
+    DraftedChain,
+    DraftFor,
+    DraftKey,
+    DraftOpening,
+    DraftPlan,
+    Drafts,
+    Given,
+    Replan,
+)
+from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import (
+    DRAFTER,
     DecodeSide,
     DraftSide,
     Network,
     plain_tokens,
     remote_plan,
 )
+from tests.worker.light_loop import address
 
 Pair = tuple[Path, Path]
+OTHER = address("draft-1", "e" * 16)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     write_pair(target, draft)
     return target, draft
 
 
-@pytest.mark.parametrize("options", [{"num_speculative_tokens": 3}, {}])
+@pytest.fixture(scope="module")
+def decodes(pair: Pair) -> list[DecodeSide]:
+    """Two decode workers with a fixed number of drafted tokens, which have drafts of their own too."""
+    return [DecodeSide(name, *pair, num_speculative_tokens=3) for name in "ab"]
+
+
+@pytest.fixture(scope="module")
+def drafter(pair: Pair) -> DraftSide:
+    return DraftSide(pair[1])
+
+
+@pytest.fixture(autouse=True)
+def fresh(request: pytest.FixtureRequest) -> None:
+    """Nothing of an earlier test is left on the workers that tests share."""
+    for name in {"decodes", "drafter"} & set(request.fixturenames):
+        found = request.getfixturevalue(name)
+        for side in found if isinstance(found, list) else [found]:
+            side.restart()
+
+
+def is_empty(side: DecodeSide | DraftSide) -> bool:
+    return sum(side.engine.blocks.available) == side.engine.blocks.num_blocks
+
+
 @pytest.mark.parametrize("jitter", [False, True])
-def test_two_decode_workers_share_a_draft_worker(pair: Pair, options: dict[str, int], jitter: bool) -> None:
-    target, draft = pair
-    decodes = [DecodeSide(name, target, draft, **options) for name in "ab"]
-    drafter = DraftSide(draft)
-    network = Network(decodes, [drafter], random.Random(1) if jitter else None, 3 if jitter else 0)
+def test_decode_workers_share_a_draft_worker(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide, jitter: bool
+) -> None:
+    network = Network(decodes, [drafter], random.Random(1) if jitter else None, 2 if jitter else 0)
     asked = [
         [ask(f"{side}{i}", prompt_of(20 + 7 * i, i), 40, temperature=0.8 * (i % 2), seed=i) for i in range(3)]
         for side in range(2)
@@ -42,7 +82,301 @@ def test_two_decode_workers_share_a_draft_worker(pair: Pair, options: dict[str, 
             decode.generate(request, remote_plan())
     network.run()
     for decode, requests in zip(decodes, asked, strict=True):
-        assert decode.tokens() == plain_tokens(target, requests)
+        assert decode.tokens() == plain_tokens(pair[0], requests)
+        assert decode.accepted("remote") > 0
+        assert decode.accepted("draft_model") == 0
+        if jitter:
+            assert decode.counter("remote_drafts_stale_total") > 0
+    network.settle()
+    drafter.loop.expire(time.monotonic() + LEASE_S + 1)  # an end may have overtaken its beginning
+    assert len(drafter.loop.requests) == 0
+    assert drafter.counter("draft_requests_open") == 0
+    assert is_empty(drafter)
+
+
+def test_what_edits_logits_is_drafted_for_too(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+) -> None:
+    requests = [
+        ask("penalties", prompt_of(30), 40, temperature=0.7, seed=5, repetition_penalty=1.3),
+        ask("bias", prompt_of(30), 40, logit_bias={7: 5.0}, min_tokens=10),
+    ]
+    for request in requests:
+        decodes[0].generate(request, remote_plan())
+    Network(decodes, [drafter]).run()
+    assert decodes[0].tokens() == plain_tokens(pair[0], requests)
+    assert decodes[0].accepted("remote") > 0
+
+
+def test_the_plan_of_a_running_request_changes(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+) -> None:
+    """Nowhere, remote, local, another draft worker, a lower ceiling there, as the worker decides, nowhere."""
+    decode, other = decodes[0], DraftSide(pair[1], OTHER)
+    network = Network([decode], [drafter, other])
+    request = ask("a", prompt_of(25), 160, temperature=0.5, seed=1, ignore_eos=True)
+    nobody, local = DraftPlan(), DraftPlan(method="draft_model")
+    decode.generate(request, nobody)
+    ways = ["", "remote", "draft_model", "remote", "remote", "draft_model", ""]
+    plans = [None, remote_plan(), local, remote_plan(OTHER), remote_plan(OTHER, 2), None, nobody]
+    drafted: list[str] = []
+    for place, plan in enumerate(plans):
+        if place > 0:
+            message = Replan(incarnation=decode.incarnation, request_id="a", plan=plan)
+            decode.loop._on_router_message(message)
+        before = {way: decode.drafted(way) for way in ("remote", "draft_model")}
+        for _ in range(6):
+            network.turn()
+        drafted.append("".join(way for way, count in before.items() if decode.drafted(way) > count))
+    assert drafted == ways
+    network.run()
+    assert decode.tokens() == plain_tokens(pair[0], [request])
+    assert other.counter("draft_requests_opened_total") == 1  # the lower ceiling opens nothing anew
+    network.settle()
+    assert len(drafter.loop.requests) + len(other.loop.requests) == 0
+
+
+def test_a_plan_without_its_draft_worker_decodes_plainly(pair: Pair, decodes: list[DecodeSide]) -> None:
+    requests = [ask("a", prompt_of(25), 30, ignore_eos=True)]
+    decodes[0].generate(requests[0], remote_plan())
+    Network(decodes, []).run()
+    assert decodes[0].tokens() == plain_tokens(pair[0], requests)
+    assert decodes[0].num_steps == 30
+    assert decodes[0].drafted("remote") == 0
+
+
+def test_a_frozen_draft_worker_costs_its_drafts_alone_and_is_used_again(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+) -> None:
+    decode = decodes[0]
+    network = Network([decode], [drafter])
+    request = ask("a", prompt_of(25), 200, ignore_eos=True)
+    decode.generate(request, remote_plan())
+    for _ in range(8):
+        network.turn()
+    assert decode.accepted("remote") > 0
+    network.frozen.add(DRAFTER.incarnation)
+    network.turn()
+    at_freeze, had = decode.num_steps, decode.num_tokens
+    for _ in range(10):
+        network.turn()
+    assert decode.num_steps == at_freeze + 10  # it never waits
+    assert decode.num_tokens >= had + 10
+    now = time.monotonic()
+    decode.loop.expire(now + 5)
+    assert decode.counter("draft_workers_lost_total") == 1
+    network.drop_all()
+    network.frozen.clear()
+    before = decode.drafted("remote")
+    network.turn()
+    assert decode.drafted("remote") == before  # it is not asked anything while it counts as lost
+    decode.loop.expire(now + 7)
+    for _ in range(6):
+        network.turn()
+    assert decode.drafted("remote") > before
+    network.run()
+    assert decode.tokens() == plain_tokens(pair[0], [request])
+    assert decode.counter("draft_workers_lost_total") == 1
+
+
+def test_a_restarted_draft_worker_is_taken_by_a_new_plan(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+) -> None:
+    decode = decodes[0]
+    network = Network([decode], [drafter])
+    request = ask("a", prompt_of(25), 120, ignore_eos=True)
+    decode.generate(request, remote_plan())
+    for _ in range(6):
+        network.turn()
+    again = DraftSide(pair[1], OTHER)
+    network.drafts = [again]  # what is on its way to the old incarnation, or from it, is lost
+    network.turn()
+    decode.loop._on_router_message(
+        Replan(incarnation=decode.incarnation, request_id="a", plan=remote_plan(OTHER))
+    )
+    before = decode.accepted("remote")
+    network.run()
+    assert decode.accepted("remote") > before
+    assert decode.tokens() == plain_tokens(pair[0], [request])
+
+
+def test_lost_messages_are_made_up_for(pair: Pair, decodes: list[DecodeSide], drafter: DraftSide) -> None:
+    decode = decodes[0]
+    network = Network([decode], [drafter], random.Random(3), loss=0.3)
+    request = ask("a", prompt_of(25), 150, ignore_eos=True)
+    decode.generate(request, remote_plan())
+    network.run()
+    assert decode.tokens() == plain_tokens(pair[0], [request])
+    assert decode.accepted("remote") > 10
+    assert drafter.counter("draft_requests_opened_total") == 1
+
+
+def test_a_draft_worker_that_forgot_a_request_opens_it_anew(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+) -> None:
+    decode = decodes[0]
+    network = Network([decode], [drafter])
+    request = ask("a", prompt_of(25), 80, ignore_eos=True)
+    decode.generate(request, remote_plan())
+    for _ in range(5):
+        network.turn()
+    drafter.loop.expire(time.monotonic() + LEASE_S + 1)
+    assert drafter.counter("draft_requests_expired_total") == 1
+    assert is_empty(drafter)
+    before = decode.accepted("remote")
+    network.run()
+    assert decode.accepted("remote") > before
+    assert decode.tokens() == plain_tokens(pair[0], [request])
+
+
+def test_a_small_target_keeps_its_share_beside_a_large_one(pair: Pair, decodes: list[DecodeSide]) -> None:
+    """Of four rows a step it gets the one that it can use, however many requests the other has."""
+    large, small = decodes
+
+    def drafted_for_small(beside: int) -> tuple[int, int]:
+        drafter = DraftSide(pair[1], max_num_seqs=4)
+        for decode in decodes:
+            decode.restart()
+        network = Network(decodes, [drafter])
+        for i in range(beside):
+            large.generate(ask(f"l{i}", prompt_of(12, i), 30, ignore_eos=True), remote_plan())
+        for _ in range(4):
+            network.turn()
+        small.generate(ask("s", prompt_of(12, 99), 30, ignore_eos=True), remote_plan())
+        network.run()
+        return small.drafted("remote"), large.drafted("remote")
+
+    alone, _ = drafted_for_small(0)
+    beside, of_others = drafted_for_small(8)
+    assert of_others > 0
+    assert beside >= 0.8 * alone
+
+
+def test_a_request_that_is_aborted_ends_its_drafts(decodes: list[DecodeSide], drafter: DraftSide) -> None:
+    network = Network(decodes, [drafter])
+    decodes[0].generate(ask("a", prompt_of(25), 100, ignore_eos=True), remote_plan())
+    for _ in range(5):
+        network.turn()
+    assert len(drafter.loop.requests) == 1
+    decodes[0].loop.abort("a")
     network.settle()
     assert len(drafter.loop.requests) == 0
-    assert sum(drafter.engine.blocks.available) == drafter.engine.blocks.num_blocks
+    assert is_empty(drafter)
+    assert is_empty(decodes[0])
+
+
+def test_a_preempted_request_goes_on_with_the_same_drafts(pair: Pair, drafter: DraftSide) -> None:
+    decode = DecodeSide("c", *pair, num_blocks=20, num_speculative_tokens=3)
+    requests = [ask(f"{i}", prompt_of(40, i), 60, ignore_eos=True) for i in range(4)]
+    for request in requests:
+        decode.generate(request, remote_plan())
+    Network([decode], [drafter]).run()
+    assert decode.engine.stats().num_preemptions > 0
+    assert decode.tokens() == plain_tokens(pair[0], requests)
+    assert drafter.counter("draft_requests_opened_total") == 4
+
+
+# --- messages that nobody sends -----------------------------------------------------------------------
+
+
+TARGET = b"decode-9:" + b"9" * 16
+
+
+def opening(num_prompt: int = 20, **sampling: float) -> DraftOpening:
+    params = SamplingParams(**({"max_tokens": 50} | sampling))  # type: ignore[arg-type]
+    return DraftOpening(sampling=params, num_prompt=num_prompt)
+
+
+def given(request_id: str = "a", **fields: Any) -> Given:
+    usual: dict[str, Any] = {"epoch": 1, "start": 0, "token_ids": prompt_of(20), "run_ahead": 5}
+    return Given(request_id=request_id, **({"opening": opening()} | usual | fields))
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        (given(token_ids=[300] * 20), "refused"),
+        (given(opening=opening(num_prompt=30)), "refused"),
+        (given(opening=opening(max_tokens=50000)), "refused"),
+        (given(opening=opening(top_p=-1)), "refused"),
+        (given(token_ids=[1] * 1100), "refused"),
+        (given(start=7), "behind"),
+        (given(opening=None), "behind"),
+    ],
+)
+def test_what_no_target_sends_is_refused(drafter: DraftSide, message: Given, answer: str) -> None:
+    drafter.loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, given=[message]))
+    drafter.loop.handle({})
+    for _ in range(3):
+        drafter.step()
+    replies = [reply for _, reply in drafter.light.inbox.replies]
+    assert any(getattr(reply, answer) for reply in replies)
+    assert len(drafter.loop.requests) == 0
+    assert is_empty(drafter)
+
+
+def test_a_draft_worker_drops_what_is_stale(drafter: DraftSide) -> None:
+    loop = drafter.loop
+    loop.on_peer_request(TARGET, DraftFor(incarnation="0" * 16, given=[given()]))
+    assert len(loop.requests) == 0
+    loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, given=[given(epoch=5)]))
+    loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, given=[given(epoch=4)]))
+    ends = [DraftKey("a", 4), DraftKey("unknown", 5)]
+    loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, ended=ends))
+    assert [request.key.epoch for request in loop.requests] == [5]
+    assert drafter.counter("stale_messages_total") == 2
+    loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, ended=[DraftKey("a", 5)]))
+    assert len(loop.requests) == 0
+
+
+def test_a_decode_worker_drops_what_no_draft_worker_sends(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+) -> None:
+    decode = decodes[0]
+    network = Network([decode], [drafter])
+    request = ask("a", prompt_of(25), 60, ignore_eos=True)
+    decode.generate(request, remote_plan())
+    for _ in range(3):
+        network.turn()
+    epoch = decode.loop._drafts._orders["a"].epoch  # type: ignore[union-attr]
+    length = len(decode.remote.requests["a"].sequence.token_ids)
+    chains = [
+        DraftedChain("a", epoch, length, [300]),
+        DraftedChain("a", epoch, length + 9, [1] * 20),
+        DraftedChain("a", epoch, 0, [1] * 20),
+        DraftedChain("a", epoch - 1, length, [1, 2]),
+        DraftedChain("b", epoch, length, [1, 2]),
+        DraftedChain("a", epoch, length, []),
+    ]
+    behind = [DraftBehind("a", epoch, 2**40), DraftBehind("a", epoch - 1, 0), DraftBehind("c", 1, 0)]
+    for incarnation in (DRAFTER.incarnation, "0" * 16):
+        message = Drafts(incarnation=incarnation, chains=chains, behind=behind, refused=[DraftKey("c", 1)])
+        decode.loop.on_peer_reply(DRAFTER, message)
+    decode.loop.on_peer_reply(OTHER, Drafts(incarnation=OTHER.incarnation, chains=chains))
+    assert decode.counter("stale_messages_total") == 2
+    assert decode.counter("dropped_messages_total") == 1
+    network.run()
+    assert decode.tokens() == plain_tokens(pair[0], [request])
+
+
+def test_a_draft_worker_that_is_too_slow_refuses_requests(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+) -> None:
+    """The target with the most requests loses one, is told, and does not ask again at once."""
+    network = Network(decodes, [drafter])
+    requests = [ask(f"{i}", prompt_of(20, i), 60, ignore_eos=True) for i in range(4)]
+    for request in requests[:3]:
+        decodes[0].generate(request, remote_plan())
+    decodes[1].generate(requests[3], remote_plan())
+    for _ in range(4):
+        network.turn()
+    drafter.loop._pace.most_ahead = 1
+    for _ in range(50):
+        drafter.loop._pace.committed(overtaken=True)
+    drafter.loop.expire(0.0)
+    drafting = [request.target for request in drafter.loop.requests]
+    assert sorted(drafting) == sorted([decodes[0].identity] * 2 + [decodes[1].identity])
+    network.run()
+    assert decodes[0].counter("remote_drafts_refused_total") == 1
+    assert drafter.counter("draft_requests_opened_total") == 4
+    assert decodes[0].tokens() | decodes[1].tokens() == plain_tokens(pair[0], requests)

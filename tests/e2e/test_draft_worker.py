@@ -1,0 +1,127 @@
+"""A draft worker of two decode workers, in processes of their own: frozen, killed, started anew, drained."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from bench.shapes.tokenizer import save_tokenizer
+from protocol.speculation import SpeculativeConfig
+from tests.e2e.serving import HttpServing
+from tests.speculation.small_engine import write_pair
+from tests.worker.tiny_model import VOCAB_SIZE
+
+WORKERS = {"decode-0": "", "decode-1": "", "draft-0": ""}
+NUM_TOKENS = 1000
+"""Enough to be still running when something happens to the draft worker."""
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServing]:
+    target, draft = tmp_path_factory.mktemp("pair") / "model", tmp_path_factory.mktemp("draft")
+    target.mkdir()
+    write_pair(target, draft)
+    for folder in (target, draft):
+        save_tokenizer(folder, VOCAB_SIZE, 1024)
+    speculative = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=3)
+    options: dict[str, Any] = {"disaggregation": False, "decode_replicas": 2, "draft_replicas": 1}
+    with HttpServing(target, WORKERS, speculative_config=speculative, **options) as serving:
+        yield serving
+
+
+def ask(serving: HttpServing, number: int, drafts: bool = True) -> list[int]:
+    body: dict[str, Any] = {
+        "model": "model",
+        "prompt": [5 + number, 6, 7, 8],
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0.8 * (number % 2),
+        "seed": number,
+        "return_token_ids": True,
+        "speculative": {"enabled": drafts},
+    }
+    answer = serving.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+@pytest.fixture(scope="module")
+def plain(serving: HttpServing) -> list[list[int]]:
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda number: ask(serving, number, drafts=False), range(4)))
+
+
+def start(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[list[int]]]:
+    """Requests that have drafts of the draft worker by now."""
+    before = accepted(serving)
+    futures = [pool.submit(ask, serving, number) for number in range(4)]
+    serving.wait(lambda: accepted(serving) > before)
+    return futures
+
+
+def accepted(serving: HttpServing) -> float:
+    name = 'spec_decode_num_accepted_tokens_total{method="remote"}'
+    states = serving.worker_states()
+    return sum(states[worker]["counters"].get(name, 0.0) for worker in ("decode-0", "decode-1"))
+
+
+def test_both_decode_workers_draft_there(serving: HttpServing, plain: list[list[int]]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        assert [each.result() for each in start(serving, pool)] == plain
+    name = 'spec_decode_num_accepted_tokens_total{method="remote"}'
+    serving.wait(lambda: serving.worker_states()["draft-0"]["counters"]["draft_requests_open"] == 0)
+    for worker in ("decode-0", "decode-1"):
+        assert serving.worker_states()[worker]["counters"][name] > 0
+    assert serving.counter("draft-0", "drafted_tokens_total") > 0
+    serving.wait_empty()
+
+
+def test_it_is_frozen_and_wakes_up(serving: HttpServing, plain: list[list[int]]) -> None:
+    pid = serving.workers["draft-0"].process.pid
+    assert pid is not None
+    with ThreadPoolExecutor(4) as pool:
+        running = start(serving, pool)
+        os.kill(pid, signal.SIGSTOP)
+        assert not all(each.done() for each in running)
+        assert [each.result() for each in running] == plain
+        os.kill(pid, signal.SIGCONT)
+        serving.wait(lambda: "draft-0" in serving.worker_states())
+        assert [each.result() for each in start(serving, pool)] == plain
+    serving.wait_empty()
+
+
+def test_it_is_killed_and_started_anew(serving: HttpServing, plain: list[list[int]]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        running = start(serving, pool)
+        serving.workers["draft-0"].process.kill()
+        assert not all(each.done() for each in running)
+        serving.bury("draft-0")
+        assert [each.result() for each in running] == plain
+        assert [ask(serving, number) for number in range(2)] == plain[:2]
+        serving.add("draft-0")
+        assert [each.result() for each in start(serving, pool)] == plain
+    serving.wait_empty()
+
+
+def test_a_draft_worker_has_no_other_role(serving: HttpServing) -> None:
+    answer = serving.http.post("/workers/draft-0/role", json={"role": "decode"})
+    assert answer.status_code == 409
+    assert "another model" in answer.json()["error"]["message"]
+    answer = serving.http.post("/workers/decode-0/role", json={"role": "draft"})
+    assert answer.status_code == 409
+
+
+def test_it_is_drained(serving: HttpServing, plain: list[list[int]]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        running = start(serving, pool)
+        answer = serving.http.post("/workers/draft-0/drain")
+        assert answer.status_code == 200, answer.text
+        assert [each.result() for each in running] == plain
+        assert [ask(serving, 0)] == plain[:1]
+    assert serving.workers["draft-0"].ended_when_told() == ""
