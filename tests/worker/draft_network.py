@@ -14,7 +14,7 @@ from decode_worker.loop import DecodeLoop
 from draft_worker.loop import DraftLoop
 from engine.engine import Engine
 from protocol.codec import encode, peer_reply, peer_request
-from protocol.messages import DraftPlan, EngineRequest, PeerAddress
+from protocol.messages import DraftPlan, EngineRequest, PeerAddress, Replan
 from protocol.speculation import SpeculativeConfig
 from speculation.remote import RemoteDrafter
 from speculation.run_ahead import run_ahead
@@ -66,6 +66,10 @@ class DecodeSide:
     def generate(self, request: EngineRequest, plan: DraftPlan | None) -> None:
         planned = msgspec.structs.replace(request, draft_plan=plan)
         self.light.generate(planned, incarnation=self.incarnation)
+
+    def replan(self, request_id: str, plan: DraftPlan | None) -> None:
+        message = Replan(incarnation=self.incarnation, request_id=request_id, plan=plan)
+        self.light.loop._on_router_message(message, self.light.router)
 
     def step(self) -> None:
         self.light.step()

@@ -19,7 +19,6 @@ from protocol.messages import (
     DraftPlan,
     Drafts,
     Given,
-    Replan,
 )
 from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
@@ -122,8 +121,7 @@ def test_the_plan_of_a_running_request_changes(
     drafted: list[str] = []
     for place, plan in enumerate(plans):
         if place > 0:
-            message = Replan(incarnation=decode.incarnation, request_id="a", plan=plan)
-            decode.loop._on_router_message(message)
+            decode.replan("a", plan)
         before = {way: decode.drafted(way) for way in ("remote", "draft_model")}
         for _ in range(6):
             network.turn()
@@ -191,9 +189,7 @@ def test_a_restarted_draft_worker_is_taken_by_a_new_plan(
     again = DraftSide(pair[1], OTHER)
     network.drafts = [again]  # what is on its way to the old incarnation, or from it, is lost
     network.turn()
-    decode.loop._on_router_message(
-        Replan(incarnation=decode.incarnation, request_id="a", plan=remote_plan(OTHER))
-    )
+    decode.replan("a", remote_plan(OTHER))
     before = decode.accepted("remote")
     network.run()
     assert decode.accepted("remote") > before
