@@ -228,7 +228,7 @@ class Engine:
         """
         sequence = self._sequences[request_id]
         sequence.prefill_only = False
-        if sequence.stage is SequenceStage.HELD:
+        if sequence.stage is SequenceStage.HELD and not sequence.is_to_be_held:
             self._scheduler.add_running(sequence)
 
     def hold(self, request_id: str) -> None:

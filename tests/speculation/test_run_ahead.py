@@ -1,0 +1,93 @@
+"""A sequence that drafts for a target: held, given tokens, rewound. It drafts what its model would say."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.engine import Engine
+from engine.sequence import SequenceStage
+from speculation.run_ahead import run_ahead
+from tests.speculation.small_engine import ask, prompt_of, run, small_config
+from tests.worker.tiny_model import write_tiny_llama
+
+PROMPT = prompt_of(30)
+SAMPLING: dict[str, Any] = {"temperature": 0.7, "seed": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Engine:
+    return Engine(small_config(model, enable_prefix_caching=False))
+
+
+def continuation(plain: Engine, output: list[int], count: int) -> list[int]:
+    """What the model says after the prompt and this much output."""
+    request = ask("plain", PROMPT, len(output) + count, **SAMPLING)
+    request.output_token_ids.extend(output)
+    return run(plain, [request])["plain"].token_ids
+
+
+def draft(engine: Engine) -> list[int]:
+    """Whatever it drafts until it is held."""
+    engine.resume("a")
+    while engine.has_work():
+        engine.step()
+    return engine.drafted("a")
+
+
+@pytest.mark.parametrize("compiled", ["auto", "off"])
+def test_what_is_drafted_after_any_tokens_is_as_if_drafted_afresh(
+    model: Path, plain: Engine, compiled: str
+) -> None:
+    """With the native decoder several tokens come in a step, without it one."""
+    engine = Engine(small_config(model, compile=compiled), speculate=run_ahead)
+    rng, given = random.Random(5), list[int]()
+    engine.add(ask("a", PROMPT, 200, **SAMPLING), hold_at=len(PROMPT) + 9)
+    for _ in range(24):
+        drafted = draft(engine)
+        assert drafted == continuation(plain, given, len(drafted))
+        kept = rng.randrange(len(drafted) + 1)
+        new = drafted[:kept] + [rng.randrange(1, 300) for _ in range(rng.choice((0, 1, 1, 3)))]
+        given += new
+        count = rng.randrange(1, 13)
+        agreed = engine.give("a", new, len(PROMPT) + len(given) + count)
+        assert kept <= agreed <= len(new)
+    assert len(given) > 40
+    engine.abort("a")
+    assert sum(engine.blocks.available) == engine.blocks.num_blocks
+
+
+def test_only_given_tokens_are_published(model: Path) -> None:
+    engine = Engine(small_config(model), speculate=run_ahead)
+    engine.add(ask("a", PROMPT, 100, **SAMPLING), hold_at=len(PROMPT) + 40)
+    drafted = draft(engine)
+    assert len(drafted) == 40
+    assert len(engine.blocks.arenas[0].published()) == len(PROMPT) // 16
+    engine.give("a", drafted[:20], len(PROMPT) + 41)
+    draft(engine)
+    assert len(engine.blocks.arenas[0].published()) == (len(PROMPT) + 20) // 16
+
+
+def test_it_is_held_where_it_is_told_and_never_ends_by_itself(model: Path) -> None:
+    engine = Engine(small_config(model), speculate=run_ahead)
+    engine.add(ask("a", PROMPT, 100, logit_bias={0: 100.0}), hold_at=len(PROMPT) + 5)
+    assert draft(engine) == [0] * 5  # the end of text
+    sequence = engine._sequences["a"]
+    assert sequence.stage is SequenceStage.HELD
+    engine.give("a", [0], len(PROMPT) + 4)  # its target has use for fewer than there are
+    assert draft(engine) == [0] * 4
+    engine.give("a", [0, 0], len(PROMPT) + 12)
+    engine.resume("a")
+    engine.hold("a")
+    assert not engine.has_work()
+    assert engine.drafted("a") == [0] * 2
