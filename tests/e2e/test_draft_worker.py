@@ -30,7 +30,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServing]:
         save_tokenizer(folder, VOCAB_SIZE, 1024)
     speculative = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=3)
     options: dict[str, Any] = {"disaggregation": False, "decode_replicas": 2, "draft_replicas": 1}
-    with HttpServing(target, WORKERS, speculative_config=speculative, **options) as serving:
+    options |= {"speculative_config": speculative, "draft_placement": "remote"}
+    with HttpServing(target, WORKERS, **options) as serving:
         yield serving
 
 
