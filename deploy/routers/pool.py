@@ -121,8 +121,10 @@ class RouterPool:
 
     def run(self, on_start: Callable[[], None] = lambda: None) -> None:
         """Keep the routers running until `stop`. Raises `ConfigError` if one cannot start at all."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: self.stop())
+        before = {
+            number: signal.signal(number, lambda *_: self.stop())
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             for router in self._routers:
                 self._start(router)
@@ -137,6 +139,8 @@ class RouterPool:
                     self._bury(router)
             self._selector.close()
             self._ports.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _watch(self) -> None:
         for key, _ in self._selector.select(WATCH_INTERVAL_S):
