@@ -218,6 +218,9 @@ def test_a_draft_worker_stands_beside_those_it_drafts_for(make_router, open_page
     row = "#workers tr:has(th:text-is('draft-0'))"
     visit.shows(row, "75 % right200 drafted for others")
     visit.shows(f"{row} td:nth-of-type(2)", "3")
+    visit.shows(
+        "#decisions", re.compile(r"Drafts: draft-0 drafts up to \d+ tokens by draft_model, for .* tokens/s")
+    )
     visit.has("#diagram path.busy.decode", 1)
     visit.has("#diagram path.busy.draft", 1)
     right = "element => element.getBoundingClientRect().right"

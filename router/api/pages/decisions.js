@@ -28,7 +28,7 @@ export function showDecisions(decisions) {
   }
   latest.toReversed().forEach((decision) => {
     const item = items.get(decision.request_id) ?? newItem(decision, list);
-    item.outcome.textContent = outcome(decision);
+    item.outcome.textContent = `${drafting(decision)} ${outcome(decision)}`;
   });
   if (!decisions.length) list.replaceChildren(html("li", { class: "quiet" }, "None yet."));
 }
@@ -77,6 +77,20 @@ function compared(option, cost) {
 const mainParts = (parts) =>
   Object.entries(parts).filter(([, value]) => value > 0).sort(([, one], [, other]) => other - one).slice(0, 3)
     .map(([name, value]) => `${PARTS[name] ?? name} ${seconds(value)}`).join(", ") || "nothing";
+
+/** Who drafts now, and what the other places would bring. */
+function drafting({ drafts }) {
+  if (!drafts) return "";
+  const { chosen, alternatives, replans } = drafts;
+  const rate = (option) => count(option.predicted.tokens_per_s);
+  const others = alternatives.map((option) => `${rate(option)} if ${drafter(option)}`);
+  const moved = replans ? ` Planned anew ${plural(replans, "time")}.` : "";
+  const instead = others.length ? ` (${others.join(", ")})` : "";
+  return `Drafts: ${drafter(chosen)}, for ${rate(chosen)} tokens/s${instead}.${moved}`;
+}
+
+const drafter = ({ where: place, worker, method, max_tokens: most }) =>
+  place === "none" ? "nobody drafts" : `${worker} drafts up to ${plural(most, "token")} by ${method}`;
 
 function outcome({ observed, chosen }) {
   if (observed.ttft_s === null) return "It has no token yet.";
