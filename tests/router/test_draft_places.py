@@ -196,24 +196,27 @@ def test_no_flapping_at_the_crossover_under_noise(gain):
 
 
 def test_no_flapping_between_drafts_and_none_under_noise():
+    """Where four requests gain half a per cent by drafting."""
     noise, current, changes = random.Random(6), None, 0
     for _ in range(400):
-        model = CPU_LIKE | {"level_s": 0.6e-3 * noise.lognormvariate(0, 0.05)}
+        model = CPU_LIKE | {"rate": 0.8 * noise.lognormvariate(0, 0.02)}
         found = place(target(4, model=model), current=current)
         changes += current is not None and found != current
         current = found
-    assert changes <= 1
+    assert changes == 0
 
 
 def test_the_ceiling_elsewhere_stays_while_it_is_about_the_best():
-    noise, current, changes = random.Random(7), None, 0
+    noise, current, changes, found = random.Random(7), None, 0, set()
     for _ in range(200):
-        model = GPU_LIKE | {"level_s": 9e-3, "rate": 0.75 * noise.lognormvariate(0, 0.01)}
-        found = place(target(32, model=model), [drafter(row_s=0.05e-3)], current=current)
-        changes += current is not None and found != current
-        current = found
-    assert current is not None and current.where == "remote" and 1 < current.max_tokens < 8
-    assert changes <= 1
+        model = GPU_LIKE | {"level_s": 9e-3, "rate": 0.75 * noise.lognormvariate(0, 0.02)}
+        at, there = target(32, model=model), [drafter(row_s=0.05e-3)]
+        found.add(place(at, there).max_tokens)
+        chosen = place(at, there, current=current)
+        changes += current is not None and chosen != current
+        current = chosen
+    assert len(found) > 1, "who begins gets what is best just now"
+    assert changes == 0
 
 
 NUMBERS = st.sampled_from([0.0, 1e-9, 1e-3, 0.5, 1.0, 3.0, 1e9, 1e300, inf, nan, -1.0])
