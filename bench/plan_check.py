@@ -5,18 +5,21 @@
 A server with the given options runs that splits every request, with cores of its own for each worker. In
 each of `--repeats` rounds it is measured as `tandem profile` does, since machines are not equally fast all
 the time, and gets each load once; the same load is simulated with that profile. The ratios are simulated over
-measured, the median of the rounds: 1 is exact.
+measured, the median of the rounds: 1 is exact. What ran while other programs took more than a twentieth of
+the machine's CPU time does not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +37,7 @@ from planner.request import SimulatedRequest
 from router.placement import placement_policy
 
 FIGURES = ("ttft p50", "ttft p90", "tpot p50", "tpot p90")
+MOST_OTHERS = 0.05
 BLOCK_TOKENS = 16
 """The prompts share nothing: the size of a block only rounds."""
 
@@ -55,15 +59,21 @@ def main() -> None:
     with serving(serve_options) as http:
         url, layout = str(http.base_url), deployed(http.get("/cluster").json())
         for number in range(options.repeats):
+            bystanders = Bystanders()
             profile = calibrate(url, [made_by("python -m bench.plan_check")])
             profiles.append(profile)
+            profiling = bystanders.share()
             salt = {"cache_salt": f"round-{number}"}  # or else it finds the prompts of the one before
             target = Target(url, profile.name, ignore_eos=True, extra_body=salt)
             for rate in rates:
                 load = requests(rate, number, options)
+                bystanders = Bystanders()
                 real = figures(run_load(target, load).summary)
-                rounds[rate].append(Round(real, simulate(profile, layout, load)))
-                print(f"round {number}, {rate:g}/s: {rounds[rate][-1]}", flush=True)
+                others = max(profiling, bystanders.share())
+                found = Round(real, simulate(profile, layout, load), others)
+                rounds[rate].append(found)
+                ratios = " ".join(f"{ratio:.2f}" for ratio in found.ratios)
+                print(f"round {number}, {rate:g}/s: {ratios}; others took {others:.0%}", flush=True)
     show(rounds)
     if options.output is not None:
         write_results(
@@ -78,10 +88,35 @@ class Round(NamedTuple):
 
     measured: list[float]
     simulated: list[float]
+    others: float
+    """Share of the machine's CPU time that other programs took meanwhile."""
 
     @property
     def ratios(self) -> list[float]:
         return [ours / real for ours, real in zip(self.simulated, self.measured, strict=True)]
+
+
+class Bystanders:
+    """Counts the CPU time of programs that are no descendants of this one, from now on."""
+
+    def __init__(self) -> None:
+        self._began, self._all, self._own = time.monotonic(), *_cpu_seconds()
+
+    def share(self) -> float:
+        """Of the machine's CPU time."""
+        all_s, own_s = _cpu_seconds()
+        took = (all_s - self._all) - (own_s - self._own)
+        return max(took, 0.0) / (time.monotonic() - self._began) / (psutil.cpu_count() or 1)
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """Of all programs, and of this one with its descendants."""
+    times = psutil.cpu_times()
+    process = psutil.Process()
+    family = [process, *process.children(recursive=True)]
+    own = [each.cpu_times() for each in family]
+    busy = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+    return busy, sum(each.user + each.system for each in own)
 
 
 def requests(rate: float, number: int, options: Any) -> list[LoadRequest]:
@@ -124,12 +159,17 @@ def show(rounds: dict[float, list[Round]]) -> None:
     table.add_column("requests/s", justify="right")
     for name in FIGURES:
         table.add_column(name, justify="right")
-    for rate, found in rounds.items():
-        columns = zip(*(np.median(each, axis=0) for each in zip(*found, strict=True)), strict=True)
+    for rate, every in rounds.items():
+        found = [each for each in every if each.others <= MOST_OTHERS]
+        if not found:
+            table.add_row(f"{rate:g}", *["others were busy"] * len(FIGURES))
+            continue
+        measured = np.median([each.measured for each in found], axis=0)
+        simulated = np.median([each.simulated for each in found], axis=0)
         ratios = np.median([each.ratios for each in found], axis=0)
         cells = [
             f"{ours * 1e3:.1f} / {real * 1e3:.1f} = {ratio:.2f}"
-            for (real, ours), ratio in zip(columns, ratios, strict=True)
+            for ours, real, ratio in zip(simulated, measured, ratios, strict=True)
         ]
         table.add_row(f"{rate:g}", *cells)
     Console(width=120).print(table)

@@ -29,7 +29,7 @@ def test_a_load_is_simulated_as_it_is_sent():
     load = [LoadRequest([7] * 100, 11, arrival) for arrival in (0.0, 9.0)]
     figures = simulate(profile(), deployed({"workers": workers, "placement": placement}), load)
     assert figures == pytest.approx([0.11, 0.11, 0.011, 0.011])
-    assert Round([0.1, 0.11, 0.01, 0.022], figures).ratios == pytest.approx([1.1, 1.0, 1.1, 0.5])
+    assert Round([0.1, 0.11, 0.01, 0.022], figures, 0.0).ratios == pytest.approx([1.1, 1.0, 1.1, 0.5])
 
 
 def test_policies_are_compared_over_the_load(tmp_path, monkeypatch, capsys):
