@@ -93,7 +93,10 @@ class Drainer:
     def drain(self, worker_id: str) -> asyncio.Future[DrainReport]:
         """Have the worker leave for good. Raises `ApiError`, with nothing changed."""
         worker = self._known(worker_id)
-        if worker not in self._drains:
+        drain = self._drains.get(worker)
+        if drain is not None and drain.next is not None:
+            raise ApiError(409, f"worker {worker_id} changes its role: it can leave after that")
+        if drain is None:
             self._check_others(worker)
             self.keep_no_longer(worker_id)
             self._send(worker, PrepareToLeave(incarnation=worker.key.incarnation))
@@ -132,9 +135,8 @@ class Drainer:
     def _known(self, worker_id: str) -> Worker:
         known = {worker.key.worker_id: worker for worker in self._registry if worker.live}
         if worker_id not in known:
-            raise ApiError(
-                404, f"there is no worker {worker_id[:64]!r}; there are {', '.join(sorted(known))}"
-            )
+            there = f"there are {', '.join(sorted(known))}" if known else "there is none"
+            raise ApiError(404, f"there is no worker {worker_id[:64]!r}; {there}")
         return known[worker_id]
 
     def _check_others(self, worker: Worker) -> None:
@@ -206,7 +208,9 @@ class Drainer:
         """Begin to do so, or leave the request there for now."""
         worker = drain.worker
         decodes = worker is request.assigned.get("decode")
-        if decodes and "prefill" in request.assigned:
+        if request in self._placer.ahead:
+            self._place_anew(drain, request)
+        elif decodes and "prefill" in request.assigned:
             self._dispatcher.redirect(request, "drain", f"worker {worker.key.worker_id} leaves")
             drain.report.redirected += 1
         elif is_late or (decodes and not request.has_answered):

@@ -139,6 +139,22 @@ def test_a_decode_worker_that_dies_before_the_prompt_was_sent_is_replaced(router
     assert held(router) == 0
 
 
+def test_what_waits_for_a_worker_that_leaves_goes_to_another(router, pool):
+    prefill, decode = make_pair(router)
+    prefill.hold.set()
+    asked = ask(pool, router, 0, count=20)
+    eventually(lambda: held(router) > 5)
+    num_sent = len(prefill.generated)
+    other = router.add_worker("prefill-1", "prefill", peers={"decode-0": decode})
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    pool.submit(router.http.post, "/workers/prefill-0/drain", json={}, headers=headers)
+    eventually(lambda: len(other.generated) > 0)
+    prefill.hold.clear()
+    assert [each.result(10).status_code for each in asked] == [200] * 20
+    assert len(prefill.generated) == num_sent
+    assert len(other.generated) >= 20 - num_sent, "what was sent may follow at --drain-timeout"
+
+
 def test_full_rows_hold_prompts_back(router, pool):
     """The prefill worker is quick, the decode worker has rows for two."""
     prefill, decode = make_pair(router)

@@ -1,0 +1,65 @@
+"""What operators ask for and don't get changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+from router_clients import eventually, make_pair, post
+
+KEY = {"authorization": "Bearer second"}
+
+
+@pytest.fixture
+def router(make_router):
+    router = make_router(api_key="first,second", drain_timeout=60.0)
+    router.http.headers.update(KEY)
+    return router
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "reason"),
+    [
+        ("/workers/decode-0/drain", {}, {"authorization": "Bearer third"}, 401, "API key"),
+        ("/workers/prefill-0/role", {"role": "decode"}, {"authorization": ""}, 401, "API key"),
+        ("/workers/decode-1/drain", {}, {}, 404, "there are decode-0, prefill-0"),
+        ("/workers/decode-1/role", {"role": "prefill"}, {}, 404, "there are decode-0, prefill-0"),
+        ("/workers/decode-0/drain", {}, {}, 409, "it is the last decode worker"),
+        ("/workers/decode-0/role", {"role": "prefill"}, {}, 409, "it is the last decode worker"),
+        ("/workers/decode-0/role", {"role": "decode"}, {}, 409, "is a decode worker already"),
+        ("/workers/prefill-0/role", {"role": "cook"}, {}, 400, "role"),
+        ("/workers/prefill-0/role", {}, {}, 400, "role"),
+        ("/workers/prefill-0/drain", {"now": True}, {}, 400, "now"),
+    ],
+)
+def test_refusals_change_nothing(router, path, body, headers, status, reason):
+    told = []
+    router.server.on_leave(told.append, lambda worker_id, role: str(told.append(worker_id)))
+    prefill, decode = make_pair(router)
+    answer = router.http.post(path, json=body, headers={**KEY, **headers})
+    assert (answer.status_code, reason in answer.text) == (status, True), answer.text
+    workers = router.http.get("/workers").json()["workers"]
+    assert {worker["id"]: worker["lifecycle"] for worker in workers} == {
+        "decode-0": "ready",
+        "prefill-0": "ready",
+    }
+    assert told == []
+    assert post(router, max_tokens=3).status_code == 200
+    assert (len(prefill.generated), len(decode.aborted)) == (1, 0)
+
+
+def test_without_any_worker_an_unknown_one_is_unknown(router):
+    answer = router.http.post("/workers/decode-0/drain", json={})
+    assert (answer.status_code, "there is none" in answer.text) == (404, True)
+
+
+def test_who_changes_its_role_is_not_drained(router, pool):
+    """Else its operator would wait for it to leave in vain."""
+    router.add_worker("decode-0")
+    router.add_worker("decode-1")
+    prefill = router.add_worker("prefill-0", "prefill", peers={})
+    prefill.hold.set()
+    pool.submit(post, router, max_tokens=3)
+    eventually(lambda: prefill.generated)
+    pool.submit(router.http.post, "/workers/prefill-0/role", json={"role": "decode"})
+    eventually(lambda: router.server.state.registry.named("prefill-0").draining)
+    answer = router.http.post("/workers/prefill-0/drain", json={})
+    assert (answer.status_code, "changes its role" in answer.text) == (409, True)
