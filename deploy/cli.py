@@ -123,6 +123,20 @@ def role(
 
 
 @app.command()
+def doctor(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="How long to watch.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON.")] = False,
+) -> None:
+    """Name what keeps requests waiting now, with its figures and what to change."""
+    from deploy.doctor import show_findings
+
+    with _failures():
+        show_findings(url, api_key, seconds=seconds, as_json=as_json)
+
+
+@app.command()
 def complete(
     prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads it from standard input.")],
     url: Url = DEFAULT_URL,

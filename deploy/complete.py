@@ -20,8 +20,9 @@ class ServerError(TandemError):
 
 @contextmanager
 def client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
-    """Raises `ServerError` when the connection fails."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    """With the first of the keys, as TANDEM_API_KEY may name several. Raises `ServerError`."""
+    key = (api_key or "").partition(",")[0].strip()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:

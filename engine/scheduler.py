@@ -74,6 +74,7 @@ class Scheduler:
         self._kv_format = kv_format
         self._roots: dict[str, BlockIdentity] = {}
         self._blocked: tuple[int, tuple[int, ...]] | None = None
+        self._waited_s, self._waits_since = 0.0, 0.0
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fetcher = fetcher
@@ -138,6 +139,7 @@ class Scheduler:
             if sequence.stage is not SequenceStage.RUNNING:
                 continue  # preempted for an earlier one of this very step
             budget -= self._schedule_running(sequence, budget, step)
+        lacks_room = False
         for sequence in list(self.waiting):
             if budget == 0 or len(self.running) >= self._max_num_seqs:
                 break
@@ -147,10 +149,26 @@ class Scheduler:
                 continue
             taken = self._admit(sequence, budget, step)
             if taken == 0:
+                lacks_room = True
                 break
             budget -= taken
+        self._note_room(not lacks_room)
         step.budget_left = budget
         return step
+
+    @property
+    def room_wait_s(self) -> float:
+        """Time in which a request waited for blocks; for any thread."""
+        since = self._waits_since
+        return self._waited_s + (time.monotonic() - since if since else 0.0)
+
+    def _note_room(self, has_room: bool) -> None:
+        """The first that waits found blocks in this step, or did not."""
+        if has_room and self._waits_since:
+            self._waited_s += time.monotonic() - self._waits_since
+            self._waits_since = 0.0
+        elif not has_room and not self._waits_since:
+            self._waits_since = time.monotonic()
 
     def make_room(self, step: ScheduledStep, sequence: SequenceState, wish: int) -> int:
         """Reserve room for up to `wish` drafted tokens of a decoding sequence; returns for how many."""

@@ -92,6 +92,12 @@ ROUTER = (
     _counter(
         "api_key_tokens_total", "Uncached prompt tokens and expected output sent to workers.", "api_key"
     ),
+    _counter("router_cpu_seconds_total", "CPU time of the router's event loop."),
+    _histogram(
+        "router_loop_lag_seconds",
+        "How late the event loop came to what was due, four times a second.",
+        _TOKEN,
+    ),
     _counter("http_responses_total", "HTTP responses.", "status"),
     _counter("trace_spans_dropped_total", "Spans that did not reach --otlp-traces-endpoint.", "reason"),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST),
@@ -170,6 +176,7 @@ WORKER_COUNTERS = (
 
 REPORTED = (
     *WORKER_COUNTERS,
+    _counter("kv_room_wait_seconds_total", "Time in which a request waited for blocks of the KV pool."),
     _gauge("kv_host_blocks", "Blocks that fit into the host tier."),
     _gauge("kv_host_used_blocks", "Blocks in the host tier."),
     _counter("kv_host_hit_blocks_total", "Blocks loaded from the host tier."),

@@ -9,6 +9,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from router.api.admin import admin_operations
+from router.api.doctor import doctor_operations
 from router.api.generate import GenerateEndpoint
 from router.api.openapi import Operation, openapi
 from router.api.operate import worker_operations
@@ -41,6 +42,7 @@ def build_app(state: RouterState) -> Envelope:
         post("/detokenize", DetokenizeBody, "`prompt`", detokenize),
         *admin_operations(state),
         *placement_operations(state),
+        *doctor_operations(state),
         *worker_operations(state),
     ]
     operations += page_operations(state.config.model_name, lambda: description)

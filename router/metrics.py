@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(WorkerCollector(workers, model_name))
         self._model_name = model_name
+        self._families: list[Any] = []
         self._metrics: dict[str, Any] = {metric.name: self._made(metric) for metric in ROUTER}
         self.prompt_tokens: Counter = self._metrics["prompt_tokens_total"]
         self.generation_tokens: Counter = self._metrics["generation_tokens_total"]
@@ -60,12 +61,26 @@ class Metrics:
         self.draft_planned: Callable[[Where], None] = self._counting("draft_plans_total")
         self.draft_replanned = self._counting("draft_replans_total")
         self._placed = self._counting("placements_total")
+        self._cpu_s = 0.0
         self._keys: dict[tuple[str, int], Any] = {}
         self._succeeded = self._counting("request_success_total")
 
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
+
+    def own_samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
+        """Of the router itself, without the workers': name, labels and value; of histograms sum and count."""
+        for family in self._families:
+            for sample in next(iter(family.collect())).samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    yield sample.name.removeprefix(PREFIX), sample.labels, sample.value
+
+    def looked(self, late_s: float, cpu_s: float) -> None:
+        """The event loop came so late to what was due, and has used so much CPU time in all."""
+        self._observe("router_loop_lag_seconds", max(late_s, 0.0))
+        self._metrics["router_cpu_seconds_total"].inc(max(cpu_s - self._cpu_s, 0.0))
+        self._cpu_s = cpu_s
 
     def placed(self, disaggregated: bool) -> None:
         self._placed("disaggregated" if disaggregated else "colocated")
@@ -142,4 +157,5 @@ class Metrics:
         options = {"buckets": metric.buckets} if metric.buckets else {}
         labels = [*metric.labels, "model_name"]
         family = kind(PREFIX + metric.name, metric.help, labels, registry=self.registry, **options)
+        self._families.append(family)
         return family if metric.labels else family.labels(self._model_name)

@@ -25,7 +25,16 @@ ANSWER_HEADERS = "tandem.answer_headers"
 API_KEY = "tandem.api_key"
 """Which of the keys the request came with; not there where none is needed."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
-PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/decisions", "/cluster", "/requests", "/workers/")
+PROTECTED = (
+    "/v1/",
+    "/tokenize",
+    "/detokenize",
+    "/decisions",
+    "/cluster",
+    "/doctor",
+    "/requests",
+    "/workers/",
+)
 """Paths that need the API key. As in vLLM, health, metrics and the like need none."""
 
 

@@ -117,6 +117,11 @@ class SendAhead:
             for worker in {freed, *self._blocked.pop(freed, ())}:
                 yield from self._send_line(worker)
 
+    def num_held(self, worker: Worker) -> int:
+        """Requests that wait here for a worker to have room."""
+        line = self._lines.get(worker)
+        return len(line.waiting) if line is not None else 0
+
     def overtaken_share(self, request: LiveRequest, first: Worker) -> float:
         """Of the prompts that are to be computed at `first`: those that the request comes before."""
         line = self._lines.get(first)

@@ -76,10 +76,11 @@ class RouterState:
         self.registry.on_lost = self._on_lost
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._sweep_due = 0.0
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to listen to the workers."""
-        self._loop = loop
+        self._loop, self._sweep_due = loop, time.monotonic()
         self.link.attach(loop, self._on_message)
         self._sweep()
 
@@ -158,6 +159,9 @@ class RouterState:
 
     def _sweep(self) -> None:
         if self._loop is not None:
+            now = time.monotonic()
+            self.metrics.looked(now - self._sweep_due, time.thread_time())
+            self._sweep_due = now + SWEEP_INTERVAL_S
             self.registry.sweep(time.monotonic())
             self.kv_feed.sweep()
             self.placer.ahead.check_all()

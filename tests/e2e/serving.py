@@ -30,7 +30,7 @@ class HttpServing:
     """
 
     def __init__(self, model: Path, workers: Mapping[str, str] = PAIR, **options: Any) -> None:
-        self.config: ServeConfig = tiny_config(model, port=0, max_num_seqs=16, **options)
+        self.config: ServeConfig = tiny_config(model, port=0, **{"max_num_seqs": 16, **options})
         self.keys = ClusterKeys.generate()
         self.router = RouterServer(self.config, self.keys)
         self.endpoints = self.router.worker_endpoints

@@ -29,6 +29,7 @@ PATHS = {
     "/metrics": "get",
     "/workers": "get",
     "/decisions": "get",
+    "/doctor": "get",
     "/cluster": "get",
     "/requests": "get",
     "/workers/{worker_id}/drain": "post",
@@ -63,6 +64,7 @@ def test_every_endpoint_is_described_and_there(router, document):
         for method, operation in methods.items():
             assert operation["summary"].endswith(".") and operation["responses"]["200"]["description"]
             named = path.replace("{model_id}", "test-model").replace("{name}", "page.js")
+            named = named.replace("/doctor", "/doctor?seconds=0.1")
             answer = router.http.request(method, named)
             needs_no_body = path.endswith("/drain")  # but a worker of that name
             assert answer.status_code == (200 if method == "get" else 404 if needs_no_body else 400)
@@ -95,7 +97,16 @@ def test_only_what_needs_the_key_says_so(make_router, document):
     assert "security" not in document["paths"]["/v1/completions"]["post"]
     paths = make_router(api_key="secret").http.get("/openapi.json").json()["paths"]
     protected = {path for path, method in PATHS.items() if "security" in paths[path][method]}
-    with_key = ("/v1", "/tokenize", "/detokenize", "/decisions", "/cluster", "/requests", "/workers/")
+    with_key = (
+        "/v1",
+        "/tokenize",
+        "/detokenize",
+        "/decisions",
+        "/cluster",
+        "/doctor",
+        "/requests",
+        "/workers/",
+    )
     assert protected == {path for path in PATHS if path.startswith(with_key)}
 
 

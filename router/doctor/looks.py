@@ -1,0 +1,118 @@
+"""A look at the cluster: totals and loads at one moment, as the router has them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import msgspec
+
+from protocol.costs import UNKNOWN_COSTS, StepCosts
+from protocol.roles import Task
+from protocol.speculation import StepTimeState
+from router.registry import Worker
+from router.state import RouterState
+
+
+class WorkerLook(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one worker. `rows` are or will be decoded here, `prompts` await their first token from here; `held`
+    are those of both that still wait in the router. `exposed_s` and `sent_bytes` are its transfers', by peer.
+    """
+
+    id: str
+    role: str
+    tasks: tuple[Task, ...]
+    running: int = 0
+    waiting: int = 0
+    rows: float = 0.0
+    prompts: float = 0.0
+    held: int = 0
+    context_tokens: float = 0.0
+    kv_usage: float = 0.0
+    kv_tokens: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+    counters: dict[str, float] = {}
+    costs: StepCosts = UNKNOWN_COSTS
+    step_time: StepTimeState = StepTimeState()
+    links: dict[str, str] = {}
+    exposed_s: dict[str, float] = {}
+    sent_bytes: dict[str, float] = {}
+
+
+class ClusterLook(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the router and all workers, `at` monotonic seconds.
+
+    `totals` are the router's metrics by their names, `refused` the requests that it refused, by reason.
+    """
+
+    at: float
+    workers: list[WorkerLook] = []
+    live: int = 0
+    parked: int = 0
+    max_num_seqs: int = 0
+    totals: dict[str, float] = {}
+    refused: dict[str, float] = {}
+
+    def worker(self, worker_id: str) -> WorkerLook | None:
+        return next((worker for worker in self.workers if worker.id == worker_id), None)
+
+
+def look(state: RouterState) -> ClusterLook:
+    totals, refused = _totals(state)
+    return ClusterLook(
+        at=time.monotonic(),
+        workers=[_worker(state, worker) for worker in state.registry.live()],
+        live=len(state.journal),
+        parked=state.placer.num_parked,
+        max_num_seqs=state.config.max_num_seqs,
+        totals=totals,
+        refused=refused,
+    )
+
+
+def _totals(state: RouterState) -> tuple[dict[str, float], dict[str, float]]:
+    """The router's own metrics, each summed over its labels."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    refused: dict[str, float] = {}
+    for name, labels, value in state.metrics.own_samples():
+        totals[name] += value
+        if name == "requests_refused_total":
+            refused[labels["reason"]] = value
+    return dict(totals), refused
+
+
+def _worker(state: RouterState, worker: Worker) -> WorkerLook:
+    load, told = worker.load, worker.state
+    speculation = told.speculation
+    return WorkerLook(
+        id=worker.key.worker_id,
+        role=worker.role.name,
+        tasks=worker.role.tasks,
+        running=told.num_running,
+        waiting=told.num_waiting,
+        rows=load.rows,
+        prompts=load.prompts,
+        held=state.placer.ahead.num_held(worker),
+        context_tokens=load.context_tokens,
+        kv_usage=told.kv_usage,
+        kv_tokens=load.kv_tokens,
+        steps=told.steps,
+        preemptions=told.num_preemptions,
+        counters=told.counters,
+        costs=told.costs,
+        step_time=speculation.step_time if speculation is not None else StepTimeState(),
+        links={pair.peer: pair.transport for pair in told.pairs if pair.in_use},
+        exposed_s=_by_peer(worker, {"busy_seconds": 1.0, "hidden_seconds": -1.0}),
+        sent_bytes=_by_peer(worker, {"bytes": 1.0}),
+    )
+
+
+def _by_peer(worker: Worker, weights: Mapping[str, float]) -> dict[str, float]:
+    """Weighted sums of a worker's `kv_transfer_NAME_total`."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for pair in worker.state.pairs:
+        for name, weight in weights.items():
+            sums[pair.peer] += weight * pair.counters.get(f"kv_transfer_{name}_total", 0.0)
+    return dict(sums)

@@ -1,0 +1,329 @@
+"""The verdicts: each is a pure function of two looks at the cluster, and says what it found, or nothing.
+
+What a finding costs is given in requests: how many of them lose their time to it at any moment, on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from router.doctor.looks import ClusterLook, WorkerLook
+
+Name = Literal["prefill", "decode", "transfer", "router", "kv_room", "queue", "draft", "nothing"]
+
+BUSY = 0.8
+"""Share of the time with something to do from which a worker's speed is what matters."""
+WAITING_PROMPTS = 1.5
+"""More than one that is computed and now and then another."""
+SLOWED = 1.5
+"""Times as long as alone that a step takes which decodes a batch."""
+EXPOSED_SHARE = 0.2
+"""Of the time from a prompt's beginning to its decoding, for which its blocks are awaited."""
+EXPOSED_S = 0.02
+"""Less is the hand-off's messages and the end of a step."""
+ROUTER_BUSY = 0.7
+"""Share of one core."""
+ROUTER_LAG_S = 0.02
+KV_FULL = 0.9
+DRAFT_LOSS = 0.03
+"""Less is noise of what was measured."""
+MORE_PREFILL = "add prefill workers (--prefill-replicas)"
+MORE_DECODE = "add decode workers (--decode-replicas)"
+LEAST_COST = 0.05
+"""Requests: one in twenty at any moment."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A bottleneck: what it costs, at which worker if it is one's, its figures, and what to change."""
+
+    name: Name
+    cost: float
+    summary: str
+    change: str
+    worker: str | None = None
+    figures: dict[str, float] = {}
+
+
+class Span(NamedTuple):
+    """What lies between two looks."""
+
+    before: ClusterLook
+    after: ClusterLook
+
+    @property
+    def seconds(self) -> float:
+        return max(self.after.at - self.before.at, 1e-9)
+
+    def total(self, name: str) -> float:
+        """What a total of the router's has gained."""
+        return max(self.after.totals.get(name, 0.0) - self.before.totals.get(name, 0.0), 0.0)
+
+    def mean_s(self, histogram: str) -> float:
+        """Of what a histogram of seconds has got."""
+        count = self.total(f"{histogram}_count")
+        return self.total(f"{histogram}_sum") / count if count else 0.0
+
+    def workers(self) -> Iterator[WorkerSpan]:
+        for after in self.after.workers:
+            before = self.before.worker(after.id)
+            if before is not None and before.steps <= after.steps:
+                yield WorkerSpan(before, after, self.seconds)
+
+
+class WorkerSpan(NamedTuple):
+    before: WorkerLook
+    after: WorkerLook
+    seconds: float
+
+    def gained(self, counter: str) -> float:
+        """The same for one of the worker's counters, summed over its labels."""
+        return max(_sum(self.after.counters, counter) - _sum(self.before.counters, counter), 0.0)
+
+    def mean(self, name: str) -> float:
+        """Of a load."""
+        return float((getattr(self.before, name) + getattr(self.after, name)) / 2)
+
+    @property
+    def busy(self) -> float:
+        """Share of the time in which it did not wait for something to do."""
+        spent_s = self.gained("engine_seconds_total") + self.gained("loop_seconds_total")
+        return min(spent_s / self.seconds, 1.0)
+
+    @property
+    def blocked(self) -> float:
+        """Share of the time in which a request waited there for blocks."""
+        return min(self.gained("kv_room_wait_seconds_total") / self.seconds, 1.0)
+
+    @property
+    def num_steps(self) -> int:
+        return self.after.steps - self.before.steps
+
+    @property
+    def decode_share(self) -> float:
+        """Of its time in steps, by its cost model: what they would have taken without prompts."""
+        if self.after.tasks[0] == "prefill" and self.mean("rows") == 0:
+            return 0.0
+        steps_s = self.num_steps * self.after.costs.decode_s(self.mean("running"), self.running_context)
+        return min(steps_s / max(self.gained("engine_seconds_total"), 1e-9), 1.0)
+
+    @property
+    def running_context(self) -> float:
+        rows = self.mean("rows")
+        return self.mean("context_tokens") * min(self.mean("running") / rows, 1.0) if rows else 0.0
+
+
+def examine(before: ClusterLook, after: ClusterLook) -> list[Finding]:
+    """All that costs requests time, the most costly first; or that nothing does."""
+    span = Span(before, after)
+    found = [finding for verdict in VERDICTS for finding in verdict(span) if finding.cost >= LEAST_COST]
+    if not found:
+        live = (before.live + after.live) / 2
+        return [Finding("nothing", 0.0, f"nothing holds requests up; {live:g} are under way", "nothing")]
+    return sorted(found, key=lambda finding: -finding.cost)
+
+
+def prefill(span: Span) -> Iterator[Finding]:
+    """Prompts wait for others to be computed."""
+    for worker in span.workers():
+        prompts, share = worker.mean("prompts"), 1 - worker.decode_share
+        wants_room = worker.blocked > 0.5
+        if worker.busy < BUSY or share < 0.5 or prompts < WAITING_PROMPTS or wants_room:
+            continue
+        rate = worker.gained("computed_tokens_total") / span.seconds
+        alone = worker.after.tasks[0] == "prefill"
+        yield Finding(
+            "prefill",
+            prompts,
+            f"{worker.after.id} computes {rate:.0f} tokens a second and {prompts:.1f} prompts wait for it",
+            MORE_PREFILL + (", or give them a faster device" if alone else ", or raise --itl-budget"),
+            worker.after.id,
+            {"busy": worker.busy, "prompts": prompts, "tokens_per_s": rate, "prefill_share": share},
+        )
+
+
+def decode(span: Span) -> Iterator[Finding]:
+    """Requests wait for tokens of each other."""
+    for worker in span.workers():
+        running, costs, share = worker.mean("running"), worker.after.costs, worker.decode_share
+        if worker.busy < BUSY or share < 0.5 or running <= 1:
+            continue
+        step_s = worker.gained("engine_seconds_total") / max(worker.num_steps, 1)
+        alone_s = costs.decode_s(1, worker.running_context / running)
+        slower = step_s / alone_s if alone_s > 0 else 1.0
+        if slower < SLOWED:
+            continue
+        yield Finding(
+            "decode",
+            running * (1 - 1 / slower),
+            f"{worker.after.id} decodes {running:.0f} requests at once: a step takes {step_s * 1e3:.1f} ms, "
+            f"alone {alone_s * 1e3:.1f} ms",
+            MORE_DECODE + ", or lower --max-num-seqs for fewer, faster streams",
+            worker.after.id,
+            {"busy": worker.busy, "running": running, "step_s": step_s, "alone_step_s": alone_s},
+        )
+
+
+def transfer(span: Span) -> Iterator[Finding]:
+    """Blocks are still on their way when the prompt is computed."""
+    exposed_s = span.mean_s("request_kv_transfer_exposed_time_seconds")
+    prefill_s = span.mean_s("request_prefill_time_seconds")
+    whole_s = exposed_s + prefill_s
+    pairs = [
+        (worker.after.exposed_s.get(peer, 0.0) - worker.before.exposed_s.get(peer, 0.0), worker, peer)
+        for worker in span.workers()
+        for peer in worker.after.links
+    ]
+    if exposed_s < max(EXPOSED_S, EXPOSED_SHARE * whole_s) or not pairs:
+        return
+    wait_s, worker, peer = max(pairs, key=lambda pair: pair[0])
+    sent = worker.after.sent_bytes.get(peer, 0.0) - worker.before.sent_bytes.get(peer, 0.0)
+    transport = worker.after.links[peer]
+    change = "connect the workers faster, or serve without hand-offs (--no-disaggregation)"
+    if transport == "tcp":
+        change = "halve the bytes (--kv-wire-dtype int8), use more streams (--kv-tcp-streams), or " + change
+    yield Finding(
+        "transfer",
+        span.total("request_kv_transfer_exposed_time_seconds_sum") / span.seconds,
+        f"after their prompt is computed requests wait {exposed_s:.3f} s for their KV; "
+        f"{worker.after.id} sends to {peer} over {transport}",
+        change,
+        worker.after.id,
+        {
+            "exposed_s": exposed_s,
+            "prefill_s": prefill_s,
+            "bytes_per_s": sent / span.seconds,
+            "exposed_share": min(wait_s / span.seconds, 1.0),
+        },
+    )
+
+
+def router(span: Span) -> Iterator[Finding]:
+    """Messages wait for the router's event loop."""
+    busy = span.total("router_cpu_seconds_total") / span.seconds
+    lag_s = span.mean_s("router_loop_lag_seconds")
+    if busy < ROUTER_BUSY and (lag_s < ROUTER_LAG_S or busy < ROUTER_BUSY / 2):
+        return
+    live = (span.before.live + span.after.live) / 2
+    tokens = span.total("generation_tokens_total") / span.seconds
+    yield Finding(
+        "router",
+        live * min(busy, 1.0),
+        f"the router uses {busy:.0%} of its core for {tokens:.0f} tokens a second; "
+        f"it is {lag_s * 1e3:.1f} ms late",
+        "add routers (--router-replicas), or ask for fewer log-probabilities and fewer streams",
+        None,
+        {"busy": busy, "lag_s": lag_s, "tokens_per_s": tokens, "requests": live},
+    )
+
+
+def kv_room(span: Span) -> Iterator[Finding]:
+    """Requests wait for blocks, or lose theirs."""
+    for worker in span.workers():
+        after = worker.after
+        reserved_s = worker.gained("reservation_wait_seconds_total")
+        preempted = after.preemptions - worker.before.preemptions
+        waiting = worker.mean("waiting") * worker.blocked
+        cost = waiting + reserved_s / span.seconds + preempted / span.seconds
+        if cost < LEAST_COST:
+            continue
+        yield Finding(
+            "kv_room",
+            cost,
+            f"{after.id} uses {after.kv_usage:.0%} of {after.kv_tokens:.0f} tokens of KV: requests wait "
+            f"for blocks {worker.blocked:.0%} of the time, {preempted / span.seconds:.1f} a second lose "
+            "theirs",
+            "give the pool more memory (--kv-cache-memory-bytes, --gpu-memory-utilization), keep evicted "
+            "blocks on the host (--kv-offloading-size), or " + MORE_DECODE,
+            after.id,
+            {
+                "kv_usage": after.kv_usage,
+                "blocked_share": worker.blocked,
+                "reservation_wait_s": reserved_s,
+                "preemptions_per_s": preempted / span.seconds,
+            },
+        )
+
+
+_REFUSALS = {
+    "queue_full": "raise --max-queued-requests, or add workers",
+    "shed": "raise --max-queued-requests, or add workers",
+    "slo_ttft": "raise --slo-ttft or x-slo-ttft-ms, or " + MORE_PREFILL,
+    "slo_tpot": "raise --slo-tpot or x-slo-tpot-ms, or " + MORE_DECODE,
+    "no_worker": "see why no worker is ready: tandem status",
+}
+
+
+def queue(span: Span) -> Iterator[Finding]:
+    """Requests are refused, or wait for a worker or for a place in a batch."""
+    request_s = span.mean_s("e2e_request_latency_seconds") or 1.0
+    before, after = span.before, span.after
+    for reason, count in after.refused.items():
+        rate = max(count - before.refused.get(reason, 0.0), 0.0) / span.seconds
+        if rate > 0:
+            change = _REFUSALS.get(reason, "add workers")
+            summary = f"{rate:.1f} requests a second are refused ({reason})"
+            yield Finding("queue", rate * request_s, summary, change, None, {"refused_per_s": rate})
+    parked = (before.parked + after.parked) / 2
+    if parked:
+        summary = f"{parked:g} requests wait for a worker to start"
+        yield Finding("queue", parked, summary, _REFUSALS["no_worker"], None, {"parked": parked})
+    for worker in span.workers():
+        running, limit = worker.mean("running"), after.max_num_seqs
+        waiting = worker.mean("waiting") + worker.mean("held")
+        full = limit > 0 and min(worker.before.running, worker.after.running) >= limit
+        if full and waiting > 0:
+            summary = f"{worker.after.id} decodes --max-num-seqs={limit} requests, and {waiting:g} more wait"
+            change = "raise --max-num-seqs, or " + MORE_DECODE
+            figures = {"running": running, "waiting": waiting}
+            yield Finding("queue", waiting, summary, change, worker.after.id, figures)
+
+
+def draft(span: Span) -> Iterator[Finding]:
+    """Steps that verify drafts bring less than plain steps would in the same time."""
+    for worker in span.workers():
+        steps = worker.gained('spec_decode_steps_total{drafts="yes"}')
+        drafts = worker.gained("spec_decode_num_drafts_total")
+        if steps <= 0 or drafts <= 0:
+            continue
+        spent_s = worker.gained("spec_decode_draft_seconds_total")
+        spent_s += worker.gained("spec_decode_verify_seconds_total")
+        accepted = worker.gained("spec_decode_num_accepted_tokens_total")
+        drafted = worker.gained("spec_decode_num_draft_tokens_total")
+        tau, rows = 1 + accepted / drafts, drafts / steps
+        plain_s = _plain_step_s(worker, rows)
+        gain = tau * plain_s / (spent_s / steps)
+        if gain > 1 - DRAFT_LOSS:
+            continue
+        yield Finding(
+            "draft",
+            rows * (1 - gain) * min(spent_s / span.seconds, 1.0),
+            f"{worker.after.id} drafts {drafted / drafts:.1f} tokens a step and "
+            f"{accepted / max(drafted, 1):.0%} are accepted: that brings {gain:.2f} times the tokens of none",
+            'draft fewer tokens or as many as pay ("num_speculative_tokens": "auto" in '
+            "--speculative-config), or use a draft that is closer to the model",
+            worker.after.id,
+            {"gain": gain, "tau": tau, "drafted_per_step": drafted / drafts, "step_s": spent_s / steps}
+            | {"plain_step_s": plain_s, "acceptance": accepted / max(drafted, 1)},
+        )
+
+
+def _plain_step_s(worker: WorkerSpan, rows: float) -> float:
+    """[s] Of a step without drafts that decodes so many requests: as measured, or else as fitted."""
+    table = worker.after.step_time
+    if table.drafted and table.drafted[0] == 0 and table.sequences:
+        index = min(range(len(table.sequences)), key=lambda i: abs(table.sequences[i] - rows))
+        if index < len(table.seconds) and table.seconds[index] and table.seconds[index][0] > 0:
+            return table.seconds[index][0]
+    return worker.after.costs.decode_s(rows, worker.running_context)
+
+
+def _sum(counters: dict[str, float], name: str) -> float:
+    """Of a counter, over the labels that are not given: workers name them `name` or `name{label="value"}`."""
+    return sum(value for key, value in counters.items() if key == name or key.startswith(name + "{"))
+
+
+Verdict = Callable[[Span], Iterator[Finding]]
+VERDICTS: tuple[Verdict, ...] = (prefill, decode, transfer, router, kv_room, queue, draft)

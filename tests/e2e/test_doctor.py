@@ -1,0 +1,125 @@
+"""Each bottleneck is provoked on a real server, and named there; where it is not, it isn't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from models.bundled import BUNDLED_MODEL
+from tests.e2e.architectures import VOCAB_SIZE
+from tests.e2e.load import load
+from tests.e2e.serving import HttpServing
+from tests.e2e.test_speculation import options
+from tests.faults.proxy import CHUNK, Damage, Proxy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+WATCHED_S = 1.0
+LOOKS = 8
+WHOLE = {"decode-0": ""}
+POOL = 64 << 20
+BUNDLED_IDS = 2000
+
+Load = Callable[[HttpServing], AbstractContextManager[None]]
+
+
+def running(streams: int, prompt_tokens: int, vocab_size: int = VOCAB_SIZE, **fields: Any) -> Load:
+    return lambda serving: load(serving.url, streams, prompt_tokens, vocab_size, **fields)
+
+
+def diagnose(serving: HttpServing, name: str, under: Load) -> list[dict[str, Any]]:
+    """What the doctor finds while a load runs, once that is the bottleneck: a load has to build up."""
+    with under(serving):
+        for _ in range(LOOKS):
+            found = findings(serving)
+            if names(found)[0] == name:
+                break
+    serving.wait_empty()
+    assert names(found)[0] == name, found
+    return found
+
+
+def findings(serving: HttpServing) -> list[dict[str, Any]]:
+    answer = serving.http.get("/doctor", params={"seconds": WATCHED_S})
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["findings"]
+    return found
+
+
+def names(found: list[dict[str, Any]]) -> list[str]:
+    return [finding["name"] for finding in found]
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[HttpServing]:
+    with HttpServing(folder, kv_cache_memory_bytes=POOL, max_num_seqs=64) as serving:
+        yield serving
+
+
+def test_an_idle_server_and_a_light_load_have_nothing(pair: HttpServing) -> None:
+    assert names(findings(pair)) == ["nothing"]
+    found = diagnose(pair, "nothing", running(1, 30, max_tokens=20))
+    assert names(found) == ["nothing"]
+
+
+def test_long_prompts_wait_for_prefill(pair: HttpServing) -> None:
+    found = diagnose(pair, "prefill", running(24, 400, max_tokens=2))
+    assert (found[0]["name"], found[0]["worker"]) == ("prefill", "prefill-0")
+    assert not {"decode", "kv_room", "draft"} & set(names(found))
+
+
+def test_a_slow_wire_keeps_requests_waiting_for_their_kv(folder: Path) -> None:
+    """The prefill worker is told of the proxy before it connects."""
+    with HttpServing(folder, WHOLE, kv_cache_memory_bytes=POOL, kv_transports="tcp") as serving:
+        worker = serving.router.state.registry.named("decode-0")
+        offer = worker.address.offers[0]
+        stops = [Damage("delay", CHUNK * index, seconds=0.03, connection=-1) for index in range(2000)]
+        proxy = Proxy(offer.address, stops)
+        slow = msgspec.structs.replace(offer, address=proxy.address)
+        worker.address = msgspec.structs.replace(worker.address, offers=[slow])
+        serving.add("prefill-0")
+        try:
+            found = diagnose(serving, "transfer", running(2, 300, max_tokens=4))
+        finally:
+            proxy.close()
+        assert found[0]["name"] == "transfer"
+        assert "prefill-0 sends to decode-0 over tcp" in found[0]["summary"]
+        assert "prefill" not in names(found)
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path) -> Iterator[HttpServing]:
+    """A pool for three requests, and a queue for eight."""
+    bounds = {"max_queued_requests": 8, "kv_cache_memory_bytes": 64 * 12288}
+    with HttpServing(folder, WHOLE, disaggregation=False, **bounds) as serving:
+        yield serving
+
+
+def test_refused_requests_name_the_bound_of_the_queue(small: HttpServing) -> None:
+    found = diagnose(small, "queue", running(16, 10, max_tokens=20))
+    assert found[0]["name"] == "queue"
+    assert "--max-queued-requests" in found[0]["change"]
+    assert not {"transfer", "kv_room"} & set(names(found))
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[HttpServing]:
+    """Always four tokens, whatever becomes of them."""
+    with HttpServing(BUNDLED_MODEL, WHOLE, disaggregation=False, **options("draft_model")) as serving:
+        yield serving
+
+
+WILD = {"max_tokens": 300, "temperature": 2.0}
+
+
+def test_drafts_that_are_not_accepted_cost_more_than_they_bring(drafting: HttpServing) -> None:
+    found = diagnose(drafting, "draft", running(8, 30, BUNDLED_IDS, **WILD))
+    assert not {"transfer", "kv_room", "queue"} & set(names(found))
+    without = running(4, 30, BUNDLED_IDS, speculative={"enabled": False}, **WILD)
+    with without(drafting):
+        assert "draft" not in names(findings(drafting))
