@@ -347,12 +347,15 @@ def test_a_decode_worker_drops_what_no_draft_worker_sends(
         DraftedChain("a", epoch, length, []),
     ]
     behind = [DraftBehind("a", epoch, 2**40), DraftBehind("a", epoch - 1, 0), DraftBehind("c", 1, 0)]
+    stale, late = decode.counter("remote_drafts_stale_total"), decode.counter("remote_drafts_late_total")
     for incarnation in (DRAFTER.incarnation, "0" * 16):
         message = Drafts(incarnation=incarnation, chains=chains, behind=behind, refused=[DraftKey("c", 1)])
         decode.loop.on_peer_reply(DRAFTER, message)
     decode.loop.on_peer_reply(OTHER, Drafts(incarnation=OTHER.incarnation, chains=chains))
     assert decode.counter("stale_messages_total") == 2
     assert decode.counter("dropped_messages_total") == 1
+    assert decode.counter("remote_drafts_stale_total") == stale + 4
+    assert decode.counter("remote_drafts_late_total") == late + 1
     network.run()
     assert decode.tokens() == plain_tokens(pair[0], [request])
 
