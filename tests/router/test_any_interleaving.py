@@ -108,17 +108,12 @@ class MiniWorker:
 class World:
     def __init__(self, policy: str) -> None:
         config = ServeConfig(placement=policy, max_queued_requests=20)
-        with mock.patch("router.state.WorkerLink"), mock.patch("router.state.Tokenizer.load"):
-            self.state = RouterState(config, None)  # type: ignore[arg-type]
-        for part in (
-            self.state.placer,
-            self.state.dispatcher,
-            self.state.drainer,
-            self.state.kv_feed,
-            self.state.draft_planner,
+        link = mock.Mock(send=self.send)
+        with (
+            mock.patch("router.state.WorkerLink", return_value=link),
+            mock.patch("router.state.Tokenizer.load"),
         ):
-            part._send = self.send  # type: ignore[union-attr]
-        self.state.link = mock.Mock(send=self.send)
+            self.state = RouterState(config, None)  # type: ignore[arg-type]
         self.state.registry.expected = IDS
         self.loop = asyncio.new_event_loop()
         self.workers: dict[str, MiniWorker] = {}
