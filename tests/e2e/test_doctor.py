@@ -73,6 +73,12 @@ def test_long_prompts_wait_for_prefill(pair: HttpServing) -> None:
     assert not {"decode", "kv_room", "draft"} & set(names(found))
 
 
+def test_long_answers_wait_for_decode(pair: HttpServing) -> None:
+    found = diagnose(pair, "decode", running(64, 8, max_tokens=400))
+    assert (found[0]["name"], found[0]["worker"]) == ("decode", "decode-0")
+    assert not {"prefill", "draft", "kv_room", "queue"} & set(names(found))
+
+
 def test_a_slow_wire_keeps_requests_waiting_for_their_kv(folder: Path) -> None:
     """The prefill worker is told of the proxy before it connects."""
     with HttpServing(folder, WHOLE, kv_cache_memory_bytes=POOL, kv_transports="tcp") as serving:
@@ -98,6 +104,12 @@ def small(folder: Path) -> Iterator[HttpServing]:
     bounds = {"max_queued_requests": 8, "kv_cache_memory_bytes": 64 * 12288}
     with HttpServing(folder, WHOLE, disaggregation=False, **bounds) as serving:
         yield serving
+
+
+def test_long_requests_wait_for_room_in_a_small_pool(small: HttpServing) -> None:
+    found = diagnose(small, "kv_room", running(8, 200, max_tokens=100))
+    assert found[0]["name"] == "kv_room"
+    assert not {"transfer", "draft", "queue"} & set(names(found))
 
 
 def test_refused_requests_name_the_bound_of_the_queue(small: HttpServing) -> None:
