@@ -16,6 +16,8 @@ from tests.e2e.serving import HttpServing
 from tests.speculation.small_engine import write_pair
 from tests.worker.tiny_model import VOCAB_SIZE
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
 WORKERS = {"decode-0": "", "decode-1": "", "draft-0": ""}
 NUM_TOKENS = 1000
 """Enough to be still running when something happens to the draft worker."""
