@@ -171,10 +171,9 @@ def crossing(gain: float) -> tuple[DraftTarget, list[SharedDrafter]]:
 
 
 def test_nobody_moves_for_a_small_gain():
+    remote = place(*crossing(1.2))
     at, there = crossing(1.03)
-    remote = decided(at, there).place
-    assert remote.where == "remote", "who begins takes the better one"
-    assert place(at, there, current=HERE) == HERE
+    assert place(at, there) == place(at, there, current=HERE) == HERE
     at, there = crossing(0.97)
     assert place(at, there) == HERE
     assert place(at, there, current=remote) == remote

@@ -1,7 +1,7 @@
 """Decides where a request's drafts are made, and how many at most: what brings its batch the most tokens.
 
-The decode worker chooses below that ceiling in each step, request by request. So its own drafts are only
-ruled out where they are expected to lose clearly: until then it knows better, and learns.
+The decode worker chooses below that ceiling in each step, request by request. So where its own drafts were
+expected to pay they are only ruled out once they clearly lose: until then it knows better, and learns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from router.placement.drafts.prospects import Prospects
 MIN_GAIN = 0.05
 """[share] That another drafter must bring: about twice what is uncertain of a step's time."""
 DOUBT = 0.1
-"""[share] That a decode worker's own drafts are expected to lose before they are ruled out."""
+"""[share] That a decode worker's own drafts are expected to lose before a request that has them stops."""
 
 
 def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
@@ -40,7 +40,7 @@ def _own(
             local or nowhere,
             "the client or the deployment says so" if local else "no worker has the draft",
         )
-    drafts = request.current is None or request.current.method is not None
+    drafts = request.current is not None and request.current.method is not None
     least = nowhere.worth * (1 - DOUBT) if drafts else nowhere.worth
     ratio = (
         f"{local.worth / nowhere.worth:.3g} times plain steps" if nowhere.worth > 0 else "nothing is known"
@@ -59,6 +59,6 @@ def _outdoes(request: DraftFacts, own: DraftOption, nowhere: DraftOption, other:
 
 
 def _standing(request: DraftFacts, option: DraftOption) -> float:
-    """Who drafts now is only left for a clear gain."""
-    stays = request.current is not None and request.current.at == option.place.at
-    return option.worth * (1 + MIN_GAIN) if stays else option.worth
+    """Who drafts now is only left for a clear gain; a request that begins is with its decode worker."""
+    at = request.current.at if request.current is not None else None
+    return option.worth * (1 + MIN_GAIN) if at == option.place.at else option.worth
