@@ -299,7 +299,7 @@ def snapshots(draw):
     )
 
 
-@settings(max_examples=15000, deadline=None)
+@settings(max_examples=4000, deadline=None)
 @given(
     st.lists(snapshots(), max_size=6),
     st.builds(
