@@ -23,6 +23,7 @@ from protocol.speculation import (
 from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import NOWHERE, DraftFacts, DraftPlace, DraftTarget, SharedDrafter
 from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.rates import Rate
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, decided, drafter, place, speculation, target
 
 HERE = DraftPlace("draft_model", 8)
@@ -163,23 +164,34 @@ def test_the_catch_up_of_a_switch_is_charged():
     assert place(at, there, num_tokens=60_000, tokens_left=100_000, current=HERE).where == "remote"
 
 
-def crossing(gain: float) -> tuple[DraftTarget, list[SharedDrafter]]:
-    """A draft worker that brings so many times what the decode worker's own drafts do."""
-    at, there = target(8, model=GPU_LIKE | {"level_s": 2e-3}), [drafter()]
-    here, elsewhere = (option.rate for option in decided(at, there).options if option.place.method)
-    return replace(at, corrections={"remote": gain * here / elsewhere}), there
+class Crossing(Prospects):
+    """A draft worker brings `gain` times what the decode worker's own drafts do."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__(target(8, model=GPU_LIKE | {"level_s": 2e-3}), [drafter()])
+        own, elsewhere = self.local(DraftFacts()), self.elsewhere(DraftFacts())[0]
+        assert own is not None
+        self._gain = gain * own.rate / elsewhere.rate
+        self._rates.clear()
+
+    def _model(self, place: DraftPlace) -> Rate:
+        rate = super()._model(place)
+        scale = getattr(self, "_gain", 1.0) if place.where == "remote" else 1.0
+        return rate._replace(tokens_per_s=scale * rate.tokens_per_s)
+
+    def place(self, current: DraftPlace | None = None) -> DraftPlace:
+        return decide(DraftFacts(current=current), self).place
 
 
 def test_nobody_moves_for_a_small_gain():
-    remote = place(*crossing(1.2))
-    at, there = crossing(1.03)
-    assert place(at, there) == place(at, there, current=HERE) == HERE
-    at, there = crossing(0.97)
-    assert place(at, there) == HERE
-    assert place(at, there, current=remote) == remote
+    remote = Crossing(1.2).place()
+    small = Crossing(1.03)
+    assert small.place() == small.place(HERE) == HERE
+    loss = Crossing(0.97)
+    assert loss.place() == HERE
+    assert loss.place(remote) == remote
     for gain, where in ((1.15, "remote"), (0.85, "local")):
-        at, there = crossing(gain)
-        assert {place(at, there, current=each).where for each in (None, HERE, remote)} == {where}
+        assert {Crossing(gain).place(each).where for each in (None, HERE, remote)} == {where}
 
 
 @pytest.mark.parametrize("gain", [0.98, 1.0, 1.02])
@@ -187,8 +199,7 @@ def test_no_flapping_at_the_crossover_under_noise(gain):
     """What is measured differs by 1.5 % from report to report."""
     noise, current, changes = random.Random(5), None, 0
     for _ in range(400):
-        at, there = crossing(gain * noise.lognormvariate(0, 0.015))
-        found = place(at, there, current=current)
+        found = Crossing(gain * noise.lognormvariate(0, 0.015)).place(current)
         changes += current is not None and found.where != current.where
         current = found
     assert changes <= 1
@@ -269,7 +280,6 @@ TARGETS = st.builds(
     method=st.sampled_from([None, *METHODS]),
     fixed_tokens=st.sampled_from([None, 0, 1, 8, 32]),
     drafts_itself=st.booleans(),
-    corrections=st.dictionaries(st.sampled_from(["none", "local", "remote"]), NUMBERS),
 )
 DRAFTERS = st.lists(
     st.builds(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from protocol.costs import UNKNOWN_COSTS, StepCosts
@@ -49,7 +49,7 @@ class DraftTarget:
     """A decode worker that runs `rows` requests with `context_tokens` in all.
 
     By default it drafts with `method`, None: not at all; `fixed_tokens` in each step, None: as many as pay.
-    With `drafts_itself` it has what that takes. `corrections` are observed rates over predicted ones.
+    With `drafts_itself` it has what that takes.
     """
 
     rows: float = 1.0
@@ -59,7 +59,6 @@ class DraftTarget:
     method: Method | None = None
     fixed_tokens: int | None = None
     drafts_itself: bool = True
-    corrections: Mapping[Where, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

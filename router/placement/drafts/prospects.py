@@ -113,11 +113,10 @@ class Prospects:
         """0 tokens a second if that cannot be told."""
         found = self._rates.get(place)
         if found is None:
-            rate = self._model(place)
-            tokens_per_s = rate.tokens_per_s * self._target.corrections.get(place.where, 1.0)
-            if not (isfinite(tokens_per_s) and tokens_per_s > 0):
-                rate, tokens_per_s = Rate(0.0, 1.0), 0.0
-            found = self._rates[place] = rate._replace(tokens_per_s=tokens_per_s)
+            found = self._model(place)
+            if not (isfinite(found.tokens_per_s) and found.tokens_per_s > 0):
+                found = Rate(0.0, 1.0)
+            self._rates[place] = found
         return found
 
     def _model(self, place: DraftPlace) -> Rate:
