@@ -63,19 +63,19 @@ def load_model(config: ServeConfig) -> LoadedModel:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """What can be known of a model without its weights."""
+class ModelShape:
+    """Of a model, known without its weights: its dtype and the most that it takes."""
 
     dtype: torch.dtype
     vocab_size: int
     max_model_len: int
 
 
-def model_facts(config: ServeConfig) -> ModelFacts:
+def model_shape(config: ServeConfig) -> ModelShape:
     """Of the model that `load_model` would load. Raises `ConfigError`."""
     hf_config = _load_hf_config(config)
     text_config = hf_config.get_text_config(decoder=True)
-    return ModelFacts(
+    return ModelShape(
         choose_dtype(config.dtype, hf_config, choose_device(config.device)),
         text_config.vocab_size,
         choose_max_model_len(config.max_model_len, text_config),

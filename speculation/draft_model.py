@@ -17,7 +17,7 @@ from engine.decoder.forward import DecoderForward
 from engine.draft import Draft
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
-from engine.loader import LoadedModel, ModelFacts, load_model
+from engine.loader import LoadedModel, ModelShape, load_model
 from engine.pool_layout import DRAFT
 from engine.rows import SequenceRows
 from engine.sampler import Sampler
@@ -42,7 +42,7 @@ def draft_config(config: ServeConfig, model: str, target_dtype: torch.dtype) -> 
     return msgspec.structs.replace(config, model=model, dtype=dtype, revision=None, max_model_len=None)
 
 
-def check_draft(draft: LoadedModel | ModelFacts, target: LoadedModel | ModelFacts) -> None:
+def check_draft(draft: LoadedModel | ModelShape, target: LoadedModel | ModelShape) -> None:
     """Raises `ConfigError` for a draft that cannot follow the target everywhere."""
     if draft.vocab_size < target.vocab_size:
         raise ConfigError(

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.engine import Engine
 from engine.kv_pool import Allocate
-from engine.loader import model_facts
+from engine.loader import model_shape
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
@@ -99,9 +99,9 @@ def build_engine(
 def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:
     """Of the draft model, for targets of this configuration."""
     assert config.speculative_config is not None and config.speculative_config.model is not None
-    target = model_facts(config)
+    target = model_shape(config)
     draft = draft_config(config, config.speculative_config.model, target.dtype)
-    check_draft(model_facts(draft), target)
+    check_draft(model_shape(draft), target)
     return Engine(draft, allocate=allocate, speculate=run_ahead)
 
 

@@ -32,11 +32,11 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
     worker_ids: list[str]
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class StopRouter(msgspec.Struct, frozen=True, tag="stop"):
     """Drain and end. A second one does not wait for running requests."""
 
 
-ToRouter = StartRouter | WorkerDied | Expect | Stop
+ToRouter = StartRouter | WorkerDied | Expect | StopRouter
 
 
 class KnownWorker(msgspec.Struct, frozen=True):

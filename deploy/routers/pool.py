@@ -26,7 +26,7 @@ from deploy.routers.messages import (
     Renews,
     Report,
     StartRouter,
-    Stop,
+    StopRouter,
     ToRouter,
     WorkerDied,
 )
@@ -157,7 +157,7 @@ class RouterPool:
                 signal.signal(number, signal.getsignal(number))
         while self._stops_sent < self._stops_asked:
             self._stops_sent += 1
-            self._tell(Stop())
+            self._tell(StopRouter())
 
     def _look_at(self, router: _Router, now: float) -> None:
         limit = 2 * self._config.worker_timeout if router.ready else self._config.start_timeout

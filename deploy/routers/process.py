@@ -24,7 +24,7 @@ from deploy.routers.messages import (
     Renews,
     Report,
     StartRouter,
-    Stop,
+    StopRouter,
     ToRouter,
     WorkerDied,
 )
@@ -77,7 +77,7 @@ class _Control:
                 self._server.mark_dead(worker_id, incarnation, reason)
             case Expect(worker_ids):
                 self._server.expect(worker_ids)
-            case Stop():
+            case StopRouter():
                 self._server.stop()
 
 

@@ -47,7 +47,7 @@ class Finding(msgspec.Struct, frozen=True):
     figures: dict[str, float] = {}
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """What lies between two looks."""
 
     before: ClusterLook
@@ -117,22 +117,22 @@ class WorkerSpan(NamedTuple):
 
 def examine(before: ClusterLook, after: ClusterLook) -> list[Finding]:
     """All that costs requests time, the most costly first; or that nothing does."""
-    span = Span(before, after)
-    found = [finding for verdict in VERDICTS for finding in verdict(span) if finding.cost >= LEAST_COST]
+    interval = Interval(before, after)
+    found = [finding for verdict in VERDICTS for finding in verdict(interval) if finding.cost >= LEAST_COST]
     if not found:
         live = (before.live + after.live) / 2
         return [Finding("nothing", 0.0, f"nothing holds requests up; {live:g} are under way", "nothing")]
     return sorted(found, key=lambda finding: -finding.cost)
 
 
-def prefill(span: Span) -> Iterator[Finding]:
+def prefill(interval: Interval) -> Iterator[Finding]:
     """Prompts wait for others to be computed."""
-    for worker in span.workers():
+    for worker in interval.workers():
         prompts, share = worker.mean("prompts"), 1 - worker.decode_share
         wants_room = worker.blocked > 0.5
         if worker.busy < BUSY or share < 0.5 or prompts < WAITING_PROMPTS or wants_room:
             continue
-        rate = worker.gained("computed_tokens_total") / span.seconds
+        rate = worker.gained("computed_tokens_total") / interval.seconds
         alone = worker.after.tasks[0] == "prefill"
         yield Finding(
             "prefill",
@@ -144,9 +144,9 @@ def prefill(span: Span) -> Iterator[Finding]:
         )
 
 
-def decode(span: Span) -> Iterator[Finding]:
+def decode(interval: Interval) -> Iterator[Finding]:
     """Requests wait for tokens of each other."""
-    for worker in span.workers():
+    for worker in interval.workers():
         running, costs, share = worker.mean("running"), worker.after.costs, worker.decode_share
         if worker.busy < BUSY or share < 0.5 or running <= 1:
             continue
@@ -166,14 +166,14 @@ def decode(span: Span) -> Iterator[Finding]:
         )
 
 
-def transfer(span: Span) -> Iterator[Finding]:
+def transfer(interval: Interval) -> Iterator[Finding]:
     """Blocks are still on their way when the prompt is computed."""
-    exposed_s = span.mean_s("request_kv_transfer_exposed_time_seconds")
-    prefill_s = span.mean_s("request_prefill_time_seconds")
+    exposed_s = interval.mean_s("request_kv_transfer_exposed_time_seconds")
+    prefill_s = interval.mean_s("request_prefill_time_seconds")
     whole_s = exposed_s + prefill_s
     pairs = [
         (worker.after.exposed_s.get(peer, 0.0) - worker.before.exposed_s.get(peer, 0.0), worker, peer)
-        for worker in span.workers()
+        for worker in interval.workers()
         for peer in worker.after.links
     ]
     if exposed_s < max(EXPOSED_S, EXPOSED_SHARE * whole_s) or not pairs:
@@ -186,7 +186,7 @@ def transfer(span: Span) -> Iterator[Finding]:
         change = "halve the bytes (--kv-wire-dtype int8), use more streams (--kv-tcp-streams), or " + change
     yield Finding(
         "transfer",
-        span.total("request_kv_transfer_exposed_time_seconds_sum") / span.seconds,
+        interval.total("request_kv_transfer_exposed_time_seconds_sum") / interval.seconds,
         f"after their prompt is computed requests wait {exposed_s:.3f} s for their KV; "
         f"{worker.after.id} sends to {peer} over {transport}",
         change,
@@ -194,20 +194,20 @@ def transfer(span: Span) -> Iterator[Finding]:
         {
             "exposed_s": exposed_s,
             "prefill_s": prefill_s,
-            "bytes_per_s": sent / span.seconds,
-            "exposed_share": min(wait_s / span.seconds, 1.0),
+            "bytes_per_s": sent / interval.seconds,
+            "exposed_share": min(wait_s / interval.seconds, 1.0),
         },
     )
 
 
-def router(span: Span) -> Iterator[Finding]:
+def router(interval: Interval) -> Iterator[Finding]:
     """Messages wait for the router's event loop."""
-    busy = span.total("router_cpu_seconds_total") / span.seconds
-    lag_s = span.mean_s("router_loop_lag_seconds")
+    busy = interval.total("router_cpu_seconds_total") / interval.seconds
+    lag_s = interval.mean_s("router_loop_lag_seconds")
     if busy < ROUTER_BUSY and (lag_s < ROUTER_LAG_S or busy < ROUTER_BUSY / 2):
         return
-    live = (span.before.live + span.after.live) / 2
-    tokens = span.total("generation_tokens_total") / span.seconds
+    live = (interval.before.live + interval.after.live) / 2
+    tokens = interval.total("generation_tokens_total") / interval.seconds
     yield Finding(
         "router",
         live * min(busy, 1.0),
@@ -219,21 +219,21 @@ def router(span: Span) -> Iterator[Finding]:
     )
 
 
-def kv_room(span: Span) -> Iterator[Finding]:
+def kv_room(interval: Interval) -> Iterator[Finding]:
     """Requests wait for blocks, or lose theirs."""
-    for worker in span.workers():
+    for worker in interval.workers():
         after = worker.after
         reserved_s = worker.gained("reservation_wait_seconds_total")
         preempted = after.preemptions - worker.before.preemptions
         waiting = worker.mean("waiting") * worker.blocked
-        cost = waiting + reserved_s / span.seconds + preempted / span.seconds
+        cost = waiting + reserved_s / interval.seconds + preempted / interval.seconds
         if cost < LEAST_COST:
             continue
         yield Finding(
             "kv_room",
             cost,
             f"{after.id} uses {after.kv_usage:.0%} of {after.kv_tokens:.0f} tokens of KV: requests wait "
-            f"for blocks {worker.blocked:.0%} of the time, {preempted / span.seconds:.1f} a second lose "
+            f"for blocks {worker.blocked:.0%} of the time, {preempted / interval.seconds:.1f} a second lose "
             "theirs",
             "give the pool more memory (--kv-cache-memory-bytes, --gpu-memory-utilization), keep evicted "
             "blocks on the host (--kv-offloading-size), or " + MORE_DECODE,
@@ -242,7 +242,7 @@ def kv_room(span: Span) -> Iterator[Finding]:
                 "kv_usage": after.kv_usage,
                 "blocked_share": worker.blocked,
                 "reservation_wait_s": reserved_s,
-                "preemptions_per_s": preempted / span.seconds,
+                "preemptions_per_s": preempted / interval.seconds,
             },
         )
 
@@ -256,12 +256,12 @@ _REFUSALS = {
 }
 
 
-def queue(span: Span) -> Iterator[Finding]:
+def queue(interval: Interval) -> Iterator[Finding]:
     """Requests are refused, or wait for a worker or for a place in a batch."""
-    request_s = span.mean_s("e2e_request_latency_seconds") or 1.0
-    before, after = span.before, span.after
+    request_s = interval.mean_s("e2e_request_latency_seconds") or 1.0
+    before, after = interval.before, interval.after
     for reason, count in after.refused.items():
-        rate = max(count - before.refused.get(reason, 0.0), 0.0) / span.seconds
+        rate = max(count - before.refused.get(reason, 0.0), 0.0) / interval.seconds
         if rate > 0:
             change = _REFUSALS.get(reason, "add workers")
             summary = f"{rate:.1f} requests a second are refused ({reason})"
@@ -270,7 +270,7 @@ def queue(span: Span) -> Iterator[Finding]:
     if parked:
         summary = f"{parked:g} requests wait for a worker to start"
         yield Finding("queue", parked, summary, _REFUSALS["no_worker"], None, {"parked": parked})
-    for worker in span.workers():
+    for worker in interval.workers():
         running, limit = worker.mean("running"), after.max_num_seqs
         waiting = worker.mean("waiting") + worker.mean("held")
         full = limit > 0 and min(worker.before.running, worker.after.running) >= limit
@@ -281,9 +281,9 @@ def queue(span: Span) -> Iterator[Finding]:
             yield Finding("queue", waiting, summary, change, worker.after.id, figures)
 
 
-def draft(span: Span) -> Iterator[Finding]:
+def draft(interval: Interval) -> Iterator[Finding]:
     """Steps that verify drafts bring less than plain steps would in the same time."""
-    for worker in span.workers():
+    for worker in interval.workers():
         steps = worker.gained('spec_decode_steps_total{drafts="yes"}')
         drafts = worker.gained("spec_decode_num_drafts_total")
         if steps <= 0 or drafts <= 0:
@@ -299,7 +299,7 @@ def draft(span: Span) -> Iterator[Finding]:
             continue
         yield Finding(
             "draft",
-            rows * (1 - gain) * min(spent_s / span.seconds, 1.0),
+            rows * (1 - gain) * min(spent_s / interval.seconds, 1.0),
             f"{worker.after.id} drafts {drafted / drafts:.1f} tokens a step and "
             f"{accepted / max(drafted, 1):.0%} are accepted: that brings {gain:.2f} times the tokens of none",
             'draft fewer tokens or as many as pay ("num_speculative_tokens": "auto" in '
@@ -325,5 +325,5 @@ def _sum(counters: dict[str, float], name: str) -> float:
     return sum(value for key, value in counters.items() if key == name or key.startswith(name + "{"))
 
 
-Verdict = Callable[[Span], Iterator[Finding]]
+Verdict = Callable[[Interval], Iterator[Finding]]
 VERDICTS: tuple[Verdict, ...] = (prefill, decode, transfer, router, kv_room, queue, draft)
