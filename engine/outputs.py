@@ -54,6 +54,7 @@ def token_output(sequence: SequenceState, kept: Kept, outcome: Outcome) -> Token
     return TokenOutput(
         request_id=sequence.request_id,
         token_ids=kept.token_ids,
+        position=len(sequence.output_token_ids) - len(kept.token_ids),
         finish_reason=kept.finish_reason,
         stop_token_id=kept.stop_token_id,
         logprobs=[entry for entry in logprobs if entry is not None] or None,

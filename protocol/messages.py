@@ -286,13 +286,15 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step made for one request. `cached_tokens` comes with a sequence's first token.
+    """What one step made for one request: its tokens, and that `position` tokens of the answer come before them.
 
-    Of the `drafted_tokens` that the step verified `accepted_tokens` are among its tokens.
+    `cached_tokens` comes with a sequence's first token. Of the `drafted_tokens` that the step verified
+    `accepted_tokens` are among its tokens.
     """
 
     request_id: Id
     token_ids: TokenIds
+    position: Count = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     logprobs: list[TokenLogprobs] | None = None

@@ -213,6 +213,12 @@ class Dispatcher:
             reason = f"worker {worker.key.worker_id} {complaint}"
             self.fail(request.generation, failed_generation("internal", reason))
             return
+        if output.token_ids and output.position != len(request.output_token_ids):
+            self._metrics.dropped("tokens_missing")
+            here, there = len(request.output_token_ids), output.position
+            reason = f"worker {worker.key.worker_id} sent token {there} where token {here} comes next"
+            self._place_anew_or_fail(request, "worker_lost", reason)
+            return
         if output.token_ids:
             self._account_tokens(request, worker, output, now)
         choice = request.choice

@@ -224,6 +224,7 @@ def test_preemption_keeps_the_tokens(make_engine: Callable[..., Engine], referen
     assert engine.stats().num_preemptions > 0
     for index, prompt in enumerate(prompts):
         assert tokens(outputs[str(index)]) == greedy(reference, prompt, 60)
+        assert [output.position for output in outputs[str(index)]] == [*range(60)]
     assert_empty(engine)
 
 
@@ -258,6 +259,7 @@ def test_emitted_tokens_continue_where_they_ended(
     engine.add(ask("rest", prompt, max_tokens=12, sampling=sampling, output_token_ids=before))
     rest = run(engine)["rest"]
     assert tokens(rest) == tokens(whole[emitted:])
+    assert [output.position for output in whole + rest] == [*range(len(whole)), *range(emitted, len(whole))]
     assert [output.finish_reason for output in rest] == [output.finish_reason for output in whole[emitted:]]
     assert rest[-1].stop_token_id == whole[-1].stop_token_id
     for got, want in zip(rest, whole[emitted:], strict=True):

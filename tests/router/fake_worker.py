@@ -369,6 +369,7 @@ class FakeWorker:
         return TokenOutput(
             request_id=job.request.request_id,
             token_ids=tokens,
+            position=start,
             finish_reason=job.finish_reason if finished else None,
             stop_token_id=stop_token_id,
             logprobs=logprobs,

@@ -79,7 +79,9 @@ class Job:
         self.sent += stop - start
         tokens = [script(request.prompt_token_ids, position) for position in range(start, stop)]
         reason = "length" if self.is_done else None
-        return TokenOutput(request_id=request.request_id, token_ids=tokens, finish_reason=reason)
+        return TokenOutput(
+            request_id=request.request_id, token_ids=tokens, position=start, finish_reason=reason
+        )
 
 
 @dataclass(eq=False)

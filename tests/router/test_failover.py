@@ -180,7 +180,8 @@ def test_what_is_already_at_its_end_is_finished(make_router, pool, how):
 
     def never_finishing(job) -> TokenOutput:
         job.sent += 1
-        return TokenOutput(request_id=job.request.request_id, token_ids=[tokens[job.sent - 1]])
+        place = job.sent - 1
+        return TokenOutput(request_id=job.request.request_id, token_ids=[tokens[place]], position=place)
 
     worker._advance = never_finishing
     worker.stall_after = len(tokens)
@@ -490,15 +491,20 @@ def test_tokens_that_overtake_after_a_failover_wait_too(make_router, pool):
     request = prefill.generated[1]
     tokens = prefill.script(request)[:6]
 
-    def say(worker, token, finish_reason=None):
-        output = TokenOutput(request_id=request.request_id, token_ids=[token], finish_reason=finish_reason)
+    def say(worker, place, finish_reason=None):
+        output = TokenOutput(
+            request_id=request.request_id,
+            token_ids=[tokens[place]],
+            position=place,
+            finish_reason=finish_reason,
+        )
         message = StepOutput(worker_id=worker.worker_id, incarnation=worker.incarnation, outputs=[output])
         worker.post(encode(message))
 
-    say(other, tokens[4])
-    say(other, tokens[5], "length")
+    say(other, 4)
+    say(other, 5, "length")
     eventually(lambda: [len(live.early) for live in router.server.state.journal] == [2])
-    say(prefill, tokens[3])
+    say(prefill, 3)
     assert answer(future.result(5))["choices"][0]["token_ids"] == tokens
     eventually(lambda: is_idle(router))
 

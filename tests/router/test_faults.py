@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import threading
@@ -183,15 +184,17 @@ def test_tokens_that_overtake_the_first_one_wait_for_it(make_router, pool):
     request_id = prefill.generated[0].request_id
     tokens = prefill.generated[0].prompt_token_ids[:3]
 
-    def say(worker, token, finish_reason=None):
-        output = TokenOutput(request_id=request_id, token_ids=[token], finish_reason=finish_reason)
+    def say(worker, place, finish_reason=None):
+        output = TokenOutput(
+            request_id=request_id, token_ids=[tokens[place]], position=place, finish_reason=finish_reason
+        )
         message = StepOutput(worker_id=worker.worker_id, incarnation=worker.incarnation, outputs=[output])
         worker.post(encode(message))
 
-    say(decode, tokens[1])
-    say(decode, tokens[2], "length")
+    say(decode, 1)
+    say(decode, 2, "length")
     eventually(lambda: [len(request.early) for request in router.server.state.journal] == [2])
-    say(prefill, tokens[0])
+    say(prefill, 0)
     assert answer.result().json()["choices"][0]["token_ids"] == tokens
     eventually(lambda: is_idle(router))
 
@@ -281,6 +284,26 @@ def test_malformed_messages_are_dropped(router, raw):
     assert post(router, max_tokens=2).status_code == 200
 
 
+@pytest.mark.parametrize("shift", [1, -1])
+def test_tokens_that_do_not_follow_are_computed_anew(make_router, shift):
+    """A message with tokens got lost with its connection, or came twice."""
+    router = make_router()
+    worker = router.add_worker()
+    whole = post(router, max_tokens=6, return_token_ids=True).json()["choices"][0]["token_ids"]
+    usual, shifts = worker._advance, iter([0, 0, shift])
+
+    def advance(job):
+        output = usual(job)
+        return msgspec.structs.replace(output, position=output.position + next(shifts, 0))
+
+    worker._advance = advance
+    answer = post(router, max_tokens=6, return_token_ids=True).json()["choices"][0]
+    assert answer["token_ids"] == whole
+    assert router.metric("tandem_messages_dropped_total", reason="tokens_missing") == 1
+    assert router.metric("tandem_requests_placed_anew_total", reason="worker_lost") == 1
+    eventually(lambda: is_idle(router) and not worker.jobs)
+
+
 def test_missing_logprobs_fail_the_request(make_router):
     router = make_router()
     worker = router.add_worker()
@@ -292,7 +315,10 @@ def test_missing_logprobs_fail_the_request(make_router):
 def test_too_many_tokens_fail_the_request(make_router):
     router = make_router()
     worker = router.add_worker()
-    worker._advance = lambda job: TokenOutput(request_id=job.request.request_id, token_ids=[5])
+    places = itertools.count()
+    worker._advance = lambda job: TokenOutput(
+        request_id=job.request.request_id, token_ids=[5], position=next(places)
+    )
     response = post(router, max_tokens=3)
     assert response.status_code == 500
     assert "more tokens" in response.json()["error"]["message"]
