@@ -352,8 +352,9 @@ class Engine:
         """The use of the tiers below the pool, totals, and speculation's, in Prometheus' naming; for any
         thread.
         """
-        counters = {"kv_room_wait_seconds_total": self._scheduler.room_wait_s}
-        counters |= self.tiers.totals() if self.tiers is not None else {}
+        counters = self.tiers.totals() if self.tiers is not None else {}
+        if room_wait_s := self._scheduler.room_wait_s:
+            counters["kv_room_wait_seconds_total"] = room_wait_s
         return counters | (self._speculator.counters() if self._speculator is not None else {})
 
     def costs(self) -> StepCosts:

@@ -93,6 +93,7 @@ ROUTER = (
         "api_key_tokens_total", "Uncached prompt tokens and expected output sent to workers.", "api_key"
     ),
     _counter("router_cpu_seconds_total", "CPU time of the router's event loop."),
+    _counter("router_core_wait_seconds_total", "Time for which the router's event loop waited for a core."),
     _histogram(
         "router_loop_lag_seconds",
         "How late the event loop came to what was due, four times a second.",

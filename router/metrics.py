@@ -61,7 +61,7 @@ class Metrics:
         self.draft_planned: Callable[[Where], None] = self._counting("draft_plans_total")
         self.draft_replanned = self._counting("draft_replans_total")
         self._placed = self._counting("placements_total")
-        self._cpu_s = 0.0
+        self._cpu_s = self._core_wait_s = 0.0
         self._keys: dict[tuple[str, int], Any] = {}
         self._succeeded = self._counting("request_success_total")
 
@@ -76,11 +76,14 @@ class Metrics:
                 if not sample.name.endswith(("_bucket", "_created")):
                     yield sample.name.removeprefix(PREFIX), sample.labels, sample.value
 
-    def looked(self, late_s: float, cpu_s: float) -> None:
-        """The event loop came so late to what was due, and has used so much CPU time in all."""
+    def looked(self, late_s: float, cpu_s: float, core_wait_s: float) -> None:
+        """The event loop came so late to what was due; in all it has used so much CPU time, and has waited so
+        long for a core.
+        """
         self._observe("router_loop_lag_seconds", max(late_s, 0.0))
         self._metrics["router_cpu_seconds_total"].inc(max(cpu_s - self._cpu_s, 0.0))
-        self._cpu_s = cpu_s
+        self._metrics["router_core_wait_seconds_total"].inc(max(core_wait_s - self._core_wait_s, 0.0))
+        self._cpu_s, self._core_wait_s = cpu_s, core_wait_s
 
     def placed(self, disaggregated: bool) -> None:
         self._placed("disaggregated" if disaggregated else "colocated")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from messaging.sockets import ClusterKeys
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from router.tracing import Tracing
 
 logger = logging.getLogger(__name__)
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class RouterState:
@@ -160,7 +163,7 @@ class RouterState:
     def _sweep(self) -> None:
         if self._loop is not None:
             now = time.monotonic()
-            self.metrics.looked(now - self._sweep_due, time.thread_time())
+            self.metrics.looked(now - self._sweep_due, time.thread_time(), _core_wait_s())
             self._sweep_due = now + SWEEP_INTERVAL_S
             self.registry.sweep(time.monotonic())
             self.kv_feed.sweep()
@@ -182,3 +185,11 @@ def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
         needed = "needs OpenTelemetry: pip install 'tandem-serve[otel]'"
         raise ConfigError(f"--otlp-traces-endpoint: {needed} ({error})") from error
     return Tracing(config.otlp_traces_endpoint, config.model_name, metrics.spans_dropped)
+
+
+def _core_wait_s() -> float:
+    """For how long this thread was ready to run and had no core, as Linux counts it; 0 elsewhere."""
+    try:
+        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0

@@ -332,6 +332,8 @@ class BatchSpeculator:
         if before is None:
             return  # not begun yet
         source = self._source(sequence)
+        if source is None and before.method is None:
+            return
         if source == before.method and (source != REMOTE or self._keeps_its_worker(sequence)):
             self._limit(before, sequence)
             self._controller.join(before, is_read=True)

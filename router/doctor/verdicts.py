@@ -202,7 +202,9 @@ def transfer(interval: Interval) -> Iterator[Finding]:
 
 def router(interval: Interval) -> Iterator[Finding]:
     """Messages wait for the router's event loop."""
-    busy = interval.total("router_cpu_seconds_total") / interval.seconds
+    busy = (
+        interval.total("router_cpu_seconds_total") + interval.total("router_core_wait_seconds_total")
+    ) / interval.seconds
     lag_s = interval.mean_s("router_loop_lag_seconds")
     if busy < ROUTER_BUSY and (lag_s < ROUTER_LAG_S or busy < ROUTER_BUSY / 2):
         return
@@ -211,7 +213,7 @@ def router(interval: Interval) -> Iterator[Finding]:
     yield Finding(
         "router",
         live * min(busy, 1.0),
-        f"the router uses {busy:.0%} of its core for {tokens:.0f} tokens a second; "
+        f"the router is busy, or waits for a core, {busy:.0%} of the time for {tokens:.0f} tokens a second; "
         f"it is {lag_s * 1e3:.1f} ms late",
         "add routers (--router-replicas), or ask for fewer log-probabilities and fewer streams",
         None,

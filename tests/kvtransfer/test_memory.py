@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
@@ -63,11 +64,11 @@ def test_the_descriptor_goes_with_the_last_view() -> None:
     assert descriptor is not None
     memory.close()
     del memory
-    os.fstat(descriptor)
+    inode = os.fstat(descriptor).st_ino
     del view
     gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+    with contextlib.suppress(OSError):  # it is closed, or another thread has got its number
+        assert os.fstat(descriptor).st_ino != inode
 
 
 @pytest.mark.skipif(not THP.exists(), reason="this kernel has no transparent huge pages")

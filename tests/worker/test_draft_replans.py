@@ -54,3 +54,17 @@ def test_tokens_are_the_same_through_any_change_of_plan(pair: tuple[Path, Path])
     for drafter in drafters:
         assert len(drafter.loop.requests) == 0
         assert sum(drafter.engine.blocks.available) == drafter.engine.blocks.num_blocks
+
+
+def test_a_request_may_be_told_twice_to_draft_nowhere(pair: tuple[Path, Path]) -> None:
+    """With a fixed number of tokens, which whoever drafts nowhere has none of."""
+    target, draft = pair
+    decode = DecodeSide("a", target, draft, num_speculative_tokens=3)
+    requests = [ask("r", prompt_of(15, 0), 20)]
+    decode.generate(requests[0], DraftPlan())
+    for _ in range(4):
+        decode.step()
+    decode.loop.replan("r", DraftPlan())
+    while decode.engine.has_work():
+        decode.step()
+    assert decode.tokens() == plain_tokens(target, requests)
