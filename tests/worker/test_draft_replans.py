@@ -57,11 +57,12 @@ def test_tokens_are_the_same_through_any_change_of_plan(pair: tuple[Path, Path])
 
 
 def test_a_request_may_be_told_twice_to_draft_nowhere(pair: tuple[Path, Path]) -> None:
-    """With a fixed number of tokens, which whoever drafts nowhere has none of."""
+    """Beside one that drafts a fixed number of tokens."""
     target, draft = pair
     decode = DecodeSide("a", target, draft, num_speculative_tokens=3)
-    requests = [ask("r", prompt_of(15, 0), 20)]
+    requests = [ask("r", prompt_of(15, 0), 20), ask("s", prompt_of(15, 1), 20)]
     decode.generate(requests[0], DraftPlan())
+    decode.generate(requests[1], DraftPlan(method="draft_model"))
     for _ in range(4):
         decode.step()
     decode.loop.replan("r", DraftPlan())
