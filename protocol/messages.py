@@ -286,10 +286,10 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step made for one request: its tokens, and that `position` tokens of the answer come before them.
+    """What one step made for one request.
 
-    `cached_tokens` comes with a sequence's first token. Of the `drafted_tokens` that the step verified
-    `accepted_tokens` are among its tokens.
+    `position` tokens of the answer come before its own. `cached_tokens` comes with a sequence's first token.
+    Of the `drafted_tokens` that the step verified `accepted_tokens` are among its tokens.
     """
 
     request_id: Id
