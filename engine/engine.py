@@ -216,7 +216,7 @@ class Engine:
         if self._speculator is not None:
             self._speculator.begin(sequence, draft)
         sequence.first_scheduled = sequence.first_token_time = time.monotonic()
-        self._scheduler.add_running(sequence)
+        self._scheduler.add_waiting(sequence)
 
     def draft_state(self, request_id: str) -> DraftState:
         """What the drafter knows of a finished prefill beside the blocks, to be handed over."""
@@ -229,13 +229,11 @@ class Engine:
         sequence = self._sequences[request_id]
         sequence.prefill_only = False
         if sequence.stage is SequenceStage.HELD and not sequence.is_to_be_held:
-            self._scheduler.add_running(sequence)
+            self._scheduler.add_waiting(sequence)
 
     def hold(self, request_id: str) -> None:
-        """Do not run it until `resume`. It keeps its blocks, unless it has none yet."""
-        sequence = self._sequences[request_id]
-        if sequence.stage is SequenceStage.RUNNING:
-            self._scheduler.hold(sequence)
+        """Do not run it until `resume`. It keeps its blocks; one that has none yet gets them first."""
+        self._scheduler.hold(self._sequences[request_id])
 
     def give(self, request_id: str, token_ids: Sequence[int], hold_at: int) -> int:
         """What a target's sequence has beyond the tokens that were given: `SequenceState.give`. It drafts up
@@ -244,7 +242,7 @@ class Engine:
         sequence = self._sequences[request_id]
         agreed = sequence.give(token_ids)
         sequence.hold_at = hold_at
-        if sequence.stage is SequenceStage.RUNNING and len(sequence.token_ids) >= hold_at:
+        if len(sequence.token_ids) >= hold_at:
             self._scheduler.hold(sequence)
         return agreed
 

@@ -1,10 +1,12 @@
 """Continuous batching: which sequences run in the next step, and how many tokens of each.
 
 Running sequences come first, so that decoding never waits for a new prompt; what is left of the token budget
-goes to waiting prompts, in chunks. A prompt whose next blocks another one is just computing waits for them,
-so that `n` answers to one prompt, or a batch with one preamble, compute it once. When blocks run out, the
-sequence that would run last gives its own up and is computed again later (preemption by recompute), as far as
-the tiers below the pool did not keep its blocks. A prompt whose next blocks lie on the disk waits for them.
+goes to waiting prompts, in chunks. Sequences that have their blocks already, because another worker computed
+their prompts, get the free rows before those that have none. A prompt whose next blocks another one is just
+computing waits for them, so that `n` answers to one prompt, or a batch with one preamble, compute it once.
+When blocks run out, the sequence that would run last gives its own up and is computed again later (preemption
+by recompute), as far as the tiers below the pool did not keep its blocks. A prompt whose next blocks lie on
+the disk waits for them.
 """
 
 from __future__ import annotations
@@ -94,26 +96,27 @@ class Scheduler:
         return self._roots[kv_format]
 
     def add_waiting(self, sequence: SequenceState) -> None:
+        """It runs when its turn comes; if it has its blocks, as soon as there is a row."""
         sequence.stage = SequenceStage.WAITING
-        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.queue_key)
-
-    def add_running(self, sequence: SequenceState) -> None:
-        sequence.stage = SequenceStage.RUNNING
-        self.running.append(sequence)
+        bisect.insort(self.waiting, sequence, key=lambda other: (other.holdings is None, other.queue_key))
 
     def hold(self, sequence: SequenceState) -> None:
-        """Do not run a running one, which keeps its blocks."""
-        self.running.remove(sequence)
-        sequence.stage = SequenceStage.HELD
+        """Do not run it. It keeps its blocks; one that has none goes on waiting for them."""
+        if sequence.holdings is not None:
+            self._leave_queue(sequence)
+            sequence.stage = SequenceStage.HELD
 
     def remove(self, sequence: SequenceState) -> None:
         """Forget the sequence and free its blocks. Safe in every stage."""
+        self._leave_queue(sequence)
+        sequence.stage = SequenceStage.ENDED
+        self.free(sequence)
+
+    def _leave_queue(self, sequence: SequenceState) -> None:
         if sequence.stage is SequenceStage.RUNNING:
             self.running.remove(sequence)
         elif sequence.stage is SequenceStage.WAITING:
             self.waiting.remove(sequence)
-        sequence.stage = SequenceStage.ENDED
-        self.free(sequence)
 
     def free(self, sequence: SequenceState) -> None:
         if sequence.holdings is not None:
@@ -128,6 +131,8 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         step = ScheduledStep()
         budget = self._max_num_batched_tokens
+        while self._has_row and self.waiting and self.waiting[0].holdings is not None:
+            self._run(self.waiting[0])
         # A stable sort: decode rows before the chunks of prompts that are still being computed.
         running = sorted(self.running, key=lambda running: running.num_uncomputed > 1)
         if self._bound is not None:
@@ -141,7 +146,7 @@ class Scheduler:
             budget -= self._schedule_running(sequence, budget, step)
         lacks_room = False
         for sequence in list(self.waiting):
-            if budget == 0 or len(self.running) >= self._max_num_seqs:
+            if budget == 0 or not self._has_row:
                 break
             if self._bound is not None and self._bound.is_full:
                 break
@@ -155,6 +160,16 @@ class Scheduler:
         self._note_room(not lacks_room)
         step.budget_left = budget
         return step
+
+    @property
+    def _has_row(self) -> bool:
+        return len(self.running) < self._max_num_seqs
+
+    def _run(self, sequence: SequenceState) -> None:
+        """A waiting one, which has blocks now."""
+        self.waiting.remove(sequence)
+        sequence.stage = SequenceStage.RUNNING
+        self.running.append(sequence)
 
     @property
     def room_wait_s(self) -> float:
@@ -218,15 +233,20 @@ class Scheduler:
         if count == 0:
             return 0
         while not self._grow(sequence, sequence.num_computed + count):
-            # Blocks of a prompt that is being handed over may be on the wire: they are never taken away.
-            victim = max(
-                (r for r in self.running if not r.prefill_only), key=lambda running: running.queue_key
-            )
+            victim = self._last_to_run()
             self._preempt(victim, step)
             if victim is sequence:
                 return 0
         self._append(sequence, count, step)
         return count
+
+    def _last_to_run(self) -> SequenceState:
+        """Of those that have blocks. Those of a prompt that is being handed over may be on the wire: they are
+        never taken away.
+        """
+        ready = [waiting for waiting in self.waiting if waiting.holdings is not None]
+        running = (running for running in self.running if not running.prefill_only)
+        return ready[-1] if ready else max(running, key=lambda running: running.queue_key)
 
     def _admit(self, sequence: SequenceState, budget: int, step: ScheduledStep) -> int:
         """Take a waiting sequence up if all of it fits; returns its tokens in this step."""
@@ -243,8 +263,7 @@ class Scheduler:
             return 0
         held.grow(covered, num_tokens)
         sequence.holdings, sequence.num_computed = held, held.fill(covered, num_tokens - 1)
-        self.waiting.remove(sequence)
-        self.add_running(sequence)
+        self._run(sequence)
         step.admitted.append(sequence)
         if sequence.first_scheduled is None:
             sequence.first_scheduled = time.monotonic()
@@ -275,7 +294,7 @@ class Scheduler:
         if victim in step.sequences:
             index = step.sequences.index(victim)
             del step.sequences[index], step.num_tokens[index]
-        self.running.remove(victim)
+        self._leave_queue(victim)
         self.free(victim)
         victim.num_computed = 0
         victim.prompt_logprobs.clear()

@@ -170,6 +170,42 @@ def test_nobody_waits_for_what_cannot_be_shared(make_engine: Callable[..., Engin
     assert uncached.step().num_tokens == 80
 
 
+def take_over(decode: Engine, request: EngineRequest, first: int, blocks: list[int], source: Engine) -> None:
+    """`decode` gets the prompt's KV from `source`, where it lies in these blocks."""
+    reservation = decode.reserve(request)
+    assert reservation is not None
+    decode.pool.arenas[0][reservation.holdings.blocks[0]] = source.pool.arenas[0][blocks]
+    decode.activate(reservation, first, len(request.prompt_token_ids))
+
+
+@pytest.mark.parametrize(("num_blocks", "preempts"), [(64, False), (20, True)])
+def test_what_is_handed_over_waits_for_a_row(
+    make_engine: Callable[..., Engine], reference: PreTrainedModel, num_blocks: int, preempts: bool
+) -> None:
+    """Its blocks are there already. If they run out, it gives its own before those that run."""
+    prefill, decode = make_engine(), make_engine(num_blocks, max_num_seqs=2, enable_prefix_caching=False)
+    prompts = {name: prompt_of(62, seed) for seed, name in enumerate("abcde")}
+    firsts = {}
+    for name, prompt in prompts.items():
+        prefill.add(ask(name, prompt), prefill_only=True)
+        firsts[name] = tokens(run(prefill)[name])
+        blocks = prefill.computed(name)[0].blocks
+        take_over(decode, ask(name, prompt, max_tokens=20), firsts[name][0], blocks, prefill)
+    decode.add(ask("whole", prompts["a"], max_tokens=20))
+    order: list[str] = []
+    answers = {name: list(first) for name, first in firsts.items()} | {"whole": []}
+    while decode.has_work():
+        outputs = decode.step().outputs
+        assert decode.stats().num_running <= 2 and len(outputs) <= 2
+        for output in outputs:
+            answers[output.request_id] += output.token_ids
+            order += [output.request_id] if output.request_id not in order else []
+    assert answers == {name: greedy(reference, prompts.get(name, prompts["a"]), 20) for name in answers}
+    assert order == [*prompts, "whole"]
+    assert (decode.stats().num_preemptions > 0) == preempts
+    assert_empty(decode)
+
+
 def test_decoding_goes_on_beside_a_long_prompt(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     engine.add(ask("long", prompt_of(240)))
