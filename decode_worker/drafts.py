@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from protocol.messages import (
+from protocol.draft_messages import (
     MAX_GIVEN_TOKENS,
     DraftBehind,
     DraftedChain,
@@ -22,8 +22,8 @@ from protocol.messages import (
     DraftOpening,
     Drafts,
     Given,
-    PeerAddress,
 )
+from protocol.messages import PeerAddress
 from speculation.remote import RemoteDrafter, RemoteRequest
 from worker.counters import Counters
 from worker.peer_links import PeerLinks

@@ -18,12 +18,12 @@ from decode_worker.request import DecodeRequest, DecodeStage
 from engine.engine import Engine
 from kvtransfer.blocks.layout import LayoutError, conversion_problem, foreign_format, wire_segments
 from kvtransfer.interface import Closed, Failed, Progress, ReceiveEvent, SendEvent
+from protocol.draft_messages import Drafts
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
 from protocol.messages import (
     ANY_LEASE,
     DraftPlan,
-    Drafts,
     ErrorKind,
     Generate,
     Handoff,

@@ -15,19 +15,9 @@ from draft_worker.request import DraftRequest, DraftStage, name_of
 from draft_worker.shares import Pace, share_rows
 from engine.engine import Engine
 from kvtransfer.interface import ReceiveEvent, SendEvent
+from protocol.draft_messages import DraftBehind, DraftedChain, DraftFor, DraftKey, Drafts, Given
 from protocol.errors import InvalidRequestError
-from protocol.messages import (
-    DraftBehind,
-    DraftedChain,
-    DraftFor,
-    DraftKey,
-    Drafts,
-    ErrorKind,
-    Generate,
-    Given,
-    PeerRequest,
-    TokenOutput,
-)
+from protocol.messages import ErrorKind, Generate, PeerRequest, TokenOutput
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from protocol.messages import DraftKey, DraftOpening, EngineRequest, Given
+from protocol.draft_messages import DraftKey, DraftOpening, Given
+from protocol.messages import EngineRequest
 from worker.requests import StagedRequest
 
 LEASE_S = 30.0

@@ -14,10 +14,10 @@ import time
 from engine.engine import Engine
 from kvtransfer.interface import Completed, Failed, ReceiveEvent, SendEvent
 from prefill_worker.request import PrefillRequest, PrefillStage
+from protocol.draft_messages import Drafts
 from protocol.errors import TandemError
 from protocol.messages import (
     ANY_LEASE,
-    Drafts,
     EngineRequest,
     ErrorKind,
     Generate,

@@ -7,8 +7,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from protocol.bounded import Count
+
 Coefficient = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=0, lt=2**62)]
 _ANY = 2**31
 """More tokens than any prompt has."""
 

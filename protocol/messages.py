@@ -1,7 +1,8 @@
 """Every message that travels between the router and the workers, and between workers.
 
-All are msgspec structs in tagged msgpack. Field bounds are part of the types, so that a decoded message
-can be used without further checks of its shape.
+All are msgspec structs in tagged msgpack. Field bounds are part of the types, so that a decoded message can
+be used without further checks of its shape. What decode workers and draft workers tell each other is in
+`protocol.draft_messages`.
 """
 
 from __future__ import annotations
@@ -11,24 +12,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.bounded import BlockHash, Count, Id, Seconds, ShortText, TokenIds
 from protocol.costs import StepCosts
+from protocol.draft_messages import DraftFor, Drafts
 from protocol.handoff import MAX_HANDOFF_S, Extents, HandoffManifest, SegmentInfo
 from protocol.kv_events import CacheFormat, KvChange
 from protocol.sampling import SamplingParams
-from protocol.speculation import (
-    MAX_TREE_NODES,
-    Count,
-    Method,
-    RequestSpeculation,
-    Seconds,
-    SpeculationState,
-)
-
-Id = Annotated[str, Meta(min_length=1, max_length=128)]
-ShortText = Annotated[str, Meta(max_length=4096)]
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Meta(max_length=2**24)]
-BlockHash = Annotated[bytes, Meta(min_length=16, max_length=16)]
+from protocol.speculation import MAX_TREE_NODES, Method, RequestSpeculation, SpeculationState
 
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
 """A role's name in `protocol.roles.ROLES`."""
@@ -414,52 +404,6 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     receiver: PeerAddress
 
 
-MAX_GIVEN_TOKENS = 2**14
-"""In one `Given`: longer texts come in several messages."""
-
-
-class DraftOpening(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a draft worker must know of a request beside its tokens: how to sample, and that the first
-    `num_prompt` of them are the prompt.
-    """
-
-    sampling: SamplingParams
-    num_prompt: Annotated[int, Meta(ge=1, lt=2**31)]
-    cache_salt: Annotated[str, Meta(max_length=256)] = ""
-
-
-class Given(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request's target has committed from place `start` on, and how many tokens beyond it has use for.
-
-    Each time that a decode worker opens the request anew, the `epoch` is another, higher one. `opening` comes
-    with the first tokens. While it has use for none, more of what is committed may follow.
-    """
-
-    request_id: Id
-    epoch: Count
-    start: Count
-    token_ids: Annotated[list[TokenId], Meta(max_length=MAX_GIVEN_TOKENS)] = []
-    run_ahead: Annotated[int, Meta(ge=0, le=2 * MAX_TREE_NODES + 1)] = 0
-    opening: DraftOpening | None = None
-
-
-class DraftKey(msgspec.Struct, frozen=True, array_like=True):
-    """A request in one of its epochs."""
-
-    request_id: Id
-    epoch: Count
-
-
-class DraftFor(msgspec.Struct, frozen=True, kw_only=True, tag="draft_for"):
-    """News of the requests that a decode worker wants drafts for. Without any it asks whether the draft
-    worker is there: each message is answered, at the latest after a step.
-    """
-
-    incarnation: Id
-    given: Annotated[list[Given], Meta(max_length=4096)] = []
-    ended: Annotated[list[DraftKey], Meta(max_length=4096)] = []
-
-
 # --- and its answers --------------------------------------------------------------------------------
 
 
@@ -505,32 +449,6 @@ class FetchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_refused
     request_id: Id
     lease_id: Id
     reason: ShortText
-
-
-class DraftedChain(msgspec.Struct, frozen=True, array_like=True):
-    """A request's draft: the tokens that may follow its first `start` ones, all that is known of them."""
-
-    request_id: Id
-    epoch: Count
-    start: Count
-    token_ids: Annotated[list[TokenId], Meta(max_length=2 * MAX_TREE_NODES + 1)]
-
-
-class DraftBehind(msgspec.Struct, frozen=True, array_like=True):
-    """The draft worker lacks what the target committed from place `num_tokens` on; 0: it has nothing."""
-
-    request_id: Id
-    epoch: Count
-    num_tokens: Count
-
-
-class Drafts(msgspec.Struct, frozen=True, kw_only=True, tag="drafts"):
-    """What a draft worker has for a decode worker. It drafts no more for those that it has `refused`."""
-
-    incarnation: Id
-    chains: Annotated[list[DraftedChain], Meta(max_length=4096)] = []
-    behind: Annotated[list[DraftBehind], Meta(max_length=4096)] = []
-    refused: Annotated[list[DraftKey], Meta(max_length=4096)] = []
 
 
 class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):

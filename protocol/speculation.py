@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.bounded import Count, Seconds
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.fields import FieldError, to_struct
 
@@ -38,8 +39,6 @@ MODEL_METHODS = ("draft_model", "medusa", "eagle")
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
 Positive = Annotated[int, Meta(ge=1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=0, lt=2**62)]
-Seconds = Annotated[float, Meta(ge=0)]
 Rates = Annotated[list[Probability], Meta(max_length=MAX_TREE_NODES)]
 
 

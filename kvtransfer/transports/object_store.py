@@ -25,8 +25,8 @@ from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases.gate import WriteGate
 from kvtransfer.transports.sockets import tune
 from kvtransfer.transports.transport import MAX_IN_FLIGHT, PieceReader, PieceWriter, Transport
+from protocol.bounded import Id
 from protocol.errors import ProtocolError
-from protocol.messages import Id
 
 Reference: TypeAlias = Any
 """Names an object in the store and keeps it there, until the last reference in any process is dropped."""

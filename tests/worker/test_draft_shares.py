@@ -6,7 +6,8 @@ from collections import Counter
 
 from draft_worker.request import DraftRequest, DraftStage
 from draft_worker.shares import LONGEST, Pace, share_rows
-from protocol.messages import DraftKey, DraftOpening, EngineRequest
+from protocol.draft_messages import DraftKey, DraftOpening
+from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 
 

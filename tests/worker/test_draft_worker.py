@@ -11,16 +11,8 @@ import pytest
 
 from decode_worker import drafts
 from draft_worker.request import LEASE_S
-from protocol.messages import (
-    DraftBehind,
-    DraftedChain,
-    DraftFor,
-    DraftKey,
-    DraftOpening,
-    DraftPlan,
-    Drafts,
-    Given,
-)
+from protocol.draft_messages import DraftBehind, DraftedChain, DraftFor, DraftKey, DraftOpening, Drafts, Given
+from protocol.messages import DraftPlan
 from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import (
