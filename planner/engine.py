@@ -101,7 +101,7 @@ class SimulatedEngine:
         self._rows: list[tuple[int, int, SimulatedSequence]] = []
         """A heap: (steps when it ends, order, sequence)."""
         self._joining: list[SimulatedSequence] = []
-        """Rows from the next step on."""
+        """Rows as soon as there are free ones, in their order."""
         self._context = 0.0
         """Tokens that the rows attend to."""
         self._steps = 0
@@ -124,7 +124,7 @@ class SimulatedEngine:
         self._wake()
 
     def join(self, sequence: SimulatedSequence) -> None:
-        """Its prompt is in its blocks: it decodes from the next step on."""
+        """Its prompt is in its blocks: it decodes once there is a row for it."""
         self._joining.append(sequence)
         self._wake()
 
@@ -162,9 +162,8 @@ class SimulatedEngine:
 
     def _begin(self) -> None:
         self._step, self._run = [], None
-        for sequence in self._joining:
-            self._add_row(sequence)
-        self._joining.clear()
+        while self._joining and self._has_row:
+            self._add_row(self._joining.pop(0))
         self._make_room_for_rows()
         self.room.reserve(self._growth)
         step = self._schedule()
@@ -274,6 +273,9 @@ class SimulatedEngine:
 
     def _make_room_for_rows(self) -> None:
         while self._rows and self.room.available < self._growth:
+            if self._joining:
+                self._preempt(self._joining[-1])
+                continue
             others = [sequence for sequence in self._prefilling if not sequence.hands_over]
             victim = max((*others, *(row[2] for row in self._rows)), key=lambda sequence: sequence.order)
             self._preempt(victim)
@@ -282,6 +284,8 @@ class SimulatedEngine:
         """It gives its room up, and is computed again later with what it has generated."""
         if victim in self._prefilling:
             self._leave_prefill(victim)
+        elif victim in self._joining:
+            self._joining.remove(victim)
         else:
             self._rows = [row for row in self._rows if row[2] is not victim]
             heapq.heapify(self._rows)
@@ -292,6 +296,10 @@ class SimulatedEngine:
         victim.holding, victim.computed = None, 0
         self.num_preemptions += 1
         bisect.insort(self._waiting, victim, key=lambda waiting: waiting.order)
+
+    @property
+    def _has_row(self) -> bool:
+        return len(self._rows) + len(self._prefilling) < self._profile.max_num_seqs
 
     # --- prompts --------------------------------------------------------------------------------------
 
@@ -305,7 +313,7 @@ class SimulatedEngine:
         waiting = 0
         while budget > 0 and waiting < len(self._waiting) and not self._bound.is_full:
             sequence = self._waiting[waiting]
-            if len(self._rows) + len(self._prefilling) >= self._profile.max_num_seqs:
+            if not self._has_row:
                 break
             covered = self.room.covered(sequence.blocks)
             if self._computing.keys() & sequence.blocks[covered : covered + 1]:

@@ -90,6 +90,18 @@ def test_no_more_than_max_num_seqs_run():
     assert requests[2].first_token >= requests[0].ended
 
 
+@pytest.mark.parametrize(("kv_tokens", "preempts"), [(100_000, False), (1000, True)])
+def test_what_is_handed_over_waits_for_a_row(kv_tokens: int, preempts: bool):
+    """It has answered by then. If room runs out, it gives its own before those that run."""
+    requests = [request(0.0, 200, 250), request(0.0, 200, 250), request(0.0, 200, 250)]
+    cluster = run(layout(1, 1, "least_loaded"), requests, profile(kv_tokens, max_num_seqs=2))
+    assert requests[2].first_token < requests[0].ended
+    assert requests[2].ended - requests[0].ended > 240 * 0.011
+    engine = next(each.engine for name, each in cluster.workers.items() if "decode" in name)
+    assert (engine.num_preemptions > 0) == preempts
+    assert engine.room.usage == 0
+
+
 def test_fewer_steps_where_drafts_are_accepted():
     [one] = requests = [request(0.0, 10, 101)]
     run(ALONE, requests, profile(tokens_per_row=2.0))
