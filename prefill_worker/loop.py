@@ -373,7 +373,7 @@ class PrefillLoop(WorkerLoop):
         peer, limit = request.decode.worker_id, f"{self.config.handoff_timeout:g} s (--handoff-timeout)"
         if request.stage is PrefillStage.REDIRECTING:
             reason = f"hand-off to {peer} failed, and no other worker was named within {limit}"
-            self.fail(request.request_id, "timeout", reason)
+            self.fail(request.request_id, "transfer", reason)
         else:
             self.parts.pairs.add(peer, "", {"kv_transfer_leases_expired_total": 1})
             self._fail_handover(request, "timeout", f"no progress for {limit}")

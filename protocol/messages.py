@@ -111,6 +111,13 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_ids: Annotated[list[Id], Meta(max_length=2**16)]
 
 
+class CallRoll(msgspec.Struct, frozen=True, kw_only=True, tag="call_roll"):
+    """Say by `Absent` which of these requests, all sent before, are not under way here."""
+
+    incarnation: Id
+    request_ids: Annotated[list[Id], Meta(max_length=2**16)]
+
+
 class Prefetch(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
     """Bring the KV of a request, which `prefix` runs, into the prefix cache. Answered by `Prefetched`."""
 
@@ -334,6 +341,14 @@ class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
     manifest_sent: bool = False
 
 
+class Absent(msgspec.Struct, frozen=True, kw_only=True, tag="absent"):
+    """These of a `CallRoll` are not under way here. All that was to be said of them was said before."""
+
+    worker_id: Id
+    incarnation: Id
+    request_ids: Annotated[list[Id], Meta(max_length=2**16)]
+
+
 class Prefetched(msgspec.Struct, frozen=True, kw_only=True, tag="prefetched"):
     """A `Prefetch` is over; `complete`: all full blocks that the request had are in the prefix cache."""
 
@@ -464,6 +479,7 @@ RouterToWorker = (
     | Generate
     | Peers
     | Abort
+    | CallRoll
     | Redirect
     | Replan
     | ReplayKvEvents
@@ -471,6 +487,8 @@ RouterToWorker = (
     | PrepareToLeave
     | Leave
 )
-WorkerToRouter = Register | WorkerState | StepOutput | KvEvents | HandoverFailed | Prefetched | Leaving
+WorkerToRouter = (
+    Register | WorkerState | StepOutput | KvEvents | HandoverFailed | Absent | Prefetched | Leaving
+)
 PeerRequest = Reserve | Handoff | Release | Fetch | DraftFor
 PeerReply = Reserved | ReserveRefused | HandoffAck | Lent | FetchRefused | Drafts | Stale

@@ -79,6 +79,7 @@ ROUTER = (
     _counter("placement_observed_seconds_total", "The same as they turned out.", "quantity"),
     _counter("placement_error_seconds_total", "Their differences, without sign.", "quantity"),
     _counter("requests_placed_anew_total", "Requests given to other workers, with their tokens.", "reason"),
+    _counter("requests_lost_total", "Requests that their worker had nothing of, as a message got lost."),
     _counter("requests_migrated_total", "Running requests moved to another worker with their KV."),
     _counter("handoff_redirects_total", "Hand-offs sent on to another decode worker.", "reason"),
     _counter("handoff_takeovers_total", "Requests that their prefill worker decodes itself.", "reason"),

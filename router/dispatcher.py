@@ -140,6 +140,10 @@ class Dispatcher:
                 had_it = request not in self._placer.ahead and worker is not request.answered_by
                 self._place_anew_or_fail(request, "worker_lost", message, counts=had_it)
 
+    def lost(self, request: LiveRequest, worker: Worker, reason: str) -> None:
+        """Place a request anew that `worker` should have and does not."""
+        self._place_anew_or_fail(request, "worker_lost", reason, counts=worker is not request.answered_by)
+
     def handover_failed(self, message: HandoverFailed) -> None:
         """A prefill worker has a prompt on its hands that its decode worker did not take."""
         worker = self._registry.current(message.worker_id, message.incarnation)

@@ -49,6 +49,8 @@ class LiveRequest:
         """Who does which task, in the order of the tasks; nobody while the request is parked."""
         self.answered_by: Worker | None = None
         """Who sent the current placement's newest token."""
+        self.is_handed_over = False
+        """Its prefill worker has nothing of it any more."""
         self.waits_at: Worker | None = None
         """Who is to bring the current placement's first token, and computes `num_uncached` tokens for it."""
         self.num_uncached = 0
@@ -136,6 +138,7 @@ class LiveRequest:
         self.times.start_placement()
         self.timing = RequestTiming()
         self.answered_by = None
+        self.is_handed_over = False
         self.early.clear()
 
     def note(self, timing: RequestTiming) -> None:
@@ -151,6 +154,17 @@ class LiveRequest:
         if "prefill" not in self.assigned or self.has_answered:
             return False
         return worker is self.assigned["decode"]
+
+    @property
+    def keeper(self) -> Worker:
+        """Who has it, or has its end on the way, unless a message got lost."""
+        prefill = None if self.is_handed_over else self.assigned.get("prefill")
+        return prefill or self.assigned["decode"]
+
+    @property
+    def heard_at(self) -> float:
+        """When it was sent to its worker, or its newest token came."""
+        return max(self.times.placed_at, self.last_token_time)
 
     @property
     def holders(self) -> list[Worker]:

@@ -13,6 +13,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.ids import new_incarnation
 from protocol.messages import (
+    Absent,
     HandoverFailed,
     KvEvents,
     Leaving,
@@ -35,6 +36,7 @@ from router.metrics import Metrics
 from router.placement import placement_policy
 from router.placer import Placer
 from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker
+from router.roll_call import RollCall
 from router.tokenizer import Tokenizer
 from router.worker_link import WorkerLink
 
@@ -75,6 +77,7 @@ class RouterState:
         self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
+        self.roll_call = RollCall(*shared[1:], self.dispatcher)
         self.registry.on_registered = self._greet
         self.registry.on_lost = self._on_lost
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -122,6 +125,8 @@ class RouterState:
                 self.dispatcher.step(message)
             case HandoverFailed():
                 self.dispatcher.handover_failed(message)
+            case Absent():
+                self.roll_call.absent(message)
             case Prefetched():
                 self.drainer.prefetched(message)
             case Leaving():
@@ -167,6 +172,7 @@ class RouterState:
             self._sweep_due = now + SWEEP_INTERVAL_S
             self.registry.sweep(time.monotonic())
             self.kv_feed.sweep()
+            self.roll_call.sweep(time.monotonic())
             self.placer.ahead.check_all()
             self.dispatcher.resume_parked()
             self.dispatcher.send_waiting()

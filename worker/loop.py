@@ -19,6 +19,8 @@ from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.messages import (
     Abort,
+    Absent,
+    CallRoll,
     DraftPlan,
     EngineRequest,
     ErrorKind,
@@ -353,6 +355,8 @@ class WorkerLoop(ABC):
                 self._on_generate(message)
             case Abort():
                 self.abort_all(message.request_ids)
+            case CallRoll():
+                self._on_roll_call(message, link)
             case Peers():
                 self._warm_up(message.peers)
             case Redirect():
@@ -378,10 +382,26 @@ class WorkerLoop(ABC):
             self.counters.add("stale_messages_total")
             reason = f"{self.parts.worker_id} was restarted after the request was placed"
             self.answer_error(request.request_id, "worker_lost", reason)
-        elif request.request_id in self._fetcher.fetches or self.knows(request.request_id):
+        elif self._has(request.request_id):
             self.counters.add("duplicate_messages_total")
         else:
             self._start_or_fetch(message)
+
+    def _has(self, request_id: str) -> bool:
+        return request_id in self._fetcher.fetches or self.knows(request_id)
+
+    def _on_roll_call(self, message: CallRoll, link: RouterLink) -> None:
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+            return
+        absent = [request_id for request_id in message.request_ids if not self._has(request_id)]
+        if not absent:
+            return
+        if self.outbox:  # how they ended comes first
+            self._flush()
+        link.send(
+            Absent(worker_id=self.parts.worker_id, incarnation=self.parts.incarnation, request_ids=absent)
+        )
 
     def _on_redirect(self, message: Redirect) -> None:
         if message.incarnation != self.parts.incarnation:

@@ -16,6 +16,8 @@ from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.ids import new_incarnation
 from protocol.messages import (
     Abort,
+    Absent,
+    CallRoll,
     EngineRequest,
     Generate,
     HandoverFailed,
@@ -301,6 +303,9 @@ class FakeWorker:
                 for request_id in message.request_ids:
                     self.jobs.pop(request_id, None)
                     self.held.pop(request_id, None)
+            case CallRoll():
+                assert message.incarnation == self.incarnation
+                self._answer_roll_call(message.request_ids, line)
             case Redirect():
                 assert message.incarnation == self.incarnation
                 self._redirect(message)
@@ -308,6 +313,14 @@ class FakeWorker:
             case Replan():
                 assert message.incarnation == self.incarnation
                 self.replans.append(message)
+
+    def _answer_roll_call(self, request_ids: list[str], line: int) -> None:
+        with self._lock:
+            here = {*self.jobs, *self.held, *(job.request.request_id for job in self._adopted)}
+        absent = [request_id for request_id in request_ids if request_id not in here]
+        if absent:
+            message = Absent(worker_id=self.worker_id, incarnation=self.incarnation, request_ids=absent)
+            self._sockets[line].send(encode(message))
 
     def _redirect(self, message: Redirect) -> None:
         job = self.held.pop(message.request_id, None)

@@ -1,7 +1,7 @@
 """Whatever happens in whatever order, no token is lost or doubled, and no load is counted for ever.
 
 The router's own parts, as `RouterState` wires them, against workers in miniature. Messages wait on their way
-in both directions until the test delivers them, so that those of the dead come late.
+in both directions until the test delivers them, so that those of the dead come late; some get lost.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from protocol.config import ServeConfig
 from protocol.ids import new_incarnation
 from protocol.messages import (
     Abort,
+    Absent,
+    CallRoll,
     Generate,
     HandoverFailed,
     Leave,
@@ -49,9 +51,12 @@ from protocol.sampling import SamplingParams
 from router.choice import Choice, Prompt
 from router.errors import ApiError
 from router.journal import Generation
+from router.roll_call import ASK_AFTER_S
 from router.state import RouterState
 
 IDS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
+LOSABLE = (Generate, Abort, CallRoll, Redirect, StepOutput, HandoverFailed, Absent)
+"""What a request's fate depends on."""
 KINDS = ("worker_lost", "transfer", "overloaded", "timeout")
 SETTLING_ROUNDS = 400
 
@@ -102,6 +107,9 @@ class MiniWorker:
         self.outbox.append(
             StepOutput(worker_id=self.worker_id, incarnation=self.incarnation, outputs=list(outputs))
         )
+
+    def fail(self, request_id: str, kind: str) -> None:
+        self.say(TokenOutput(request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind))  # type: ignore[arg-type]
 
     def state(self) -> WorkerState:
         return WorkerState(worker_id=self.worker_id, incarnation=self.incarnation, role=self.role)
@@ -173,6 +181,11 @@ class World:
             case Abort():
                 for request_id in message.request_ids:
                     worker.jobs.pop(request_id, None)
+            case CallRoll():
+                absent = [each for each in message.request_ids if each not in worker.jobs]
+                worker.outbox.append(
+                    Absent(worker_id=worker.worker_id, incarnation=worker.incarnation, request_ids=absent)
+                )
             case Redirect():
                 self._redirect(worker, message)
             case Prefetch():
@@ -198,10 +211,7 @@ class World:
     def _redirect(self, worker: MiniWorker, message: Redirect) -> None:
         job = worker.jobs.get(message.request_id)
         if job is None:
-            gone = TokenOutput(
-                request_id=message.request_id, token_ids=[], finish_reason="error", error_kind="worker_lost"
-            )
-            worker.say(gone)
+            worker.fail(message.request_id, "worker_lost")
             return
         job.message = _with_decode(job.message, message.decode)
         job.is_held = False
@@ -243,6 +253,15 @@ class World:
             )
         )
 
+    def give_up_what_is_held(self, worker: MiniWorker) -> None:
+        """The router says nothing of it: the news of it got lost, or the answer."""
+        for request_id in [request_id for request_id, job in worker.jobs.items() if job.is_held]:
+            del worker.jobs[request_id]
+            worker.fail(request_id, "transfer")
+
+    def call_roll(self) -> None:
+        self.run(lambda: self.state.roll_call.sweep(time.monotonic() + 2 * ASK_AFTER_S))
+
     # --- what must always hold --------------------------------------------------------------------
 
     def check(self) -> None:
@@ -274,6 +293,7 @@ class World:
                 worker.is_reachable = True
                 self.hear(worker.state())
         for _ in range(SETTLING_ROUNDS):
+            self.call_roll()
             for worker in list(self.workers.values()):
                 while worker.inbox and self.workers.get(worker.worker_id) is worker:
                     self.deliver(worker)
@@ -282,6 +302,9 @@ class World:
             for worker in [*self.dead, *self.workers.values()]:
                 while worker.outbox:
                     self.hear(worker.outbox.popleft())
+            if not any(worker.inbox for worker in self.workers.values()):
+                for worker in self.workers.values():
+                    self.give_up_what_is_held(worker)
             self.run(self.state.dispatcher.resume_parked)
             self.run(self.state.drainer.sweep)
             self.check()
@@ -422,9 +445,19 @@ class Interleaving(RuleBasedStateMachine):
         if worker.jobs:
             request_id = next(iter(worker.jobs))
             del worker.jobs[request_id]
-            worker.say(
-                TokenOutput(request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind)  # type: ignore[arg-type]
-            )
+            worker.fail(request_id, kind)
+
+    @rule(index=st.integers(0, 9), sent=st.booleans())
+    def lose(self, index: int, sent: bool) -> None:
+        """A message goes with its connection."""
+        ways = [w.inbox if sent else w.outbox for w in [*self.world.workers.values(), *self.world.dead]]
+        ways = [way for way in ways if way and isinstance(way[0], LOSABLE)]
+        if ways:
+            ways[index % len(ways)].popleft()
+
+    @rule()
+    def call_roll(self) -> None:
+        self.world.call_roll()
 
     @invariant()
     def holds(self) -> None:

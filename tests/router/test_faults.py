@@ -12,6 +12,7 @@ import time
 import httpx
 import msgspec
 import pytest
+from fake_worker import echo_script
 from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 from protocol.codec import encode
@@ -302,6 +303,47 @@ def test_tokens_that_do_not_follow_are_computed_anew(make_router, shift):
     assert router.metric("tandem_messages_dropped_total", reason="tokens_missing") == 1
     assert router.metric("tandem_requests_placed_anew_total", reason="worker_lost") == 1
     eventually(lambda: is_idle(router) and not worker.jobs)
+
+
+def test_a_first_token_that_got_lost_is_not_waited_for(make_router, pool, monkeypatch):
+    """Its decode worker goes on, but nothing of what it sends can be used."""
+    monkeypatch.setattr("router.roll_call.ASK_AFTER_S", 0.2)
+    router = make_router()
+    prefill, decode = make_pair(router)
+    decode.stall_after = 5
+    usual = prefill._step
+    prefill._step = lambda: usual() and []
+    answer = pool.submit(post, router, max_tokens=9, return_token_ids=True)
+    eventually(lambda: decode.jobs)
+    prefill._step = usual
+    eventually(lambda: len(prefill.generated) == 2)
+    assert prefill.generated[0].request_id in decode.aborted
+    decode.stall_after = 2**31
+    assert answer.result(5).json()["choices"][0]["token_ids"] == echo_script(prefill.generated[0])[:9]
+    assert router.metric("tandem_requests_lost_total") == 1
+    eventually(lambda: is_idle(router))
+
+
+def test_a_request_that_waits_where_it_was_sent_is_not_lost(make_router, pool, monkeypatch):
+    monkeypatch.setattr("router.roll_call.ASK_AFTER_S", 0.1)
+    router = make_router()
+    prefill, decode = make_pair(router)
+    asked: list[str] = []
+    for worker in (prefill, decode):
+        usual = worker._answer_roll_call
+        worker._answer_roll_call = lambda ids, line, usual=usual: (asked.extend(ids), usual(ids, line))
+    prefill.hold.set()
+    answer = pool.submit(post, router, max_tokens=5)
+    eventually(lambda: len(asked) >= 3)
+    decode.hold.set()
+    prefill.hold.clear()
+    eventually(lambda: decode.jobs)
+    asked.clear()
+    eventually(lambda: len(asked) >= 3)
+    decode.hold.clear()
+    assert answer.result(5).status_code == 200
+    assert len(prefill.generated) == 1 and not decode.generated
+    assert router.metric("tandem_requests_lost_total") == 0
 
 
 def test_missing_logprobs_fail_the_request(make_router):

@@ -1,4 +1,4 @@
-"""Ten faults at four points of a request's life: the answer is the same, and nothing is left behind."""
+"""Twelve faults at four points of a request's life: the answer is the same, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -142,6 +142,24 @@ def holder_gives_it_up(scene: Scene) -> None:
     scene.say(scene.holder, scene.holder.incarnation, error)
 
 
+def holder_forgets_it(scene: Scene) -> None:
+    """What brought it there got lost, or the news of its end."""
+    scene.holder.jobs.pop(scene.request_id, None)
+    scene.holder.held.pop(scene.request_id, None)
+
+
+def next_output_gets_lost(scene: Scene) -> None:
+    """With all others of the same step."""
+    worker = scene.decode if scene.point == "as it is handed over" else scene.holder
+    usual, is_lost = worker._step, iter([True])
+
+    def step():
+        outputs = usual()
+        return [] if outputs and next(is_lost, False) else outputs
+
+    worker._step = step
+
+
 FAULTS = [
     prefill_dies,
     decode_dies,
@@ -153,12 +171,15 @@ FAULTS = [
     hand_off_is_refused,
     late_messages_come,
     holder_gives_it_up,
+    holder_forgets_it,
+    next_output_gets_lost,
 ]
 
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_fault(make_router, pool, fault, point):
+def test_fault(make_router, pool, fault, point, monkeypatch):
+    monkeypatch.setattr("router.roll_call.ASK_AFTER_S", 0.2)
     scene = Scene(make_router(worker_timeout=0.5), pool, point)
     fault(scene)
     scene.release()

@@ -19,6 +19,7 @@ from protocol.codec import encode, worker_to_router
 from protocol.config import ServeConfig
 from protocol.messages import (
     Abort,
+    Absent,
     EngineRequest,
     Generate,
     HandoverFailed,
@@ -158,6 +159,8 @@ class Cluster:
         self.kv_events: dict[str, list[KvEvents]] = defaultdict(list)
         """By incarnation."""
         self.steps: list[StepOutput] = []
+        self.absent: list[str] = []
+        """Requests that a worker has said it has not, by their ids."""
         self.workers: list[RunningWorker] = []
 
     def __enter__(self) -> Cluster:
@@ -248,6 +251,8 @@ class Cluster:
                 self.states[message.incarnation] = message
             case KvEvents():
                 self.kv_events[message.incarnation].append(message)
+            case Absent():
+                self.absent += message.request_ids
             case HandoverFailed():
                 self.failed_handovers[message.request_id].append(message)
             case StepOutput():

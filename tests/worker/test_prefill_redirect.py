@@ -192,7 +192,7 @@ def test_without_an_answer_it_fails_in_time(cluster: Cluster, model_folder: Path
     cluster.run("r")
     assert time.monotonic() - started < 4.5, "not the five seconds of the others"
     error = cluster.error("r")
-    assert error.error_kind == "timeout"
+    assert error.error_kind == "transfer", "the news got lost, so the router is to place it anew"
     assert "--handoff-timeout" in (error.error or "") and "decode-x" in (error.error or "")
     cluster.wait_empty(prefill)
 

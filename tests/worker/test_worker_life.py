@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from protocol.kv_events import IDENTITY_BYTES
-from protocol.messages import Leave, PrepareToLeave
+from protocol.messages import CallRoll, Leave, PrepareToLeave
 from tests.worker.harness import Cluster, request, tiny_config
 
 PROMPT = [5, 6, 7, 8]
@@ -34,6 +34,27 @@ def test_an_engine_that_keeps_failing_ends_the_worker(cluster: Cluster, model_fo
         cluster.run(name)
         assert cluster.error(name).error_kind == "internal"
     assert "BrokenEngineError" in worker.ended_with()
+
+
+def test_a_worker_says_what_it_has_not_after_all_else_that_it_has_to_say(
+    cluster: Cluster, model_folder: Path
+) -> None:
+    worker = cluster.start("decode", "decode-0", tiny_config(model_folder), fault="slow:0.1")
+    cluster.generate(worker, request("runs", PROMPT, 30))
+    cluster.wait(lambda: bool(cluster.outputs["runs"]))
+
+    def call_roll(incarnation: str, *request_ids: str) -> None:
+        cluster.send("decode-0", CallRoll(incarnation=incarnation, request_ids=list(request_ids)))
+
+    call_roll("another", "runs", "unknown")
+    cluster.generate(worker, request("refused", PROMPT, 10_000))
+    call_roll(worker.address.incarnation, "runs", "refused", "unknown")
+    cluster.wait(lambda: bool(cluster.absent))
+    assert cluster.absent == ["refused", "unknown"]
+    assert cluster.error("refused").error_kind == "invalid"
+    cluster.run("runs")
+    call_roll(worker.address.incarnation, "runs")
+    cluster.wait(lambda: cluster.absent[2:] == ["runs"])
 
 
 def test_a_worker_without_its_router_ends(model_folder: Path) -> None:

@@ -1,0 +1,61 @@
+"""Asks workers for requests that nothing was heard of for a while, and has those placed anew that got lost.
+
+A request is lost where a message went with its connection: the one that brought it to its worker, or the last
+one of its answer. The question follows the first on its way, and the answer follows the last, so nothing that
+is on its way is taken for lost.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from protocol.messages import Absent, CallRoll
+from router.dispatcher import Dispatcher
+from router.journal import Journal, LiveRequest
+from router.metrics import Metrics
+from router.placer import Send
+from router.registry import Registry, Worker
+
+ASK_AFTER_S = 1.0
+"""Many times what a step takes, and about what clients wait for after a worker's death."""
+
+
+class RollCall:
+    """Runs on the event loop alone."""
+
+    def __init__(
+        self, journal: Journal, registry: Registry, metrics: Metrics, send: Send, dispatcher: Dispatcher
+    ) -> None:
+        self._journal = journal
+        self._registry = registry
+        self._metrics = metrics
+        self._send = send
+        self._dispatcher = dispatcher
+
+    def sweep(self, now: float) -> None:
+        """Ask for those that are silent. To be called a few times a second; `now` is monotonic."""
+        silent: defaultdict[Worker, list[str]] = defaultdict(list)
+        for request in self._journal:
+            if request.times.placed_at and now - request.heard_at > ASK_AFTER_S:
+                silent[request.keeper].append(request.request_id)
+        for worker, request_ids in silent.items():
+            if worker.is_reachable:
+                self._send(worker, CallRoll(incarnation=worker.key.incarnation, request_ids=request_ids))
+
+    def absent(self, message: Absent) -> None:
+        worker = self._registry.current(message.worker_id, message.incarnation)
+        if worker is None:
+            self._metrics.dropped("stale_incarnation")
+            return
+        for request_id in message.request_ids:
+            request = self._journal.get(request_id)
+            if request is not None and request.keeper is worker:
+                self._on_absent(request, worker)
+
+    def _on_absent(self, request: LiveRequest, worker: Worker) -> None:
+        if worker is request.assigned.get("prefill") and request.has_answered:
+            request.is_handed_over = True
+            return
+        self._metrics.requests_lost.inc()
+        reason = f"worker {worker.key.worker_id} has nothing of it: a message got lost"
+        self._dispatcher.lost(request, worker, reason)
