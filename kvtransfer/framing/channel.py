@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
@@ -77,6 +79,7 @@ class Channel:
         self.socket = sock
         self.progress_timeout_s = progress_timeout_s
         self._wake = wake
+        self._ending = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, 0)
         self._poll.register(wake, select.POLLIN)
@@ -126,14 +129,16 @@ class Channel:
             return False
 
     def shutdown(self) -> None:
-        """End the connection from another thread; the owner of the channel sees it as lost."""
-        try:
+        """End the connection from another thread; the owner of the channel sees it as lost.
+
+        The peer can send nothing more once this returns, even if the owner is just closing the channel.
+        """
+        with self._ending, contextlib.suppress(OSError):  # it has ended already
             self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it has ended already
 
     def close(self) -> None:
-        self.socket.close()
+        with self._ending:
+            self.socket.close()
 
     # --- bytes ------------------------------------------------------------------------------------
 

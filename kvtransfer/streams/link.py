@@ -137,9 +137,11 @@ class Link(threading.Thread):
     def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None:
         if ack.error:
             self._failed(failure_kind(ack.error), stream.transport_name)
-        with self.state:
+        with self.state:  # at once: an abort finds the piece in flight or in the queue
+            stream.in_flight.remove((ack.sequence, piece))
             refusals = self._settle(stream, [piece], ack.error, ack.again)
             self._count_busy(stream)
+            self.state.notify_all()
         if not ack.error:
             self._candidate(stream).openings = 0
             nbytes = piece.num_blocks * stream.wire_block_bytes

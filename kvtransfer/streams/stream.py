@@ -43,7 +43,8 @@ class StreamOwner(Protocol):
     def take(self, max_parts: int) -> QueuedPiece | None:
         """The next piece to send; called with `state` held."""
 
-    def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None: ...
+    def acknowledged(self, stream: Stream, piece: QueuedPiece, ack: Ack) -> None:
+        """Take the piece out of the stream's `in_flight`, and queue it again if it has to be resent."""
 
     def ended(self, stream: Stream, kind: str, reason: str) -> None:
         """The connection is closed. `kind` of failure, or empty if it ended as asked."""
@@ -250,7 +251,7 @@ class Stream(threading.Thread):
         """The piece can't be sent, and nothing of it was."""
         logger.warning("lease %s: %s", queued.lease_id, reason)
         with self._owner.state:
-            sequence, _ = self.in_flight.pop()
+            sequence, _ = self.in_flight[-1]
             self._wake.set()  # there may be more to take
         self._owner.acknowledged(self, queued, Ack(sequence, NOT_QUANTIZABLE))
 
@@ -283,7 +284,6 @@ class Stream(threading.Thread):
             sent = len(self.in_flight) - (self._current is not None)
             if not sent or self.in_flight[0][0] != ack.sequence:
                 raise ProtocolError(f"an ack of piece {ack.sequence}, which is not the oldest one sent")
-            _, piece = self.in_flight.popleft()
-            self._owner.state.notify_all()
+            _, piece = self.in_flight[0]
         self._progress_at = time.monotonic()
         self._owner.acknowledged(self, piece, ack)

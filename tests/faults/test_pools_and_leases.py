@@ -114,7 +114,10 @@ def test_a_request_is_aborted_at(arena: Arena, point: str) -> None:
 
     Over `tcp` all of it may have been sent before.
     """
-    sender, receiver = arena.sender(), arena.receiver()
+    sender = arena.sender(
+        progress_timeout_s=20.0
+    )  # or it may send all of it again before it is told to abort
+    receiver = arena.receiver()
     receiver.arm(point, "HOLD", 2)
     request = arena.begin(sender, receiver)
     receiver.wait_at(point)

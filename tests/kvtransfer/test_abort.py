@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -10,8 +12,12 @@ from typing import Any
 import pytest
 
 from kvtransfer import Completed, Failed, Progress
-from kvtransfer.framing.messages import SPOILED, Ack
+from kvtransfer.framing.channel import Channel
+from kvtransfer.framing.messages import CHECKSUM_MISMATCH, SPOILED, Ack
+from kvtransfer.streams.link import Link
 from kvtransfer.transports.registry import TransportOptions
+from kvtransfer.transports.ucx.words import Words
+from messaging.wake import Wake
 from tests.kvtransfer.transfer_sides import (
     RawReceiver,
     ReceiverEnd,
@@ -142,3 +148,89 @@ def test_an_abort_while_the_wire_breaks_sends_nothing_again(closing: Closing) ->
         assert b"\x99" not in bytes(receiver.pool.buffer)
         receiver.receiver.close_lease(lease)
     assert "leases_failed" not in sender.sender.counters()
+
+
+class SlowToClose(socket.socket):
+    """Its descriptor lives on for a while once `close` has begun, as if the thread was preempted."""
+
+    begun = threading.Event()
+    finish = threading.Event()
+
+    def close(self) -> None:
+        descriptor = self.detach()
+        self.begun.set()
+        assert self.finish.wait(5)
+        os.close(descriptor)
+
+
+def test_a_connection_that_is_being_closed_is_cut_off_too() -> None:
+    """The sender's own time-out and the abort's may come together; its peer must not acknowledge after it."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(SlowToClose(fileno=ours.detach()), Wake(), 1.0)
+    closing = threading.Thread(target=channel.close)
+    closing.start()
+    assert SlowToClose.begun.wait(5)
+    cutting = threading.Thread(target=channel.shutdown)
+    cutting.start()
+    cutting.join(0.1)
+    still_there = cutting.is_alive()
+    SlowToClose.finish.set()
+    cutting.join(5)
+    closing.join(5)
+    assert still_there
+    with pytest.raises(BrokenPipeError):
+        theirs.send(b"an ack")
+    theirs.close()
+
+
+def test_a_word_that_is_being_released_is_zero_for_whoever_releases_it_too() -> None:
+    word = Words().take()
+    word.write(word.token)
+    begun, finish, write = threading.Event(), threading.Event(), word.write
+
+    def slow(value: int) -> None:
+        begun.set()
+        assert finish.wait(5)
+        write(value)
+
+    word.write = slow  # type: ignore[method-assign]
+    first = threading.Thread(target=word.release)
+    first.start()
+    assert begun.wait(5)
+    second = threading.Thread(target=word.release)
+    second.start()
+    second.join(0.1)
+    released_early = not second.is_alive()
+    finish.set()
+    first.join(5)
+    second.join(5)
+    assert not released_early
+    assert word.read() == 0
+
+
+def test_a_piece_that_is_to_be_sent_again_is_not_after_an_abort(
+    closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The abort comes after the piece's ack was read, and before the piece is queued again."""
+    sender = closing(SenderEnd(["shm"], make_pool(4, MIB), abort_timeout_s=5))
+    raw_receiver = closing(RawReceiver("shm", make_pool(4, MIB)))
+    sender.push(raw_receiver.peer, "lease", [0])
+    raw = closing(raw_receiver.accept())
+    piece = raw_receiver.piece(raw)
+    aborting = threading.Thread(target=sender.sender.abort, args=("lease",))
+    begun, failed = threading.Event(), Link._failed
+
+    def abort_first(link: Link, kind: str, transport: str) -> None:
+        aborting.start()
+        begun.set()
+        aborting.join(0.2)
+        failed(link, kind, transport)
+
+    monkeypatch.setattr(Link, "_failed", abort_first)
+    raw.send(Ack(piece.sequence, CHECKSUM_MISMATCH, again=True))
+    assert begun.wait(5)
+    aborting.join(5)
+    monkeypatch.undo()
+    assert not aborting.is_alive()
+    sender.push(raw_receiver.peer, "next", [1])
+    assert raw_receiver.piece(raw).lease_id == "next"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import secrets
-from contextlib import suppress
+import threading
 
 import numpy as np
 
@@ -43,8 +43,9 @@ class ConnectionWord:
         self.token = secrets.randbits(61) + 1
         self.memory = Memory(int(value.ctypes.data), WORD_BYTES, 1)
         self._value = value
-        self._index = [index]
+        self._index: int | None = index
         self._free = free
+        self._releasing = threading.Lock()
 
     def write(self, value: int) -> None:
         self._value[0] = value
@@ -53,8 +54,9 @@ class ConnectionWord:
         return int(self._value[0])
 
     def release(self) -> None:
-        """Zero the word, for others to use. Idempotent, for any thread."""
-        with suppress(IndexError):  # it is released already
-            index = self._index.pop()
-            self.write(0)
-            self._free.append(index)
+        """Zero the word, for others to use; when this returns it is zero. Idempotent, for any thread."""
+        with self._releasing:
+            if self._index is not None:
+                self.write(0)
+                self._free.append(self._index)
+                self._index = None
