@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from signal import SIGKILL
 from typing import Any
@@ -71,8 +71,14 @@ class _Slot:
     start_at: float | None = None
     leaves: bool = False
     """It is drained, and not started anew."""
+    changes: bool = False
+    """It is drained, to go on in another role."""
     dismissed_at: float | None = None
     """When the router had no more use for it: it ends by itself."""
+
+    @property
+    def stays_to_decode(self) -> bool:
+        return self.role.purpose == "decode" and not self.leaves and not self.changes
 
     def note_death(self, vanished: bool, now: float) -> float:
         """Returns the seconds until the next start: 0 unless it dies by itself again and again.
@@ -98,6 +104,21 @@ def make_slots(config: ServeConfig) -> list[_Slot]:
     ]
 
 
+def let_go(slots: Sequence[_Slot], worker_id: str, for_good: bool) -> str:
+    """Why a worker can't leave, or change its role; "": it can, which is written down at once."""
+    slot = _slot_of(slots, worker_id)
+    if not any(other.stays_to_decode for other in slots if other is not slot):
+        return "no other decode worker stays"
+    if slot.leaves or slot.changes:
+        return "" if slot.leaves == for_good else "it leaves or changes its role already"
+    slot.leaves, slot.changes = for_good, not for_good
+    return ""
+
+
+def _slot_of(slots: Sequence[_Slot], worker_id: str) -> _Slot:
+    return next(slot for slot in slots if slot.worker_id == worker_id)
+
+
 class Supervisor:
     """Runs in the launcher's thread until `stop` is set. `on_ready`: every worker has registered."""
 
@@ -120,7 +141,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._announced = False
         self._slots = make_slots(config)
-        router.on_leave(self._keep_no_longer, self._renew)
+        router.on_leave(self._let_go, self._renew)
 
     def run(self) -> None:
         """Keep the workers running until `stop`. Raises `StartUpError`, and `RayDiedError`."""
@@ -136,18 +157,17 @@ class Supervisor:
 
     # --- for the router's thread ------------------------------------------------------------------
 
-    def _keep_no_longer(self, worker_id: str) -> None:
-        self._slot(worker_id).leaves = True
+    def _let_go(self, worker_id: str, for_good: bool) -> str:
+        """All routers ask here, one after the other, as none knows what the others are about to do."""
+        refusal = let_go(self._slots, worker_id, for_good)
         self._set_expected()
+        return refusal
 
     def _renew(self, worker_id: str, role: str, incarnation: str) -> None:
         """The worker registers anew, in another role."""
-        slot = self._slot(worker_id)
+        slot = _slot_of(self._slots, worker_id)
         slot.ready_since, slot.started, slot.role = None, time.monotonic(), ROLES[role]
-        slot.incarnation = incarnation
-
-    def _slot(self, worker_id: str) -> _Slot:
-        return next(slot for slot in self._slots if slot.worker_id == worker_id)
+        slot.incarnation, slot.changes = incarnation, False
 
     # --- one worker -------------------------------------------------------------------------------
 
@@ -180,7 +200,7 @@ class Supervisor:
         )
         slot.ended = slot.actor.run.remote(msgspec.msgpack.encode(launch))
         slot.started = time.monotonic()
-        slot.ready_since, slot.start_at, slot.dismissed_at = None, None, None
+        slot.ready_since, slot.start_at, slot.dismissed_at, slot.changes = None, None, None, False
 
     def _watch(self) -> None:
         self._cluster.check()

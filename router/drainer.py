@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,12 +59,16 @@ class Drain:
     report: DrainReport = field(default_factory=DrainReport)
 
 
+async def _let_anybody_go(worker_id: str, for_good: bool) -> str:
+    return ""
+
+
 class Drainer:
     """Runs on the event loop alone.
 
-    `keep_no_longer(worker_id)` tells the launcher that a worker leaves for good, and `renew(worker_id, role,
-    incarnation)` that it goes on as another incarnation. Other routers learn from the worker that it leaves;
-    each takes its own requests away.
+    `let_go(worker_id, for_good)` asks the launcher, as all routers do, why a worker can't be spared; "": it
+    can, and is not started anew or gets another role. `renew(worker_id, role, incarnation)` tells it that the
+    worker has that. Other routers learn from the worker that it leaves; each takes its own requests away.
     """
 
     def __init__(
@@ -85,25 +89,40 @@ class Drainer:
         self._placer = placer
         self._dispatcher = dispatcher
         self._drains: dict[Worker, Drain] = {}
-        self.keep_no_longer: Callable[[str], None] = lambda worker_id: None
+        self.let_go: Callable[[str, bool], Awaitable[str]] = _let_anybody_go
         self.renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
 
     # --- what operators and workers ask for -------------------------------------------------------
 
-    def drain(self, worker_id: str) -> asyncio.Future[DrainReport]:
+    async def drain(self, worker_id: str) -> asyncio.Future[DrainReport]:
         """Have the worker leave for good. Raises `ApiError`, with nothing changed."""
+        worker = self._to_be_drained(worker_id)
+        if worker not in self._drains:
+            await self._ask_for(worker, for_good=True)
+            worker = self._to_be_drained(worker_id)
+            self._send(worker, PrepareToLeave(incarnation=worker.key.incarnation))
+        return self._begin(worker, None).done
+
+    def _to_be_drained(self, worker_id: str) -> Worker:
         worker = self._known(worker_id)
         drain = self._drains.get(worker)
         if drain is not None and drain.next is not None:
             raise ApiError(409, f"worker {worker_id} changes its role: it can leave after that")
-        if drain is None:
-            self._check_others(worker)
-            self.keep_no_longer(worker_id)
-            self._send(worker, PrepareToLeave(incarnation=worker.key.incarnation))
-        return self._begin(worker, None).done
+        return worker
 
-    def change_role(self, worker_id: str, role: RoleSpec) -> asyncio.Future[DrainReport]:
+    async def change_role(self, worker_id: str, role: RoleSpec) -> asyncio.Future[DrainReport]:
         """Have the worker go on in another role. Raises `ApiError`, with nothing changed."""
+        worker = self._to_be_changed(worker_id, role)
+        await self._ask_for(worker, for_good=False)
+        worker = self._to_be_changed(worker_id, role)
+        life = NextLife(role, new_incarnation())
+        message = PrepareToLeave(
+            incarnation=worker.key.incarnation, role=role.name, next_incarnation=life.incarnation
+        )
+        self._send(worker, message)
+        return self._begin(worker, life).done
+
+    def _to_be_changed(self, worker_id: str, role: RoleSpec) -> Worker:
         worker = self._known(worker_id)
         if worker.role == role:
             raise ApiError(409, f"worker {worker_id} is a {role.name} worker already")
@@ -113,13 +132,7 @@ class Drainer:
             raise ApiError(
                 409, f"worker {worker_id} cannot be a {role.name} worker: that needs another model"
             )
-        self._check_others(worker)
-        life = NextLife(role, new_incarnation())
-        message = PrepareToLeave(
-            incarnation=worker.key.incarnation, role=role.name, next_incarnation=life.incarnation
-        )
-        self._send(worker, message)
-        return self._begin(worker, life).done
+        return worker
 
     def leaving(self, message: Leaving) -> None:
         """A worker was told to leave, by whoever may do that: nobody is asked whether it can be spared."""
@@ -139,12 +152,18 @@ class Drainer:
             raise ApiError(404, f"there is no worker {worker_id[:64]!r}; {there}")
         return known[worker_id]
 
-    def _check_others(self, worker: Worker) -> None:
-        """Without a decode worker nothing runs; without a prefill worker the decode workers do all of it."""
+    async def _ask_for(self, worker: Worker, for_good: bool) -> None:
+        """Without a decode worker nothing runs; without a prefill worker the decode workers do all of it.
+
+        The launcher is asked too: another router may be about to drain the others.
+        """
         others = [other for other in self._registry.live() if other is not worker]
-        if not any(other.role.purpose == "decode" for other in others):
+        if any(other.role.purpose == "decode" for other in others):
+            reason = await self.let_go(worker.key.worker_id, for_good)
+        else:
             is_last = worker.role.purpose == "decode"
             reason = "it is the last decode worker" if is_last else "no decode worker is left"
+        if reason:
             raise ApiError(
                 409, f"worker {worker.key.worker_id} cannot be spared: {reason}", code="last_worker"
             )

@@ -102,9 +102,13 @@ class RouterServer:
         """Thread-safe: these workers are kept running, so requests may wait for them."""
         self.state.registry.expected = worker_ids
 
-    def on_leave(self, keep_no_longer: Callable[[str], None], renew: Callable[[str, str, str], None]) -> None:
-        """What the launcher is told of workers that are drained; as for `Drainer`."""
-        self.state.drainer.keep_no_longer, self.state.drainer.renew = keep_no_longer, renew
+    def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
+        """What the launcher is asked and told of workers that are drained; as for `Drainer`."""
+
+        async def ask(worker_id: str, for_good: bool) -> str:
+            return let_go(worker_id, for_good)
+
+        self.state.drainer.let_go, self.state.drainer.renew = ask, renew
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """Thread-safe: how long nothing was heard of this incarnation; None while it is not registered."""

@@ -32,11 +32,18 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
     worker_ids: list[str]
 
 
+class LetGo(msgspec.Struct, frozen=True, tag="let_go"):
+    """Answers `Leaves`: the worker may, or why not."""
+
+    worker_id: str
+    refusal: str
+
+
 class StopRouter(msgspec.Struct, frozen=True, tag="stop"):
     """Drain and end. A second one does not wait for running requests."""
 
 
-ToRouter = StartRouter | WorkerDied | Expect | StopRouter
+ToRouter = StartRouter | WorkerDied | Expect | LetGo | StopRouter
 
 
 class KnownWorker(msgspec.Struct, frozen=True):
@@ -52,9 +59,10 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
 
 class Leaves(msgspec.Struct, frozen=True, tag="leaves"):
-    """The worker is drained and not to be started anew."""
+    """The worker is to be drained, for good or to change its role. Answered by `LetGo`."""
 
     worker_id: str
+    for_good: bool
 
 
 class Renews(msgspec.Struct, frozen=True, tag="renews"):

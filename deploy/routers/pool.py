@@ -23,6 +23,7 @@ from deploy.routers.messages import (
     FromRouter,
     KnownWorker,
     Leaves,
+    LetGo,
     Renews,
     Report,
     StartRouter,
@@ -80,7 +81,7 @@ class RouterPool:
         self.url = http_url(config.host, self._ports.port)
         self._selector = selectors.DefaultSelector()
         self._expected: list[str] = []
-        self._keep_no_longer: Callable[[str], None] = lambda worker_id: None
+        self._let_go: Callable[[str, bool], str] = lambda worker_id, for_good: ""
         self._renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
@@ -94,8 +95,8 @@ class RouterPool:
         self._expected = list(worker_ids)
         self._tell(Expect(self._expected))
 
-    def on_leave(self, keep_no_longer: Callable[[str], None], renew: Callable[[str, str, str], None]) -> None:
-        self._keep_no_longer, self._renew = keep_no_longer, renew
+    def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
+        self._let_go, self._renew = let_go, renew
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """How long no router has heard of the worker; None while none knows it. While no router listens
@@ -181,8 +182,8 @@ class RouterPool:
                 if not router.ready:
                     router.ready = router.was_ready = True
                     router.send(Expect(self._expected))
-            case Leaves(worker_id):
-                self._keep_no_longer(worker_id)
+            case Leaves(worker_id, for_good):
+                router.send(LetGo(worker_id, self._let_go(worker_id, for_good)))
             case Renews(worker_id, role, incarnation):
                 self._renew(worker_id, role, incarnation)
             case CannotStart(reason):

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import socket
 import sys
+from collections import defaultdict
 
 import msgspec
 
@@ -21,6 +22,7 @@ from deploy.routers.messages import (
     FromRouter,
     KnownWorker,
     Leaves,
+    LetGo,
     Renews,
     Report,
     StartRouter,
@@ -40,10 +42,11 @@ class _Control:
     def __init__(self, control: socket.socket, server: RouterServer) -> None:
         self._control = control
         self._server = server
-        server.on_leave(
-            lambda worker_id: self._send(Leaves(worker_id)),
-            lambda worker_id, role, incarnation: self._send(Renews(worker_id, role, incarnation)),
-        )
+        self._asked: defaultdict[str, list[asyncio.Future[str]]] = defaultdict(list)
+        """Who waits for the launcher to let a worker go."""
+        drainer = server.state.drainer
+        drainer.let_go = self._ask_to_let_go
+        drainer.renew = lambda worker_id, role, incarnation: self._send(Renews(worker_id, role, incarnation))
 
     def attach(self) -> None:
         """HTTP answers now."""
@@ -57,6 +60,12 @@ class _Control:
         }
         self._send(Report(workers))
         asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)
+
+    async def _ask_to_let_go(self, worker_id: str, for_good: bool) -> str:
+        answer = asyncio.get_running_loop().create_future()
+        self._asked[worker_id].append(answer)
+        self._send(Leaves(worker_id, for_good))
+        return await answer
 
     def _send(self, message: FromRouter) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone, as reading will show
@@ -77,6 +86,8 @@ class _Control:
                 self._server.mark_dead(worker_id, incarnation, reason)
             case Expect(worker_ids):
                 self._server.expect(worker_ids)
+            case LetGo(worker_id, refusal):
+                self._asked[worker_id].pop(0).set_result(refusal)
             case StopRouter():
                 self._server.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Annotated
 
@@ -58,7 +59,8 @@ def worker_operations(state: RouterState) -> list[Operation]:
     ]
 
 
-async def _answer(request: Request, done: asyncio.Future[DrainReport]) -> Response:
+async def _answer(request: Request, drain: Coroutine[None, None, asyncio.Future[DrainReport]]) -> Response:
+    done = await asyncio.shield(asyncio.ensure_future(drain))
     report = asdict(await asyncio.shield(done))
     body = {"id": request.path_params["worker_id"], **report, "seconds": round(report["seconds"], 3)}
     return Response(msgspec.json.encode(body), media_type="application/json")

@@ -25,7 +25,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": Tr
 
 @pytest.fixture
 def server(tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(tiny_folder, tmp_path / "log", "--router-replicas", "2")
+    server = ServerProcess(tiny_folder, tmp_path / "log", "--router-replicas", "2", "--decode-replicas", "2")
     yield server.wait_ready()
     server.kill()
 
@@ -48,7 +48,7 @@ def num_workers(server: ServerProcess, index: int) -> int:
 
 
 def test_only_the_connections_of_a_lost_router_break(server: ServerProcess) -> None:
-    server.wait(lambda: num_workers(server, 0) == num_workers(server, 1) == 2, 10)
+    server.wait(lambda: num_workers(server, 0) == num_workers(server, 1) == 3, 10)
 
     def stream(index: int) -> str:
         url = f"{own_url(server, index)}/v1/completions"
@@ -66,11 +66,16 @@ def test_only_the_connections_of_a_lost_router_break(server: ServerProcess) -> N
                 lost.result()
         answer = httpx.post(f"{server.url}/v1/completions", json=BODY | {"stream": False}, timeout=30)
         assert answer.json()["choices"][0]["text"] == whole
-        server.wait(lambda: num_workers(server, 0) == 2, 20)
+        server.wait(lambda: num_workers(server, 0) == 3, 20)
         after = router(server, 0)
         assert after["id"] == "router-0" and after["incarnation"] != before["incarnation"]
         assert stream(0) == whole
     assert server.log.count("router router-0 ended") == 2
+    with ThreadPoolExecutor(2) as pool:
+        urls = [f"{own_url(server, index)}/workers/decode-{index}/drain" for index in range(2)]
+        drains = list(pool.map(lambda url: httpx.post(url, json={}, timeout=30), urls))
+    assert sorted(drain.status_code for drain in drains) == [200, 409], "one decode worker has to stay"
+    assert stream(0) == stream(1) == whole
     server.signal(signal.SIGINT)
     assert server.wait_end() == 0
     assert server.leftovers() == []

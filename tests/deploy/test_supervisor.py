@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from deploy.supervisor import LONGEST_BACKOFF_S, STABLE_S, _Slot
+from deploy.supervisor import LONGEST_BACKOFF_S, STABLE_S, _Slot, let_go, make_slots
+from protocol.config import ServeConfig
 from protocol.roles import ROLES
 
 
@@ -41,3 +42,24 @@ def test_a_process_that_vanishes_as_soon_as_it_is_ready_or_before_has_failed() -
     life = Life()
     assert [life.die(vanished=True, after_s=after) for after in (1.0, None, 1.0)] == [0.0, 0.5, 1.0]
     assert life.die(vanished=True, after_s=7.0) == 1.0, "a kill adds nothing, and forgives nothing"
+
+
+def test_a_decode_worker_stays_whoever_leaves_or_changes() -> None:
+    slots = make_slots(ServeConfig(prefill_replicas=1, decode_replicas=3))
+    refused = "no other decode worker stays"
+    assert let_go(slots, "decode-0", for_good=True) == ""
+    assert let_go(slots, "decode-0", for_good=True) == "", "who asks again gets the same answer"
+    assert "already" in let_go(slots, "decode-0", for_good=False)
+    assert let_go(slots, "decode-1", for_good=False) == ""
+    assert "already" in let_go(slots, "decode-1", for_good=True)
+    assert let_go(slots, "decode-2", for_good=True) == let_go(slots, "decode-2", for_good=False) == refused
+    assert let_go(slots, "prefill-0", for_good=True) == ""
+    slots[2].changes = False
+    slots[2].role = ROLES["prefill"]
+    assert let_go(slots, "decode-2", for_good=True) == refused
+    assert [(slot.leaves, slot.changes) for slot in slots] == [
+        (True, False),
+        (True, False),
+        (False, False),
+        (False, False),
+    ]

@@ -7,6 +7,7 @@ in both directions until the test delivers them, so that those of the dead come 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable
@@ -134,7 +135,9 @@ class World:
 
     def run(self, action: Callable[[], Any]) -> None:
         async def act() -> None:
-            action()
+            done = action()
+            if inspect.isawaitable(done):
+                await done
 
         self.loop.run_until_complete(act())
 
@@ -409,12 +412,12 @@ class Interleaving(RuleBasedStateMachine):
     def drain(self, index: int, role: str | None, operator: bool) -> None:
         worker, drainer = self._worker(index), self.world.state.drainer
 
-        def act() -> None:
+        async def act() -> None:
             try:
                 if role is None:
-                    drainer.drain(worker.worker_id)
+                    await drainer.drain(worker.worker_id)
                 else:
-                    drainer.change_role(worker.worker_id, ROLES[role])
+                    await drainer.change_role(worker.worker_id, ROLES[role])
             except ApiError:
                 return
 

@@ -32,7 +32,7 @@ def router(make_router):
 )
 def test_refusals_change_nothing(router, path, body, headers, status, reason):
     told = []
-    router.server.on_leave(told.append, lambda worker_id, role: str(told.append(worker_id)))
+    router.server.on_leave(lambda *asked: str(told.append(asked)), lambda *renewed: told.append(renewed))
     prefill, decode = make_pair(router)
     answer = router.http.post(path, json=body, headers={**KEY, **headers})
     assert (answer.status_code, reason in answer.text) == (status, True), answer.text
@@ -53,9 +53,8 @@ def test_without_any_worker_an_unknown_one_is_unknown(router):
 
 def test_who_changes_its_role_is_not_drained(router, pool):
     """Else its operator would wait for it to leave in vain."""
-    router.add_worker("decode-0")
-    router.add_worker("decode-1")
-    prefill = router.add_worker("prefill-0", "prefill", peers={})
+    decodes = {f"decode-{index}": router.add_worker(f"decode-{index}") for index in range(2)}
+    prefill = router.add_worker("prefill-0", "prefill", peers=decodes)
     prefill.hold.set()
     pool.submit(post, router, max_tokens=3)
     eventually(lambda: prefill.generated)
@@ -63,3 +62,4 @@ def test_who_changes_its_role_is_not_drained(router, pool):
     eventually(lambda: router.server.state.registry.named("prefill-0").draining)
     answer = router.http.post("/workers/prefill-0/drain", json={})
     assert (answer.status_code, "changes its role" in answer.text) == (409, True)
+    prefill.hold.clear()

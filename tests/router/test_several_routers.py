@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,8 @@ from fake_worker import echo_script
 from router_clients import BODY, emitted, eventually, is_idle, post
 from several import TwoRouters
 
+from deploy.supervisor import let_go, make_slots
+from protocol.config import ServeConfig
 from protocol.ids import router_of
 from protocol.messages import PeerAddress, Register, WorkerState
 from router.registry import Registry
@@ -115,6 +118,32 @@ def test_a_drain_through_either_router_takes_the_requests_of_both_off(two, pool,
     assert len(staying.generated) == 2
     two.each(lambda router: [w.key.worker_id for w in router.server.state.registry] == ["decode-1"])
     two.each(is_idle)
+
+
+@pytest.mark.parametrize(("call", "body"), [("drain", {}), ("role", {"role": "prefill"})])
+def test_of_the_last_two_decode_workers_one_stays(two, pool, call, body):
+    """Operators drain them through different routers, which have not heard of each other's wish."""
+    slots = make_slots(ServeConfig(prefill_replicas=0, decode_replicas=2))
+    both_asked, launcher = threading.Barrier(2), threading.Lock()
+
+    def decide(worker_id: str, for_good: bool) -> str:
+        both_asked.wait(5)
+        with launcher:
+            return let_go(slots, worker_id, for_good)
+
+    for index, router in enumerate(two.routers):
+        router.server.on_leave(decide, lambda *renewed: None)
+        two.add_worker(f"decode-{index}")
+    two.each(lambda router: len(router.server.state.registry.live()) == 2)
+    calls = [
+        pool.submit(router.http.post, f"/workers/decode-{index}/{call}", json=body)
+        for index, router in enumerate(two.routers)
+    ]
+    answers = sorted((done.result(10) for done in calls), key=lambda answer: answer.status_code)
+    assert [answer.status_code for answer in answers] == [200, 409]
+    assert "cannot be spared: no other decode worker stays" in answers[1].text
+    two.each(lambda router: len(router.server.state.registry.live()) == 1)
+    assert all(post(router, max_tokens=2).status_code == 200 for router in two.routers)
 
 
 def test_a_worker_waits_for_the_router_that_still_has_something_on_it(two, pool):
