@@ -35,6 +35,8 @@ class Cluster:
         self._workers: dict[str, WorkerSnapshot] = {}
         self._keys: dict[str, tuple[Task, LoadKey, float]] = {}
         self._purposes: dict[Task, _Purpose] = {}
+        self.last_placed = 0
+        """The latest of all workers'."""
         for worker in workers:
             self.put(worker)
 
@@ -45,6 +47,7 @@ class Cluster:
         key = load_key(worker)
         known = self._keys.get(worker.worker_id)
         self._workers[worker.worker_id] = worker
+        self.last_placed = max(self.last_placed, worker.last_placed)
         if known is not None and known[:2] == (worker.purpose, key):
             return
         if known is None or known[0] != worker.purpose:
@@ -77,6 +80,9 @@ class Cluster:
 
     def __iter__(self) -> Iterator[WorkerSnapshot]:
         return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)
 
     def get(self, worker_id: str | None) -> WorkerSnapshot | None:
         return self._workers.get(worker_id) if worker_id is not None else None

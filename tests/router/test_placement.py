@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
 from router.placement import RULES, placement_policy
+from router.placement.by_cost import TRIALS, place_by_cost
 from router.placement.cluster import Cluster
 from router.placement.interface import (
     LinkSpeed,
@@ -209,6 +211,37 @@ def test_decoding_takes_longer_beside_the_prompts_that_come_meanwhile():
         request = facts(mean_output_tokens=mean)
         found = predicted(placed("cost", [decode("d", computed_tokens=1024, **load)], request)).decode_s
         assert found - without == pytest.approx(4 * COSTS.chunks_s(256, 0, 512) * share, rel=1e-3)
+
+
+def asked(workers: list[WorkerSnapshot], count: int, request: RequestFacts | None = None) -> Counter[str]:
+    """Who decodes so many requests that come one after the other."""
+    cluster, found = Cluster(workers), Counter()
+    for _ in range(count):
+        answer = place_by_cost(request or facts(), cluster)
+        assert isinstance(answer, Placement)
+        worker = cluster.get(answer.workers["decode"])
+        worker.last_placed = cluster.last_placed + 1
+        cluster.put(worker)
+        found[worker.worker_id] += 1
+    return found
+
+
+def test_who_measured_badly_is_asked_again_and_costs_little_by_it():
+    """Nothing else would ever correct a measurement that keeps requests away."""
+    slow = msgspec.structs.replace(COSTS, step_s=3 * COSTS.step_s, token_s=3 * COSTS.token_s)
+    workers = [decode("good"), decode("slow", costs=slow)]
+    ratio = predicted(placed("cost", workers[1:])).total_s / predicted(placed("cost", workers[:1])).total_s
+    count = asked(workers, 2000)["slow"]
+    assert count > 0
+    assert count * (ratio - 1) <= 2000 * TRIALS
+    workers[1].costs = COSTS
+    assert asked(workers, 100)["slow"] == 50
+
+
+def test_who_is_busy_or_too_slow_for_the_slo_is_not_asked_for_a_trial():
+    slow = msgspec.structs.replace(COSTS, step_s=3 * COSTS.step_s)
+    assert asked([decode("good"), decode("slow", costs=slow, requests=1, rows=1)], 2000)["slow"] == 0
+    assert asked([decode("good"), decode("slow", costs=slow)], 2000, facts(slo_tpot_s=4e-3))["slow"] == 0
 
 
 # --- workers of one host --------------------------------------------------------------------------
