@@ -44,6 +44,10 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_ready(self, deadline: float) -> None:
         """Wait until the server answers. `deadline` is on the monotonic clock.
 
@@ -108,6 +112,11 @@ class RunningSystem:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
+
+    @property
+    def pids(self) -> list[int]:
+        """One for each command."""
+        return [process.pid for process in self._processes]
 
     def _stop(self) -> None:
         while self._processes:

@@ -1,0 +1,100 @@
+"""Goodput over a trace, judged on records that were made up and on a server that refuses."""
+
+import asyncio
+import json
+
+import pytest
+
+from bench.goodput import Goodput, Replays, best, describe, first_seconds, judge, parse
+from bench.peers.systems import System
+from bench.serve.client import Record
+from bench.serve.workload import LoadRequest
+from planner.trace import TraceLine
+from tests.bench.test_bench_client import DONE, stream, token
+
+
+def record(ttft: float, tpot: float = 0.01, error: str = "") -> Record:
+    times = [10 + ttft, 10 + ttft + tpot]
+    return Record(start=10.0, end=times[-1], token_times=times, output_tokens=2, error=error)
+
+
+def test_goodput_counts_what_met_both_objectives():
+    records = [record(0.1), record(0.6), record(0.1, 0.03), record(0.6, 0.03), record(0.2)]
+    refused = [record(0, error="HTTP 429"), record(0, error="HTTP 503"), record(0, error="timeout")]
+    assert judge([*records, *refused], 2.0, 0.5, 0.02) == {
+        "offered": 4.0,
+        "goodput": 1.0,
+        "refused": 1.0,
+        "failed": 0.5,
+        "late_ttft": 0.25,
+        "late_tpot": 0.25,
+    }
+
+
+def test_only_the_first_seconds_are_replayed():
+    requests = [LoadRequest([1], 1, at) for at in (0.0, 0.9, 1.0, 3.0)]
+    assert [each.arrival for each in first_seconds(requests, 1.0)] == [0.0, 0.9]
+
+
+def goodput(system: str, number: int, speedup: float, requests: float) -> Goodput:
+    return Goodput(system, number, speedup, 8.0, requests, 0, 0, 0, 0)
+
+
+def test_the_best_speed_is_that_of_the_medians_and_kept_is_at_twice_the_speed():
+    a = [goodput("a", n, 2, g) for n, g in enumerate([4, 4, 9])]
+    a += [goodput("a", n, 3, g) for n, g in enumerate([6, 6, 6])]
+    a += [goodput("a", n, 6, g) for n, g in enumerate([3, 3, 3])]
+    b = [goodput("b", 0, 3, 2), goodput("b", 0, 6, 3)]
+    ours, theirs = best([*a, *b])
+    assert (ours.speedup, ours.goodput, ours.kept) == (3, 6, 0.5)
+    assert (theirs.speedup, theirs.goodput, theirs.kept) == (6, 3, None)
+    assert "a has 2.00 times that" in describe([ours, theirs])
+
+
+async def test_replays_share_prefixes_but_not_with_each_other(start_server, tmp_path):
+    prompts: list[list[int]] = []
+
+    async def serve(request, writer):
+        prompts.append(json.loads(request.body)["prompt"])
+        await stream(writer, [token("a"), token("b", "length"), DONE], 0.0)
+
+    lines = [TraceLine(1000 * n, 1024, 2, [0, n + 1]) for n in range(4)]
+    speeds = ["--scale-lengths", "0.1", "--speedups", "2,40", "--seconds", "0.1"]
+    options = parse(["--model", ".", "--trace", ".", "--system", "x", *speeds])
+    system = System("x", await start_server(serve), "m")
+    replays = Replays(lines, options, 4096)
+    found = await asyncio.to_thread(lambda: list(replays.run(system, 0, tmp_path)))
+    assert [each.offered for each in found] == [10.0, 40.0]
+    assert [each.goodput for each in found] == [10.0, 40.0]
+    last = sorted(map(tuple, prompts[-4:]))
+    assert len({prompt[:51] for prompt in last}) == 1 and len(set(last)) == 4
+    assert last[0][:51] not in {tuple(prompt[:51]) for prompt in prompts[:-4]}
+
+
+async def test_a_system_that_has_collapsed_is_driven_no_harder(start_server, tmp_path):
+    served = 0
+
+    async def serve(request, writer):
+        nonlocal served
+        served += 1
+        if served > 3:  # the warm-up and the first speed
+            writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+        else:
+            await stream(writer, [token("a", "length"), DONE], 0.0)
+
+    speeds = ["--speedups", "1,2,4", "--seconds", "0.1"]
+    options = parse(["--model", ".", "--trace", ".", "--system", "x", *speeds])
+    replays = Replays([TraceLine(0, 40, 1, [0]), TraceLine(10_000, 40, 1, [1])], options, 4096)
+    system = System("x", await start_server(serve), "m")
+    found = await asyncio.to_thread(lambda: list(replays.run(system, 0, tmp_path)))
+    assert [each.goodput for each in found] == [10.0, 10.0, 0.0]
+    served = 1
+    found = await asyncio.to_thread(lambda: list(replays.run(system, 0, tmp_path)))
+    assert [each.goodput for each in found] == [10.0, 0.0]
+
+
+@pytest.mark.parametrize("wrong", [["--speedups", "4,2"], ["--seconds", "0"], ["--rounds", "0"]])
+def test_wrong_options_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--model", ".", "--trace", ".", "--system", "x", *wrong])
+    assert "must be" in (said := capsys.readouterr().err) or "not ascending" in said
