@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
@@ -44,10 +44,10 @@ class Delta:
     """What came in since the last look. `offsets` are the tokens' places in the choice's uncut text."""
 
     text: str = ""
-    spans: list[Span] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    spans: Sequence[Span] = ()
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    offsets: Sequence[int] = ()
 
 
 class Choice:
@@ -87,7 +87,9 @@ class Choice:
         self._detokenizer = detokenizer
         self._keep_details = keep_details
         self._length = offset
-        self._pending = Delta()
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._offsets: list[int] = []
         self._pieces: list[str] = []
         self._drafted: list[bool] = []
         """With `keep_spans`, of each piece."""
@@ -125,21 +127,22 @@ class Choice:
 
     def take(self) -> Delta:
         """What is new since the last call."""
-        delta, self._pending = self._pending, Delta()
-        delta.text = "".join(self._pieces)
+        delta = Delta("".join(self._pieces))
         if self.keep_spans:
             delta.spans = _spans(self._pieces, self._drafted)
             self._drafted.clear()
+        if self._keep_details:
+            delta.token_ids, delta.logprobs, delta.offsets = self._token_ids, self._logprobs, self._offsets
+            self._token_ids, self._logprobs, self._offsets = [], [], []
         self._pieces.clear()
         self.has_news = False
         return delta
 
     def _keep(self, output: TokenOutput, position: int) -> None:
-        pending = self._pending
-        pending.token_ids.append(output.token_ids[position])
-        pending.offsets.append(self._length)
+        self._token_ids.append(output.token_ids[position])
+        self._offsets.append(self._length)
         if output.logprobs is not None:
-            pending.logprobs.append(output.logprobs[position])
+            self._logprobs.append(output.logprobs[position])
 
     def _matched(self, text: str) -> str:
         if self._matcher is None or self.num_tokens <= self._min_tokens:

@@ -234,7 +234,8 @@ class Generation:
         self.num_unfinished = len(self.requests)
         self.error: ApiError | None = None
         self.timeout: asyncio.TimerHandle | None = None
-        self._news = asyncio.Event()
+        self._has_news = False
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -247,12 +248,16 @@ class Generation:
 
     def notify(self) -> None:
         """There is something new for the handler."""
-        self._news.set()
+        self._has_news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until something new came since the last call."""
-        await self._news.wait()
-        self._news.clear()
+        """Until something new came since the last call. There is one handler, so one future serves."""
+        if not self._has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._has_news = False
 
 
 class Journal:

@@ -33,7 +33,7 @@ def completion_logprobs(
 
     The alternatives at a position include the token itself.
     """
-    token_ids, offsets = delta.token_ids, delta.offsets
+    token_ids, offsets = [*delta.token_ids], [*delta.offsets]
     entries: list[TokenLogprobs | None] = [*delta.logprobs]
     if echo:
         prompt_ids = choice.prompt.token_ids

@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -52,12 +52,12 @@ class Envelope:
         answer_headers = scope[ANSWER_HEADERS] = [(b"x-request-id", request_id.encode())]
         status = 0
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *answer_headers]
-            await send(message)
+            return send(message)
 
         try:
             self._check_key(scope)
