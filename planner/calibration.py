@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import textwrap
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +22,7 @@ import msgspec
 from planner.profile import LinkProfile, Profile
 from protocol.costs import StepCosts
 from protocol.errors import TandemError
+from protocol.speculation import MethodState, SpeculationState
 
 BURSTS = (1, 2, 4, 8, 16, 32)
 """Requests that come at about the same time. Each burst sweeps over all smaller batches as it ends."""
@@ -30,6 +33,11 @@ SPREAD_S = 0.4
 """Over which a burst's requests come."""
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 96
 LONE_REQUESTS = 12
+DRAFT_BURSTS = (1, 2, 4, 8, 16)
+"""Requests that continue text, where the server drafts: random tokens tell nothing of drafts."""
+DRAFT_ROUNDS = 3
+TEXT_LENGTH, TEXT_OUTPUT = 1000, 64
+"""[characters], [tokens]"""
 ALWAYS_SPLIT = ("--placement", "least_loaded")
 """With these options the server must run, so that its wires are used, and each role does its own work."""
 _VOCAB = range(16, 256)
@@ -78,13 +86,31 @@ class _Calibration:
             link=_link(looks[-1]["links"]),
             kv_tokens=min(worker["kv"]["tokens"] for worker in looks[-1]["workers"]),
             request_s=asyncio.run(self._overhead(costs)),
+            speculation=self._drafts(),
         )
+
+    def _drafts(self) -> SpeculationState | None:
+        """What they bring to requests that continue the source of Python's library, some of them greedy; None
+        where the server has none.
+        """
+        if not any(_speculation(worker).max_tokens for worker in self._get("/workers")["workers"]):
+            return None
+        texts = _texts(min(TEXT_LENGTH, self._longest // 2))
+        for number in range(DRAFT_ROUNDS):
+            for size in self._random.sample(DRAFT_BURSTS, len(DRAFT_BURSTS)):
+                asyncio.run(self._continue(self._random.choices(texts, k=size), float(number % 2)))
+        return drafts_of([_speculation(worker) for worker in self._get("/workers")["workers"]])
+
+    async def _continue(self, texts: Sequence[str], temperature: float) -> None:
+        async with asyncio.TaskGroup() as group:
+            for text in texts:
+                group.create_task(self._ask(text, min(TEXT_OUTPUT, self._longest // 4), temperature))
 
     async def _burst(self, size: int) -> None:
         async def one() -> None:
             await asyncio.sleep(self._random.uniform(0, SPREAD_S))
             longest = min(LONGEST_PROMPT, self._longest // 2)
-            prompt = round(2 ** self._random.uniform(4, longest.bit_length() - 1))
+            prompt = self._tokens(round(2 ** self._random.uniform(4, longest.bit_length() - 1)))
             await self._ask(prompt, self._random.randint(8, min(LONGEST_OUTPUT, self._longest // 4)))
 
         async with asyncio.TaskGroup() as group:
@@ -95,16 +121,18 @@ class _Calibration:
         """What a lone request's first token takes beside computing its prompt."""
         tokens = min(64, self._longest // 2)
         computed_s = costs.decode_s(0, 0) + costs.chunks_s(tokens, 0, costs.chunk_tokens)
-        took = [await self._ask(tokens, 2) for _ in range(LONE_REQUESTS)]
+        took = [await self._ask(self._tokens(tokens), 2) for _ in range(LONE_REQUESTS)]
         return max(median(took) - computed_s, 0.0)
 
-    async def _ask(self, num_tokens: int, max_tokens: int) -> float:
+    def _tokens(self, count: int) -> list[int]:
+        return self._random.choices(_VOCAB, k=count)
+
+    async def _ask(self, prompt: str | list[int], max_tokens: int, temperature: float = 0.0) -> float:
         """Returns the seconds until the first token. It reads no more of the answer than it must: it shares
         the cores with the server.
         """
-        prompt = self._random.choices(_VOCAB, k=num_tokens)
-        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens}
-        content = msgspec.json.encode(body | {"ignore_eos": True, "temperature": 0, "stream": True})
+        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
+        content = msgspec.json.encode(body | {"ignore_eos": True, "stream": True})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         if "authorization" in self._http.headers:
@@ -119,7 +147,7 @@ class _Calibration:
                     first_s = time.perf_counter() - started
             writer.close()
         if b"[DONE]" not in received[-64:]:
-            raise CalibrationError(f"a request of {num_tokens} tokens failed: {received[:300]!r}")
+            raise CalibrationError(f"a request of {max_tokens} tokens failed: {received[:300]!r}")
         return first_s
 
     def _get(self, path: str) -> Any:
@@ -141,6 +169,27 @@ def fitted_costs(told: Sequence[dict[str, Any]]) -> StepCosts:
     prompt = {name: mean("prefill", name) for name in ("chunk_s", "token_s", "attention_s")}
     prompt["chunk_s"] = max(prompt["chunk_s"] + mean("prefill", "step_s") - decode["step_s"], 0.0)
     return msgspec.convert(told[-1]["costs"] | decode | prompt, StepCosts)
+
+
+def _speculation(worker: dict[str, Any]) -> SpeculationState:
+    return msgspec.convert(worker.get("speculation") or {}, SpeculationState)
+
+
+def drafts_of(told: Sequence[SpeculationState]) -> SpeculationState | None:
+    """What the worker with the most statistics tells of the methods that have drafted; None if none has."""
+
+    def known(state: SpeculationState) -> list[MethodState]:
+        return [method for method in state.methods if method.acceptance]
+
+    best = max(told, key=lambda state: sum(len(method.acceptance) for method in known(state)))
+    methods = [msgspec.structs.replace(each, num_requests=0, num_tokens=0) for each in known(best)]
+    return msgspec.structs.replace(best, methods=methods, draft_answers={}) if methods else None
+
+
+def _texts(length: int) -> list[str]:
+    modules = sorted(Path(textwrap.__file__).parent.glob("*.py"))
+    sources = [path.read_text("utf-8", "replace") for path in modules]
+    return [text[at : at + length] for text in sources for at in range(0, len(text) - length, 20_000)]
 
 
 def _link(told: Sequence[dict[str, Any]]) -> LinkProfile:

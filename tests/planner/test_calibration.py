@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from planner import calibration
-from planner.calibration import fitted_costs
+from planner.calibration import drafts_of, fitted_costs
 from planner.profile import read_profile
+from protocol.speculation import MethodState, SpeculationState
 
 
 def told(role: str, **costs: float) -> dict:
@@ -34,13 +35,25 @@ def test_each_role_tells_what_it_has_measured():
     assert (costs.chunk_tokens, costs.kv_bytes, costs.itl_budget_s) == (512, 8, 0.02)
 
 
+def test_drafts_are_those_of_who_has_drafted_without_what_ran_at_that_moment():
+    method = MethodState(method="ngram", num_requests=3, num_tokens=6, acceptance=[0.5, 0.25])
+    idle = MethodState(method="suffix")
+    told = [SpeculationState(max_tokens=8), SpeculationState(max_tokens=8, methods=[idle, method])]
+    known = SpeculationState(max_tokens=8, methods=[MethodState(method="ngram", acceptance=[0.5, 0.25])])
+    assert drafts_of(told) == known
+    assert drafts_of(told[:1]) is None
+
+
 @pytest.mark.slow
 def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(calibration, "BURSTS", (4,))
     monkeypatch.setattr(calibration, "ROUNDS", 2)
     monkeypatch.setattr(calibration, "LONE_REQUESTS", 2)
+    monkeypatch.setattr(calibration, "DRAFT_BURSTS", (2,))
+    monkeypatch.setattr(calibration, "DRAFT_ROUNDS", 2)
     path = tmp_path / "mine.json"
     options = ["--output", str(path), "--max-num-seqs", "5", "--kv-cache-memory-bytes", "16000000"]
+    options += ["--speculative-config", '{"method": "draft_model"}']
     result = CliRunner().invoke(app, ["profile", *options], env={"TANDEM_API_KEY": "secret"})
     assert result.exit_code == 0, result.output
     measured = read_profile(str(path))
@@ -49,6 +62,10 @@ def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
     assert 1e-5 < costs.decode_s(1, 100) < 1.0 and 0 < costs.chunks_s(100, 0, 512) < 10.0
     assert measured.link.bytes_per_s > 1e6 and costs.kv_bytes > 0
     assert 0 <= measured.request_s < 1.0
+    drafts = measured.speculation
+    assert drafts is not None and drafts.max_tokens == 8 and drafts.step_time.seconds
+    assert [each.method for each in drafts.methods] == ["draft_model"]
+    assert drafts.methods[0].by_class.keys() == {"greedy", "sampled"} and drafts.methods[0].level_s > 0
     assert "tandem-code-10m" in measured.name and "Measured by tandem profile" in measured.sources[0]
 
 
