@@ -29,7 +29,9 @@ MAX_FAILURES = 3
 """Placements of a request that may end without a token from the worker that was lost.
 
 The request itself may be what kills workers, so it must not be tried for ever. A worker that had brought a
-token does not count: requests outlive any number of deaths as long as they get on.
+token does not count, and once a decode worker brings one the earlier deaths are forgotten: requests outlive
+any number of deaths as long as they get on. Nor does one that fell silent count: it was stopped as a whole,
+as heartbeats have a thread of their own, which no request holds up.
 """
 MAX_REDIRECTS = 3
 """After so many decode workers that did not take a request its prefill worker decodes it."""
@@ -133,12 +135,13 @@ class Dispatcher:
     def worker_lost(self, worker: Worker, reason: str) -> None:
         """Place its requests anew. Prompts that were to be handed over to it go to another decode worker."""
         message = f"worker {worker.key.worker_id} was lost: {reason}"
+        was_stopped = worker.silence_s > self._config.worker_timeout
         for request in self._journal:
             if worker is request.assigned.get("decode") and "prefill" in request.assigned:
                 self.redirect(request, "worker_lost", message)
             elif worker in request.holders:
                 had_it = request not in self._placer.ahead and worker is not request.answered_by
-                self._place_anew_or_fail(request, "worker_lost", message, counts=had_it)
+                self._place_anew_or_fail(request, "worker_lost", message, counts=had_it and not was_stopped)
 
     def lost(self, request: LiveRequest, worker: Worker, reason: str) -> None:
         """Place a request anew that `worker` should have and does not."""
@@ -256,6 +259,8 @@ class Dispatcher:
         else:
             request.times.num_steps += 1
             self._metrics.inter_token_latency.observe(now - request.last_token_time)
+        if worker is request.assigned["decode"]:
+            request.failures = 0
         if prefill is not None and worker is request.assigned["decode"]:
             request.times.taken_over_at = now
             self._placer.loads.leave_prefill(request)

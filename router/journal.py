@@ -34,7 +34,7 @@ class LiveRequest:
     `request_id` is what the workers know it by; the journal gives it a new one for each placement, so that a
     late token of an earlier placement is never taken for one of the current. `failed` names the incarnations
     that did not do their part of this request, `failures` counts the placements that ended without a token
-    for that reason.
+    for that reason since a decode worker last brought one.
     """
 
     def __init__(self, generation: Generation, choice: Choice, sampling: SamplingParams) -> None:

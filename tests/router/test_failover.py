@@ -257,6 +257,36 @@ def test_a_request_that_gets_on_outlives_any_number_of_deaths(make_router, pool,
     assert placed_anew(router) == 5
 
 
+def test_deaths_are_forgotten_once_it_gets_on(make_router, pool, expected):
+    """Between any two of those that bring no token there is one that does."""
+    router = make_router()
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    future, worker, other = stalled(router, pool, 3, **fields)
+    for deaths in range(1, 9):
+        count = 3 + deaths // 2
+        other.stall_after = count
+        lose(router, worker)
+        worker, other = other, router.add_worker(f"decode-{deaths + 1}")
+        eventually(lambda by=worker, count=count: by.generated and emitted(router) == [count])
+    worker.stall_after = NUM_TOKENS
+    assert answer(future.result(5)) == without_id(expected())
+
+
+def test_workers_that_are_stopped_are_not_its_fault(make_router, pool, expected):
+    router = make_router(worker_timeout=10.0)
+    fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    future, worker, other = stalled(router, pool, 3, **fields)
+    for stops in range(1, 6):
+        other.stall_after = 3
+        worker.mute.set()
+        router.server.state.registry.named(worker.worker_id).silence_s = 11.0
+        eventually(lambda to=other: to.generated)
+        worker, other = other, router.add_worker(f"decode-{stops + 1}")
+    worker.stall_after = NUM_TOKENS
+    assert answer(future.result(5)) == without_id(expected())
+    assert placed_anew(router) == 5
+
+
 def test_late_tokens_of_a_lost_worker_change_nothing(make_router, pool, expected):
     router = make_router()
     fields = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
