@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from router_clients import eventually, is_idle, lose, make_pair, post
+
+from protocol.costs import StepCosts
 
 KEYS = ("first-key", "second-key")
 ROWS = 2
@@ -69,6 +72,37 @@ def test_a_flood_does_not_keep_others_waiting(router, pool, split):
     assert [each.result(10).status_code for each in flood] == [200] * 40
     lengths = [request.sampling.max_tokens for request in worker.generated]
     assert lengths.index(4) == num_ahead, "it came next"
+
+
+def test_a_flood_starves_nobody_on_a_pair_under_cost(make_router, pool):
+    """Both workers serve the flood, each in a line of its own."""
+    router = make_router(max_num_seqs=ROWS, api_key=", ".join(KEYS), placement="cost")
+    costs = StepCosts(step_s=2e-3, row_s=1e-3, context_s=0.0, token_s=1e-4, attention_s=0.0)
+    started: list[tuple[str, int]] = []
+    pair = make_pair(router, step_s=2e-3, costs=costs)
+    for worker in pair:
+
+        def script(request, name=worker.worker_id, usual=worker.script):
+            started.append((name, request.sampling.max_tokens))
+            return usual(request)
+
+        worker.script = script
+        worker.hold.set()
+    flood = []
+    for length in random.Random(1).choices((20, 200, 400), k=60):
+        flood += ask(pool, router, 0, prompt=[2] * length, max_tokens=20)
+    for worker in pair:
+        worker.hold.clear()
+    headers = {"authorization": f"Bearer {KEYS[1]}"}
+    for length in (20, 400, 200, 20):
+        before = len(started)
+        body = {"prompt": [1] * length, "max_tokens": 5}
+        assert router.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+        came_before = [tokens for _, tokens in started[before:]].index(5)
+        assert came_before <= 2 * AHEAD, "no more of the flood than both workers have at a time"
+    assert held(router) > 10, "the flood goes on"
+    assert [each.result(20).status_code for each in flood] == [200] * 60
+    assert {name for name, _ in started} == {"prefill-0", "decode-0"}
 
 
 def test_two_floods_share_equally(router, pool):
