@@ -198,7 +198,9 @@ class Storm:
         if len(self._urls) > 1 and self._rng.random() < 1 / 6:
             router = self._rng.choice(self._routers())
             return "killed", router["id"], router["pid"]
-        worker = self._rng.choice([w for w in self._workers() if w["lifecycle"] == "ready"])
+        while not (ready := [w for w in self._workers() if w["lifecycle"] == "ready"]):
+            time.sleep(0.1)
+        worker = self._rng.choice(ready)
         return self._rng.choice(list(KINDS)), worker["id"], worker["pid"]
 
     def _routers(self) -> list[dict[str, Any]]:

@@ -1,0 +1,35 @@
+"""Workers of `tandem serve` are killed and frozen under load: no answer changes, and all come back."""
+
+from __future__ import annotations
+
+import random
+
+import httpx
+import pytest
+
+from bench.kills import Storm, serving
+
+FAULTS = ("killed", "frozen", "killed", "killed")
+
+
+class SmallStorm(Storm):
+    """Draws the victims alone."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        super().__init__(http, replicas=1, rng=random.Random(1))
+        self._kinds = iter(FAULTS)
+
+    def _choose(self) -> tuple[str, str, int]:
+        _, victim, pid = super()._choose()
+        return next(self._kinds), victim, pid
+
+
+@pytest.mark.slow
+def test_no_request_notices_kills_and_freezes() -> None:
+    with serving(["--prefill-replicas", "1", "--decode-replicas", "2"]) as http:
+        every = 1.5
+        seen = SmallStorm(http).measure(requests=24, seconds=every * (len(FAULTS) + 1), every=every)
+    wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
+    assert seen | wanted == seen
+    assert seen["restarted"]
+    assert seen["requests_placed_anew"] + seen["handoff_redirects"] + seen["requests_parked"] > 0
