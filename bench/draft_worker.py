@@ -1,13 +1,16 @@
-"""What drafts bring by where they are made: tokens per second against none, on the same server.
+"""What drafts bring by where they are made: the router's plan against each fixed one, on one server.
 
-    python -m bench.draft_worker [--loads 1,4,16,32] [--rounds 5] [serve options]
+    python -m bench.draft_worker [--loads 1,2,4,8,16,32] [--rounds 5] [serve options]
 
-The bundled pair serves from 2 decode workers that share 1 draft worker, once for each of `--draft-placement`
-local, remote and cost. In each round as many requests as the load says run at once, once with drafts and once
-without (`"speculative": {"enabled": false}`); which comes first alternates. Prints a JSON line for each
-placement and load: the ratio's median and its rounds, and how many answers differ (bf16 may differ where two
-tokens are as good as equal). Then one for each load: what `cost` reaches of the best fixed placement, none
-included.
+The bundled pair serves from 2 decode workers that share 1 draft worker. As on hosts of their own, the decode
+workers never wait for the draft worker: they share the first core, all else has the other ones. In each
+round as many requests as the load says run at once, in turn as the router plans (`cost`) and as the requests
+ask (`"speculative": {"place": "none"}`, `local`, `remote`). Before, the router's plan runs for `--warm-up`
+seconds.
+
+Prints a JSON line for each load: the tokens per second of each, in the median; what the router's plan reaches
+of the best fixed one, in the median and in each round; what that reaches of itself, every second round
+against the others; and how many answers differ (bf16 may differ where two tokens are as good as equal).
 """
 
 from __future__ import annotations
@@ -15,79 +18,91 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import psutil
 
 from bench.kills import serving
 from bench.speculate.over_http import load_prompts
 
-PLACEMENTS = ("local", "remote", "cost")
+FIXED = ("none", "local", "remote")
 MAX_TOKENS = 128
-LEAST_REQUESTS = 8
-"""Of a round: one request alone is too short to be measured."""
-WORKERS = ["--no-disaggregation", "--decode-replicas", "2", "--draft-replicas", "1"]
+LEAST_REQUESTS = 16
+"""Of a round: fewer are too short to be measured."""
+WORKERS = ["--no-disaggregation", "--decode-replicas", "2", "--draft-replicas", "1", "--worker-threads", "1"]
 
 _salts = itertools.count()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--placement", action="append", choices=PLACEMENTS)
-    parser.add_argument("--loads", default="1,4,16,32", help="requests at once, comma-separated")
+    parser.add_argument("--loads", default="1,2,4,8,16,32", help="requests at once, comma-separated")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm-up", type=float, default=20.0, help="seconds, at each load")
     parser.add_argument("--num-tokens", default="auto", help="to draft in a step")
     parser.add_argument("--temperature", type=float, default=0.0)
     options, serve_options = parser.parse_known_args()
-    loads = [int(load) for load in options.loads.split(",")]
     count = options.num_tokens
     config = {"method": "draft_model", "num_speculative_tokens": count if count == "auto" else int(count)}
-    ratios: dict[tuple[str, int], float] = {}
-    for placement in options.placement or PLACEMENTS:
-        drafts = ["--speculative-config", json.dumps(config), "--draft-placement", placement]
-        with serving([*WORKERS, *drafts, *serve_options]) as http:
-            for load in loads:
-                result = compare(http, load, options.rounds, options.temperature)
-                ratios[placement, load] = result["ratio"]
-                print(json.dumps({"placement": placement, "load": load, **result}), flush=True)
-    for load in loads:
-        fixed = [ratios[key] for key in (("local", load), ("remote", load)) if key in ratios]
-        if ("cost", load) in ratios and fixed:
-            print(json.dumps({"load": load, "cost_to_best": round(ratios["cost", load] / max(1, *fixed), 3)}))
+    drafts = ["--speculative-config", json.dumps(config)]
+    with serving([*WORKERS, *drafts, *serve_options]) as http:
+        assign_cores()
+        for load in map(int, options.loads.split(",")):
+            warm_up_until = time.monotonic() + options.warm_up
+            while time.monotonic() < warm_up_until:
+                run(http, load, "cost", options.temperature)
+            result = compare(http, load, options.rounds, options.temperature)
+            print(json.dumps({"load": load, **result}), flush=True)
+
+
+def assign_cores() -> None:
+    """To the workers of the server that this process has started."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    for process in psutil.Process().children(recursive=True):
+        decodes = process.name().startswith("tandem:decode")
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, [first] if decodes else others or [first])
 
 
 def compare(http: httpx.Client, load: int, rounds: int, temperature: float) -> dict[str, Any]:
-    """Tokens per second with drafts over those without."""
-    prompts = load_prompts(max(load, LEAST_REQUESTS))
-    found: list[float] = []
-    plain_rates: list[float] = []
+    plans = ["cost", *FIXED]
+    rates: dict[str, list[float]] = {plan: [] for plan in plans}
     different = 0
-    for number in range(-1, rounds):  # the first does not count
-        rates: dict[bool, float] = {}
-        texts: dict[bool, list[str]] = {}
-        for drafts in (True, False) if number % 2 else (False, True):
-            rates[drafts], texts[drafts] = run(http, prompts, load, drafts, temperature)
-        different += sum(a != b for a, b in zip(texts[True], texts[False], strict=True))
-        if number >= 0:
-            found.append(rates[True] / rates[False])
-            plain_rates.append(rates[False])
+    for number in range(rounds):
+        texts = {}
+        for plan in plans[number % len(plans) :] + plans[: number % len(plans)]:
+            rate, texts[plan] = run(http, load, plan, temperature)
+            rates[plan].append(rate)
+        different += sum(a != b for each in FIXED for a, b in zip(texts["cost"], texts[each], strict=True))
+    medians = {plan: statistics.median(found) for plan, found in rates.items()}
+    best = max(FIXED, key=medians.__getitem__)
+    ratios = [mine / its for mine, its in zip(rates["cost"], rates[best], strict=True)]
     return {
-        "ratio": round(statistics.median(found), 3),
-        "rounds": [round(ratio, 3) for ratio in sorted(found)],
-        "plain_tokens_per_s": round(statistics.median(plain_rates)),
+        "tokens_per_s": {plan: round(median) for plan, median in medians.items()},
+        "best": best,
+        "cost_to_best": round(statistics.median(ratios), 3),
+        "rounds": [round(ratio, 3) for ratio in sorted(ratios)],
+        "best_to_itself": _to_itself(rates[best]),
         "different": different,
     }
 
 
-def run(
-    http: httpx.Client, prompts: Sequence[str], load: int, drafts: bool, temperature: float
-) -> tuple[float, list[str]]:
+def _to_itself(rates: list[float]) -> float | None:
+    if len(rates) < 2:
+        return None
+    return round(statistics.median(rates[::2]) / statistics.median(rates[1::2]), 3)
+
+
+def run(http: httpx.Client, load: int, plan: str, temperature: float) -> tuple[float, list[str]]:
     """Tokens per second of all, and the texts."""
+    prompts = load_prompts(max(load, LEAST_REQUESTS))
     salt = str(next(_salts))  # nothing is left of an earlier round
+    speculative = {} if plan == "cost" else {"speculative": {"place": plan}}
 
     def ask(index: int) -> tuple[str, int]:
         body: dict[str, Any] = {
@@ -97,9 +112,8 @@ def run(
             "seed": index,
             "ignore_eos": True,
             "cache_salt": salt,
+            **speculative,
         }
-        if not drafts:
-            body["speculative"] = {"enabled": False}
         answer = http.post("/v1/completions", json=body).raise_for_status().json()
         return answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
 

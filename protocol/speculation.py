@@ -94,6 +94,8 @@ class RequestSpeculation(msgspec.Struct, frozen=True, kw_only=True, omit_default
     enabled: bool = True
     method: Method | None = None
     num_speculative_tokens: NumTokens | None = None
+    place: Literal["none", "local", "remote"] | None = None
+    """Nowhere, on its decode worker, or on a draft worker, as far as that is possible."""
 
 
 class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

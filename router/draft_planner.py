@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from math import log2
 from typing import Literal
@@ -14,18 +14,21 @@ import msgspec
 from protocol.config import ServeConfig
 from protocol.messages import Replan
 from protocol.speculation import RequestClass, RequestSpeculation
+from router.draft_kinds import DraftKind, expect
 from router.journal import Journal, LiveRequest
 from router.metrics import Metrics
 from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import (
     DraftDecision,
     DraftFacts,
+    DraftOption,
     DraftPlace,
     DraftTarget,
     SharedDrafter,
     Where,
 )
 from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.seen import SeenRates
 from router.registry import Registry, Worker
 
 logger = logging.getLogger(__name__)
@@ -34,14 +37,11 @@ SWEEP_S = 0.005
 """After so long a sweep stops, and the next one goes on where it did."""
 CANDIDATES = 2
 """Draft workers that are compared, the least loaded ones."""
-EXPLORES_EVERY = 8
-"""Of so many requests that begin one is to show what drafts are worth, where they are ruled out. The decode
-worker's control spends one per cent of the time on that at most."""
 _PARTS_OF_A_DOUBLING = 8
 """Loads that differ by less than such a part are taken as equal: predictions are no better."""
 
 Cause = Literal["load", "lost"]
-_Key = tuple[str, RequestSpeculation | None, RequestClass]
+_Key = tuple[Worker, RequestSpeculation | None, RequestClass]
 
 
 class DraftPlanner:
@@ -65,9 +65,9 @@ class DraftPlanner:
         self._send = send
         self._tokens_left = tokens_left
         self._prospects: dict[_Key, tuple[object, Prospects]] = {}
+        self._kinds: defaultdict[_Key, DraftKind] = defaultdict(DraftKind)
         self._drafting: Counter[tuple[Worker, Worker]] = Counter()
         """Requests that the first worker decodes and the second drafts for."""
-        self._num_planned = 0
         self._next = 0
         """Place in the journal from which the next sweep goes on."""
 
@@ -76,10 +76,9 @@ class DraftPlanner:
         asked = request.generation.speculation
         if self._deployed is None and (asked is None or asked.method is None):
             return
-        self._num_planned += 1
-        request.explores_drafts = self._num_planned % EXPLORES_EVERY == 0
         decision = self._decide(request, None)
         self._adopt(request, decision)
+        self._expect(request, decision.chosen, since=0.0)
         self._metrics.draft_planned(decision.place.where)
 
     def sweep(self) -> None:
@@ -95,7 +94,9 @@ class DraftPlanner:
             self._reconsider(request)
 
     def leave(self, worker: Worker) -> None:
-        """If it is a draft worker, which was lost or is to go: its requests draft elsewhere."""
+        """It was lost or is to go. If it is a draft worker, its requests draft elsewhere."""
+        for key in [key for key in self._kinds if key[0] is worker]:
+            del self._kinds[key]
         for request in self._journal if worker.role.purpose == "draft" else ():
             if request.drafts_by is not None and request.drafts_by[1] is worker:
                 self._reconsider(request)
@@ -110,8 +111,11 @@ class DraftPlanner:
         cause: Cause = "load"
         if request.drafts_by is not None and not self._is_there(request.drafts_by[1]):
             cause = "lost"
+        now = time.monotonic()
+        self._look(request, now)
         decision = self._decide(request, current if cause == "load" else None)
         if decision.place == current and cause == "load":
+            self._expect(request, decision.chosen, since=now)
             return
         self._adopt(request, decision)
         message = Replan(
@@ -143,14 +147,30 @@ class DraftPlanner:
         return drafter.takes_requests and self._registry.current(*drafter.key) is drafter
 
     def _decide(self, request: LiveRequest, current: DraftPlace | None) -> DraftDecision:
+        kind, asked = self._kind(request), request.generation.speculation
         facts = DraftFacts(
             num_tokens=len(request.choice.prompt.token_ids) + len(request.output_token_ids),
             tokens_left=self._tokens_left(request),
             current=current,
-            explores=request.explores_drafts,
         )
-        decision = decide(facts, self._prospects_of(request))
-        return decision if self._where == "cost" else _forced(decision, self._where)
+        prospects = self._prospects_of(request, kind.seen)
+        where = asked.place if asked is not None and asked.place is not None else self._where
+        return kind.decide(facts, prospects) if where == "cost" else _forced(decide(facts, prospects), where)
+
+    def _kind(self, request: LiveRequest) -> DraftKind:
+        return self._kinds[_key(request)]
+
+    def _expect(self, request: LiveRequest, option: DraftOption, since: float) -> None:
+        rows = self._target(request.assigned["decode"]).rows
+        num_tokens = max(len(request.output_token_ids), request.num_emitted_before + 1)
+        request.expected = expect(option, rows, since, num_tokens)
+
+    def _look(self, request: LiveRequest, now: float) -> None:
+        """Learn from what it brought since the latest look."""
+        expected, request.expected = request.expected, None
+        if expected is not None and request.has_answered:
+            num_tokens = len(request.output_token_ids)
+            self._kind(request).note(expected, request.times.answered_at, num_tokens, now)
 
     def _adopt(self, request: LiveRequest, decision: DraftDecision) -> None:
         self.end(request)
@@ -163,6 +183,7 @@ class DraftPlanner:
 
     def end(self, request: LiveRequest) -> None:
         """It drafts no more, or elsewhere from now on."""
+        self._look(request, request.last_token_time)
         pair, request.drafts_by = request.drafts_by, None
         if pair is not None:
             self._count(pair, -1, -request.num_tokens_given)
@@ -184,20 +205,17 @@ class DraftPlanner:
 
     # --- what is known ----------------------------------------------------------------------------
 
-    def _prospects_of(self, request: LiveRequest) -> Prospects:
+    def _prospects_of(self, request: LiveRequest, seen: SeenRates) -> Prospects:
         """Those of requests like this one, reckoned once in a sweep unless the load changes."""
-        decode, asked = request.assigned["decode"], request.generation.speculation
-        request_class: RequestClass = "greedy" if request.sampling.is_greedy else "sampled"
-        key = decode.key.worker_id, asked, request_class
+        decode, asked, request_class = key = _key(request)
         target, drafters = self._target(decode), self._drafters(decode, request)
         load = (
-            decode.key.incarnation,
             _bucket(target.rows),
             [(each.worker_id, _bucket(each.others)) for each in drafters],
         )
         known = self._prospects.get(key)
         if known is None or known[0] != load:
-            known = self._prospects[key] = load, Prospects(target, drafters, asked, request_class)
+            known = self._prospects[key] = load, Prospects(target, drafters, asked, request_class, seen)
         return known[1]
 
     def _target(self, decode: Worker) -> DraftTarget:
@@ -236,13 +254,18 @@ class DraftPlanner:
         )
 
 
+def _key(request: LiveRequest) -> _Key:
+    request_class: RequestClass = "greedy" if request.sampling.is_greedy else "sampled"
+    return request.assigned["decode"], request.generation.speculation, request_class
+
+
 def _forced(decision: DraftDecision, where: Where) -> DraftDecision:
     """As the operator says, as far as that can be."""
     options = [option for option in decision.options if option.place.where == where]
     if not options:
         return decision
     chosen = max(options, key=lambda option: option.worth)
-    return DraftDecision(chosen, decision.options, f"--draft-placement={where}")
+    return DraftDecision(chosen, decision.options, f"drafts are to be made: {where}")
 
 
 def _bucket(count: float) -> int:

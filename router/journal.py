@@ -16,6 +16,7 @@ from protocol.roles import Task
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from router.choice import Choice
+from router.draft_kinds import ExpectedTokens
 from router.errors import ApiError
 from router.placement.decision import PlacementDecision
 from router.placement.drafts.history import DraftCounts, DraftHistory
@@ -62,8 +63,7 @@ class LiveRequest:
         self.drafts_by: tuple[Worker, Worker] | None = None
         """Who decodes it and the draft worker that drafts for it, which was given so many tokens to read."""
         self.num_tokens_given = 0
-        self.explores_drafts = False
-        """Whether it is to show what drafts are worth by now."""
+        self.expected: ExpectedTokens | None = None
         self.prefix: str | None = None
         """Whom its first worker is to fetch the beginning of the prompt from."""
         self.cost = 0.0

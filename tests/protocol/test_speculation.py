@@ -197,6 +197,7 @@ def test_a_request_says_what_it_wants() -> None:
             "must be an integer from 0 to 32, got 'auto'",
         ),
         ({"enabled": 1}, "enabled", "must be true or false, got 1"),
+        ({"place": "moon"}, "place", "must be one of 'local', 'none', 'remote', got 'moon'"),
         (
             {"metod": "ngram"},
             "metod",

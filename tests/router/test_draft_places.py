@@ -21,7 +21,14 @@ from protocol.speculation import (
     StepTimeState,
 )
 from router.placement.drafts.decide import decide
-from router.placement.drafts.interface import NOWHERE, DraftFacts, DraftPlace, DraftTarget, SharedDrafter
+from router.placement.drafts.interface import (
+    NOWHERE,
+    DraftFacts,
+    DraftMaker,
+    DraftPlace,
+    DraftTarget,
+    SharedDrafter,
+)
 from router.placement.drafts.prospects import Prospects
 from router.placement.drafts.rates import Rate
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, decided, drafter, place, speculation, target
@@ -124,10 +131,22 @@ def test_what_was_never_tried_is_tried():
     )
 
 
-def test_who_explores_drafts_where_the_others_do_not():
-    at = target(64, model=CPU_LIKE)
-    assert place(at, explores=True) == place(at, explores=True, current=HERE) == HERE
-    assert decided(at, explores=True, asked=RequestSpeculation(enabled=False)).place == NOWHERE
+def test_a_trial_goes_where_it_seems_to_lose_but_not_where_that_cannot_be():
+    at, elsewhere = target(64, model=CPU_LIKE), DraftMaker("draft_model", "draft-0")
+    for current in (None, NOWHERE, HERE):
+        assert place(at, trial=HERE.maker, current=current) == HERE
+        assert place(at, [drafter()], trial=elsewhere, current=current).at == "draft-0"
+        assert place(at, trial=elsewhere, current=current) == place(at, current=current)
+    assert decided(at, trial=HERE.maker, asked=RequestSpeculation(enabled=False)).place == NOWHERE
+    assert place(target(1), trial=NOWHERE.maker) == NOWHERE
+    assert place(target(1, fixed_tokens=4), trial=NOWHERE.maker).max_tokens == 4, "the deployment says so"
+
+
+def test_a_request_that_begins_goes_with_the_others():
+    """Where a draft worker is as good as the decode worker."""
+    even = Crossing(1.0)
+    for held in (HERE, Crossing(1.2).place()):
+        assert decide(DraftFacts(others=held.maker), even).place.maker == held.maker
 
 
 def test_a_tree_is_drafted_as_a_whole():
@@ -312,7 +331,7 @@ WISHES = st.one_of(
     asked=WISHES,
     request=st.builds(
         DraftFacts,
-        explores=st.booleans(),
+        trial=st.sampled_from([None, NOWHERE.maker, HERE.maker, DraftMaker("draft_model", "a")]),
         num_tokens=st.integers(0, 10**6),
         tokens_left=NUMBERS,
         current=st.one_of(st.none(), PLACES),

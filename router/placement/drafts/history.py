@@ -106,6 +106,7 @@ def _option(option: DraftOption, worker_id: str) -> dict[str, Any]:
             "tokens_per_s": option.rate,
             "tokens_per_s_with_catch_up": option.worth,
             "tokens_per_step": option.tokens_per_step,
+            "seen_to_predicted": option.correction,
         },
     }
 

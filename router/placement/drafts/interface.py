@@ -12,6 +12,13 @@ from protocol.speculation import Method, SpeculationState
 Where = Literal["none", "local", "remote"]
 
 
+class DraftMaker(NamedTuple):
+    """Who drafts, with whatever ceiling: nobody without a `method`, who decodes without `at`."""
+
+    method: Method | None = None
+    at: str | None = None
+
+
 class DraftPlace(NamedTuple):
     """Who drafts up to `max_tokens` in a step: nobody without a `method`, who decodes without `at`, else that
     draft worker.
@@ -27,6 +34,10 @@ class DraftPlace(NamedTuple):
             return "none"
         return "local" if self.at is None else "remote"
 
+    @property
+    def maker(self) -> DraftMaker:
+        return DraftMaker(self.method, self.at)
+
 
 NOWHERE = DraftPlace()
 
@@ -35,13 +46,15 @@ NOWHERE = DraftPlace()
 class DraftFacts:
     """A request, with `num_tokens` so far, that is expected to bring `tokens_left` more.
 
-    It drafts at `current` now; None: it begins. `explores`: it is to show whether drafts pay by now.
+    It drafts at `current` now; None: it begins, and others like it draft with `others`. All are to draft with
+    `trial` for a while, to show what that brings.
     """
 
     num_tokens: int = 0
     tokens_left: float = 128.0
     current: DraftPlace | None = None
-    explores: bool = False
+    others: DraftMaker | None = None
+    trial: DraftMaker | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +96,16 @@ class DraftOption(NamedTuple):
     """What a place is expected to bring, were all requests of the batch to draft so.
 
     `rate`: tokens a second of the batch. `worth`: the same over the rest of the request, with what it takes
-    until its drafter has read its text. `tokens_per_step` of one request.
+    until its drafter has read its text. Both hold `correction`, what was seen over what was predicted.
+    `tokens_per_step` of one request. `is_seen`: at about this load.
     """
 
     place: DraftPlace
     rate: float
     worth: float
     tokens_per_step: float
+    correction: float = 1.0
+    is_seen: bool = False
 
 
 @dataclass(frozen=True, slots=True)

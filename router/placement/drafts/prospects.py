@@ -33,6 +33,7 @@ from router.placement.drafts.rates import (
     reading_seconds,
     remote_rate,
 )
+from router.placement.drafts.seen import SeenRates
 
 FIRST_RATES = [0.75] * 8
 """Acceptance where nothing is known, as the decode workers assume it too: what is tried is soon known, what
@@ -47,7 +48,8 @@ STAYS = 0.05
 
 
 class Prospects:
-    """Of a target's requests of one class that ask for the same, were all of its batch like them.
+    """Of a target's requests of one class that ask for the same, were all of its batch like them. What was
+    `seen` of them corrects what is predicted.
 
     `why_none`: why they don't draft whatever it brings, if so; `may_stop`: whether they may be left without.
     """
@@ -58,6 +60,7 @@ class Prospects:
         drafters: Sequence[SharedDrafter] = (),
         asked: RequestSpeculation | None = None,
         request_class: RequestClass = "greedy",
+        seen: SeenRates | None = None,
     ) -> None:
         asked = asked or RequestSpeculation()
         self._target, self._rows = target, max(target.rows, 1.0)
@@ -75,6 +78,7 @@ class Prospects:
         remote = states.get(REMOTE)
         self._local_chances = _survival(_tried(self._local, remote), request_class)
         self._remote_chances = _survival(_tried(remote, self._local), request_class)
+        self._seen = seen or SeenRates()
         self._rates: dict[DraftPlace, Rate] = {}
 
     def nowhere(self, request: DraftFacts) -> DraftOption:
@@ -107,7 +111,14 @@ class Prospects:
 
     def _option(self, request: DraftFacts, place: DraftPlace) -> DraftOption:
         rate = self._rate(place)
-        return DraftOption(place, rate.tokens_per_s, self._worth(request, place, rate), rate.tokens_per_step)
+        worth = self._worth(request, place, rate)
+        is_seen = self._seen.knows(place.maker, self._rows)
+        return DraftOption(
+            place, rate.tokens_per_s, worth, rate.tokens_per_step, self._correction(place), is_seen
+        )
+
+    def _correction(self, place: DraftPlace) -> float:
+        return self._seen.correction(place.maker, self._rows)
 
     def _rate(self, place: DraftPlace) -> Rate:
         """0 tokens a second if that cannot be told."""
@@ -116,6 +127,7 @@ class Prospects:
             found = self._model(place)
             if not (isfinite(found.tokens_per_s) and found.tokens_per_s > 0):
                 found = Rate(0.0, 1.0)
+            found = found._replace(tokens_per_s=found.tokens_per_s * self._correction(place))
             self._rates[place] = found
         return found
 

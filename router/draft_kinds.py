@@ -1,0 +1,58 @@
+"""What is learned of requests that are alike, on one decode worker: what drafts bring, by who makes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from router.placement.drafts.decide import decide
+from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption
+from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.seen import SeenRates
+from router.placement.drafts.trials import Trials
+
+
+class ExpectedTokens(NamedTuple):
+    """Of one of `rows` requests, which had `num_tokens` at `since`: `per_s` more a second, uncorrected."""
+
+    maker: DraftMaker
+    rows: float
+    per_s: float
+    since: float
+    num_tokens: int
+
+
+class DraftKind:
+    """Requests of one decode worker and class that ask for the same. All draft with `maker` if that pays."""
+
+    def __init__(self) -> None:
+        self.seen = SeenRates()
+        self.trials = Trials()
+        self.maker: DraftMaker | None = None
+
+    def decide(self, facts: DraftFacts, prospects: Prospects) -> DraftDecision:
+        """Where a request drafts, or all of them for a trial that begins."""
+        facts = replace(facts, others=self.maker)
+        decision = decide(facts, prospects)
+        if decision.place != facts.current:
+            self.maker = decision.place.maker
+        self.trials.consider(decision)
+        trial = self.trials.place
+        return decide(replace(facts, trial=trial), prospects) if trial is not None else decision
+
+    def note(self, expected: ExpectedTokens, answered_at: float, num_tokens: int, now: float) -> None:
+        """The request, which has answered since then, has `num_tokens` by now."""
+        seconds = now - max(expected.since, answered_at)
+        if seconds <= 0:
+            return
+        tokens = num_tokens - expected.num_tokens
+        self.seen.note(expected.maker, expected.rows, seconds, tokens, expected.per_s * seconds)
+        self.trials.passed(seconds / expected.rows)
+
+
+def expect(option: DraftOption, rows: float, since: float, num_tokens: int) -> ExpectedTokens:
+    """Of one of so many requests that drafts as `option` says."""
+    rows = max(rows, 1.0)
+    return ExpectedTokens(
+        option.place.maker, rows, option.worth / (option.correction * rows), since, num_tokens
+    )

@@ -1,0 +1,95 @@
+"""Where predictions are wrong, what was seen corrects them: a decode worker in simulated time."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from router.draft_kinds import DraftKind
+from router.placement.drafts.interface import DraftFacts, DraftMaker, DraftPlace, Where
+from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.seen import SeenRates
+from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, target
+
+SWEEP_S = 0.25
+TEXTS = 0.2
+"""By which what a second brings differs from text to text."""
+
+HOLDS: dict[Where, float] = {"none": 1.0, "local": 1.0, "remote": 1.0}
+SHARED_CORES: dict[Where, float] = {"none": 1.0, "local": 0.95, "remote": 0.4}
+BAD_START: dict[Where, float] = {"none": 1.0, "local": 2.2, "remote": 0.9}
+NOT_HERE: dict[Where, float] = {"none": 1.0, "local": 0.4, "remote": 1.1}
+
+
+class Simulated:
+    """What is predicted for a place really brings `truth` times as much."""
+
+    def __init__(self, model: dict[str, float], truth: dict[Where, float], rows: int, seed: int = 1) -> None:
+        self.truth, self._rows = truth, rows
+        self._target = target(rows, model=model)
+        self._random = random.Random(seed)
+        self.kind = DraftKind()
+        self.seconds: Counter[Where] = Counter()
+        self._place: DraftPlace | None = None
+        plain = Prospects(self._target, [drafter()])
+        options = [plain.nowhere(DraftFacts()), plain.local(DraftFacts()), *plain.elsewhere(DraftFacts())]
+        self._predicted = {option.place.maker: option.rate for option in options if option is not None}
+        self._wheres = {option.place.maker: option.place.where for option in options if option is not None}
+
+    def run(self, seconds: float) -> float:
+        """What is reached of the best place."""
+        tokens = 0.0
+        for _ in range(round(seconds / SWEEP_S)):
+            prospects = Prospects(self._target, [drafter()], seen=self.kind.seen)
+            self._place = self.kind.decide(DraftFacts(current=self._place), prospects).place
+            where, maker = self._place.where, self._place.maker
+            tokens += SWEEP_S * self._rate(maker)
+            self.seconds[where] += SWEEP_S
+            for _ in range(self._rows):
+                predicted = SWEEP_S * self._predicted[maker] / self._rows
+                seen = predicted * self.truth[where] * max(self._random.gauss(1, TEXTS), 0.1)
+                self.kind.seen.note(maker, self._rows, SWEEP_S, seen, predicted)
+            self.kind.trials.passed(SWEEP_S)
+        return tokens / seconds / max(map(self._rate, self._predicted))
+
+    def _rate(self, maker: DraftMaker) -> float:
+        return self.truth[self._wheres[maker]] * self._predicted[maker]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("truth", [HOLDS, SHARED_CORES, BAD_START, NOT_HERE])
+def test_the_best_place_is_found_and_kept(truth, rows):
+    simulated = Simulated(CPU_LIKE, truth, rows)
+    simulated.run(20.0)  # to learn
+    assert simulated.run(100.0) >= 0.97
+
+
+def test_what_seems_to_lose_by_much_is_hardly_tried():
+    simulated = Simulated(GPU_LIKE, HOLDS, rows=4)
+    simulated.run(100.0)
+    assert 0 < simulated.seconds["none"] <= 4.0
+
+
+def test_what_changes_is_noticed():
+    """The draft worker's cores go to somebody else, and come back."""
+    simulated = Simulated(GPU_LIKE | {"level_s": 6e-3}, HOLDS, rows=2)
+    for truth, where in ((HOLDS, "remote"), (SHARED_CORES, "local"), (HOLDS, "remote")):
+        simulated.truth = truth
+        simulated.run(60.0)
+        simulated.seconds.clear()
+        simulated.run(40.0)
+        assert simulated.seconds[where] >= 0.8 * 40.0
+
+
+def test_what_was_seen_counts_for_other_loads_and_the_nearest_one_counts():
+    seen, (own, other) = SeenRates(), (DraftMaker("draft_model"), DraftMaker("draft_model", "draft-0"))
+    assert seen.correction(own, 4) == 1.0
+    seen.note(own, 4, 4.0, seen=50.0, predicted=100.0)
+    assert seen.correction(own, 4) == seen.correction(own, 64) == 0.5
+    assert seen.correction(other, 4) == 0.5, "as long as nothing is known of it"
+    seen.note(other, 64, 64.0, seen=300.0, predicted=100.0)
+    seen.note(own, 64, 0.1, seen=900.0, predicted=1.0)
+    assert seen.correction(own, 64) == 0.5, "that was too short"
+    assert seen.correction(other, 1) == 3.0
