@@ -8,7 +8,7 @@ import resource
 import time
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from router.errors import ApiError
 
@@ -21,6 +21,8 @@ HEAD_TIMEOUT_S = 10.0
 """From a connection's start, or from the first byte of its next request, to the end of the headers."""
 DISCARD_S = 2.0
 LOG_INTERVAL_S = 10.0
+DIRECT_WRITER = "tandem.direct_writer"
+"""In the state of a request's scope."""
 
 
 class Connections:
@@ -53,6 +55,22 @@ def raise_file_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return min(MAX_CONNECTIONS, limit * 3 // 4)
+
+
+class DirectWriter:
+    """Writes to an answer that has begun, without an ASGI message."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client is there and reads."""
+        return not self._cycle.flow.write_paused and not self._cycle.disconnected
+
+    def write(self, body: bytes) -> None:
+        """One chunk, which is not empty."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -110,6 +128,7 @@ class HttpConnection(HttpToolsProtocol):
         self._cancel_deadline()
         self._all.idle.pop(self, None)
         super().on_headers_complete()
+        self.scope["state"][DIRECT_WRITER] = DirectWriter(self.cycle)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Literal, get_args
 
@@ -236,6 +236,7 @@ class Generation:
         self.timeout: asyncio.TimerHandle | None = None
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
+        self._write: Callable[[], bool] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -247,16 +248,26 @@ class Generation:
         return any(request.output_token_ids for request in self.requests)
 
     def notify(self) -> None:
-        """There is something new for the handler."""
+        """There is something new for the handler. It is not woken where that can be written at once."""
+        if self._has_news:
+            return
+        if self._write is not None and self._write():
+            return
         self._has_news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def wait(self) -> None:
-        """Until something new came since the last call. There is one handler, so one future serves."""
+    async def wait(self, write: Callable[[], bool] | None = None) -> None:
+        """Until something new came since the last call, that `write` did not deal with while this waits.
+
+        There is one handler, so one future serves.
+        """
         if not self._has_news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self._waiter, self._write = asyncio.get_running_loop().create_future(), write
+            try:
+                await self._waiter
+            finally:
+                self._waiter = self._write = None
         self._has_news = False
 
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
 from router.formats import Format, error_event
 from router.journal import Generation
@@ -78,7 +79,7 @@ class GenerateEndpoint:
         try:
             state.dispatcher.start(generation)
             if output.stream:
-                await _stream(send, generation, answer, output.return_timing)
+                await _stream(send, generation, answer, output.return_timing, _direct_writer(scope))
             else:
                 while not generation.is_over:
                     await generation.wait()
@@ -129,26 +130,46 @@ def _slo(headers: Headers, header: str, default_s: float | None) -> float:
     return milliseconds / 1000
 
 
+def _direct_writer(scope: Scope) -> DirectWriter | None:
+    writer: DirectWriter | None = scope.get("state", {}).get(DIRECT_WRITER)
+    return writer
+
+
 async def _disconnected(receive: Receive) -> None:
     """Returns when the client is gone, or the answer is complete. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _stream(send: Send, generation: Generation, answer: Format, with_timing: bool) -> None:
-    """Server-sent events. `send` waits while the client doesn't read."""
+async def _stream(
+    send: Send, generation: Generation, answer: Format, with_timing: bool, direct: DirectWriter | None
+) -> None:
+    """Server-sent events. `send` waits while the client doesn't read.
+
+    A single choice's events are written as its tokens come, without this task, while the client reads.
+    """
+
+    def new_events() -> bytes:
+        return b"".join(
+            [answer.chunk(choice, choice.take()) for choice in generation.choices if choice.has_news]
+        )
+
+    def write() -> bool:
+        if direct is None or generation.is_over or not direct.is_ready:
+            return False
+        direct.write(new_events())
+        return True
+
     await generation.wait()
     if generation.error is not None:
         raise generation.error
     await send(dict(_STREAM_START))
     while True:
-        events = b"".join(
-            [answer.chunk(choice, choice.take()) for choice in generation.choices if choice.has_news]
-        )
+        events = new_events()
         if generation.is_over:
             break
         await send({"type": "http.response.body", "body": events, "more_body": True})
-        await generation.wait()
+        await generation.wait(write if len(generation.choices) == 1 else None)
     if generation.error is not None:
         events += error_event(generation.error)
     else:

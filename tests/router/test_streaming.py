@@ -1,0 +1,89 @@
+"""Events that are written as tokens come, and those of a client that reads late."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import httpx
+from router_clients import BODY, emitted, eventually, post
+
+from router.connection import DirectWriter
+from router.journal import Generation
+
+NUM_TOKENS = 400
+
+
+class Handler:
+    """Of a generation's news; `writes` says what `write` answers."""
+
+    def __init__(self) -> None:
+        self.generation = Generation([], arrival=0.0, timeout_s=60.0)
+        self.writes = True
+        self.num_writes = 0
+
+    def write(self) -> bool:
+        self.num_writes += self.writes
+        return self.writes
+
+    async def waits(self) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(self.generation.wait(self.write))
+        await asyncio.sleep(0)
+        return task
+
+
+async def test_what_is_written_at_once_does_not_wake_the_handler():
+    handler = Handler()
+    task = await handler.waits()
+    for _ in range(3):
+        handler.generation.notify()
+    await asyncio.sleep(0)
+    assert handler.num_writes == 3 and not task.done()
+    handler.writes = False
+    handler.generation.notify()
+    await asyncio.wait_for(task, 5)
+
+
+async def test_nothing_overtakes_what_the_handler_has_to_write():
+    handler = Handler()
+    handler.generation.notify()  # it does not wait yet
+    await asyncio.wait_for(handler.generation.wait(handler.write), 5)
+    task = await handler.waits()
+    handler.writes = False
+    handler.generation.notify()
+    handler.writes = True
+    handler.generation.notify()  # it has been woken and has yet to run
+    await asyncio.wait_for(task, 5)
+    handler.generation.notify()  # it writes
+    assert handler.num_writes == 0
+    await asyncio.wait_for(handler.generation.wait(handler.write), 5)
+
+
+def test_most_tokens_pass_by_the_handler(router, monkeypatch):
+    chunks = []
+    write = DirectWriter.write
+    monkeypatch.setattr(DirectWriter, "write", lambda self, body: (chunks.append(body), write(self, body)))
+    answer = post(router, max_tokens=30, stream=True).text
+    assert len(chunks) >= 20
+    assert b"".join(chunks).decode() in answer
+
+
+def test_a_client_that_reads_late_gets_every_token_once(make_router):
+    router = make_router()
+    router.add_worker()
+    router.server._http_socket.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+    )  # its connections inherit
+    body = {**BODY, "max_tokens": NUM_TOKENS, "return_token_ids": True, "logprobs": 20}
+    expected = post(router, **body).json()["choices"][0]["token_ids"]
+    small = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)])
+    with (
+        httpx.Client(transport=small, timeout=20) as client,
+        client.stream("POST", f"{router.url}/v1/completions", json={**body, "stream": True}) as response,
+    ):
+        eventually(lambda: not emitted(router))
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+    tokens = [json.loads(line)["choices"][0]["token_ids"] for line in lines]
+    assert len(tokens) < NUM_TOKENS, "the router never waited for the client"
+    assert [token for step in tokens for token in step] == expected
