@@ -20,6 +20,7 @@ from protocol.speculation import (
     SpeculationState,
     StepTimeState,
 )
+from router.draft_kinds import DraftKind
 from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import (
     NOWHERE,
@@ -144,9 +145,10 @@ def test_a_trial_goes_where_it_seems_to_lose_but_not_where_that_cannot_be():
 
 def test_a_request_that_begins_goes_with_the_others():
     """Where a draft worker is as good as the decode worker."""
-    even = Crossing(1.0)
-    for held in (HERE, Crossing(1.2).place()):
-        assert decide(DraftFacts(others=held.maker), even).place.maker == held.maker
+    for first, where in ((Crossing(0.8), "local"), (Crossing(1.2), "remote")):
+        kind = DraftKind()
+        for prospects in (first, Crossing(1.0)):
+            assert kind.decide(DraftFacts(), prospects).place.where == where
 
 
 def test_a_tree_is_drafted_as_a_whole():

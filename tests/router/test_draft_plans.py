@@ -179,16 +179,15 @@ def test_a_client_can_fix_the_place(make, where):
 def test_what_requests_brought_corrects_what_is_predicted(make_router, pool):
     """This worker brings a token of each request every 5 ms, whatever it drafts."""
     router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
-    router.add_worker("decode-0", speculation=speculation(**GPU_LIKE), step_s=0.005)
+    router.add_worker("decode-0", speculation=speculation(start_s=60e-3), step_s=0.005)
     running = begin(router, pool, 4, max_tokens=200)
     assert all(future.result().status_code == 200 for future in running)
     post(router, max_tokens=2)
     latest = router.http.get("/decisions").json()["decisions"][0]["drafts"]
     assert latest["chosen"]["where"] == "local"
     predicted = latest["chosen"]["predicted"]
-    plain = GPU_LIKE["start_s"] + GPU_LIKE["row_s"]
-    assert predicted["tokens_per_s"] == pytest.approx(200, rel=0.3), "one request"
-    assert predicted["seen_to_predicted"] == pytest.approx(predicted["tokens_per_s"] * plain / 3, rel=0.5)
+    assert 100 < predicted["tokens_per_s"] < 210, "one request"
+    assert predicted["seen_to_predicted"] > 2
 
 
 def test_requests_that_are_handed_over_are_planned_anew_once_they_decode(make_router, pool):
