@@ -10,7 +10,6 @@ step takes spread ** -scaling as long, and the scaling is learned with the rest.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -21,13 +20,12 @@ import msgspec
 import numpy as np
 
 from engine.draft import Outcome
+from engine.nonnegative_fit import NonNegativeFit
 from engine.sequence import SequenceState
 from protocol.costs import StepCosts
 
 MEMORY = 500.0
 """[steps] Over which each model is averaged."""
-SEED_WEIGHT = 0.1
-"""[steps] Of each step that was measured at the start."""
 DECODE_SCALING, PREFILL_SCALING = 0.5, 0.9
 """Until steps on lent cores have told. Decoding waits for memory, which more cores share."""
 SCALING_MEMORY = 100.0
@@ -79,7 +77,7 @@ class StepTimes:
         self._memory = memory
         self.latest = self._constants
         """What `costs` last answered; costs nothing to read."""
-        self._decode, self._prefill = _Fit(memory), _Fit(memory)
+        self._decode, self._prefill = NonNegativeFit(memory), NonNegativeFit(memory)
         self._decode_scaling, self._prefill_scaling = _Scaling(DECODE_SCALING), _Scaling(PREFILL_SCALING)
         self._pending: deque[_Step] = deque(maxlen=_MOST_PENDING)
         self._accepted = self._rows = 0.0
@@ -200,44 +198,3 @@ def _decode_features(steps: Sequence[_Step]) -> np.ndarray:
 def _prefill_features(steps: Sequence[_Step]) -> np.ndarray:
     works = [step.work for step in steps]
     return np.array([(float(work.tokens > 0), work.tokens, work.pairs) for work in works])
-
-
-class _Fit:
-    """Least squares of relative errors, of three weights that are never negative."""
-
-    def __init__(self, memory: float) -> None:
-        self._fade = 1 - 1 / memory
-        self._squares, self._products = np.zeros((3, 3)), np.zeros(3)
-        self._kept_squares, self._kept_products = np.zeros((3, 3)), np.zeros(3)
-        self.weights = np.zeros(3)
-
-    def learn(self, features: np.ndarray, values: np.ndarray, scale: np.ndarray) -> None:
-        """Of steps, oldest first. Errors count relative to `scale`: a pause of the machine counts little."""
-        scale = np.maximum(scale, 1e-9)
-        age = self._fade ** np.arange(len(features) - 1, -1, -1)
-        rows = features / scale[:, None]
-        fade = self._fade ** len(features)
-        self._squares = fade * self._squares + (rows * age[:, None]).T @ rows
-        self._products = fade * self._products + (rows * age[:, None]).T @ (values / scale)
-        self._solve()
-
-    def keep(self) -> None:
-        """Never forget what was learned so far."""
-        self._kept_squares, self._kept_products = SEED_WEIGHT * self._squares, SEED_WEIGHT * self._products
-        self._squares, self._products = np.zeros((3, 3)), np.zeros(3)
-
-    def _solve(self) -> None:
-        """Of all choices of weights that are zero the one that fits best, if none is negative."""
-        squares, products = self._squares + self._kept_squares, self._products + self._kept_products
-        sizes = np.sqrt(np.maximum(np.diag(squares), 1e-30))
-        squares, products = squares / np.outer(sizes, sizes) + 1e-9 * np.eye(3), products / sizes
-        best, gain = np.zeros(3), 0.0
-        for count in (1, 2, 3):
-            for chosen in itertools.combinations(range(3), count):
-                part = list(chosen)
-                found = np.linalg.solve(squares[np.ix_(part, part)], products[part])
-                if (found >= 0).all() and float(found @ products[part]) > gain:
-                    gain = float(found @ products[part])
-                    best = np.zeros(3)
-                    best[part] = found
-        self.weights = best / sizes

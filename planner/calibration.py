@@ -10,7 +10,8 @@ import asyncio
 import random
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -18,7 +19,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+import numpy as np
 
+from engine.nonnegative_fit import NonNegativeFit
 from planner.profile import LinkProfile, Profile
 from protocol.costs import StepCosts
 from protocol.errors import TandemError
@@ -32,10 +35,17 @@ NUM_BURSTS = len(BURSTS) * ROUNDS
 SPREAD_S = 0.4
 """Over which a burst's requests come."""
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 96
-LONE_REQUESTS = 12
+LONE_REQUESTS = 6
+"""Of each length. Their median counts: a pause of the machine says nothing."""
+LONE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+"""Of the longest chunk."""
+LONE_PAUSE_S = 0.05
+"""Until another request decodes, as one does at most loads: workers of one host slow each other."""
 DRAFT_BURSTS = (1, 2, 4, 8, 16)
 """Requests that continue text, where the server drafts: random tokens tell nothing of drafts."""
 DRAFT_ROUNDS = 3
+REPORTED_S = 0.5
+"""By then a heartbeat has brought what workers know."""
 TEXT_LENGTH, TEXT_OUTPUT = 1000, 64
 """[characters], [tokens]"""
 ALWAYS_SPLIT = ("--placement", "least_loaded")
@@ -78,14 +88,15 @@ class _Calibration:
                 self._on_burst()
                 if number > 0:
                     looks.append(self._get("/cluster"))
-        costs = fitted_costs([worker for look in looks for worker in look["workers"]])
+        costs = decode_costs([worker for look in looks for worker in look["workers"]])
+        costs, request_s = with_prompts(costs, asyncio.run(self._lone(costs.chunk_tokens)))
         return Profile(
             name=self._model,
             sources=list(sources),
             costs=costs,
             link=_link(looks[-1]["links"]),
             kv_tokens=min(worker["kv"]["tokens"] for worker in looks[-1]["workers"]),
-            request_s=asyncio.run(self._overhead(costs)),
+            request_s=request_s,
             speculation=self._drafts(),
         )
 
@@ -99,6 +110,7 @@ class _Calibration:
         for number in range(DRAFT_ROUNDS):
             for size in self._random.sample(DRAFT_BURSTS, len(DRAFT_BURSTS)):
                 asyncio.run(self._continue(self._random.choices(texts, k=size), float(number % 2)))
+        time.sleep(REPORTED_S)
         return drafts_of([_speculation(worker) for worker in self._get("/workers")["workers"]])
 
     async def _continue(self, texts: Sequence[str], temperature: float) -> None:
@@ -117,12 +129,18 @@ class _Calibration:
             for _ in range(size):
                 group.create_task(one())
 
-    async def _overhead(self, costs: StepCosts) -> float:
-        """What a lone request's first token takes beside computing its prompt."""
-        tokens = min(64, self._longest // 2)
-        computed_s = costs.decode_s(0, 0) + costs.chunks_s(tokens, 0, costs.chunk_tokens)
-        took = [await self._ask(self._tokens(tokens), 2) for _ in range(LONE_REQUESTS)]
-        return max(median(took) - computed_s, 0.0)
+    async def _lone(self, chunk_tokens: int) -> dict[int, float]:
+        """By the prompt's tokens, seconds to the first token of requests whose prompts meet no others."""
+        longest, found = min(chunk_tokens, self._longest // 2), {}
+        for tokens in {max(int(share * longest), 1) for share in LONE_SHARES}:
+            found[tokens] = median([await self._beside_another(tokens) for _ in range(LONE_REQUESTS)])
+        return found
+
+    async def _beside_another(self, tokens: int) -> float:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._ask(self._tokens(1), min(LONGEST_OUTPUT, self._longest // 4)))
+            await asyncio.sleep(LONE_PAUSE_S)
+            return await self._ask(self._tokens(tokens), 2)
 
     def _tokens(self, count: int) -> list[int]:
         return self._random.choices(_VOCAB, k=count)
@@ -157,18 +175,28 @@ class _Calibration:
             raise CalibrationError(f"{self._http.base_url}{path}: {error}") from error
 
 
-def fitted_costs(told: Sequence[dict[str, Any]]) -> StepCosts:
-    """Of what workers tell in several looks: what decoding costs from decode workers, prompts from prefill
-    workers, each where it was measured.
+def decode_costs(told: Sequence[dict[str, Any]]) -> StepCosts:
+    """What decoding costs by what decode workers tell in several looks."""
+    names = ("step_s", "row_s", "context_s", "tokens_per_row")
+    costs = [worker["costs"] for worker in told if worker["role"] == "decode"]
+    return msgspec.convert(
+        costs[-1] | {name: fmean(each[name] for each in costs) for name in names}, StepCosts
+    )
+
+
+def with_prompts(costs: StepCosts, took: Mapping[int, float]) -> tuple[StepCosts, float]:
+    """What prompts cost, and what a request spends outside of workers, by the seconds to the first token of
+    lone requests, each of one chunk.
+
+    Workers fit prompts too, but from steps in which other programs disturb, most of all the long ones.
     """
-
-    def mean(role: str, name: str) -> float:
-        return fmean(worker["costs"][name] for worker in told if worker["role"] == role)
-
-    decode = {name: mean("decode", name) for name in ("step_s", "row_s", "context_s", "tokens_per_row")}
-    prompt = {name: mean("prefill", name) for name in ("chunk_s", "token_s", "attention_s")}
-    prompt["chunk_s"] = max(prompt["chunk_s"] + mean("prefill", "step_s") - decode["step_s"], 0.0)
-    return msgspec.convert(told[-1]["costs"] | decode | prompt, StepCosts)
+    seconds = np.array(list(took.values()))
+    features = np.array([(1.0, tokens, tokens * tokens / 2) for tokens in took])
+    fit = NonNegativeFit(inf)
+    fit.learn(features, seconds, seconds)
+    once_s, token_s, attention_s = fit.weights.tolist()
+    prompt = {"chunk_s": 0.0, "token_s": token_s, "attention_s": attention_s}
+    return msgspec.structs.replace(costs, **prompt), max(once_s - costs.step_s, 0.0)
 
 
 def _speculation(worker: dict[str, Any]) -> SpeculationState:
