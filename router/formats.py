@@ -81,6 +81,7 @@ class Format(abc.ABC):
     def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> None:
         self._tokenizer = tokenizer
         self._options = options
+        self._only_text = options.only_text
         self._begun: set[int] = set()
         self._head = {
             "id": self.id_prefix + request_id,
@@ -159,7 +160,7 @@ class CompletionFormat(Format):
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         first = self._is_first(choice)
-        if first or choice.finish_reason is not None or not self._options.only_text:
+        if first or choice.finish_reason is not None or not self._only_text:
             return self._event(choice, _json(self._choice(choice, delta, first)))
         body = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}'
         return self._event(choice, body % (choice.index, _json(delta.text)))
@@ -202,7 +203,7 @@ class ChatFormat(Format):
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         first = self._is_first(choice)
-        if first or choice.finish_reason is not None or not self._options.only_text:
+        if first or choice.finish_reason is not None or not self._only_text:
             return self._slow_chunk(choice, delta, first)
         body = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
         return self._event(choice, body % (choice.index, _json(delta.text)))

@@ -149,15 +149,12 @@ async def _stream(
     A single choice's events are written as its tokens come, without this task, while the client reads.
     """
 
-    def new_events() -> bytes:
-        return b"".join(
-            [answer.chunk(choice, choice.take()) for choice in generation.choices if choice.has_news]
-        )
+    first, *others = generation.choices
 
     def write() -> bool:
         if direct is None or generation.is_over or not direct.is_ready:
             return False
-        direct.write(new_events())
+        direct.write(answer.chunk(first, first.take()))
         return True
 
     await generation.wait()
@@ -165,11 +162,13 @@ async def _stream(
         raise generation.error
     await send(dict(_STREAM_START))
     while True:
-        events = new_events()
+        events = b"".join(
+            [answer.chunk(choice, choice.take()) for choice in generation.choices if choice.has_news]
+        )
         if generation.is_over:
             break
         await send({"type": "http.response.body", "body": events, "more_body": True})
-        await generation.wait(write if len(generation.choices) == 1 else None)
+        await generation.wait(None if others else write)
     if generation.error is not None:
         events += error_event(generation.error)
     else:
