@@ -61,9 +61,10 @@ def main() -> None:
 
 
 def assign_cores() -> None:
-    """To the workers of the server that this process has started."""
+    """To this process, and to those of the server that it has started."""
     first, *others = sorted(os.sched_getaffinity(0))
-    for process in psutil.Process().children(recursive=True):
+    own = psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
         decodes = process.name().startswith("tandem:decode")
         for thread in process.threads():
             os.sched_setaffinity(thread.id, [first] if decodes else others or [first])

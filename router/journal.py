@@ -64,6 +64,7 @@ class LiveRequest:
         """Who decodes it and the draft worker that drafts for it, which was given so many tokens to read."""
         self.num_tokens_given = 0
         self.expected: ExpectedTokens | None = None
+        """What it is to bring where it drafts, from the router's latest look at it on."""
         self.prefix: str | None = None
         """Whom its first worker is to fetch the beginning of the prompt from."""
         self.cost = 0.0

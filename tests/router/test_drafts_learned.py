@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from math import inf, nan
 
 import pytest
 
@@ -81,6 +82,15 @@ def test_what_changes_is_noticed():
         simulated.seconds.clear()
         simulated.run(40.0)
         assert simulated.seconds[where] >= 0.8 * 40.0
+
+
+def test_a_worker_that_stands_still_and_impossible_predictions_leave_a_number_to_divide_by():
+    seen, own = SeenRates(), DraftMaker("draft_model")
+    for predicted in (nan, inf, 0.0, -1.0):
+        seen.note(own, 1, 1.0, seen=5.0, predicted=predicted)
+    assert seen.correction(own, 1) == 1.0
+    seen.note(own, 1, 1.0, seen=0.0, predicted=100.0)
+    assert seen.correction(own, 1) == 0.01
 
 
 def test_what_was_seen_counts_for_other_loads_and_the_nearest_one_counts():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from math import exp, log2
+from math import exp, isfinite, log2
 from typing import NamedTuple
 
 from router.placement.drafts.interface import DraftMaker
@@ -36,7 +36,7 @@ class SeenRates:
 
     def note(self, place: DraftMaker, rows: float, seconds: float, seen: float, predicted: float) -> None:
         """One of `rows` requests that decoded for so long brought `seen` tokens instead of `predicted`."""
-        if seconds <= 0 or predicted <= 0:
+        if seconds <= 0 or not (isfinite(predicted) and predicted > 0):
             return
         share = seconds / max(rows, 1.0)
         by_load = self._sums[place]
@@ -66,7 +66,7 @@ def _nearest(by_load: Mapping[int, _Sums], load: int) -> float | None:
     if not told:
         return None
     sums = by_load[min(told, key=lambda each: abs(each - load))]
-    return sums.seen / sums.predicted
+    return max(sums.seen, 1.0) / sums.predicted
 
 
 def _bucket(rows: float) -> int:
