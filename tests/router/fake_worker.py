@@ -72,7 +72,7 @@ class FakeWorker:
     fake decode workers, for the hand-off, which is left undone while `keep` is set. A job has no more than
     `stall_after` output tokens. With `rejected_per_step` all but the last of a step's tokens were drafted,
     and so many more. A prefetch is answered as `prefetches` says, or not at all (None). Everything received
-    is kept in `generated`, `aborted` and `redirects`.
+    is kept in `generated`, `aborted`, `redirects` and `prefetched`.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class FakeWorker:
         self.aborted: list[str] = []
         self.redirects: list[Redirect] = []
         self.prefetches: bool | None = True
+        self.prefetched: list[str] = []
         self.has_left = threading.Event()
         """All routers have let it go."""
         self.replans: list[Replan] = []
@@ -285,14 +286,10 @@ class FakeWorker:
                 self._let_go.add(line)
                 if len(self._let_go) == len(self._endpoints):
                     self.has_left.set()
-            case Prefetch() if self.prefetches is not None:
-                answer = Prefetched(
-                    worker_id=self.worker_id,
-                    incarnation=self.incarnation,
-                    request_id=message.request.request_id,
-                    complete=self.prefetches,
-                )
-                self._sockets[line].send(encode(answer))
+            case Prefetch():
+                self.prefetched.append(message.request.request_id)
+                if self.prefetches is not None:
+                    self._sockets[line].send(encode(self.prefetch_answer(self.prefetches)))
             case Generate():
                 assert message.incarnation == self.incarnation
                 self.generated.append(message.request)
@@ -313,6 +310,15 @@ class FakeWorker:
             case Replan():
                 assert message.incarnation == self.incarnation
                 self.replans.append(message)
+
+    def prefetch_answer(self, complete: bool) -> Prefetched:
+        """To the newest `Prefetch`."""
+        return Prefetched(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            request_id=self.prefetched[-1],
+            complete=complete,
+        )
 
     def _answer_roll_call(self, request_ids: list[str], line: int) -> None:
         with self._lock:
