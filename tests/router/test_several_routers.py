@@ -146,6 +146,21 @@ def test_of_the_last_two_decode_workers_one_stays(two, pool, call, body):
     assert all(post(router, max_tokens=2).status_code == 200 for router in two.routers)
 
 
+def test_who_changes_its_role_through_one_router_is_not_drained_through_another(two, pool):
+    leaving = two.add_worker("decode-0")
+    leaving.stall_after = 5
+    answers = [pool.submit(post, router, max_tokens=8) for router in two.routers]
+    two.each(lambda router: emitted(router) == [5])
+    two.add_worker("decode-1").prefetches = None
+    two.each(lambda router: len(router.server.state.registry.live()) == 2)
+    changed = pool.submit(two.routers[0].http.post, "/workers/decode-0/role", json={"role": "prefill"})
+    two.each(lambda router: router.server.state.registry.named("decode-0").draining)
+    refused = two.routers[1].http.post("/workers/decode-0/drain", json={})
+    assert (refused.status_code, "changes its role" in refused.text) == (409, True)
+    leaving.stall_after = 100
+    assert [answer.result(10).status_code for answer in (*answers, changed)] == [200] * 3
+
+
 def test_a_worker_waits_for_the_router_that_still_has_something_on_it(two, pool):
     leaving = two.add_worker("decode-0")
     leaving.stall_after = 5
