@@ -100,8 +100,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
         return max(0, -(-self.num_tokens // size) - self.granted.covered // size)
 
     def replan(self, plan: DraftPlan | None) -> None:
-        """Its drafts are to be made as `plan` says."""
-        self.request = msgspec.structs.replace(self.request, draft_plan=plan)
+        super().replan(plan)
         if self.reservation is not None:
             self.reservation = replace(self.reservation, request=self.request)
 

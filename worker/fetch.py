@@ -35,8 +35,8 @@ FETCH_TIMEOUT_S = 5.0
 """Seconds without a block after which a prefix is computed instead."""
 
 
-OnEnd = Callable[[bool], None]
-"""Told whether the whole prefix is in the cache then."""
+OnEnd = Callable[[EngineRequest, bool], None]
+"""Told the request, as it is by then, and whether the whole prefix is in the cache."""
 
 
 class FetchStage(enum.Enum):
@@ -108,7 +108,7 @@ class PrefixFetcher:
             return False
         if not room.wanted:
             room.holdings.free()
-            on_end(True)
+            on_end(request, True)
             return True
         now = time.monotonic()
         fetch = PrefixFetch(request, holder, room, now, on_end, deadline=now + FETCH_TIMEOUT_S)
@@ -160,7 +160,7 @@ class PrefixFetcher:
         self._counters.add("prefix_blocks_fetched_total", received)
         self._counters.add("prefix_fetch_seconds_total", time.monotonic() - fetch.started)
         self._end(fetch, received)
-        fetch.on_end(received == len(fetch.room.wanted))
+        fetch.on_end(fetch.request, received == len(fetch.room.wanted))
 
     def on_lent(self, message: Lent) -> None:
         fetch = self.fetches.get(message.request_id)
@@ -196,7 +196,7 @@ class PrefixFetcher:
             reason,
         )
         self._end(fetch, 0)
-        fetch.on_end(False)
+        fetch.on_end(fetch.request, False)
 
     def _end(self, fetch: PrefixFetch, num_received: int) -> None:
         """Close the lease; blocks that came go to the prefix cache, unless somebody still writes to them."""

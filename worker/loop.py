@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+import msgspec
 import zmq
 
 from engine.engine import Engine
@@ -412,6 +413,8 @@ class WorkerLoop(ABC):
     def _on_replan(self, message: Replan) -> None:
         if message.incarnation != self.parts.incarnation:
             self.counters.add("stale_messages_total")
+        elif (fetch := self._fetcher.fetches.get(message.request_id)) is not None:
+            fetch.replan(message.plan)
         else:
             self.replan(message.request_id, message.plan)
 
@@ -432,7 +435,7 @@ class WorkerLoop(ABC):
     def _on_prefetch(self, message: Prefetch) -> None:
         request = message.request
 
-        def answer(complete: bool) -> None:
+        def answer(request: EngineRequest, complete: bool) -> None:
             message = Prefetched(
                 worker_id=self.parts.worker_id,
                 incarnation=self.parts.incarnation,
@@ -449,17 +452,19 @@ class WorkerLoop(ABC):
             return
         try:
             if not self._fetcher.start(request, message.prefix, answer):
-                answer(False)
+                answer(request, False)
         except InvalidRequestError as error:
             log.warning("no prefetch of %s: %s", request.request_id, error)
-            answer(False)
+            answer(request, False)
 
     def _start_or_fetch(self, message: Generate) -> None:
         """Start the request, or fetch its prefix from another worker first."""
+
+        def start(request: EngineRequest, complete: bool) -> None:
+            self._start(msgspec.structs.replace(message, request=request))
+
         try:
-            if message.prefix is not None and self._fetcher.start(
-                message.request, message.prefix, lambda _: self._start(message)
-            ):
+            if message.prefix is not None and self._fetcher.start(message.request, message.prefix, start):
                 return
         except InvalidRequestError as error:
             self.answer_error(message.request.request_id, "invalid", str(error))

@@ -10,7 +10,9 @@ import enum
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
-from protocol.messages import EngineRequest
+import msgspec
+
+from protocol.messages import DraftPlan, EngineRequest
 
 StageT = TypeVar("StageT", bound=enum.Enum)
 
@@ -55,6 +57,10 @@ class StagedRequest(Generic[StageT]):
         if stage not in self.next_stages[self.stage]:
             raise IllegalTransitionError(f"{self.request_id}: {self.stage.name} -> {stage.name}")
         self.stage = stage
+
+    def replan(self, plan: DraftPlan | None) -> None:
+        """Its drafts are to be made as `plan` says."""
+        self.request = msgspec.structs.replace(self.request, draft_plan=plan)
 
     def is_overdue(self, now: float) -> bool:
         return self.deadline is not None and now >= self.deadline

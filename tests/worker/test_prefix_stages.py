@@ -11,7 +11,7 @@ from decode_worker.loop import DecodeLoop
 from engine.engine import Engine
 from kvtransfer.interface import Arrival, Completed, Failed, Progress
 from protocol.ids import block_identities
-from protocol.messages import Abort, EngineRequest, Fetch, FetchRefused, Lent
+from protocol.messages import Abort, DraftPlan, EngineRequest, Fetch, FetchRefused, Lent, Replan
 from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
 
 NUM_BLOCKS = 12
@@ -76,6 +76,15 @@ def test_blocks_that_come_extend_the_deadline(light: LightLoop) -> None:
     assert len(fetcher.fetches) == 1
     fetcher.expire(waiting.deadline)
     assert not len(fetcher.fetches) and light.loop.counters["prefix_fetch_failures_total"] == 1
+
+
+def test_a_plan_that_changes_meanwhile_is_kept(light: LightLoop, engine: Engine) -> None:
+    lease, plan = fetch(light), DraftPlan(method="ngram", max_tokens=2)
+    light.hear(Replan(incarnation=OURS, request_id="r", plan=plan))
+    light.receiver.tell(Progress(lease, 3, complete=True, arrival=arrival()))
+    light.deliver()
+    assert engine._sequences["r"].draft_plan == plan
+    assert cached_tokens(light) == 3 * 16
 
 
 def test_values_that_the_wire_changed_are_not_used(light: LightLoop) -> None:
