@@ -68,8 +68,9 @@ class BatchSpeculator:
         self._unread = UnreadSteps()
         self._has_speculating_requests = False
         """Whether there were any when the current step was prepared."""
-        self._rooms: dict[SequenceState, int] = {}
-        """The sequences that draft in the current step, and for how many tokens they have room."""
+        self._rooms: dict[SequenceState, tuple[int, SpeculatingRequest]] = {}
+        """The sequences that draft in the current step, the tokens that they have room for, and their
+        requests, since those that end with the step are forgotten before it is learnt."""
         self._drafted_at = 0.0
         self._account = Account()
         self._watch = CollapseWatch()
@@ -188,22 +189,22 @@ class BatchSpeculator:
             request = self._request(sequence)
             if request.granted and (room := make_room(step, sequence, request.granted)):
                 assert request.method is not None
-                self._rooms[sequence] = room
+                self._rooms[sequence] = room, request
                 by_method.setdefault(request.method, []).append(sequence)
         for method, sequences in by_method.items():
             started = time.perf_counter()
-            sequences.sort(key=self._rooms.__getitem__, reverse=True)
+            sequences.sort(key=lambda sequence: self._rooms[sequence][0], reverse=True)
             drafter = self._drafters[method]
             for sequence in sequences:
                 if missed := self._unread.of(sequence):
                     drafter.observe(missed)
-            rooms = [self._rooms[sequence] for sequence in sequences]
+            rooms = [self._rooms[sequence][0] for sequence in sequences]
             for sequence, draft in zip(sequences, drafter.propose(sequences, rooms), strict=True):
                 sequence.draft = draft
             self._drafted_at = time.perf_counter()
             seconds = self._drafted_at - started
             self._account.drafted(method, seconds)
-            requests = [self._request(sequence) for sequence in sequences]
+            requests = [self._rooms[sequence][1] for sequence in sequences]
             self._controller.estimator.drafted(method, requests, rooms, seconds)
 
     def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
@@ -266,13 +267,15 @@ class BatchSpeculator:
             return
         verifies = False
         for sequence, outcome in zip(step.sequences, step.outcomes, strict=True):
-            if room := self._rooms.get(sequence):
+            if drafting := self._rooms.get(sequence):
                 verifies |= outcome.draft is not None
-                self._learn_draft(sequence, room, outcome)
+                self._learn_draft(sequence, *drafting, outcome)
         self._account.stepped(time.perf_counter() - self._drafted_at, verifies)
 
-    def _learn_draft(self, sequence: SequenceState, room: int, outcome: Outcome) -> None:
-        request, draft, verdict = self._request(sequence), outcome.draft, outcome.verdict
+    def _learn_draft(
+        self, sequence: SequenceState, room: int, request: SpeculatingRequest, outcome: Outcome
+    ) -> None:
+        draft, verdict = outcome.draft, outcome.verdict
         method, estimator = request.method, self._controller.estimator
         assert method is not None
         if draft is None or verdict is None or verdict.failed:

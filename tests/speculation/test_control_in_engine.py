@@ -179,6 +179,7 @@ def test_how_long_requests_were_is_learned_as_they_end(folder: Path) -> None:
         finish(engine)
     assert estimator.mean_output == pytest.approx(24, abs=3)
     assert estimator.mean_prompt < 12, "most of the prompts' tokens were found in the cache"
+    assert not speculator._requests and speculator._num_speculating == 0
 
 
 def test_calibration_in_a_pool_that_is_too_small(folder: Path) -> None:
