@@ -2,7 +2,8 @@
 
 After each step a draft worker is told what was committed, in one message for all of its requests. What it has
 drafted comes when it comes. A draft worker that is silent, or refuses, costs drafts and nothing else: its
-requests decode as if nobody drafted, and it is asked again later.
+requests decode as if nobody drafted, and it is asked again later. It is told which requests have ended until
+it confirms that, so that it keeps nothing for them, whatever gets lost.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protocol.draft_messages import (
+    DRAFT_LEASE_S,
     MAX_GIVEN_TOKENS,
+    MAX_TOLD,
     DraftBehind,
     DraftedChain,
     DraftFor,
@@ -31,7 +34,7 @@ from worker.peer_links import PeerLinks
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 1.0
-"""After which a draft worker that was silent is asked whether it is there."""
+"""After which a draft worker that is silent, or has not confirmed an end, is told again."""
 REFUSAL_STANDS_S = 5.0
 """For which a request is not offered again to a draft worker that refused it."""
 ANSWER_PACE = 0.05
@@ -90,15 +93,35 @@ class DraftOrder:
 
 @dataclass(eq=False)
 class _Line:
-    """A draft worker, as far as it answers. `awaited_since`: when the oldest unanswered message went out."""
+    """A draft worker, as far as it answers. `awaited_since`: when the oldest unanswered message went out.
+
+    `ended` are the requests that it may not know to be over, with the number of the first message that said
+    so; 0: none has.
+    """
 
     address: PeerAddress
+    heard_at: float
     awaited_since: float | None = None
     is_lost: bool = False
     ask_at: float = 0.0
     given: list[Given] = field(default_factory=list)
-    ended: list[DraftKey] = field(default_factory=list)
+    ended: dict[DraftKey, int] = field(default_factory=dict)
     num_tokens: int = 0
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.given) or 0 in self.ended.values()
+
+    def message(self, number: int) -> DraftFor:
+        """What it has not been told yet, and which of the ended requests it may not know of."""
+        ended = list(self.ended)[:MAX_TOLD]
+        self.ended.update((key, self.ended[key] or number) for key in ended)
+        given, self.given, self.num_tokens = self.given, [], 0
+        return DraftFor(incarnation=self.address.incarnation, number=number, given=given, ended=ended)
+
+    def confirm(self, number: int) -> None:
+        """It has the message of that number, which tells of all that ended before."""
+        self.ended = {key: first for key, first in self.ended.items() if first == 0 or first > number}
 
 
 class DraftClient:
@@ -118,7 +141,8 @@ class DraftClient:
         self._counters = counters
         self._vocab_size = vocab_size
         self._silence_s = silence_s
-        self._epochs = itertools.count(time.time_ns())
+        self._epochs = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._orders: dict[str, DraftOrder] = {}
         self._lines: dict[str, _Line] = {}
         self._answered_at: dict[str, float] = {}
@@ -138,7 +162,7 @@ class DraftClient:
         for remote in self._remote.requests.values():
             self._collect(remote, now)
         for line in self._lines.values():
-            if line.given or line.ended:
+            if line.has_news and not line.is_lost:
                 self._tell(line, now)
 
     def _close(self, remote: RemoteRequest) -> None:
@@ -146,14 +170,12 @@ class DraftClient:
         if order is None or order.remote is not remote:
             return
         del self._orders[remote.request_id]
-        line = self._lines.get(remote.at.incarnation)
-        if line is not None and not line.is_lost:
-            line.ended.append(order.key)
+        self._lines[remote.at.incarnation].ended[order.key] = 0
 
     def _collect(self, remote: RemoteRequest, now: float) -> None:
         line = self._lines.get(remote.at.incarnation)
         if line is None:
-            line = self._lines[remote.at.incarnation] = _Line(remote.at)
+            line = self._lines[remote.at.incarnation] = _Line(remote.at, heard_at=now)
         if line.is_lost or line.num_tokens > MAX_TOKENS_AT_ONCE:
             return
         order = self._orders.get(remote.request_id)
@@ -166,9 +188,11 @@ class DraftClient:
             line.num_tokens += len(news.token_ids)
 
     def _tell(self, line: _Line, now: float) -> None:
-        message = DraftFor(incarnation=line.address.incarnation, given=line.given, ended=line.ended)
-        line.given, line.ended, line.num_tokens = [], [], 0
-        if not self._peers.offer(line.address, message):
+        line.ask_at = now + ASK_AGAIN_S
+        is_taken = self._peers.offer(line.address, line.message(next(self._numbers)))
+        if line.is_lost:
+            return
+        if not is_taken:
             self._lose(line, now, "it takes no more messages")
         elif line.awaited_since is None:
             line.awaited_since = now
@@ -181,6 +205,8 @@ class DraftClient:
             self._counters.add("stale_messages_total")
             return
         self._note_answer(line)
+        line.heard_at = time.monotonic()
+        line.confirm(message.number)
         if line.is_lost:
             line.is_lost = False
             log.info("draft worker %s answers again", peer.worker_id)
@@ -240,19 +266,19 @@ class DraftClient:
                 del self._answered_at[worker_id], self._remote.answers[worker_id]
         used = {remote.at.incarnation for remote in self._remote.requests.values()}
         for incarnation, line in list(self._lines.items()):
-            if incarnation not in used:
+            is_used, since = incarnation in used, line.awaited_since
+            if not is_used and (not line.ended or now - line.heard_at > DRAFT_LEASE_S):
                 del self._lines[incarnation]
-            elif line.is_lost and now >= line.ask_at:
-                line.ask_at = now + ASK_AGAIN_S
-                self._peers.offer(line.address, DraftFor(incarnation=incarnation))
-            elif line.awaited_since is not None and now - line.awaited_since > self._silence_s:
-                self._lose(line, now, f"nothing was heard of it for {now - line.awaited_since:.1f} s")
+            elif is_used and since is not None and now - since > self._silence_s:
+                self._lose(line, now, f"nothing was heard of it for {now - since:.1f} s")
+            elif (line.is_lost or line.ended) and now >= line.ask_at:
+                self._tell(line, now)
 
     def _lose(self, line: _Line, now: float, why: str) -> None:
         self._counters.add("draft_workers_lost_total")
         log.warning("no drafts from %s: %s", line.address.worker_id, why)
         line.is_lost, line.awaited_since, line.ask_at = True, None, now + ASK_AGAIN_S
-        incarnation = line.address.incarnation
         for request_id, order in list(self._orders.items()):
-            if order.remote.at.incarnation == incarnation:
+            if order.remote.at.incarnation == line.address.incarnation:
                 del self._orders[request_id]
+                line.ended[order.key] = 0

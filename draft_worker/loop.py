@@ -10,12 +10,22 @@ import logging
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from draft_worker.request import DraftRequest, DraftStage, name_of
 from draft_worker.shares import Pace, share_rows
 from engine.engine import Engine
 from kvtransfer.interface import ReceiveEvent, SendEvent
-from protocol.draft_messages import DraftBehind, DraftedChain, DraftFor, DraftKey, Drafts, Given
+from protocol.draft_messages import (
+    DRAFT_LEASE_S,
+    MAX_TOLD,
+    DraftBehind,
+    DraftedChain,
+    DraftFor,
+    DraftKey,
+    Drafts,
+    Given,
+)
 from protocol.errors import InvalidRequestError
 from protocol.messages import ErrorKind, Generate, PeerRequest, TokenOutput
 from worker.link import RouterLinks
@@ -25,9 +35,6 @@ from worker.requests import RequestTable
 
 log = logging.getLogger(__name__)
 
-MAX_OPEN = 4096
-"""Requests at once: what one message can tell of."""
-
 
 @dataclass(eq=False)
 class _Answer:
@@ -36,6 +43,13 @@ class _Answer:
     chains: list[DraftedChain] = field(default_factory=list)
     behind: list[DraftBehind] = field(default_factory=list)
     refused: list[DraftKey] = field(default_factory=list)
+
+
+class _Newest(NamedTuple):
+    """Of a decode worker's messages the one with the highest number, and when it came."""
+
+    number: int
+    at: float
 
 
 class DraftLoop(WorkerLoop):
@@ -49,6 +63,7 @@ class DraftLoop(WorkerLoop):
         self._reading: dict[bytes, DraftRequest] = {}
         """The request of each target whose text is being read: one at a time, so that many of one target
         delay those of another by one."""
+        self._newest: dict[bytes, _Newest] = {}
         self._answers: dict[bytes, _Answer] = defaultdict(_Answer)
         self._pace = Pace()
 
@@ -83,6 +98,11 @@ class DraftLoop(WorkerLoop):
         if request.incarnation != self.parts.incarnation:
             self.counters.add("stale_messages_total")
             return
+        newest = self._newest.get(identity)
+        if newest is not None and request.number <= newest.number:
+            self.counters.add("duplicate_messages_total")
+            return
+        self._newest[identity] = _Newest(request.number, time.monotonic())
         self._answers[identity]  # each message gets one
         for key in request.ended:
             ended = self.requests.get(name_of(identity, key.request_id))
@@ -105,14 +125,14 @@ class DraftLoop(WorkerLoop):
                 self._answers[target].behind.append(behind)
                 return
             known = DraftRequest.open(target, given, given.opening)
-            if len(self.requests) >= MAX_OPEN:
+            if len(self.requests) >= MAX_TOLD:
                 self._answers[target].refused.append(known.key)
                 self.counters.add("draft_requests_refused_total")
                 return
             self.requests.insert(known)
             self.counters.add("draft_requests_opened_total")
             self.counters.add("draft_requests_open")
-        known.renew(time.monotonic())
+        known.renew(self._newest[target].at)
         self._take(known, given)
 
     def _take(self, request: DraftRequest, given: Given) -> None:
@@ -227,6 +247,7 @@ class DraftLoop(WorkerLoop):
         for target, answer in self._answers.items():
             message = Drafts(
                 incarnation=self.parts.incarnation,
+                number=self._newest[target].number,
                 chains=answer.chains,
                 behind=answer.behind,
                 refused=answer.refused,
@@ -272,6 +293,9 @@ class DraftLoop(WorkerLoop):
             if request.is_overdue(now):
                 self.counters.add("draft_requests_expired_total")
                 self._end(request)
+        for target, newest in list(self._newest.items()):
+            if now - newest.at > DRAFT_LEASE_S and target not in self._answers:
+                del self._newest[target]
         if self._pace.adapt(max((request.run_ahead for request in self.requests), default=1)):
             self._shed()
         self._choose_rows()

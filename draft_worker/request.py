@@ -9,13 +9,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from protocol.draft_messages import DraftKey, DraftOpening, Given
+from protocol.draft_messages import DRAFT_LEASE_S, DraftKey, DraftOpening, Given
 from protocol.messages import EngineRequest
 from worker.requests import StagedRequest
 
-LEASE_S = 30.0
-"""Seconds after its latest news for which a request is kept: its decode worker may be gone. If it is not, the
-next news open the request anew."""
 ENGINE_TIMEOUT_S = 1e9
 
 
@@ -97,7 +94,7 @@ class DraftRequest(StagedRequest[DraftStage]):
         return len(self.given) + self.num_drafted < self.hold_at(most_ahead)
 
     def renew(self, now: float) -> None:
-        self.deadline = now + LEASE_S
+        self.deadline = now + DRAFT_LEASE_S
 
 
 def name_of(target: bytes, request_id: str) -> str:

@@ -13,6 +13,11 @@ from protocol.speculation import MAX_TREE_NODES
 
 MAX_GIVEN_TOKENS = 2**14
 """In one `Given`: longer texts come in several messages."""
+MAX_TOLD = 4096
+"""Requests of each kind in one message."""
+DRAFT_LEASE_S = 30.0
+"""For which a draft worker keeps a request after its latest news: the decode worker may be gone. If not, the
+next news open the request anew."""
 
 
 class DraftOpening(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,13 +53,16 @@ class DraftKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftFor(msgspec.Struct, frozen=True, kw_only=True, tag="draft_for"):
-    """News of the requests that a decode worker wants drafts for. Without any it asks whether the draft
-    worker is there: each message is answered, at the latest after a step.
+    """News of the requests that a decode worker wants drafts for, and which it wants none for any more.
+
+    Each message has a higher `number` than those before it, and is answered, at the latest after a step. What
+    comes after a later one counts as lost. Ends are told until a message with them is answered.
     """
 
     incarnation: Id
-    given: Annotated[list[Given], Meta(max_length=4096)] = []
-    ended: Annotated[list[DraftKey], Meta(max_length=4096)] = []
+    number: Count
+    given: Annotated[list[Given], Meta(max_length=MAX_TOLD)] = []
+    ended: Annotated[list[DraftKey], Meta(max_length=MAX_TOLD)] = []
 
 
 class DraftedChain(msgspec.Struct, frozen=True, array_like=True):
@@ -75,9 +83,12 @@ class DraftBehind(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Drafts(msgspec.Struct, frozen=True, kw_only=True, tag="drafts"):
-    """What a draft worker has for a decode worker. It drafts no more for those that it has `refused`."""
+    """What a draft worker has for a decode worker, whose newest message was `number`. It drafts no more for
+    those that it has `refused`.
+    """
 
     incarnation: Id
-    chains: Annotated[list[DraftedChain], Meta(max_length=4096)] = []
-    behind: Annotated[list[DraftBehind], Meta(max_length=4096)] = []
-    refused: Annotated[list[DraftKey], Meta(max_length=4096)] = []
+    number: Count
+    chains: Annotated[list[DraftedChain], Meta(max_length=MAX_TOLD)] = []
+    behind: Annotated[list[DraftBehind], Meta(max_length=MAX_TOLD)] = []
+    refused: Annotated[list[DraftKey], Meta(max_length=MAX_TOLD)] = []

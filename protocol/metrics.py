@@ -167,7 +167,7 @@ WORKER_COUNTERS = (
     _counter("orphaned_requests_total", "Requests ended because their router was gone."),
     _counter("stale_messages_total", "Messages for an earlier incarnation."),
     _counter("dropped_messages_total", "Messages that could not be sent or read."),
-    _counter("duplicate_messages_total", "Messages that came twice."),
+    _counter("duplicate_messages_total", "Messages that came twice, or after a later one."),
     _counter("step_failures_total", "Steps that failed."),
     _counter("loop_seconds_total", "Time in the worker's loop beside steps."),
     _counter("engine_seconds_total", "Time in steps."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -210,7 +211,8 @@ class Network:
         raise AssertionError("it does not end")
 
     def settle(self, turns: int = 20) -> None:
-        for _ in range(turns):
+        """Until all has come to its end: each turn takes a second."""
+        for now in range(turns):
             for decode in self.decodes:
-                decode.loop.expire(0.0)
+                decode.loop.expire(time.monotonic() + now)
             self.turn()

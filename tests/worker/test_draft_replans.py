@@ -25,12 +25,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-def test_tokens_are_the_same_through_any_change_of_plan(pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("loss", [0.0, 0.3])
+def test_tokens_are_the_same_through_any_change_of_plan(pair: tuple[Path, Path], loss: float) -> None:
+    """And nothing stays at a draft worker, whatever messages come late, twice or never."""
     target, draft = pair
     rng = random.Random(11)
     decode = DecodeSide("a", target, draft, num_speculative_tokens=3)
     drafters = [DraftSide(draft), DraftSide(draft, OTHER)]
-    network = Network([decode], drafters, delay=1)
+    network = Network([decode], drafters, random.Random(2), delay=1, loss=loss)
     requests = [
         ask(f"r{i}", prompt_of(15 + 9 * i, i), 40, temperature=0.9 * (i % 2), seed=i) for i in range(3)
     ]

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decode_worker import drafts
-from draft_worker.request import LEASE_S
-from protocol.draft_messages import DraftBehind, DraftedChain, DraftFor, DraftKey, DraftOpening, Drafts, Given
-from protocol.messages import DraftPlan
+from protocol.draft_messages import (
+    DRAFT_LEASE_S,
+    DraftBehind,
+    DraftedChain,
+    DraftFor,
+    DraftKey,
+    DraftOpening,
+    Drafts,
+    Given,
+)
+from protocol.messages import DraftPlan, EngineRequest
 from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import (
@@ -56,6 +66,36 @@ def fresh(request: pytest.FixtureRequest) -> None:
             side.restart()
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """A request of one decode worker, `drafter` its draft worker, and the network between them."""
+
+    request: EngineRequest
+    decode: DecodeSide
+    drafter: DraftSide
+    network: Network
+    target: Path
+
+    def turn(self, count: int) -> None:
+        for _ in range(count):
+            self.network.turn()
+
+    def finish(self) -> None:
+        """It has the tokens that it would have without drafts."""
+        self.network.run()
+        assert self.decode.tokens() == plain_tokens(self.target, [self.request])
+
+
+@pytest.fixture
+def begin(pair: Pair, decodes: list[DecodeSide], drafter: DraftSide) -> Callable[..., Drafted]:
+    def begin(num_tokens: int, **network: Any) -> Drafted:
+        request = ask("a", prompt_of(25), num_tokens, ignore_eos=True)
+        decodes[0].generate(request, remote_plan())
+        return Drafted(request, decodes[0], drafter, Network(decodes[:1], [drafter], **network), pair[0])
+
+    return begin
+
+
 def is_empty(side: DecodeSide | DraftSide) -> bool:
     return sum(side.engine.blocks.available) == side.engine.blocks.num_blocks
 
@@ -80,7 +120,6 @@ def test_decode_workers_share_a_draft_worker(
         if jitter:
             assert decode.counter("remote_drafts_stale_total") > 0
     network.settle()
-    drafter.loop.expire(time.monotonic() + LEASE_S + 1)  # an end may have overtaken its beginning
     assert len(drafter.loop.requests) == 0
     assert drafter.counter("draft_requests_open") == 0
     assert is_empty(drafter)
@@ -137,20 +176,16 @@ def test_a_plan_without_its_draft_worker_decodes_plainly(pair: Pair, decodes: li
 
 
 def test_a_frozen_draft_worker_costs_its_drafts_alone_and_is_used_again(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+    begin: Callable[..., Drafted],
 ) -> None:
-    decode = decodes[0]
-    network = Network([decode], [drafter])
-    request = ask("a", prompt_of(25), 200, ignore_eos=True)
-    decode.generate(request, remote_plan())
-    for _ in range(8):
-        network.turn()
+    one = begin(200)
+    decode, drafter, network = one.decode, one.drafter, one.network
+    one.turn(8)
     assert decode.accepted("remote") > 0
     network.frozen.add(DRAFTER.incarnation)
-    network.turn()
+    one.turn(1)
     at_freeze, had = decode.num_steps, decode.num_tokens
-    for _ in range(10):
-        network.turn()
+    one.turn(10)
     assert decode.num_steps == at_freeze + 10  # it never waits
     assert decode.num_tokens >= had + 10
     now = time.monotonic()
@@ -160,63 +195,44 @@ def test_a_frozen_draft_worker_costs_its_drafts_alone_and_is_used_again(
     network.frozen.clear()
     drafter.restart()  # it has forgotten all, and says nothing by itself
     before = decode.drafted("remote")
-    network.turn()
+    one.turn(1)
     assert len(drafter.loop.requests) == 0  # it is told nothing while it counts as lost
     decode.loop.expire(now + 7)
-    for _ in range(6):
-        network.turn()
+    one.turn(6)
     assert decode.drafted("remote") > before
-    network.run()
-    assert decode.tokens() == plain_tokens(pair[0], [request])
+    one.finish()
     assert decode.counter("draft_workers_lost_total") == 1
 
 
-def test_a_restarted_draft_worker_is_taken_by_a_new_plan(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
-) -> None:
-    decode = decodes[0]
-    network = Network([decode], [drafter])
-    request = ask("a", prompt_of(25), 120, ignore_eos=True)
-    decode.generate(request, remote_plan())
-    for _ in range(6):
-        network.turn()
-    again = DraftSide(pair[1], OTHER)
-    network.drafts = [again]  # what is on its way to the old incarnation, or from it, is lost
-    network.turn()
-    decode.replan("a", remote_plan(OTHER))
-    before = decode.accepted("remote")
-    network.run()
-    assert decode.accepted("remote") > before
-    assert decode.tokens() == plain_tokens(pair[0], [request])
+def test_a_restarted_draft_worker_is_taken_by_a_new_plan(pair: Pair, begin: Callable[..., Drafted]) -> None:
+    one = begin(120)
+    one.turn(6)
+    one.network.drafts = [DraftSide(pair[1], OTHER)]  # what is on its way to the old one, or from it, is lost
+    one.turn(1)
+    one.decode.replan("a", remote_plan(OTHER))
+    before = one.decode.accepted("remote")
+    one.finish()
+    assert one.decode.accepted("remote") > before
 
 
-def test_lost_messages_are_made_up_for(pair: Pair, decodes: list[DecodeSide], drafter: DraftSide) -> None:
-    decode = decodes[0]
-    network = Network([decode], [drafter], random.Random(3), loss=0.3)
-    request = ask("a", prompt_of(25), 150, ignore_eos=True)
-    decode.generate(request, remote_plan())
-    network.run()
-    assert decode.tokens() == plain_tokens(pair[0], [request])
-    assert decode.accepted("remote") > 10
-    assert drafter.counter("draft_requests_opened_total") == 1
+def test_lost_messages_are_made_up_for(begin: Callable[..., Drafted]) -> None:
+    one = begin(150, rng=random.Random(3), loss=0.3)
+    one.finish()
+    assert one.decode.accepted("remote") > 10
+    assert one.drafter.counter("draft_requests_opened_total") == 1
+    one.network.settle()
+    assert len(one.drafter.loop.requests) == 0
 
 
-def test_a_draft_worker_that_forgot_a_request_opens_it_anew(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
-) -> None:
-    decode = decodes[0]
-    network = Network([decode], [drafter])
-    request = ask("a", prompt_of(25), 80, ignore_eos=True)
-    decode.generate(request, remote_plan())
-    for _ in range(5):
-        network.turn()
-    drafter.loop.expire(time.monotonic() + LEASE_S + 1)
-    assert drafter.counter("draft_requests_expired_total") == 1
-    assert is_empty(drafter)
-    before = decode.accepted("remote")
-    network.run()
-    assert decode.accepted("remote") > before
-    assert decode.tokens() == plain_tokens(pair[0], [request])
+def test_a_draft_worker_that_forgot_a_request_opens_it_anew(begin: Callable[..., Drafted]) -> None:
+    one = begin(80)
+    one.turn(5)
+    one.drafter.loop.expire(time.monotonic() + DRAFT_LEASE_S + 1)
+    assert one.drafter.counter("draft_requests_expired_total") == 1
+    assert is_empty(one.drafter)
+    before = one.decode.accepted("remote")
+    one.finish()
+    assert one.decode.accepted("remote") > before
 
 
 def test_a_small_target_keeps_its_share_beside_a_large_one(pair: Pair, decodes: list[DecodeSide]) -> None:
@@ -242,17 +258,50 @@ def test_a_small_target_keeps_its_share_beside_a_large_one(pair: Pair, decodes: 
     assert beside >= 0.8 * alone
 
 
-def test_a_request_that_is_aborted_ends_its_drafts(decodes: list[DecodeSide], drafter: DraftSide) -> None:
-    network = Network(decodes, [drafter])
-    decodes[0].generate(ask("a", prompt_of(25), 100, ignore_eos=True), remote_plan())
-    for _ in range(5):
-        network.turn()
-    assert len(drafter.loop.requests) == 1
-    decodes[0].loop.abort("a")
-    network.settle()
-    assert len(drafter.loop.requests) == 0
-    assert is_empty(drafter)
-    assert is_empty(decodes[0])
+def test_a_request_that_is_aborted_ends_its_drafts(begin: Callable[..., Drafted]) -> None:
+    one = begin(100)
+    one.turn(5)
+    assert len(one.drafter.loop.requests) == 1
+    one.decode.loop.abort("a")
+    one.network.settle()
+    assert len(one.drafter.loop.requests) == 0
+    assert is_empty(one.drafter)
+    assert is_empty(one.decode)
+
+
+@pytest.mark.parametrize("how", ["its end is lost", "it is frozen until that counts as lost"])
+def test_what_ended_unheard_is_ended_again(begin: Callable[..., Drafted], how: str) -> None:
+    one = begin(100)
+    one.turn(5)
+    if how == "its end is lost":
+        one.decode.loop.abort("a")
+        one.decode.loop.expire(time.monotonic())
+        one.decode.light.peers.sent.clear()
+    else:
+        one.network.frozen.add(DRAFTER.incarnation)
+        one.turn(1)
+        one.decode.loop.expire(time.monotonic() + 5)
+        assert one.decode.counter("draft_workers_lost_total") == 1
+        one.decode.loop.abort("a")
+        one.network.frozen.clear()
+    assert len(one.drafter.loop.requests) == 1
+    one.decode.loop.expire(time.monotonic() + 7)
+    one.turn(1)
+    assert len(one.drafter.loop.requests) == 0
+    one.decode.loop.expire(time.monotonic() + 7)
+    assert not one.decode.loop.peers_in_use()
+
+
+def test_a_draft_worker_that_is_gone_is_told_of_ends_for_a_while(begin: Callable[..., Drafted]) -> None:
+    one = begin(100)
+    one.turn(5)
+    one.network.frozen.add(DRAFTER.incarnation)
+    one.decode.loop.abort("a")
+    one.decode.loop.expire(time.monotonic() + DRAFT_LEASE_S - 1)
+    assert one.decode.loop.peers_in_use()
+    one.decode.loop.expire(time.monotonic() + DRAFT_LEASE_S + 1)
+    assert not one.decode.loop.peers_in_use()
+    assert one.decode.counter("draft_workers_lost_total") == 0
 
 
 def test_a_preempted_request_goes_on_with_the_same_drafts(pair: Pair, drafter: DraftSide) -> None:
@@ -295,7 +344,7 @@ def given(request_id: str = "a", **fields: Any) -> Given:
     ],
 )
 def test_what_no_target_sends_is_refused(drafter: DraftSide, message: Given, answer: str) -> None:
-    drafter.loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, given=[message]))
+    drafter.loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, number=1, given=[message]))
     drafter.loop.handle({})
     for _ in range(3):
         drafter.step()
@@ -307,27 +356,30 @@ def test_what_no_target_sends_is_refused(drafter: DraftSide, message: Given, ans
 
 def test_a_draft_worker_drops_what_is_stale(drafter: DraftSide) -> None:
     loop = drafter.loop
-    loop.on_peer_request(TARGET, DraftFor(incarnation="0" * 16, given=[given()]))
+
+    def tell(number: int, incarnation: str = DRAFTER.incarnation, **news: Any) -> None:
+        loop.on_peer_request(TARGET, DraftFor(incarnation=incarnation, number=number, **news))
+
+    tell(1, "0" * 16, given=[given()])
     assert len(loop.requests) == 0
-    loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, given=[given(epoch=5)]))
-    loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, given=[given(epoch=4)]))
-    ends = [DraftKey("a", 4), DraftKey("unknown", 5)]
-    loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, ended=ends))
+    tell(2, given=[given(epoch=5)])
+    tell(3, given=[given(epoch=4)])
+    tell(4, ended=[DraftKey("a", 4), DraftKey("unknown", 5)])
     assert [request.key.epoch for request in loop.requests] == [5]
     assert drafter.counter("stale_messages_total") == 2
-    loop.on_peer_request(TARGET, DraftFor(incarnation=DRAFTER.incarnation, ended=[DraftKey("a", 5)]))
+    tell(3, ended=[DraftKey("a", 5)])
+    assert len(loop.requests) == 1
+    tell(6, ended=[DraftKey("a", 5)])
+    for number in (5, 6):
+        tell(number, given=[given(epoch=5)])
     assert len(loop.requests) == 0
+    assert drafter.counter("duplicate_messages_total") == 3
 
 
-def test_a_decode_worker_drops_what_no_draft_worker_sends(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
-) -> None:
-    decode = decodes[0]
-    network = Network([decode], [drafter])
-    request = ask("a", prompt_of(25), 60, ignore_eos=True)
-    decode.generate(request, remote_plan())
-    for _ in range(3):
-        network.turn()
+def test_a_decode_worker_drops_what_no_draft_worker_sends(begin: Callable[..., Drafted]) -> None:
+    one = begin(60)
+    decode = one.decode
+    one.turn(3)
     epoch = decode.loop._drafts._orders["a"].epoch  # type: ignore[union-attr]
     length = len(decode.remote.requests["a"].sequence.token_ids)
     chains = [
@@ -341,15 +393,16 @@ def test_a_decode_worker_drops_what_no_draft_worker_sends(
     behind = [DraftBehind("a", epoch, 2**40), DraftBehind("a", epoch - 1, 0), DraftBehind("c", 1, 0)]
     stale, late = decode.counter("remote_drafts_stale_total"), decode.counter("remote_drafts_late_total")
     for incarnation in (DRAFTER.incarnation, "0" * 16):
-        message = Drafts(incarnation=incarnation, chains=chains, behind=behind, refused=[DraftKey("c", 1)])
+        message = Drafts(
+            incarnation=incarnation, number=0, chains=chains, behind=behind, refused=[DraftKey("c", 1)]
+        )
         decode.loop.on_peer_reply(DRAFTER, message)
-    decode.loop.on_peer_reply(OTHER, Drafts(incarnation=OTHER.incarnation, chains=chains))
+    decode.loop.on_peer_reply(OTHER, Drafts(incarnation=OTHER.incarnation, number=0, chains=chains))
     assert decode.counter("stale_messages_total") == 2
     assert decode.counter("dropped_messages_total") == 1
     assert decode.counter("remote_drafts_stale_total") == stale + 4
     assert decode.counter("remote_drafts_late_total") == late + 1
-    network.run()
-    assert decode.tokens() == plain_tokens(pair[0], [request])
+    one.finish()
 
 
 def test_a_draft_worker_that_is_too_slow_refuses_requests(

@@ -1,0 +1,254 @@
+"""Every message between a decode worker and a draft worker in every stage: real engines, no sockets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from decode_worker import drafts
+from draft_worker.request import DraftRequest, DraftStage
+from protocol.codec import encode, peer_reply, peer_request
+from protocol.draft_messages import DRAFT_LEASE_S, DraftKey, DraftOpening
+from protocol.messages import DraftPlan
+from protocol.sampling import SamplingParams
+from tests.speculation.small_engine import ask, prompt_of, write_pair
+from tests.worker.draft_network import DRAFTER, DecodeSide, DraftSide, plain_tokens, remote_plan
+from tests.worker.stages import check_transition, walk
+
+PIECE = 24
+"""Tokens in one `Given`, so that longer prompts come in several."""
+REQUESTS = {
+    "short": ask("short", prompt_of(12), 16, ignore_eos=True),
+    "long": ask("long", prompt_of(60, 1), 12, temperature=0.8, seed=3, ignore_eos=True),
+    "edited": ask("edited", prompt_of(20, 2), 16, repetition_penalty=1.3, ignore_eos=True),
+}
+PLANS = st.sampled_from([remote_plan(), remote_plan(), remote_plan(max_tokens=1), DraftPlan()])
+AT_ONCE = 3
+"""Requests of the decode worker."""
+
+
+class DraftStages(RuleBasedStateMachine):
+    """What a router, the network and time may do to the two workers, in any order."""
+
+    decode: DecodeSide
+    drafter: DraftSide
+    expected: dict[str, list[int]]
+    seen: Counter[str]
+    """Over all walks: stages of requests, and counters of the workers."""
+
+    @initialize(seed=st.integers(0, 2**16))
+    def start(self, seed: int) -> None:
+        self.seed = seed
+        self.decode.restart()
+        self.drafter.restart()
+        self.flying: list[tuple[DecodeSide | DraftSide, bytes]] = []
+        self.numbers = itertools.count()
+        self.asked: list[str] = []
+        self.running: set[str] = set()
+        for kind in ("short", "edited"):
+            self.generate(kind, remote_plan())
+
+    def kind_of(self, request_id: str) -> str:
+        return request_id.partition("-")[0]
+
+    # --- the router -------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.running) < AT_ONCE)
+    @rule(kind=st.sampled_from(list(REQUESTS)), plan=PLANS)
+    def generate(self, kind: str, plan: DraftPlan) -> None:
+        request_id = f"{kind}-{next(self.numbers)}"
+        self.asked.append(request_id)
+        self.decode.generate(msgspec.structs.replace(REQUESTS[kind], request_id=request_id), plan)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), plan=PLANS)
+    def replan(self, data: st.DataObject, plan: DraftPlan) -> None:
+        self.decode.replan(data.draw(st.sampled_from(sorted(self.running))), plan)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.running)))
+        self.decode.loop.abort(request_id)
+        self.asked.remove(request_id)
+
+    # --- the network ------------------------------------------------------------------------------
+
+    def all_arrive(self) -> None:
+        messages, self.flying = self.flying, []
+        for message in messages:
+            self.deliver(*message)
+
+    @rule(seed=st.integers(0, 2**16))
+    def some_arrive(self, seed: int) -> None:
+        """In any order, some of them twice, some later or never."""
+        rng = random.Random(seed)
+        messages, self.flying = self.flying, []
+        rng.shuffle(messages)
+        for message in messages:
+            fate = rng.choice(["arrives", "arrives", "arrives", "waits", "comes twice", "is lost"])
+            if fate in ("arrives", "comes twice"):
+                self.deliver(*message)
+            if fate in ("waits", "comes twice"):
+                self.flying.append(message)
+
+    def deliver(self, to: DecodeSide | DraftSide, raw: bytes) -> None:
+        if isinstance(to, DecodeSide):
+            to.loop.on_peer_reply(DRAFTER, peer_reply.decode(raw))
+        else:
+            to.loop.on_peer_request(self.decode.identity, peer_request.decode(raw))
+            to.loop.handle({})
+
+    # --- the workers ------------------------------------------------------------------------------
+
+    @rule()
+    def decode_step(self) -> None:
+        self.decode.step()
+
+    @rule()
+    def draft_step(self) -> None:
+        self.drafter.step()
+
+    @rule(num_drafts=st.integers(1, 4), seed=st.none() | st.integers(0, 2**16))
+    def a_round(self, num_drafts: int, seed: int | None) -> None:
+        """A step of the decode worker, then some of the draft worker."""
+        self.decode.step()
+        for number in range(num_drafts):
+            self.note()
+            if seed is None:
+                self.all_arrive()
+            else:
+                self.some_arrive(seed + number)
+            self.note()
+            self.drafter.step()
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, 1.5, 5.0]))
+    def time_passes(self, seconds: float) -> None:
+        for side in (self.decode, self.drafter):
+            side.loop.expire(time.monotonic() + seconds)
+
+    @rule()
+    def all_leases_run_out(self) -> None:
+        self.flying.clear()  # no message is on its way for so long
+        self.drafter.loop.expire(time.monotonic() + DRAFT_LEASE_S + 1)
+
+    @precondition(lambda self: self.drafter.loop.requests)
+    @rule()
+    def the_draft_worker_has_too_much_to_do(self) -> None:
+        self.drafter.loop._shed()
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    @invariant()
+    def note(self) -> None:
+        decode, drafter = self.decode.light, self.drafter.light
+        self.flying += [(self.drafter, encode(message)) for _, message in decode.peers.sent]
+        decode.peers.sent.clear()
+        self.flying += [(self.decode, encode(reply)) for _, reply in drafter.inbox.replies]
+        drafter.inbox.replies.clear()
+        self.running = {request.request_id for request in decode.requests}
+        self.seen.update(request.stage.value for request in self.drafter.loop.requests)
+
+    @invariant()
+    def tokens_are_those_of_nobody_drafting(self) -> None:
+        found = self.decode.tokens()
+        for request_id in self.asked:
+            tokens, expected = found.get(request_id, []), self.expected[self.kind_of(request_id)]
+            assert tokens == expected[: len(tokens)]
+            assert request_id in self.running or tokens == expected
+
+    @invariant()
+    def the_draft_worker_has_what_was_committed(self) -> None:
+        sequences = self.drafter.engine._sequences
+        for request in self.drafter.loop.requests:
+            kind = self.kind_of(request.key.request_id)
+            text = REQUESTS[kind].prompt_token_ids + self.expected[kind]
+            assert request.given == text[: len(request.given)]
+            if request.stage is DraftStage.DRAFTING:
+                sequence = sequences[request.request_id]
+                assert sequence.token_ids[: sequence.num_given] == request.given
+                assert len(sequence.token_ids) == len(request.given) + request.num_drafted
+
+    @invariant()
+    def the_stage_says_what_is_held(self) -> None:
+        loop = self.drafter.loop
+        drafting = [request for request in loop.requests if request.stage is DraftStage.DRAFTING]
+        assert {request.request_id for request in drafting} == set(self.drafter.engine._sequences)
+        queued = {request.request_id for request in loop.requests if request.stage is DraftStage.QUEUED}
+        assert queued == {request.request_id for request in loop._queue}
+        assert all(request in drafting and not request.is_read for request in loop._reading.values())
+        assert loop.counters["draft_requests_open"] == len(loop.requests)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "flying"):
+            return
+        while self.running:
+            self.seed += 10
+            self.a_round(2, self.seed)
+            self.note()
+        self.tokens_are_those_of_nobody_drafting()
+        for seconds in (0.0, 10.0, 20.0):
+            self.decode.loop.expire(time.monotonic() + seconds)
+            for _ in range(2):
+                self.note()
+                self.all_arrive()
+                self.drafter.step()
+        assert not len(self.drafter.loop.requests) and not self.drafter.loop._queue
+        client = self.decode.loop._drafts
+        assert client is not None and not client._orders
+        self.decode.loop.expire(time.monotonic() + 20)
+        assert not client._lines
+        assert not self.decode.remote.requests and not self.decode.remote.ended
+        assert not self.decode.engine._speculator._requests  # type: ignore[union-attr]
+        for side in (self.decode, self.drafter):
+            assert sum(side.engine.blocks.available) == side.engine.blocks.num_blocks, "blocks leaked"
+            self.seen.update({name: int(value) for name, value in side.loop.counters.snapshot().items()})
+        self.seen["accepted"] += int(self.decode.accepted("remote"))
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> Iterator[type[DraftStages]]:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    target.mkdir()
+    draft.mkdir()
+    write_pair(target, draft)
+    DraftStages.decode = DecodeSide("a", target, draft, num_speculative_tokens=3)
+    DraftStages.drafter = DraftSide(draft)
+    DraftStages.expected = plain_tokens(target, list(REQUESTS.values()))
+    DraftStages.seen = Counter()
+    with mock.patch.object(drafts, "MAX_GIVEN_TOKENS", PIECE):
+        yield DraftStages
+
+
+def test_every_message_in_every_stage(stages: type[DraftStages]) -> None:
+    walk(stages)
+    for stage in (DraftStage.ARRIVING, DraftStage.QUEUED, DraftStage.DRAFTING):
+        assert stages.seen[stage.value] > 0
+    for happened in (
+        "accepted",
+        "remote_drafts_stale_total",
+        "remote_drafts_late_total",
+        "remote_drafts_refused_total",
+        "draft_workers_lost_total",
+        "draft_requests_expired_total",
+        "duplicate_messages_total",
+        "drafted_tokens_wrong_total",
+    ):
+        assert stages.seen[happened] > 0, happened
+
+
+@pytest.mark.parametrize("before", DraftStage)
+def test_only_transitions_of_the_table_are_legal(before: DraftStage) -> None:
+    opening = DraftOpening(sampling=SamplingParams(max_tokens=1), num_prompt=1)
+    for after in DraftStage:
+        check_transition(DraftRequest(REQUESTS["short"], before, b"target", DraftKey("r", 1), opening), after)
