@@ -259,7 +259,9 @@ def test_engines_side_by_side(tmp_path: Path) -> None:
     drafted = {str(each["case"]["num_tokens"]): each["acceptance"] for each in document["figures"]}
     assert drafted["None"] is None and drafted["0"] is None
     assert 0 < drafted["3"] <= 1
-    assert all(each["predicted"] > 0 for each in document["figures"])
+    predicted = [(each["case"]["num_tokens"], each["predicted"]) for each in document["figures"]]
+    # Two requests that `auto` ends in a few steps may never decode side by side.
+    assert all(figure > 0 for k, figure in predicted if k != "auto" or figure is not None)
     table = (tmp_path / "README.md").read_text()
     assert "| 1 | draft_model | 3 |" in table
     assert "`tandem bench speculate --method draft_model --num-tokens 0,3,auto --concurrency 1,2" in table
