@@ -35,12 +35,14 @@ NUM_BURSTS = len(BURSTS) * ROUNDS
 SPREAD_S = 0.4
 """Over which a burst's requests come."""
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 96
-LONE_REQUESTS = 6
-"""Of each length. Their median counts: a pause of the machine says nothing."""
+LONE_REQUESTS = 3
+"""Of each length, alone, and as many beside one that decodes: workers of one host slow each other for a part
+of the time. The mean of both medians counts.
+"""
 LONE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Of the longest chunk."""
 LONE_PAUSE_S = 0.05
-"""Until another request decodes, as one does at most loads: workers of one host slow each other."""
+"""Until the other one decodes."""
 DRAFT_BURSTS = (1, 2, 4, 8, 16)
 """Requests that continue text, where the server drafts: random tokens tell nothing of drafts."""
 DRAFT_ROUNDS = 3
@@ -78,7 +80,7 @@ class _Calibration:
         self._host, self._port = parts.hostname or "", parts.port or 80
         card = self._get("/v1/models")["data"][0]
         self._model, self._longest = card["id"], int(card["max_model_len"])
-        self._random = random.Random(0)
+        self._random = random.Random()  # prompts of an earlier calibration are cached there
 
     def run(self, sources: Sequence[str]) -> Profile:
         looks = []
@@ -133,7 +135,9 @@ class _Calibration:
         """By the prompt's tokens, seconds to the first token of requests whose prompts meet no others."""
         longest, found = min(chunk_tokens, self._longest // 2), {}
         for tokens in {max(int(share * longest), 1) for share in LONE_SHARES}:
-            found[tokens] = median([await self._beside_another(tokens) for _ in range(LONE_REQUESTS)])
+            alone = [await self._ask(self._tokens(tokens), 2) for _ in range(LONE_REQUESTS)]
+            beside = [await self._beside_another(tokens) for _ in range(LONE_REQUESTS)]
+            found[tokens] = (median(alone) + median(beside)) / 2
         return found
 
     async def _beside_another(self, tokens: int) -> float:
