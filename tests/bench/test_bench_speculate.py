@@ -253,15 +253,15 @@ def check_files(folder: Path, cases: int) -> dict[str, Any]:
 def test_engines_side_by_side(tmp_path: Path) -> None:
     """With coupled verification every answer is the baseline's."""
     options = ("--method", "draft_model", "--num-tokens", "0,3,auto", "--dtype", "float32")
-    result = run(tmp_path, *options, "--concurrency", "1,2", "--temperature", "0,0.7")
+    # Long enough that two decode side by side also where the second prompt's chunks are kept short.
+    longer = ("--output-len", "32")
+    result = run(tmp_path, *options, *longer, "--concurrency", "1,2", "--temperature", "0,0.7")
     assert result.exit_code == 0, result.output
     document = check_files(tmp_path, cases=16)
     drafted = {str(each["case"]["num_tokens"]): each["acceptance"] for each in document["figures"]}
     assert drafted["None"] is None and drafted["0"] is None
     assert 0 < drafted["3"] <= 1
-    predicted = [(each["case"]["num_tokens"], each["predicted"]) for each in document["figures"]]
-    # Two requests that `auto` ends in a few steps may never decode side by side.
-    assert all(figure > 0 for k, figure in predicted if k != "auto" or figure is not None)
+    assert all(each["predicted"] > 0 for each in document["figures"])
     table = (tmp_path / "README.md").read_text()
     assert "| 1 | draft_model | 3 |" in table
     assert "`tandem bench speculate --method draft_model --num-tokens 0,3,auto --concurrency 1,2" in table

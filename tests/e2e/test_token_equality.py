@@ -80,7 +80,7 @@ def test_preempted_sequences_go_on_with_the_same_tokens(tmp_path: Path) -> None:
     small = tiny_config(tmp_path, max_model_len=128, kv_cache_memory_bytes=SMALL_POOL_BLOCKS * block_bytes)
     with Cluster() as cluster:
         prefill = cluster.start("prefill", "prefill-0", config)
-        decode = cluster.start("decode", "decode-0", small)
+        decode = cluster.start("decode", "decode-0", small, "slow:0.02")  # so that all are there at once
         tokens = run_all(cluster, prefill, decode, "crowd", batch)
         assert tokens == [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
         cluster.wait_empty(prefill, decode)
