@@ -13,12 +13,13 @@ import pytest
 
 from kvtransfer import Completed, Failed, Progress
 from kvtransfer.framing.channel import Channel
-from kvtransfer.framing.messages import CHECKSUM_MISMATCH, SPOILED, Ack
+from kvtransfer.framing.messages import CHECKSUM_MISMATCH, SPOILED, Ack, Piece
 from kvtransfer.streams.link import Link
 from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.ucx.words import Words
 from messaging.wake import Wake
 from tests.kvtransfer.transfer_sides import (
+    RawPeer,
     RawReceiver,
     ReceiverEnd,
     SenderEnd,
@@ -61,12 +62,17 @@ def test_tcp_pads_the_piece_that_was_on_its_way(closing: Closing) -> None:
     assert sender.sender.poll() == []
 
 
-def test_shm_waits_for_the_reader(closing: Closing) -> None:
+def piece_being_read(closing: Closing) -> tuple[SenderEnd, RawReceiver, RawPeer, Piece]:
+    """A lease's one piece is announced over `shm`, and not acknowledged yet."""
     sender = closing(SenderEnd(["shm"], make_pool(4, MIB), abort_timeout_s=20))
     raw_receiver = closing(RawReceiver("shm", make_pool(4, MIB)))
     sender.push(raw_receiver.peer, "lease", [0])
     raw = closing(raw_receiver.accept())
-    piece = raw_receiver.piece(raw)
+    return sender, raw_receiver, raw, raw_receiver.piece(raw)
+
+
+def test_shm_waits_for_the_reader(closing: Closing) -> None:
+    sender, _, raw, piece = piece_being_read(closing)
 
     aborting = threading.Thread(target=sender.sender.abort, args=("lease",))
     aborting.start()
@@ -212,11 +218,7 @@ def test_a_piece_that_is_to_be_sent_again_is_not_after_an_abort(
     closing: Closing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The abort comes after the piece's ack was read, and before the piece is queued again."""
-    sender = closing(SenderEnd(["shm"], make_pool(4, MIB), abort_timeout_s=5))
-    raw_receiver = closing(RawReceiver("shm", make_pool(4, MIB)))
-    sender.push(raw_receiver.peer, "lease", [0])
-    raw = closing(raw_receiver.accept())
-    piece = raw_receiver.piece(raw)
+    sender, raw_receiver, raw, piece = piece_being_read(closing)
     aborting = threading.Thread(target=sender.sender.abort, args=("lease",))
     begun, failed = threading.Event(), Link._failed
 
