@@ -14,10 +14,12 @@ import pytest
 from models.bundled import BUNDLED_MODEL
 from router.prompt_blocks import hash_blocks
 from tests.e2e.serving import HttpServing
-from tests.e2e.test_failover import REQUESTS, SLOW, ask, prompt
+from tests.e2e.test_failover import REQUESTS, ask, prompt
 from tests.e2e.test_speculation import PROMPT, options
 
 NUM_TOKENS = 100
+SLOW = "slow:0.1"
+"""An answer of 100 tokens takes 10 s: on a busy machine two more workers start within that."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,9 @@ def test_drafts_go_on_at_the_new_worker(method: str, pool: ThreadPoolExecutor) -
         "ignore_eos": True,
         "return_timing": True,
     }
-    with HttpServing(BUNDLED_MODEL, {"decode-0": SLOW}, disaggregation=False, **options(method)) as serving:
+    with HttpServing(
+        BUNDLED_MODEL, {"decode-0": "slow:0.05"}, disaggregation=False, **options(method)
+    ) as serving:
         expected = serving.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
         before = serving.metric("tandem_time_to_first_token_seconds_count")
         answer = pool.submit(serving.http.post, "/v1/completions", json=body)
@@ -123,7 +127,7 @@ def test_a_worker_changes_its_role_and_serves_in_it(
 ) -> None:
     """Its process, weights and pool stay, so what it has cached does."""
     to_role = "prefill" if from_role == "decode" else "decode"
-    workers = {"prefill-0": "", "prefill-1": "", "decode-0": SLOW}
+    workers = {"prefill-0": "", "prefill-1": "", "decode-0": "slow:0.05"}
     with HttpServing(folder, workers) as serving:
         answers = ask_all(serving, pool)
         serving.add("decode-1")
