@@ -27,13 +27,13 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.kills import serving
+from bench.own_server import serving
 from bench.speculate.over_http import load_prompts
 
 FIXED = ("none", "local", "remote")
 MAX_TOKENS = 128
-LEAST_REQUESTS = 16
-"""Of a round: fewer are too short to be measured."""
+LEAST_REQUESTS = 64
+"""Of a round: it is to take many times what a trial of the planner does."""
 WORKERS = ["--no-disaggregation", "--decode-replicas", "2", "--draft-replicas", "1", "--worker-threads", "1"]
 
 _salts = itertools.count()

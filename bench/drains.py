@@ -22,7 +22,8 @@ from typing import Any
 
 import httpx
 
-from bench.kills import serving, total
+from bench.kills import total
+from bench.own_server import serving
 
 TOKENS = 900
 """Of an answer: nearly all that the bundled model's context has room for."""

@@ -26,8 +26,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.peers.process import Command, RunningSystem
-from bench.peers.systems import free_port
+from bench.own_server import serving
 
 STEP_S = 0.05
 LOOK_S = 0.2
@@ -39,14 +38,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--busy", type=int, default=2 * (os.cpu_count() or 1))
     options, serve_options = parser.parse_known_args()
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    argv = [sys.executable, "-m", "deploy", "serve", "--port", str(port), *serve_options]
     with tempfile.TemporaryDirectory() as folder:
-        server = RunningSystem([Command("tandem", argv, f"{url}/ready")], Path(folder), 300.0)
-        with server, httpx.Client(base_url=url, timeout=300.0) as http:
-            while "Listening on" not in (Path(folder) / "tandem.log").read_text():  # every worker is there
-                time.sleep(LOOK_S)
+        with serving(serve_options, Path(folder)) as http:
             print(json.dumps(measure(http, options.seconds, options.concurrency, options.busy)))
         log = (Path(folder) / "tandem.log").read_text()
     for line in log.splitlines():

@@ -17,21 +17,16 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from bench.peers.process import Command, RunningSystem
-from bench.peers.systems import free_port
+from bench.own_server import serving
 
 WORKERS = ["--prefill-replicas", "2", "--decode-replicas", "3"]
 KINDS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
@@ -54,20 +49,6 @@ def main() -> None:
     with serving([*WORKERS, "--router-replicas", str(replicas), *serve_options]) as http:
         storm = Storm(http, replicas, random.Random(options.seed))
         print(json.dumps(storm.measure(options.requests, options.seconds, options.every)))
-
-
-@contextmanager
-def serving(serve_options: Sequence[str]) -> Iterator[httpx.Client]:
-    """The bundled model's server with these options, once every worker is there."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    argv = [sys.executable, "-m", "deploy", "serve", "--port", str(port), *serve_options]
-    with tempfile.TemporaryDirectory() as folder:
-        server = RunningSystem([Command("tandem", argv, f"{url}/ready")], Path(folder), 300.0)
-        with server, httpx.Client(base_url=url, timeout=300.0) as http:
-            while "Listening on" not in (Path(folder) / "tandem.log").read_text():
-                time.sleep(0.2)
-            yield http
 
 
 @dataclass

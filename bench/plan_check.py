@@ -23,7 +23,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.kills import serving
+from bench.own_server import serving
 from bench.record import made_by, write_results
 from bench.serve.client import Target
 from bench.serve.load import Load

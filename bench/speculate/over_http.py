@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import httpx
 
-from bench.kills import serving
+from bench.own_server import serving
 from models.bundled import BUNDLED_FOLDER
 from protocol.speculation import METHODS
 

@@ -7,7 +7,8 @@ import random
 import httpx
 import pytest
 
-from bench.kills import Storm, serving
+from bench.kills import Storm
+from bench.own_server import serving
 
 FAULTS = ("killed", "frozen", "killed", "killed")
 
