@@ -102,6 +102,11 @@ class DecodeLoop(WorkerLoop):
     def peers_in_use(self) -> set[str]:
         return set(self._drafts.incarnations()) if self._drafts is not None else set()
 
+    def close(self) -> None:
+        if self._drafts is not None:
+            self._drafts.send()  # what ended last
+        super().close()
+
     # --- what prefill workers ask for -------------------------------------------------------------
 
     def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:

@@ -67,7 +67,7 @@ class DraftLoop(WorkerLoop):
         self._answers: dict[bytes, _Answer] = defaultdict(_Answer)
         self._pace = Pace()
 
-    # --- the router asks for nothing --------------------------------------------------------------
+    # --- what the router asks for -----------------------------------------------------------------
 
     def start_request(self, message: Generate) -> None:
         raise InvalidRequestError("request", f"{self.parts.worker_id} is a draft worker, which only drafts")
@@ -81,6 +81,12 @@ class DraftLoop(WorkerLoop):
 
     def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
         """A draft worker has no wires."""
+
+    def peer_gone(self, peer: bytes) -> None:
+        """Nobody wants drafts for what it ran there: who goes on with it opens it anew."""
+        for request in [request for request in self.requests if request.target == peer]:
+            self.counters.add("draft_requests_orphaned_total")
+            self._end(request)
 
     # --- what decode workers tell -----------------------------------------------------------------
 

@@ -37,7 +37,8 @@ class DraftRequest(StagedRequest[DraftStage]):
     | QUEUED   | no other text of its target is being read                   | DRAFTING |
     | DRAFTING | more is committed: what agrees stays, the rest is dropped   |          |
     | any      | `DraftFor` ends it or opens it anew, its lease runs out, it |          |
-    |          | is refused, tokens that no request can have                 | ENDED    |
+    |          | is refused, tokens that no request can have, its target is  |          |
+    |          | lost                                                        | ENDED    |
 
     `given` are the tokens that its target has committed, as far as they were told in order. In DRAFTING the
     engine's sequence has them too, and owns the blocks. Of the `run_ahead` tokens beyond them that the target

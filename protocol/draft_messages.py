@@ -16,8 +16,8 @@ MAX_GIVEN_TOKENS = 2**14
 MAX_TOLD = 4096
 """Requests of each kind in one message."""
 DRAFT_LEASE_S = 30.0
-"""For which a draft worker keeps a request after its latest news: the decode worker may be gone. If not, the
-next news open the request anew."""
+"""For which a draft worker keeps a request after its latest news: the decode worker may be gone, and the
+router's word of that lost. If not, the next news open the request anew."""
 
 
 class DraftOpening(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

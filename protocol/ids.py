@@ -18,6 +18,11 @@ def new_incarnation() -> str:
     return secrets.token_hex(8)
 
 
+def peer_identity(worker_id: str, incarnation: str) -> str:
+    """By which a worker that asks another one for something is known there."""
+    return f"{worker_id}:{incarnation}"
+
+
 def new_request_id(router: str) -> str:
     """Of a request of the router with this incarnation: workers tell by the id whose it is."""
     return f"{router}.{secrets.token_hex(12)}"

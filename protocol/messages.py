@@ -159,6 +159,16 @@ class Replan(msgspec.Struct, frozen=True, kw_only=True, tag="replan"):
     plan: DraftPlan | None = None
 
 
+class PeerGone(msgspec.Struct, frozen=True, kw_only=True, tag="peer_gone"):
+    """Free what is held for the incarnation `gone` of a worker, which is lost. If it speaks again, it begins
+    anew.
+    """
+
+    incarnation: Id
+    worker_id: Id
+    gone: Id
+
+
 class ReplayKvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="replay_kv_events"):
     """Send the batches of KV events again, from number `first` on, or all that is held if that is too old."""
 
@@ -482,6 +492,7 @@ RouterToWorker = (
     | CallRoll
     | Redirect
     | Replan
+    | PeerGone
     | ReplayKvEvents
     | Prefetch
     | PrepareToLeave

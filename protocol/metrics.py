@@ -160,6 +160,7 @@ WORKER_COUNTERS = (
     _gauge("draft_requests_open", "Requests that a draft worker drafts for."),
     _counter("draft_requests_opened_total", "Requests that came to a draft worker."),
     _counter("draft_requests_refused_total", "Requests that a draft worker refused, having too much to do."),
+    _counter("draft_requests_orphaned_total", "Requests whose decode worker was lost, on a draft worker."),
     _counter("draft_requests_expired_total", "Requests that a draft worker heard nothing more of."),
     _counter("drafted_tokens_total", "Tokens that a draft worker drafted."),
     _counter("drafted_tokens_wrong_total", "Of these, those that the target contradicted."),

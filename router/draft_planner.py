@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from protocol.config import ServeConfig
-from protocol.messages import Replan
+from protocol.messages import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
 from router.draft_kinds import DraftKind, expect
 from router.journal import Journal, LiveRequest
@@ -100,6 +100,17 @@ class DraftPlanner:
         for request in self._journal if worker.role.purpose == "draft" else ():
             if request.drafts_by is not None and request.drafts_by[1] is worker:
                 self._reconsider(request)
+
+    def lost(self, worker: Worker) -> None:
+        """Its process is gone, or silent. Draft workers free what they have for it."""
+        self.leave(worker)
+        if worker.role.holds_draft:
+            return
+        name, gone = worker.key
+        for drafter in self._registry:
+            if drafter.role.holds_draft and drafter.live:
+                at = drafter.key.incarnation
+                self._send(drafter, PeerGone(incarnation=at, worker_id=name, gone=gone))
 
     # --- inside -------------------------------------------------------------------------------------
 

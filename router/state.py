@@ -162,7 +162,7 @@ class RouterState:
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
         self.dispatcher.worker_lost(worker, reason)
-        self.placer.drafts.leave(worker)
+        self.placer.drafts.lost(worker)
         self.drainer.lost(worker)
 
     def _sweep(self) -> None:

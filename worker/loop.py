@@ -18,6 +18,7 @@ import zmq
 from engine.engine import Engine
 from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.errors import InvalidRequestError, TandemError
+from protocol.ids import peer_identity
 from protocol.messages import (
     Abort,
     Absent,
@@ -31,6 +32,7 @@ from protocol.messages import (
     Leave,
     Lent,
     PeerAddress,
+    PeerGone,
     PeerReply,
     PeerRequest,
     Peers,
@@ -123,6 +125,10 @@ class WorkerLoop(ABC):
 
     def replan(self, request_id: str, plan: DraftPlan | None) -> None:
         """Have the request's drafts made elsewhere. For decode workers only."""
+        self.counters.add("dropped_messages_total")
+
+    def peer_gone(self, peer: bytes) -> None:
+        """Free what is held for another worker, known by this identity. For draft workers only."""
         self.counters.add("dropped_messages_total")
 
     @abstractmethod
@@ -364,6 +370,8 @@ class WorkerLoop(ABC):
                 self._on_redirect(message)
             case Replan():
                 self._on_replan(message)
+            case PeerGone():
+                self._on_peer_gone(message)
             case ReplayKvEvents():
                 self._on_replay(message, link)
             case Prefetch():
@@ -417,6 +425,12 @@ class WorkerLoop(ABC):
             fetch.replan(message.plan)
         else:
             self.replan(message.request_id, message.plan)
+
+    def _on_peer_gone(self, message: PeerGone) -> None:
+        if message.incarnation != self.parts.incarnation:
+            self.counters.add("stale_messages_total")
+        else:
+            self.peer_gone(peer_identity(message.worker_id, message.gone).encode())
 
     def _on_registered(self, message: Registered, link: RouterLink) -> None:
         if message.incarnation != self.parts.incarnation:

@@ -11,6 +11,7 @@ import zmq
 from messaging.sockets import connect_dealer, give_way
 from protocol.codec import encode, peer_reply
 from protocol.errors import ProtocolError
+from protocol.ids import peer_identity
 from protocol.messages import PeerAddress, PeerReply, PeerRequest
 from worker.parts import WorkerParts
 
@@ -70,7 +71,7 @@ class PeerLinks:
             self._close(incarnation)
 
     def _open(self, peer: PeerAddress) -> _Link:
-        identity = f"{self._parts.worker_id}:{self._parts.incarnation}"
+        identity = peer_identity(self._parts.worker_id, self._parts.incarnation)
         socket = connect_dealer(self._parts.context, self._parts.keys, peer.control, identity)
         self._poller.register(socket, zmq.POLLIN)
         link = _Link(peer, socket, time.monotonic())

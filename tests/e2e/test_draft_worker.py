@@ -18,9 +18,11 @@ from tests.worker.tiny_model import VOCAB_SIZE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-WORKERS = {"decode-0": "", "decode-1": "", "draft-0": ""}
-NUM_TOKENS = 1000
-"""Enough to be still running when something happens to the draft worker."""
+SLOW = "slow:0.01"
+"""So that drafts come in time on a busy machine too."""
+WORKERS = {"decode-0": SLOW, "decode-1": SLOW, "draft-0": ""}
+NUM_TOKENS = 300
+"""Enough to be still running when something happens to a worker."""
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,22 @@ def test_it_is_killed_and_started_anew(serving: HttpServing, plain: list[list[in
         assert [ask(serving, number) for number in range(2)] == plain[:2]
         serving.add("draft-0")
         assert [each.result() for each in start(serving, pool)] == plain
+    serving.wait_empty()
+
+
+def test_a_killed_decode_worker_leaves_nothing_there(serving: HttpServing, plain: list[list[int]]) -> None:
+    def draft_counter(name: str) -> float:
+        return serving.counter("draft-0", f"draft_requests_{name}")
+
+    with ThreadPoolExecutor(4) as pool:
+        running = start(serving, pool)
+        serving.workers["decode-0"].process.kill()
+        serving.bury("decode-0")
+        assert [each.result() for each in running] == plain
+    serving.wait(lambda: draft_counter("open") == 0)
+    assert draft_counter("expired_total") == 0
+    assert draft_counter("orphaned_total") > 0
+    serving.add("decode-0", SLOW)
     serving.wait_empty()
 
 

@@ -25,6 +25,7 @@ from protocol.messages import (
     Leaving,
     PairState,
     PeerAddress,
+    PeerGone,
     Prefetch,
     Prefetched,
     PrepareToLeave,
@@ -125,6 +126,8 @@ class FakeWorker:
         self.has_left = threading.Event()
         """All routers have let it go."""
         self.replans: list[Replan] = []
+        self.gone: list[tuple[str, str]] = []
+        """Workers that it was told are lost, with their incarnations."""
         self.jobs: dict[str, Job] = {}
         self.held: dict[str, Job] = {}
         self._endpoints = [endpoints] if isinstance(endpoints, str) else endpoints
@@ -310,6 +313,9 @@ class FakeWorker:
             case Replan():
                 assert message.incarnation == self.incarnation
                 self.replans.append(message)
+            case PeerGone():
+                assert message.incarnation == self.incarnation
+                self.gone.append((message.worker_id, message.gone))
 
     def prefetch_answer(self, complete: bool) -> Prefetched:
         """To the newest `Prefetch`."""

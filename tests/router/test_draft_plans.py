@@ -107,6 +107,21 @@ def test_a_lost_draft_worker_is_replanned_at_once_and_used_again(make, pool):
     assert router.metric("tandem_draft_replans_total", reason="load") == 2
 
 
+def test_draft_workers_hear_of_a_lost_decode_worker(make, pool):
+    router, decode = make(COSTLY_HERE)
+    shared = add_drafter(router)
+    running = begin(router, pool)
+    other = router.add_worker("decode-1", step_s=0.001)
+    lose(router, decode)
+    assert running[0].result().status_code == 200
+    eventually(lambda: shared.gone)
+    router.server.mark_dead("decode-0", decode.incarnation, "the launcher tells again")
+    lose(router, add_drafter(router, "draft-1"))
+    other.mute.set()
+    eventually(lambda: len(shared.gone) > 1)
+    assert shared.gone == [("decode-0", decode.incarnation), ("decode-1", other.incarnation)]
+
+
 def test_a_draft_worker_that_was_started_anew_is_told_anew(make, pool):
     router, decode = make(COSTLY_HERE)
     first = add_drafter(router)

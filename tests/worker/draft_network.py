@@ -15,7 +15,7 @@ from decode_worker.loop import DecodeLoop
 from draft_worker.loop import DraftLoop
 from engine.engine import Engine
 from protocol.codec import encode, peer_reply, peer_request
-from protocol.messages import DraftPlan, EngineRequest, PeerAddress, Replan
+from protocol.messages import DraftPlan, EngineRequest, PeerAddress, PeerGone, Replan
 from protocol.speculation import SpeculativeConfig
 from speculation.remote import RemoteDrafter
 from speculation.run_ahead import run_ahead
@@ -121,6 +121,11 @@ class DraftSide:
 
     def counter(self, name: str) -> float:
         return self.loop.counters[name]
+
+    def tell_gone(self, peer: PeerAddress) -> None:
+        """As the router does when a worker is lost."""
+        message = PeerGone(incarnation=self.at.incarnation, worker_id=peer.worker_id, gone=peer.incarnation)
+        self.loop._on_router_message(message, self.light.router)
 
     def step(self) -> None:
         if self.engine.has_work():

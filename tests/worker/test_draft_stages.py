@@ -23,6 +23,7 @@ from protocol.messages import DraftPlan
 from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import DRAFTER, DecodeSide, DraftSide, plain_tokens, remote_plan
+from tests.worker.light_loop import address
 from tests.worker.stages import check_transition, walk
 
 PIECE = 24
@@ -142,6 +143,15 @@ class DraftStages(RuleBasedStateMachine):
         self.flying.clear()  # no message is on its way for so long
         self.drafter.loop.expire(time.monotonic() + DRAFT_LEASE_S + 1)
 
+    @rule()
+    def a_decode_worker_is_taken_to_be_lost(self) -> None:
+        """This one, which was silent; and one that had nothing here."""
+        self.drafter.tell_gone(address("b", "b" * 16))
+        had = len(self.drafter.loop.requests)
+        self.drafter.tell_gone(address("a", self.decode.incarnation))
+        assert len(self.drafter.loop.requests) == 0
+        self.seen["freed"] += had
+
     @precondition(lambda self: self.drafter.loop.requests)
     @rule()
     def the_draft_worker_has_too_much_to_do(self) -> None:
@@ -241,6 +251,7 @@ def test_every_message_in_every_stage(stages: type[DraftStages]) -> None:
         "remote_drafts_refused_total",
         "draft_workers_lost_total",
         "draft_requests_expired_total",
+        "freed",
         "duplicate_messages_total",
         "drafted_tokens_wrong_total",
     ):

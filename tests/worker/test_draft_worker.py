@@ -235,6 +235,40 @@ def test_a_draft_worker_that_forgot_a_request_opens_it_anew(begin: Callable[...,
     assert one.decode.accepted("remote") > before
 
 
+def test_what_a_lost_decode_worker_had_is_freed_at_once(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+) -> None:
+    """One that was silent alone goes on, and has its drafts again."""
+    silent, other = decodes
+    requests = [ask("a", prompt_of(25), 80, ignore_eos=True), ask("b", prompt_of(25, 1), 80, ignore_eos=True)]
+    network = Network(decodes, [drafter])
+    for decode, request in zip(decodes, requests, strict=True):
+        decode.generate(request, remote_plan())
+    for _ in range(5):
+        network.turn()
+    drafter.tell_gone(address("a", other.incarnation))
+    assert len(drafter.loop.requests) == 2
+    drafter.tell_gone(address("a", silent.incarnation))
+    assert [request.target for request in drafter.loop.requests] == [other.identity]
+    assert drafter.counter("draft_requests_orphaned_total") == 1
+    before = silent.accepted("remote")
+    network.run()
+    assert silent.accepted("remote") > before
+    for decode, request in zip(decodes, requests, strict=True):
+        assert decode.tokens() == plain_tokens(pair[0], [request])
+    assert drafter.counter("draft_requests_opened_total") == 3
+
+
+def test_a_decode_worker_that_leaves_tells_what_ended_last(begin: Callable[..., Drafted]) -> None:
+    one = begin(100)
+    one.turn(5)
+    one.decode.loop.abort("a")
+    one.decode.loop.close()
+    one.network._collect()
+    one.network._deliver()
+    assert len(one.drafter.loop.requests) == 0
+
+
 def test_a_small_target_keeps_its_share_beside_a_large_one(pair: Pair, decodes: list[DecodeSide]) -> None:
     """Of four rows a step it gets the one that it can use, however many requests the other has."""
     large, small = decodes
