@@ -1,6 +1,8 @@
-"""Which tests may run beside which, when pytest-xdist shares them among processes."""
+"""Which tests may run beside which, and what the processes have that they fork."""
 
 from __future__ import annotations
+
+import multiprocessing
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -45,3 +47,8 @@ class ByModule(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByModule:
     return ByModule(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Once all modules are imported, of which one may name what it needs alone: there is one fork server."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])

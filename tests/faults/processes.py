@@ -21,7 +21,6 @@ LARGE = (96, 256 * 1024)
 """Pools: blocks, and bytes of each. A large one's pieces are more than a socket's buffers hold."""
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.worker.child", "tests.faults.sides"])
 _starting = threading.Lock()
 """`multiprocessing` looks after its processes whenever one is started, in whatever thread."""
 

@@ -15,7 +15,6 @@ NUM_BLOCKS = 64
 BLOCK_BYTES = 256 * 1024
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.worker.child"])
 
 
 def receive(pipe: Connection, transports: list[str]) -> None:

@@ -19,7 +19,6 @@ import pytest
 from tests.kvtransfer.signals import send_signal
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.worker.child"])
 
 WAIT_S = 30.0
 

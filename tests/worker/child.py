@@ -1,4 +1,4 @@
-"""What runs in a test worker's process. Preloaded by the fork server, so that a worker starts at once."""
+"""What runs in a test worker's process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
-import transformers.models.llama.modeling_llama
 
-import decode_worker.loop
-import prefill_worker.loop
 import worker.fetch
 import worker.heartbeat
 import worker.peer_links
@@ -29,8 +26,6 @@ from worker.launch import Launch
 from worker.loop import WorkerLoop
 from worker.process import run_worker
 from worker.stop import StopHandle
-
-assert transformers.models.llama.modeling_llama and decode_worker.loop and prefill_worker.loop
 
 
 def run_child(

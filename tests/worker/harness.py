@@ -69,7 +69,6 @@ def request(request_id: str, prompt: list[int], max_tokens: int = 12, **sampling
 
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.worker.child"])
 
 
 class RunningWorker:
