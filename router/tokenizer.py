@@ -23,6 +23,7 @@ from router.detokenizer import (
     WindowDetokenizer,
     piece_decoding,
 )
+from router.fast_encoder import UNSURE, fast_encode
 from router.tokenizer_files import load_files
 
 INLINE_BYTES = 2048
@@ -51,6 +52,7 @@ class Tokenizer:
         self._fast.no_padding()
         self.special_tokens = _special_tokens(settings)
         _mark_special(self._fast, self.special_tokens, settings)
+        self._fast_encode = fast_encode(self._fast)
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
@@ -81,6 +83,8 @@ class Tokenizer:
         return self._fast.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self._fast_encode is not None and UNSURE not in text:
+            return self._fast_encode(text, add_special_tokens)
         # the batch call releases the GIL, the single one doesn't
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
