@@ -44,6 +44,9 @@ STABLE_S = 60.0
 FRAIL_S = 5.0
 """A process that vanishes this soon after it became ready is taken to have died by itself."""
 
+UNTOLD_S = 10.0
+"""Who was let go and is still there so long after --drain-timeout was never told, or would have ended itself."""
+
 MAX_FAILED_STARTS = 5
 """After so many failures in a row requests no longer wait for a worker. It is still started anew."""
 
@@ -73,12 +76,21 @@ class _Slot:
     """It is drained, and not started anew."""
     changes: bool = False
     """It is drained, to go on in another role."""
+    let_go_at: float = 0.0
+    """When a router was last told that it may leave or change."""
     dismissed_at: float | None = None
     """When the router had no more use for it: it ends by itself."""
 
     @property
     def stays_to_decode(self) -> bool:
         return self.role.purpose == "decode" and not self.leaves and not self.changes
+
+    def take_back(self, drain_timeout: float, now: float) -> bool:
+        """Whether it stays after all: the router that it was let go for was lost before it told the worker."""
+        stays = (self.leaves or self.changes) and now - self.let_go_at > drain_timeout + UNTOLD_S
+        if stays:
+            self.leaves = self.changes = False
+        return stays
 
     def note_death(self, vanished: bool, now: float) -> float:
         """Returns the seconds until the next start: 0 unless it dies by itself again and again.
@@ -109,9 +121,9 @@ def let_go(slots: Sequence[_Slot], worker_id: str, for_good: bool) -> str:
     slot = _slot_of(slots, worker_id)
     if not any(other.stays_to_decode for other in slots if other is not slot):
         return "no other decode worker stays"
-    if slot.leaves or slot.changes:
-        return "" if slot.leaves == for_good else "it leaves or changes its role already"
-    slot.leaves, slot.changes = for_good, not for_good
+    if (slot.leaves or slot.changes) and slot.leaves != for_good:
+        return "it leaves or changes its role already"
+    slot.leaves, slot.changes, slot.let_go_at = for_good, not for_good, time.monotonic()
     return ""
 
 
@@ -233,6 +245,9 @@ class Supervisor:
             slot.dismissed_at = None
             if slot.ready_since is None:
                 slot.ready_since, slot.was_ready = now, True
+                self._set_expected()
+            if slot.take_back(self._config.drain_timeout, now):
+                log.warning("worker %s stays: no router has told it to leave", slot.worker_id)
                 self._set_expected()
             if silence_s > 2 * self._config.worker_timeout:
                 self._kill(slot)

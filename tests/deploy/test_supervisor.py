@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from deploy.supervisor import LONGEST_BACKOFF_S, STABLE_S, _Slot, let_go, make_slots
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deploy.supervisor import LONGEST_BACKOFF_S, STABLE_S, UNTOLD_S, Supervisor, _Slot, let_go, make_slots
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 
@@ -63,3 +69,29 @@ def test_a_decode_worker_stays_whoever_leaves_or_changes() -> None:
         (False, False),
         (False, False),
     ]
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+def test_a_worker_that_nobody_told_to_leave_stays(for_good: bool) -> None:
+    """The router that asked for it has died; the others and the worker itself know of nothing."""
+    config = ServeConfig(prefill_replicas=0, decode_replicas=2, drain_timeout=3.0)
+    expected: list[list[str]] = []
+    supervisor: Any = object.__new__(Supervisor)  # without Ray
+    supervisor._config, supervisor._slots = config, make_slots(config)
+    supervisor._cluster = SimpleNamespace(is_local=False)
+    supervisor._router = SimpleNamespace(silence_of=lambda *worker: 0.0, expect=expected.append)
+    before = time.monotonic()
+    assert supervisor._let_go("decode-0", for_good) == ""
+    assert expected == [["decode-1"] if for_good else ["decode-0", "decode-1"]]
+    slot = supervisor._slots[0]
+    slot.ready_since = before
+    supervisor._look_at(slot, before + 3 + UNTOLD_S)
+    assert let_go(supervisor._slots, "decode-1", for_good=True) == "no other decode worker stays"
+    assert supervisor._let_go("decode-0", for_good) == "", "another router asks, and has time to tell it"
+    now = time.monotonic()
+    supervisor._look_at(slot, now + 3 + UNTOLD_S - 0.1)
+    assert slot.leaves or slot.changes
+    supervisor._look_at(slot, now + 3 + UNTOLD_S + 0.1)
+    assert expected[-1] == ["decode-0", "decode-1"]
+    assert let_go(supervisor._slots, "decode-1", for_good=True) == ""
+    assert let_go(supervisor._slots, "decode-0", for_good) == "no other decode worker stays"
