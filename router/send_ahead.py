@@ -198,12 +198,14 @@ class SendAhead:
         return prompts * compute_s(load, tokens / prompts, 0) < AHEAD_S
 
     def _has_row_room(self, decode: Worker, prefill_s: float) -> bool:
-        """Rows that end until a prompt is computed elsewhere, and `AHEAD_S` more, make room for as many."""
+        """Rows that end until a prompt is computed elsewhere, and `AHEAD_S` more, make room for as many: for
+        one batch more at most, as answers may get longer than the latest ones.
+        """
         load = self._running(decode)
         steps = max(self._mean_output() / max(load.costs.tokens_per_row, 1.0), 1.0)
         request_s = steps * load.costs_now.decode_s(load.rows, load.context_tokens)
         ending = (AHEAD_S + prefill_s) * load.rows / request_s if request_s > 0 else self._max_num_seqs
-        return self._sent_rows(decode) < self._max_num_seqs + max(MIN_AHEAD, ending)
+        return self._sent_rows(decode) < self._max_num_seqs + max(MIN_AHEAD, min(ending, self._max_num_seqs))
 
     def _running(self, worker: Worker) -> WorkerSnapshot:
         """Its load without what waits, here or there."""

@@ -9,6 +9,7 @@ import pytest
 from router_clients import eventually, is_idle, lose, make_pair, post
 
 from protocol.costs import StepCosts
+from router import placer
 
 KEYS = ("first-key", "second-key")
 ROWS = 2
@@ -57,6 +58,24 @@ def test_workers_get_what_keeps_them_busy_and_the_rest_waits(router, pool):
     assert held(router) == 0
     assert router.metric("tandem_request_held_seconds_total", api_key="0") > 0
     eventually(lambda: is_idle(router))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_after_short_answers_long_ones_are_not_all_sent_ahead(make_router, pool, monkeypatch, split):
+    """Fast workers end hundreds of short answers in `AHEAD_S`; a flood of long ones must not fill that."""
+    monkeypatch.setattr(placer, "FIRST_OUTPUT", 1.0)
+    rows = 4
+    router = make_router(max_num_seqs=rows, api_key=", ".join(KEYS))
+    costs = StepCosts(step_s=1e-4, row_s=0.0, context_s=0.0, token_s=1e-7, attention_s=0.0)
+    pair = make_pair(router, costs=costs) if split else [router.add_worker(costs=costs)]
+    pair[0].hold.set()
+    flood = ask(pool, router, 0, count=30, max_tokens=50)
+    single = ask(pool, router, 1, max_tokens=4)
+    eventually(lambda: held(router) == 30 - 2 * rows)
+    pair[0].hold.clear()
+    assert [each.result(10).status_code for each in (*single, *flood)] == [200] * 31
+    lengths = [request.sampling.max_tokens for request in pair[0].generated]
+    assert lengths.index(4) == 2 * rows, "it came next"
 
 
 @pytest.mark.parametrize("split", [False, True])
