@@ -45,7 +45,7 @@ FRAIL_S = 5.0
 """A process that vanishes this soon after it became ready is taken to have died by itself."""
 
 UNTOLD_S = 10.0
-"""Who was let go and is still there so long after --drain-timeout was never told, or would have ended itself."""
+"""Who was let go and is there so long after --drain-timeout was never told: it would have ended itself."""
 
 MAX_FAILED_STARTS = 5
 """After so many failures in a row requests no longer wait for a worker. It is still started anew."""
@@ -86,7 +86,7 @@ class _Slot:
         return self.role.purpose == "decode" and not self.leaves and not self.changes
 
     def take_back(self, drain_timeout: float, now: float) -> bool:
-        """Whether it stays after all: the router that it was let go for was lost before it told the worker."""
+        """Whether it stays after all: the router that it was let go for was lost before it told it."""
         stays = (self.leaves or self.changes) and now - self.let_go_at > drain_timeout + UNTOLD_S
         if stays:
             self.leaves = self.changes = False

@@ -72,6 +72,7 @@ ROUTER = (
     _counter("placements_total", "Placement decisions.", "kind"),
     _counter("draft_plans_total", "Plans of requests that begin, by where their drafts are made.", "place"),
     _counter("draft_replans_total", "Plans that were changed in mid-request.", "reason"),
+    _counter("draft_trials_total", "Trials of places that seemed to lose, by the place.", "place"),
     _counter("draft_plan_steps_total", "Steps of requests, by where their drafts were made.", "place"),
     _counter("draft_plan_predicted_tokens_total", "Tokens that plans expected of these steps.", "place"),
     _counter("draft_plan_observed_tokens_total", "Tokens that these steps brought.", "place"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 from router.placement.drafts.decide import decide
-from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption
+from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption, Where
 from router.placement.drafts.prospects import Prospects
 from router.placement.drafts.seen import SeenRates
 from router.placement.drafts.trials import Trials
@@ -23,9 +24,13 @@ class ExpectedTokens(NamedTuple):
 
 
 class DraftKind:
-    """Requests of one decode worker and class that ask for the same. All draft with `maker` if that pays."""
+    """Requests of one decode worker and class that ask for the same. All draft with `maker` if that pays.
 
-    def __init__(self) -> None:
+    `tried` is told of each trial that begins.
+    """
+
+    def __init__(self, tried: Callable[[Where], None] = lambda where: None) -> None:
+        self._tried = tried
         self.seen = SeenRates()
         self.trials = Trials()
         self.maker: DraftMaker | None = None
@@ -36,8 +41,10 @@ class DraftKind:
         decision = decide(facts, prospects)
         if decision.place != facts.current:
             self.maker = decision.place.maker
-        self.trials.consider(decision)
+        begins = self.trials.consider(decision)
         trial = self.trials.place
+        if begins and trial is not None:
+            self._tried(trial.where)
         return decide(replace(facts, trial=trial), prospects) if trial is not None else decision
 
     def note(self, expected: ExpectedTokens, answered_at: float, num_tokens: int, now: float) -> None:

@@ -65,7 +65,7 @@ class DraftPlanner:
         self._send = send
         self._tokens_left = tokens_left
         self._prospects: dict[_Key, tuple[object, Prospects]] = {}
-        self._kinds: defaultdict[_Key, DraftKind] = defaultdict(DraftKind)
+        self._kinds: defaultdict[_Key, DraftKind] = defaultdict(lambda: DraftKind(metrics.draft_tried))
         self._drafting: Counter[tuple[Worker, Worker]] = Counter()
         """Requests that the first worker decodes and the second drafts for."""
         self._next = 0

@@ -60,6 +60,7 @@ class Metrics:
             for name in ("predicted", "observed", "error")
         }
         self.draft_planned: Callable[[Where], None] = self._counting("draft_plans_total")
+        self.draft_tried: Callable[[Where], None] = self._counting("draft_trials_total")
         self.draft_replanned = self._counting("draft_replans_total")
         self._placed = self._counting("placements_total")
         self._cpu_s = self._core_wait_s = 0.0

@@ -205,6 +205,17 @@ def test_what_requests_brought_corrects_what_is_predicted(make_router, pool):
     assert predicted["seen_to_predicted"] > 2
 
 
+def test_trials_are_counted(make_router, pool, monkeypatch):
+    monkeypatch.setattr(trials, "SETTLES_S", 0.01)
+    router = make_router(speculative_config=DRAFTS, max_num_seqs=64)
+    decode = router.add_worker("decode-0", speculation=speculation(**COSTLY_HERE), step_s=0.005)
+    running = begin(router, pool, 2, max_tokens=200)
+    eventually(lambda: decode.replans)
+    tried = decode.replans[0].plan
+    assert router.metric("tandem_draft_trials_total", place="none" if tried.method is None else "local") == 1
+    assert all(future.result().status_code == 200 for future in running)
+
+
 def test_requests_that_are_handed_over_are_planned_anew_once_they_decode(make_router, pool):
     router = make_router(speculative_config=DRAFTS)
     prefill, decode = make_pair(router, speculation=speculation(**COSTLY_HERE), step_s=0.005)

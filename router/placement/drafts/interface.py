@@ -18,6 +18,12 @@ class DraftMaker(NamedTuple):
     method: Method | None = None
     at: str | None = None
 
+    @property
+    def where(self) -> Where:
+        if self.method is None:
+            return "none"
+        return "local" if self.at is None else "remote"
+
 
 class DraftPlace(NamedTuple):
     """Who drafts up to `max_tokens` in a step: nobody without a `method`, who decodes without `at`, else that
@@ -30,9 +36,7 @@ class DraftPlace(NamedTuple):
 
     @property
     def where(self) -> Where:
-        if self.method is None:
-            return "none"
-        return "local" if self.at is None else "remote"
+        return self.maker.where
 
     @property
     def maker(self) -> DraftMaker:
