@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
@@ -39,8 +38,7 @@ class Span(msgspec.Struct, frozen=True):
     drafted: bool
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """What came in since the last look. `offsets` are the tokens' places in the choice's uncut text."""
 
     text: str = ""
@@ -108,14 +106,14 @@ class Choice:
             silent = ended_by_token and position == len(token_ids) - 1
             text = "" if silent else self._detokenizer.push(token_id)
             if self._keep_details:
-                self._keep(output, position)
+                self._keep(output, position, text)
             self.num_tokens += 1
-            self._length += len(text)
-            pieces.append(self._matched(text))
+            pieces.append(text if self._matcher is None else self._matched(text))
             if self.finish_reason is not None:
                 break
-        self.drafted_tokens += output.drafted_tokens
-        self.accepted_tokens += min(output.accepted_tokens, self.num_tokens - num_before)
+        if output.drafted_tokens:
+            self.drafted_tokens += output.drafted_tokens
+            self.accepted_tokens += min(output.accepted_tokens, self.num_tokens - num_before)
         if output.finish_reason is not None and self.finish_reason is None:
             pieces.append(self._end(output))
         if self.keep_spans:
@@ -138,9 +136,10 @@ class Choice:
         self.has_news = False
         return delta
 
-    def _keep(self, output: TokenOutput, position: int) -> None:
+    def _keep(self, output: TokenOutput, position: int, text: str) -> None:
         self._token_ids.append(output.token_ids[position])
         self._offsets.append(self._length)
+        self._length += len(text)
         if output.logprobs is not None:
             self._logprobs.append(output.logprobs[position])
 

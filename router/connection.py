@@ -60,17 +60,19 @@ def raise_file_limit() -> int:
 class DirectWriter:
     """Writes to an answer that has begun, without an ASGI message."""
 
+    __slots__ = ("_cycle", "_flow", "_write")
+
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
 
     @property
     def is_ready(self) -> bool:
         """Whether the client is there and reads."""
-        return not self._cycle.flow.write_paused and not self._cycle.disconnected
+        return not self._flow.write_paused and not self._cycle.disconnected
 
     def write(self, body: bytes) -> None:
         """One chunk, which is not empty."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class HttpConnection(HttpToolsProtocol):

@@ -7,6 +7,7 @@ UTF-8 decoder do the work; any other decoder is asked again for the last few tok
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,18 +117,37 @@ class TokenBytes(dict[int, bytes]):
         return raw
 
 
+class TokenTexts(dict[int, str | None]):
+    """Token id to its text; None where its bytes are no whole characters."""
+
+    def __init__(self, table: TokenBytes) -> None:
+        super().__init__()
+        self.table = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = self.table[token_id].decode()
+        self[token_id] = text
+        return text
+
+
 class BytesDetokenizer:
     """For decoders that work token by token. `context`: the tokens before the first one pushed."""
 
-    def __init__(self, table: TokenBytes, context: Sequence[int], leading_spaces: int) -> None:
-        self._table = table
-        self._decode = _utf8_decoder("replace").decode
+    def __init__(self, texts: TokenTexts, context: Sequence[int], leading_spaces: int) -> None:
+        self._texts = texts
+        self._decoder = _utf8_decoder("replace")
+        self._is_between = True
+        """No character is unfinished."""
         for token_id in context[-MAX_CHARACTER_BYTES:]:
-            self._decode(table[token_id])
+            self._decode(token_id)
         self._strip = leading_spaces
 
     def push(self, token_id: int) -> str:
-        text = self._decode(self._table[token_id])
+        if self._is_between and not self._strip and (text := self._texts[token_id]) is not None:
+            return text
+        text = self._decode(token_id)
         if self._strip and text:
             kept = text.lstrip(" ")
             stripped = min(len(text) - len(kept), self._strip)
@@ -136,7 +156,12 @@ class BytesDetokenizer:
         return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
+
+    def _decode(self, token_id: int) -> str:
+        text = self._decoder.decode(self._texts.table[token_id])
+        self._is_between = not self._decoder.getstate()[0]
+        return text
 
 
 class WindowDetokenizer:

@@ -249,11 +249,11 @@ class Dispatcher:
         request.generation.notify()
 
     def _account_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
-        prefill = request.assigned.get("prefill")
-        if not request.has_answered:
+        num_before = len(request.output_token_ids)
+        if num_before == request.num_emitted_before:
             request.times.answered_at = now
             self._placer.answered(request, now)
-        if not request.output_token_ids:
+        if not num_before:
             request.first_token_time = now
             self._metrics.first_token(request, now)
         else:
@@ -261,9 +261,9 @@ class Dispatcher:
             self._metrics.inter_token_latency.observe(now - request.last_token_time)
         if worker is request.assigned["decode"]:
             request.failures = 0
-        if prefill is not None and worker is request.assigned["decode"]:
-            request.times.taken_over_at = now
-            self._placer.loads.leave_prefill(request)
+            if "prefill" in request.assigned:
+                request.times.taken_over_at = now
+                self._placer.loads.leave_prefill(request)
         request.answered_by = worker
         request.last_token_time = now
         request.output_token_ids.extend(output.token_ids)
@@ -376,7 +376,7 @@ def _complaint(request: LiveRequest, output: TokenOutput) -> str | None:
     num_tokens = len(output.token_ids)
     if len(request.output_token_ids) + num_tokens > request.sampling.max_tokens:
         return "sent more tokens than were asked for"
-    if output.accepted_tokens > min(num_tokens, output.drafted_tokens):
+    if output.accepted_tokens > num_tokens or output.accepted_tokens > output.drafted_tokens:
         return "counted more tokens as accepted than it drafted or sent"
     if output.logprobs is None:
         missing = num_tokens > 0 and request.sampling.logprobs is not None

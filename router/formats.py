@@ -41,7 +41,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def only_text(self) -> bool:
         """Whether most of a stream's chunks have nothing but text."""
-        return not self.keep_details and not self.return_timing
+        return not (self.keep_details or self.return_timing or self.continuous_usage)
 
 
 def error_event(error: ApiError) -> bytes:
@@ -77,12 +77,15 @@ class Format(abc.ABC):
     stream_object: str
     whole_object: str
     id_prefix: str
+    before_text: bytes
+    after_text: bytes
+    """Of a choice in a stream that has nothing but text."""
 
     def __init__(self, tokenizer: Tokenizer, model: str, request_id: str, options: OutputOptions) -> None:
         self._tokenizer = tokenizer
         self._options = options
-        self._only_text = options.only_text
-        self._begun: set[int] = set()
+        self._begun: dict[int, bytes] = {}
+        """Of choices that have begun what a chunk has before its text, if it has nothing else."""
         self._head = {
             "id": self.id_prefix + request_id,
             "object": self.stream_object if options.stream else self.whole_object,
@@ -91,10 +94,21 @@ class Format(abc.ABC):
         }
         self._chunk_start = b"data: " + _json(self._head)[:-1] + b',"choices":['
         self._chunk_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
+        self._text_end = self.after_text + self._chunk_end
 
-    @abc.abstractmethod
     def chunk(self, choice: Choice, delta: Delta) -> bytes:
         """Server-sent events for what is new of one choice."""
+        before_text = self._begun.get(choice.index)
+        if before_text and choice.finish_reason is None:
+            return before_text + _json(delta.text) + self._text_end
+        if before_text is None:
+            start = self._chunk_start + self.before_text % choice.index
+            self._begun[choice.index] = start if self._options.only_text else b""
+        return self._full_chunk(choice, delta, before_text is None)
+
+    @abc.abstractmethod
+    def _full_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
+        """The same with all fields that the choice has now."""
 
     def response(self, choices: Sequence[Choice], timing: ResponseTiming | None = None) -> bytes:
         """The whole answer."""
@@ -126,12 +140,6 @@ class Format(abc.ABC):
             fields["usage"] = usage([choice], self._options.only_prompt)
         return self._chunk_start + body + b"]," + _json(fields)[1:] + b"\n\n"
 
-    def _is_first(self, choice: Choice) -> bool:
-        if choice.index in self._begun:
-            return False
-        self._begun.add(choice.index)
-        return True
-
     def _common(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """Fields that both APIs' choices have."""
         fields: dict[str, Any] = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -157,13 +165,11 @@ class CompletionFormat(Format):
 
     stream_object = whole_object = "text_completion"
     id_prefix = "cmpl-"
+    before_text = b'{"index":%d,"text":'
+    after_text = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
-    def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        first = self._is_first(choice)
-        if first or choice.finish_reason is not None or not self._only_text:
-            return self._event(choice, _json(self._choice(choice, delta, first)))
-        body = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}'
-        return self._event(choice, body % (choice.index, _json(delta.text)))
+    def _full_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
+        return self._event(choice, _json(self._choice(choice, delta, first)))
 
     def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         fields = [self._choice(choice, choice.take(), True) for choice in choices]
@@ -200,13 +206,8 @@ class ChatFormat(Format):
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
     id_prefix = "chatcmpl-"
-
-    def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        first = self._is_first(choice)
-        if first or choice.finish_reason is not None or not self._only_text:
-            return self._slow_chunk(choice, delta, first)
-        body = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
-        return self._event(choice, body % (choice.index, _json(delta.text)))
+    before_text = b'{"index":%d,"delta":{"content":'
+    after_text = b'},"logprobs":null,"finish_reason":null}'
 
     def _whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         fields = []
@@ -216,7 +217,7 @@ class ChatFormat(Format):
             fields.append({"index": choice.index, "message": message, **self._details(choice, delta)})
         return {"choices": fields, "usage": usage(choices), **self._of_prompt(choices[0])}
 
-    def _slow_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
+    def _full_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
         events = b""
         if first:
             role = {

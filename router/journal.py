@@ -85,6 +85,8 @@ class LiveRequest:
         """What the workers said of the current placement."""
         self.first_token_time = 0.0
         self.last_token_time = 0.0
+        self.asked_at = 0.0
+        """When its worker was last asked for it, for lack of news."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from protocol.messages import RequestTiming
 from protocol.metrics import PREFIX, ROUTER, Metric
+from router.histogram import LoopHistogram
 from router.journal import LiveRequest
 from router.placement.drafts.interface import Where
 from router.registry import Worker
@@ -40,7 +41,7 @@ class Metrics:
         self._metrics: dict[str, Any] = {metric.name: self._made(metric) for metric in ROUTER}
         self.prompt_tokens: Counter = self._metrics["prompt_tokens_total"]
         self.generation_tokens: Counter = self._metrics["generation_tokens_total"]
-        self.inter_token_latency: Histogram = self._metrics["inter_token_latency_seconds"]
+        self.inter_token_latency: LoopHistogram = self._metrics["inter_token_latency_seconds"]
         self.num_parked: Gauge = self._metrics["num_requests_parked"]
         self.failed = self._counting("request_failures_total")
         self.refused: Callable[[RefusalReason], None] = self._counting("requests_refused_total")
@@ -158,9 +159,13 @@ class Metrics:
 
     def _made(self, metric: Metric) -> Any:
         """With labels of its own the family, else its one member."""
-        kind: type = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[metric.kind]
-        options = {"buckets": metric.buckets} if metric.buckets else {}
-        labels = [*metric.labels, "model_name"]
-        family = kind(PREFIX + metric.name, metric.help, labels, registry=self.registry, **options)
+        name = PREFIX + metric.name
+        if metric.kind == "histogram":
+            histogram = LoopHistogram(name, metric.help, metric.buckets, self._model_name)
+            self.registry.register(histogram)
+            self._families.append(histogram)
+            return histogram
+        kind: type = {"counter": Counter, "gauge": Gauge}[metric.kind]
+        family = kind(name, metric.help, [*metric.labels, "model_name"], registry=self.registry)
         self._families.append(family)
         return family if metric.labels else family.labels(self._model_name)

@@ -33,11 +33,14 @@ class RollCall:
         self._dispatcher = dispatcher
 
     def sweep(self, now: float) -> None:
-        """Ask for those that are silent. To be called a few times a second; `now` is monotonic."""
+        """Ask for those that are silent, as often as that. To be called a few times a second with the
+        monotonic time.
+        """
         silent: defaultdict[Worker, list[str]] = defaultdict(list)
         for request in self._journal:
-            if request.times.placed_at and now - request.heard_at > ASK_AFTER_S:
+            if request.times.placed_at and now - max(request.heard_at, request.asked_at) > ASK_AFTER_S:
                 silent[request.keeper].append(request.request_id)
+                request.asked_at = now
         for worker, request_ids in silent.items():
             if worker.is_reachable:
                 self._send(worker, CallRoll(incarnation=worker.key.incarnation, request_ids=request_ids))

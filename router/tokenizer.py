@@ -20,6 +20,7 @@ from router.detokenizer import (
     BytesDetokenizer,
     Detokenizer,
     TokenBytes,
+    TokenTexts,
     WindowDetokenizer,
     piece_decoding,
 )
@@ -58,7 +59,8 @@ class Tokenizer:
         self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
         if self._decoding is not None:
             self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
-            self._text_bytes = TokenBytes(self._fast, self._decoding, self._special_ids)
+            self._all_texts = TokenTexts(self._all_bytes)
+            self._texts = TokenTexts(TokenBytes(self._fast, self._decoding, self._special_ids))
         source = chat_template or _template_of(settings) or DEFAULT_TEMPLATE
         self.chat_template = ChatTemplate(source, self.special_tokens)
         self._longest_token = max((len(token) for token in self._fast.get_vocab()), default=1)
@@ -137,9 +139,9 @@ class Tokenizer:
         context = prompt_token_ids[-8:]
         if self._decoding is None:
             return WindowDetokenizer(self._fast, context, skip_special_tokens)
-        table = self._text_bytes if skip_special_tokens else self._all_bytes
-        at_start = not any(table[token_id] for token_id in context)
-        return BytesDetokenizer(table, context, self._decoding.leading_spaces if at_start else 0)
+        texts = self._texts if skip_special_tokens else self._all_texts
+        at_start = not any(texts.table[token_id] for token_id in context)
+        return BytesDetokenizer(texts, context, self._decoding.leading_spaces if at_start else 0)
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -119,6 +119,7 @@ class EventStream:
         self._buffer = b""
         self._decoder = msgspec.json.Decoder(Piece)
         self.finished = False
+        self.finished_at = 0.0
 
     def feed(self, data: bytes) -> None:
         """Take in body bytes. Raises msgspec.DecodeError when an event is not what it should be."""
@@ -143,7 +144,8 @@ class EventStream:
             if piece.usage.completion_tokens_details is not None:
                 record.accepted_tokens = piece.usage.completion_tokens_details.accepted_prediction_tokens or 0
                 record.rejected_tokens = piece.usage.completion_tokens_details.rejected_prediction_tokens or 0
-        self.finished |= any(choice.finish_reason is not None for choice in piece.choices)
+        if any(choice.finish_reason is not None for choice in piece.choices):
+            self.finished, self.finished_at = True, now
         for choice in piece.choices:
             record.token_ids += choice.token_ids or ()
         if any(choice.bears_tokens() for choice in piece.choices):
@@ -190,6 +192,8 @@ class Client:
             elif not record.error and not stream.finished:
                 record.error, record.detail = "broken stream", "no finish reason and no [DONE]"
         record.end = time.perf_counter()
+        if record.output_tokens and not record.token_times and stream.finished_at:
+            record.token_times.append(stream.finished_at)  # its only text is half a character, or none
         record.output_tokens = record.output_tokens or len(record.token_times)
         if not record.error and not record.token_times:
             record.error, record.detail = "no tokens", "the answer ended without any"

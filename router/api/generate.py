@@ -141,26 +141,28 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def _writer(generation: Generation, answer: Format, direct: DirectWriter) -> Callable[[], bool] | None:
+    """Writes a single choice's events as its tokens come, without a task, while the client reads."""
+    choice, *others = generation.choices
+
+    def write() -> bool:
+        if generation.is_over or not direct.is_ready:
+            return False
+        direct.write(answer.chunk(choice, choice.take()))
+        return True
+
+    return None if others else write
+
+
 async def _stream(
     send: Send, generation: Generation, answer: Format, with_timing: bool, direct: DirectWriter | None
 ) -> None:
-    """Server-sent events. `send` waits while the client doesn't read.
-
-    A single choice's events are written as its tokens come, without this task, while the client reads.
-    """
-
-    first, *others = generation.choices
-
-    def write() -> bool:
-        if direct is None or generation.is_over or not direct.is_ready:
-            return False
-        direct.write(answer.chunk(first, first.take()))
-        return True
-
+    """Server-sent events. `send` waits while the client doesn't read."""
     await generation.wait()
     if generation.error is not None:
         raise generation.error
     await send(dict(_STREAM_START))
+    write = None if direct is None else _writer(generation, answer, direct)
     while True:
         events = b"".join(
             [answer.chunk(choice, choice.take()) for choice in generation.choices if choice.has_news]
@@ -168,7 +170,7 @@ async def _stream(
         if generation.is_over:
             break
         await send({"type": "http.response.body", "body": events, "more_body": True})
-        await generation.wait(None if others else write)
+        await generation.wait(write)
     if generation.error is not None:
         events += error_event(generation.error)
     else:

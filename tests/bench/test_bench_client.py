@@ -292,3 +292,13 @@ def test_chunked_body_in_any_pieces():
 def test_fields_that_servers_add_to_events_are_ignored():
     raw = b'{"id": "x", "choices": [{"text": "a", "token_ids": [1]}], "x": {}}'
     assert msgspec.json.decode(raw, type=Piece).choices[0].bears_tokens()
+
+
+async def test_one_token_without_text_is_an_answer(start_server):
+    async def serve(_, writer):
+        usage = event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
+        await stream(writer, [token("", "length"), usage, DONE])
+
+    record = await client(await start_server(serve)).send(LoadRequest([20, 21, 22], output_len=1))
+    assert (record.error, record.output_tokens, len(record.token_times)) == ("", 1, 1)
+    assert record.start < record.token_times[0] <= record.end

@@ -130,6 +130,7 @@ class World:
         self.workers: dict[str, MiniWorker] = {}
         self.dead: list[MiniWorker] = []
         self.generations: list[Generation] = []
+        self.num_roll_calls = 0
         for worker_id in IDS:
             self.start(worker_id)
 
@@ -263,7 +264,9 @@ class World:
             worker.fail(request_id, "transfer")
 
     def call_roll(self) -> None:
-        self.run(lambda: self.state.roll_call.sweep(time.monotonic() + 2 * ASK_AFTER_S))
+        self.num_roll_calls += 1
+        later = 2 * ASK_AFTER_S * self.num_roll_calls
+        self.run(lambda: self.state.roll_call.sweep(time.monotonic() + later))
 
     # --- what must always hold --------------------------------------------------------------------
 
@@ -496,3 +499,20 @@ def test_any_interleaving(policy: str) -> None:
             derandomize=True,
         ),
     )
+
+
+def test_a_silent_request_is_asked_for_once_in_a_while():
+    world = World("least_loaded")
+    choice = Choice(0, Prompt([1] * 20), _NoText())  # type: ignore[arg-type]
+    choices = [(choice, SamplingParams(max_tokens=5))]
+    generation = Generation(choices, arrival=time.monotonic(), timeout_s=600.0)
+    world.run(lambda: world.state.dispatcher.start(generation))
+    (request,) = generation.requests
+    silent_since = request.heard_at + ASK_AFTER_S
+    asked = []
+    for number in range(1, 12):
+        world.run(lambda at=silent_since + 0.3 * number: world.state.roll_call.sweep(at))
+        inbox = world.workers[request.keeper.key.worker_id].inbox
+        asked += [number for message in inbox if isinstance(message, CallRoll)]
+        inbox.clear()
+    assert asked == [1, 5, 9]
