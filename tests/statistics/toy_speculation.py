@@ -28,7 +28,9 @@ VOCAB_SIZE = 8
 FIRST = 1
 """The prompt's only token."""
 
-NUM_TRIALS = 200_000
+NUM_TRIALS = 60_000
+"""Of which a chi-squared test of pairs sees a deviation of 4 % (root mean square) 98 times in a hundred."""
+
 ALPHA = 1e-4
 _CHUNK = 10_000
 
