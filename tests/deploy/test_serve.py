@@ -28,6 +28,9 @@ from tests.deploy.server_process import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
+SMALL_MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 300}
+SMALL_MAMBA |= {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
+
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
@@ -41,8 +44,10 @@ def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def started(tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    running = ServerProcess(tiny_folder, tmp_path / "log")
+def started(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server of its own, of one worker where the test does not ask for a pair."""
+    options = getattr(request, "param", ["--no-disaggregation"])
+    running = ServerProcess(tiny_folder, tmp_path / "log", *options)
     try:
         yield running
     finally:
@@ -257,18 +262,14 @@ def test_a_signal_during_the_imports_is_not_lost() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
 
 
-def test_a_signal_to_the_process_alone_ends_it_quietly(tiny_folder: Path, tmp_path: Path) -> None:
-    running = ServerProcess(tiny_folder, tmp_path / "log", "--no-disaggregation")
-    try:
-        running.wait_ready()
-        before = len(running.log.splitlines())
-        running.process.send_signal(signal.SIGTERM)
-        assert running.wait_end() == 0
-        of_ray = [line for line in running.log.splitlines()[before:] if " router.server: " not in line]
-        assert [line for line in of_ray if not line.startswith("(WorkerActor ")] == []
-        assert running.leftovers() == []
-    finally:
-        running.kill()
+def test_a_signal_to_the_process_alone_ends_it_quietly(started: ServerProcess) -> None:
+    started.wait_ready()
+    before = len(started.log.splitlines())
+    started.process.send_signal(signal.SIGTERM)
+    assert started.wait_end() == 0
+    of_ray = [line for line in started.log.splitlines()[before:] if " router.server: " not in line]
+    assert [line for line in of_ray if not line.startswith("(WorkerActor ")] == []
+    assert started.leftovers() == []
 
 
 def test_a_second_signal_ends_at_once(started: ServerProcess) -> None:
@@ -288,6 +289,7 @@ def test_without_ray_it_ends_and_says_why(started: ServerProcess, name: str) -> 
     assert started.leftovers() == []
 
 
+@pytest.mark.parametrize("started", [[]], indirect=True, ids=["pair"])
 def test_a_killed_launcher_takes_its_workers_along(started: ServerProcess) -> None:
     """Ray's two agents take a minute longer to notice; they are not waited for."""
     started.wait_ready()
@@ -302,7 +304,7 @@ def test_a_killed_launcher_takes_its_workers_along(started: ServerProcess) -> No
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(None, "--model"), ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba")],
+    [(None, "--model"), (SMALL_MAMBA, "mamba")],
     ids=["missing", "unsupported"],
 )
 def test_a_refused_model_is_one_clear_line(
