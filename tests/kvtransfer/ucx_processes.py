@@ -277,7 +277,8 @@ class Process:
     ) -> None:
         self.pipe, theirs = _processes.Pipe()
         options = {"num_blocks": num_blocks, "block_bytes": block_bytes, "seed": seed}
-        environment = {"UCX_TLS": tls}
+        # UCX would use any device, also one that a test of networks takes away meanwhile.
+        environment = {"UCX_TLS": tls, "UCX_NET_DEVICES": "lo"}
         if emulate:
             environment["UCX_PROTO_EMULATION_ENABLE"] = "y"
         self._process = _processes.Process(
