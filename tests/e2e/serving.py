@@ -18,6 +18,8 @@ from router.server import RouterServer
 from tests.worker.harness import RunningWorker, tiny_config
 
 START_S = 60.0
+DEFAULTS = MappingProxyType({"max_num_seqs": 16, "worker_timeout": 15.0})
+"""On a busy machine nobody passes for dead by mistake; a test of freezes has a shorter time-out."""
 PAIR: Mapping[str, str] = MappingProxyType({"prefill-0": "", "decode-0": ""})
 LOOKS = 4
 """In a row, each 0.05 s after the last: at least one has seen a heartbeat of after the first."""
@@ -30,7 +32,7 @@ class HttpServing:
     """
 
     def __init__(self, model: Path, workers: Mapping[str, str] = PAIR, **options: Any) -> None:
-        self.config: ServeConfig = tiny_config(model, port=0, **{"max_num_seqs": 16, **options})
+        self.config: ServeConfig = tiny_config(model, port=0, **(DEFAULTS | options))
         self.keys = ClusterKeys.generate()
         self.router = RouterServer(self.config, self.keys)
         self.endpoints = self.router.worker_endpoints

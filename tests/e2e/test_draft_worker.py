@@ -33,7 +33,12 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServing]:
     for folder in (target, draft):
         save_tokenizer(folder, VOCAB_SIZE, 1024)
     speculative = SpeculativeConfig(method="draft_model", model=str(draft), num_speculative_tokens=3)
-    options: dict[str, Any] = {"disaggregation": False, "decode_replicas": 2, "draft_replicas": 1}
+    options: dict[str, Any] = {
+        "disaggregation": False,
+        "decode_replicas": 2,
+        "draft_replicas": 1,
+        "worker_timeout": 2.0,
+    }
     options |= {"speculative_config": speculative, "draft_placement": "remote"}
     with HttpServing(target, WORKERS, **options) as serving:
         yield serving

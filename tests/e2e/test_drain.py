@@ -173,7 +173,7 @@ def test_what_cannot_move_ends_where_it_is_or_is_placed_anew_at_the_deadline(
         assert ask(serving, REQUESTS[1], max_tokens=NUM_TOKENS) == expected[1]
         report = drained.result(30)
         assert (report["moved"], report["placed_anew"]) == (0, len(REQUESTS)), "the new one went elsewhere"
-        assert 1.0 < report["seconds"] < 3.0
+        assert 1.0 < report["seconds"] < 6.0, "the answers take 10 s"
         assert [answer.result(30) for answer in answers] == expected
         check_nothing_is_left(serving)
 

@@ -70,7 +70,7 @@ def test_the_answer_is_the_same_wherever_its_worker_dies(make_router, pool, expe
 
 def test_a_stream_goes_on(make_router, expected):
     router = make_router()
-    first = router.add_worker("decode-0", step_s=0.005)
+    first = router.add_worker("decode-0", stall_after=7)
 
     def die() -> None:
         router.add_worker("decode-1")

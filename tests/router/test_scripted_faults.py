@@ -180,7 +180,9 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_fault(make_router, pool, fault, point, monkeypatch):
     monkeypatch.setattr("router.roll_call.ASK_AFTER_S", 0.2)
-    scene = Scene(make_router(worker_timeout=0.5), pool, point)
+    # A worker of a busy machine must not pass for a frozen one where none is.
+    timeout_s = 1.0 if fault is holder_freezes_and_thaws else 10.0
+    scene = Scene(make_router(worker_timeout=timeout_s), pool, point)
     fault(scene)
     scene.release()
     response = scene.answer.result(10)
