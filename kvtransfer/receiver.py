@@ -80,7 +80,14 @@ class Receiver:
             listener, address = transport.listen(host)
             listener.setblocking(False)
             self._listeners[listener.fileno()] = (listener, transport)
-            self.offers.append(TransferOffer(transport=transport.name, host_id=host_id(), address=address))
+            self.offers.append(
+                TransferOffer(
+                    transport=transport.name,
+                    host_id=host_id(),
+                    address=address,
+                    same_host=transport.same_host,
+                )
+            )
         self._acceptor = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
         self._acceptor.start()
 

@@ -227,7 +227,7 @@ class Sender:
             refusal: RefusalKind
             if offer is None:
                 refusal, reason = "not_offered", "not offered"
-            elif transport.same_host and offer.host_id != self._host_id:
+            elif (transport.same_host or offer.same_host) and offer.host_id != self._host_id:
                 refusal, reason = "other_host", "another host"
             else:
                 candidates.append(Candidate(offer, transport))

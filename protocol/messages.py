@@ -32,6 +32,8 @@ class TransferOffer(msgspec.Struct, frozen=True, kw_only=True):
     transport: Id
     host_id: Id
     address: ShortText
+    same_host: bool = False
+    """Whether only peers on this host can use it."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):

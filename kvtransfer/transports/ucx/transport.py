@@ -12,7 +12,9 @@ accepts the first one after the peer has hung up.
 
 from __future__ import annotations
 
+import os
 import secrets
+from pathlib import Path
 
 from kvtransfer.blocks.device import settle
 from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices, Blocks
@@ -32,6 +34,19 @@ _NO_READ = (
     "UCX cannot read from the sender by RDMA, cuda_ipc or cma ({error}); "
     "UCX_PROTO_EMULATION_ENABLE=y allows it over TCP, at the risk of the sender's process"
 )
+
+
+_FABRICS = (Path("/sys/class/infiniband"), Path("/dev/nvidia-caps-imex-channels"))
+"""What is in there when this host has RDMA devices, or NVLink to other hosts."""
+
+
+def reaches_other_hosts() -> bool:
+    """Whether UCX can read from another host: over a fabric, or over TCP if it was told to (see `agent`).
+
+    Otherwise it would be tried with each peer there, and complain in its own log before it is refused.
+    """
+    told = os.environ.get("UCX_PROTO_EMULATION_ENABLE", "n").lower() in ("y", "yes", "1", "on", "try")
+    return told or any(folder.is_dir() and any(folder.iterdir()) for folder in _FABRICS)
 
 
 class UcxWriter(PieceWriter):
@@ -60,6 +75,7 @@ class UcxTransport(Transport):
     reaches_devices = True
 
     def __init__(self, pool: RegisteredPool, name: str) -> None:
+        self.same_host = not reaches_other_hosts()
         self._pool = pool  # its memory must outlive the agent
         self._agent = Agent(f"{name}-{secrets.token_hex(8)}")
         self._orphans = OrphanedReads(self._agent)
