@@ -17,8 +17,8 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def choose_threads(config: ServeConfig, cores: int) -> tuple[int, str]:
-    """CPU threads for one worker, and why.
+def choose_threads(config: ServeConfig, cores: int, workers: int | None = None) -> tuple[int, str]:
+    """CPU threads for each of a host's `workers` (all that are deployed), and why.
 
     `--worker-threads` wins. Otherwise the host's cores are divided evenly among the workers, at least one
     each: a step is one parallel region after another, and every region waits for its slowest thread, so
@@ -26,7 +26,7 @@ def choose_threads(config: ServeConfig, cores: int) -> tuple[int, str]:
     """
     if config.worker_threads is not None:
         return config.worker_threads, "--worker-threads"
-    workers = config.num_workers
+    workers = workers or config.num_workers
     return max(1, cores // workers), f"{cores} cores for {workers} workers"
 
 
@@ -47,7 +47,7 @@ def thread_environment(threads: int) -> dict[str, str]:
     }
 
 
-def gpu_share(config: ServeConfig, num_gpus: float) -> float:
+def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
     """GPUs for one worker: one, or an equal part where there are fewer GPUs than workers; 0 on a CPU."""
     if config.device == "cpu":
         return 0.0
@@ -55,19 +55,22 @@ def gpu_share(config: ServeConfig, num_gpus: float) -> float:
         if config.device == "cuda":
             raise ConfigError("--device: cuda was asked for, but Ray finds no GPU")
         return 0.0
-    return min(1.0, num_gpus / config.num_workers)
+    return min(1.0, num_gpus / workers)
 
 
-def plan_workers(config: ServeConfig, num_gpus: float, cores: int) -> tuple[ServeConfig, float]:
-    """The configuration that the workers get, and each one's share of a GPU.
+def plan_workers(
+    config: ServeConfig, num_gpus: float, cores: int, workers: int | None = None
+) -> tuple[ServeConfig, float]:
+    """The configuration that a host's `workers` (all that are deployed) get, and each one's share of a GPU.
 
-    Threads are chosen and a shared GPU's memory is divided.
+    Threads are chosen; the memory of the host, or of a shared GPU, is divided.
     """
-    gpus = gpu_share(config, num_gpus)
+    workers = workers or config.num_workers
+    gpus = gpu_share(config, num_gpus, workers)
     planned = msgspec.structs.replace(
         config,
         device="cuda" if gpus > 0 else "cpu",
-        gpu_memory_utilization=config.gpu_memory_utilization * (gpus or 1.0),
-        worker_threads=choose_threads(config, cores)[0],
+        gpu_memory_utilization=config.gpu_memory_utilization * (gpus or 1 / workers),
+        worker_threads=choose_threads(config, cores, workers)[0],
     )
     return planned, gpus

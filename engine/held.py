@@ -39,4 +39,6 @@ def _identity(config: ServeConfig) -> ModelIdentity:
         folder = Path(found).parent if isinstance(found, str) else folder
     stats = [(str(path), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
     files = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
-    return msgspec.msgpack.encode(config), files
+    # What a worker gets of its host changes nothing about its weights.
+    alike = msgspec.structs.replace(config, worker_threads=None, worker_host=None, gpu_memory_utilization=1.0)
+    return msgspec.msgpack.encode(alike), files

@@ -124,12 +124,11 @@ def _pool_budget(
         free, total = torch.cuda.mem_get_info(device)
         own_share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_reserved(device)
         return max(0, min(own_share, free)), f"{share}, less what this worker uses already"
-    workers = config.num_workers
-    fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / (2 * workers))
+    fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
     # Twice what the running sequences can fill: the other half keeps prefixes of earlier ones.
     sequences = 2 * config.max_num_seqs
     return min(
         (sequences * sequence_bytes, f"room for {sequences} sequences of {max_model_len} tokens"),
         (CPU_POOL_LIMIT, "the most that a CPU worker takes by default"),
-        (fair, f"half of {share} of the free memory, over {workers} workers"),
+        (fair, f"half of {share} of the free memory"),
     )

@@ -9,6 +9,7 @@ not called for it.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -62,13 +63,21 @@ class CorePlaces:
             self.board.write(index, is_busy=False)
 
 
-class SharedCores:
-    """A worker's part: it has `own` cores and a place. For the thread that steps the engine."""
+def host_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0))
 
-    def __init__(self, place: CorePlace, own: int, set_threads: Callable[[int], None]) -> None:
+
+class SharedCores:
+    """A worker's part: it has a place, and `own` of the `cores` that all on the board share. For the thread
+    that steps the engine.
+    """
+
+    def __init__(self, place: CorePlace, own: int, cores: int, set_threads: Callable[[int], None]) -> None:
         self._board, self._number = place
         self._set_threads = set_threads
         self._own = self._threads = own
+        self._cores = cores
         self._is_busy = False
         self._board.write(self._number, is_busy=False)
 
@@ -79,8 +88,8 @@ class SharedCores:
     def begin_step(self) -> bool:
         """Have the step use as many threads as there are cores for the worker now. Whether some are lent."""
         self._write(is_busy=True)
-        workers, busy = self._board.count()
-        threads = self._own * workers // max(busy, 1)
+        _, busy = self._board.count()
+        threads = max(self._cores // max(busy, 1), 1)
         if threads != self._threads:
             self._set_threads(threads)
             self._threads = threads

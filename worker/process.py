@@ -22,7 +22,7 @@ from messaging.sockets import address_towards
 from protocol.errors import TandemError
 from protocol.messages import PeerAddress, Register
 from protocol.speculation import describe
-from worker.cores import CorePlace, SharedCores
+from worker.cores import CorePlace, SharedCores, host_cores
 from worker.departure import Departure
 from worker.heartbeat import Heartbeat
 from worker.kv_publisher import open_publisher
@@ -76,7 +76,7 @@ def run_worker(
             parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
         engine.on_fetched = parts.wake.set
         if launch.shares_cores and place is not None and engine.runs_on_any_threads:
-            parts.cores = SharedCores(place, torch.get_num_threads(), torch.set_num_threads)
+            parts.cores = SharedCores(place, torch.get_num_threads(), host_cores(), torch.set_num_threads)
         gc.collect()
         gc.freeze()  # or the collector would go through the libraries again and again, for milliseconds
         while (left := _serve(parts, engine, links, stop, carrier)).next_role is not None:
@@ -156,6 +156,8 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         cache=engine.cache_format if parts.tells_of_cache else None,
         start_up={
             **engine.start_up,
+            "host": parts.host,
+            "threads": str(torch.get_num_threads()),
             "speculation": describe(parts.config.speculative_config),
             "kv_events": ", ".join(publisher.endpoints) if publisher is not None else "to the router alone",
         },

@@ -145,7 +145,7 @@ def test_a_gpu_pool_is_never_larger_than_what_is_free(monkeypatch: pytest.Monkey
     [
         (64 * GIB, 1024, 16 * (1024 + 16) * 4096, "room for 16 sequences of 1024 tokens"),
         (64 * GIB, 131072, 4 * GIB, "the most that a CPU worker takes by default"),
-        (8 * GIB, 131072, int(8 * GIB * 0.9 / 4), "half of --gpu-memory-utilization 0.9 of the free memory"),
+        (8 * GIB, 131072, int(8 * GIB * 0.9 / 2), "half of --gpu-memory-utilization 0.9 of the free memory"),
     ],
 )
 def test_a_cpu_pool_fits_the_model_and_the_machine(

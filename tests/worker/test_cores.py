@@ -16,7 +16,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         board = CoreBoard()
         self.threads = [2] * count
-        self.cores = [SharedCores(CorePlace(board, n), 2, self._setter(n)) for n in range(count)]
+        self.cores = [SharedCores(CorePlace(board, n), 2, 2 * count, self._setter(n)) for n in range(count)]
 
     def _setter(self, number: int):
         return lambda threads: self.threads.__setitem__(number, threads)
@@ -47,10 +47,22 @@ def test_one_worker_has_what_is_its_own() -> None:
     assert workers.step(0) == 2
 
 
+def test_who_joins_later_with_a_smaller_share_gets_as_much_as_the_first() -> None:
+    """As on a node that takes over another one's worker: the first has all four cores for its own."""
+    board, threads = CoreBoard(), [4, 2]
+    first, second = (
+        SharedCores(CorePlace(board, n), threads[n], 4, lambda t, n=n: threads.__setitem__(n, t))
+        for n in (0, 1)
+    )
+    assert not first.begin_step() and threads == [4, 2]
+    assert not second.begin_step() and not first.begin_step()
+    assert threads == [2, 2]
+
+
 def test_threads_are_set_only_where_they_change() -> None:
     calls: list[int] = []
     board = CoreBoard()
-    cores, other = (SharedCores(CorePlace(board, number), 1, calls.append) for number in range(2))
+    cores, other = (SharedCores(CorePlace(board, number), 1, 2, calls.append) for number in range(2))
     for _ in range(3):
         cores.begin_step()
     assert calls == [2]
@@ -65,11 +77,11 @@ def test_the_cores_of_a_worker_that_is_killed_at_work_are_lent() -> None:
     mine, theirs = CorePlace(places.board, MAX_WORKERS - 1), places.first_free()
     assert theirs is not None
     threads: list[int] = []
-    cores = SharedCores(mine, 1, threads.append)
+    cores = SharedCores(mine, 1, 2, threads.append)
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        SharedCores(theirs, 1, lambda threads: None).begin_step()
+        SharedCores(theirs, 1, 2, lambda threads: None).begin_step()
         os.write(writer, b"works")
         signal.pause()
     places.take(pid, theirs)
