@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from deploy.head_watch import HeadWatch
 from deploy.launch import forks_workers
 from deploy.ray_cluster import RayCluster
 from deploy.resources import available_cores, choose_threads, thread_environment
@@ -21,8 +22,8 @@ log = logging.getLogger(__name__)
 class Launcher(threading.Thread):
     """Lives as long as the cluster. `failure` says why it ended, unless it was asked to.
 
-    `on_ready` is called when every worker has registered, `on_failure` when the cluster ends by itself; both
-    in this thread.
+    `on_ready` is called when every worker has registered, `on_failure` when the cluster ends by itself: a
+    second time where running requests are lost.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Launcher(threading.Thread):
         config: ServeConfig,
         keys: ClusterKeys,
         server: Routers,
+        cluster: RayCluster,
         on_ready: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:
@@ -39,10 +41,11 @@ class Launcher(threading.Thread):
         self._server = server
         self._on_ready = on_ready
         self._on_failure = on_failure
-        self.cluster = RayCluster(config)
+        self.cluster = cluster
         threads, _ = choose_threads(config, available_cores())
         self._template = TemplateClient(self.cluster.namespace, thread_environment(threads), own_stderr=False)
         self._stop_requested = threading.Event()
+        self._watch: HeadWatch | None = None
         self.failure: str | None = None
 
     def stop(self) -> None:
@@ -54,6 +57,9 @@ class Launcher(threading.Thread):
             if self.cluster.is_local and forks_workers(self._config):
                 self._template.connect()  # its imports take as long as Ray's start
             self.cluster.start()
+            if self.cluster.head is not None:
+                self._watch = HeadWatch(*self.cluster.head, self._on_head_lost)
+                self._watch.start()
             self._server.restore_signals()  # Ray's own handler prints a trace of the C stack at SIGTERM
             self._supervise()
         except TandemError as error:
@@ -64,8 +70,17 @@ class Launcher(threading.Thread):
         finally:
             if self.failure is not None and not self._stop_requested.is_set():
                 self._on_failure()
+            if self._watch is not None:
+                self._watch.stop()
             self.cluster.stop()
             self._template.close()
+
+    def _on_head_lost(self, reason: str) -> None:
+        """In the watch's thread: this one may hang in Ray. All workers are gone, so no request waits."""
+        self.failure, self.cluster.has_died = reason, True
+        self._stop_requested.set()
+        self._on_failure()
+        self._on_failure()
 
     def _supervise(self) -> None:
         if self._stop_requested.is_set():

@@ -7,10 +7,14 @@ import os
 import secrets
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
 from deploy.cleanup import PrivateDirectory
+from deploy.nodes import Node
+from deploy.resources import available_cores
+from messaging.sockets import address_towards
 from protocol.config import ServeConfig, transport_names
 from protocol.errors import TandemError
 
@@ -22,6 +26,7 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
+    "RAY_SCHEDULER_EVENTS": "0",
     # Ray would otherwise put its workers behind every other process of the host.
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -55,21 +60,51 @@ class RayCluster:
         self._address = config.ray_address
         self._directory: PrivateDirectory | None = None
         self._processes: dict[str, psutil.Process] = {}
+        self.head: tuple[str, int] | None = None
+        """Where the control store of a joined cluster listens."""
+        self.has_died = False
         self.namespace = f"tandem-{secrets.token_hex(4)}"
 
     @property
     def is_local(self) -> bool:
         return self._address is None
 
-    def start(self) -> None:
+    def link_host(self) -> str:
+        """Where workers reach the router: on this host alone, or at its address in the cluster's network.
+
+        Raises `RayStartError` where there is no cluster to join.
+        """
+        if self._address is None:
+            return "127.0.0.1"
+        host = urlsplit(f"//{self._address.removeprefix('ray://')}").hostname
+        if host == "auto":
+            self._set_environment()
+            from ray._private.services import get_ray_address_from_environment
+
+            running = get_ray_address_from_environment("auto", None)
+            if running is None:
+                raise RayStartError(
+                    "--ray-address auto: no Ray runs on this host; `ray start` it, or join one"
+                )
+            host = urlsplit(f"//{running}").hostname
+        try:
+            return address_towards(host or "")
+        except OSError as error:
+            raise RayStartError(f"--ray-address {self._address}: cannot reach {host}: {error}") from error
+
+    def _set_environment(self) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if self.is_local:
-            self._directory = PrivateDirectory()
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         elif _has_token():
             os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+    def start(self) -> None:
+        self._set_environment()
+        if self.is_local:
+            self._directory = PrivateDirectory()
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -98,22 +133,32 @@ class RayCluster:
             children = {child.name(): child for child in psutil.Process().children(recursive=True)}
             self._processes = {name: children[name] for name in _RAY_PROCESSES if name in children}
 
+        else:
+            head = urlsplit(f"//{ray.get_runtime_context().gcs_address}")
+            self.head = (head.hostname or "", head.port or 0)
+
     def check(self) -> None:
         """Raise `RayDiedError` once a process of our own cluster is gone: no worker could be started anew."""
         for name, process in self._processes.items():
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                self.has_died = True
                 raise RayDiedError(f"Ray's {name} (process {process.pid}) has died; nothing can be restarted")
 
-    def num_gpus(self) -> float:
+    def nodes(self) -> list[Node]:
+        """Those that are alive. Our own cluster has one, with all cores of the host."""
         import ray
 
-        return float(ray.cluster_resources().get("GPU", 0))
+        nodes = [Node.of(each) for each in ray.nodes() if each["Alive"]]
+        if self.is_local:
+            return [Node(node.node_id, node.address, available_cores(), node.gpus) for node in nodes]
+        return nodes
 
     def stop(self) -> None:
-        """Leave the cluster; end it if it is ours. Idempotent."""
-        import ray
+        """Leave the cluster; end it if it is ours. Idempotent. One that has died cannot be left in order."""
+        if not self.has_died:
+            import ray
 
-        ray.shutdown()
+            ray.shutdown()
         self.remove_files()
 
     def remove_files(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import signal
@@ -18,14 +19,17 @@ import msgspec
 from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
 from deploy.launcher import Launcher
 from deploy.logs import set_up_logging
+from deploy.ray_cluster import RayCluster
 from deploy.resources import available_cores, choose_threads
 from deploy.routers.interface import Routers
 from deploy.routers.pool import RouterPool
-from messaging.sockets import ClusterKeys, address_towards
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError, TandemError
 from protocol.version import version
-from router.server import RouterServer
+from router.server import RouterServer, http_url
+
+log = logging.getLogger(__name__)
 
 LAUNCHER_GRACE_S = 20.0
 """Seconds that Ray and the workers get to end before they are killed."""
@@ -71,14 +75,18 @@ class _Patience:
 
 def _run(config: ServeConfig, patience: _Patience) -> int:
     _check_paths(config)
+    if not config.api_keys and not is_loopback(config.host):
+        log.warning("HTTP on %s takes requests of everybody who reaches it: set TANDEM_API_KEY", config.host)
     keys = ClusterKeys.generate()
-    server = _routers(config, keys)
+    cluster = RayCluster(config)
+    link_host = cluster.link_host()
+    server = _routers(config, keys, link_host)
     adopt_orphans()
 
     def announce() -> None:
-        print(announcement(config, server), flush=True)
+        print(announcement(config, server, link_host), flush=True)
 
-    launcher = Launcher(config, keys, server, on_ready=announce, on_failure=server.stop)
+    launcher = Launcher(config, keys, server, cluster, on_ready=announce, on_failure=server.stop)
 
     def start() -> None:
         patience.started = True
@@ -92,16 +100,16 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
         _end(launcher, patience)
     if launcher.failure is not None:
         print(f"tandem: {launcher.failure}", file=sys.stderr, flush=True)
-    if launcher.is_alive():
-        os._exit(1)  # Ray's own exit handlers would wait for what was killed
+    if launcher.is_alive() or cluster.has_died:
+        os._exit(1)  # Ray's own exit handlers would wait for what is gone
     return 0 if launcher.failure is None else 1
 
 
-def _routers(config: ServeConfig, keys: ClusterKeys) -> Routers:
+def _routers(config: ServeConfig, keys: ClusterKeys, link_host: str) -> Routers:
     """One router runs in this process, several in their own: then this one outlives any of them."""
     if config.router_replicas == 1:
-        return RouterServer(config, keys, _link_host(config))
-    return RouterPool(config, keys, _link_host(config))
+        return RouterServer(config, keys, link_host)
+    return RouterPool(config, keys, link_host)
 
 
 def _end(launcher: Launcher, patience: _Patience) -> None:
@@ -109,6 +117,8 @@ def _end(launcher: Launcher, patience: _Patience) -> None:
     launcher.stop()
     deadline = time.monotonic() + LAUNCHER_GRACE_S
     while launcher.is_alive() and time.monotonic() < deadline and not patience.over.is_set():
+        if launcher.cluster.has_died:
+            break
         launcher.join(0.05)
     if launcher.is_alive():
         kill_descendants()
@@ -125,22 +135,34 @@ def _check_paths(config: ServeConfig) -> None:
             raise ConfigError(f"{flag_name(field)}: there is no folder {source}")
 
 
-def _link_host(config: ServeConfig) -> str:
-    """Where workers reach the router: this host alone, or its address on the way to the Ray cluster."""
-    if config.ray_address is None:
-        return "127.0.0.1"
-    host = urlsplit(f"//{config.ray_address.removeprefix('ray://')}").hostname
-    return address_towards(host if host and host != "auto" else "192.0.2.1")
-
-
-def announcement(config: ServeConfig, server: Routers) -> str:
+def announcement(config: ServeConfig, server: Routers, link_host: str) -> str:
     """What runs, a line for each worker, a command to try, and last the address. `/workers` tells more."""
-    threads, why = choose_threads(config, available_cores())
-    lines = [f"Tandem {version()} serves {config.model_name}, threads per worker: {threads} ({why})"]
-    lines += [f"  {worker_id}: {_summary(start_up)}" for worker_id, start_up in server.start_ups().items()]
-    lines.append(f"Try:  {curl_line(config, server.url)}")
-    lines.append(f"Listening on {server.url}  (API below /v1, its documentation at /docs)")
+    lines = [f"Tandem {version()} serves {config.model_name}"]
+    if config.ray_address is None:
+        threads, why = choose_threads(config, available_cores())
+        lines[0] += f", threads per worker: {threads} ({why})"
+    for worker_id, start_up in server.start_ups().items():
+        where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)
+        lines.append(f"  {worker_id}{where}: {_summary(start_up)}")
+    url = reachable_url(config, server.url, link_host)
+    lines.append(f"Try:  {curl_line(config, url)}")
+    lines.append(f"Listening on {url}  (API below /v1, its documentation at /docs)")
     return "\n".join(lines)
+
+
+def reachable_url(config: ServeConfig, url: str, link_host: str) -> str:
+    """As others on the cluster's network reach it, where HTTP listens on all addresses."""
+    if config.ray_address is None or not is_wildcard(config.host):
+        return url
+    return http_url(link_host, urlsplit(url).port or config.port)
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def is_wildcard(host: str) -> bool:
+    return host in ("", "0.0.0.0", "::")
 
 
 def _summary(start_up: Mapping[str, str]) -> str:

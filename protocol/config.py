@@ -111,6 +111,11 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = "cost"
     ray_address: Annotated[str | None, _doc("Ray cluster to join; default: start a local one.")] = None
+    min_nodes: Annotated[
+        int,
+        Meta(ge=1, le=4096),
+        _doc("Nodes of the Ray cluster to spread workers over, for which a start waits 30 seconds at most."),
+    ] = 1
     worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
     worker_threads: Annotated[
         PositiveInt | None,

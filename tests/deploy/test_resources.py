@@ -34,9 +34,18 @@ def test_plan_on_a_cpu() -> None:
     config, gpus = plan_workers(ServeConfig(), num_gpus=0, cores=4)
     assert gpus == 0
     assert (config.device, config.worker_threads, config.disaggregation) == ("cpu", 2, True)
-    assert config.gpu_memory_utilization == ServeConfig().gpu_memory_utilization
+    assert config.gpu_memory_utilization == pytest.approx(0.45), "the two share the host's memory"
     config, gpus = plan_workers(ServeConfig(device="cpu"), num_gpus=8, cores=4)
     assert (config.device, gpus) == ("cpu", 0)
+
+
+def test_plan_on_one_of_several_nodes() -> None:
+    """Threads, memory and GPUs are shared by those that are on the node."""
+    eight = ServeConfig(prefill_replicas=4, decode_replicas=4)
+    config, _ = plan_workers(eight, num_gpus=0, cores=16, workers=1)
+    assert (config.worker_threads, config.gpu_memory_utilization) == (16, 0.9)
+    config, gpus = plan_workers(eight, num_gpus=1, cores=16, workers=2)
+    assert (config.worker_threads, gpus, config.gpu_memory_utilization) == (8, 0.5, 0.45)
 
 
 def test_plan_on_gpus() -> None:
