@@ -2,12 +2,13 @@
 # Sets up the virtual environment in .venv and installs Tandem into it, editable.
 #
 #   deploy/install.sh          what serving needs
-#   deploy/install.sh test     and what the tests need, as root on Debian Chromium too
+#   deploy/install.sh test     and what the tests need, as root on Debian Chromium and SSH's server too
 #
 # The PyTorch build follows the host. Without an NVIDIA GPU it is the CPU build, and no CUDA package is
 # pulled. With one, a PyTorch with CUDA that the system's Python has is used as it is.
 #
 #   PYTHON             interpreter to use (python3)
+#   VENV        folder for the environment, which .venv then links to
 #   TANDEM_TORCH_SPEC  requirement to install PyTorch by, instead of the choice made here
 #   TANDEM_PIP_ARGS    further arguments to pip, such as an index that has PyTorch's CPU builds
 set -euo pipefail
@@ -22,6 +23,18 @@ die() { echo "install: $*" >&2; exit 1; }
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 cuda_torch() { "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null; }
 pip_install() { .venv/bin/python -m pip install --quiet --quiet "${pip_args[@]}" "$@"; }
+
+# What an installation is made of. One that is ready is left as it is.
+stamp=.venv/.installed${extras:+-$extras}
+recipe() { echo "$PWD" "${TANDEM_TORCH_SPEC:-}" "$(has_gpu && echo GPU || true)"; cat pyproject.toml deploy/install.sh; }
+made_of=$(recipe | sha256sum)
+
+if [ -n "${VENV:-}" ]; then
+    mkdir -p "$VENV"
+    [ ! -d .venv ] || [ -L .venv ] || die ".venv is a folder; remove it to have the environment in $VENV"
+    ln -sfn "$(realpath "$VENV")" .venv
+fi
+if [ "$(cat "$stamp" 2>/dev/null)" = "$made_of" ]; then touch "$stamp"; exit 0; fi
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$PYTHON is older than Python 3.11"
 
@@ -66,9 +79,12 @@ if ! has_gpu && [ -z "${TANDEM_TORCH_SPEC:-}" ] && .venv/bin/python -m pip list 
     die "CUDA packages were installed on a host without an NVIDIA GPU"
 fi
 
-install_chromium() { apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium; }
-if [ "$extras" = test ] && [ ! -x /usr/bin/chromium ]; then
-    echo "install: Chromium, for the tests of the page"
-    DEBIAN_FRONTEND=noninteractive install_chromium >/dev/null 2>&1 || echo "install: there is none; these tests are skipped"
+# Tests that need a program which is not there are skipped, and say so.
+has_programs() { [ -x /usr/bin/chromium ] && [ -x /usr/sbin/sshd ] && command -v ip rsync >/dev/null; }
+install_programs() { apt-get -qq update && apt-get -qq install --yes --no-install-recommends "$@"; }
+if [ "$extras" = test ] && ! has_programs; then
+    echo "install: Chromium, for the tests of the page; SSH's server, rsync and ip, for those of a cluster"
+    DEBIAN_FRONTEND=noninteractive install_programs chromium openssh-server rsync iproute2 >/dev/null 2>&1 ||
+        echo "install: some are not to be had; these tests are skipped"
 fi
-touch ".venv/.installed${extras:+-$extras}"
+echo "$made_of" >"$stamp"

@@ -14,8 +14,10 @@ import yaml
 
 from deploy.config import ENV_PREFIX, load_config
 from protocol.config import ServeConfig
+from protocol.roles import ROLES
 
 ROOT = Path(__file__).resolve().parents[2]
+CLUSTER_FILES = ("cluster.yaml", "cluster-cloud.yaml")
 
 
 def tandem_variables(text: str) -> set[str]:
@@ -23,12 +25,58 @@ def tandem_variables(text: str) -> set[str]:
     return {name.lower() for name in re.findall(rf"\b{ENV_PREFIX}([A-Z_]+)\s*[=:]", text)}
 
 
-def test_cluster_file_is_what_ray_expects() -> None:
+@pytest.mark.parametrize("name", CLUSTER_FILES)
+def test_cluster_files_are_what_ray_expects(name: str) -> None:
     util = pytest.importorskip("ray.autoscaler._private.util")
-    config = yaml.safe_load((ROOT / "deploy/cluster.yaml").read_text())
+    config = yaml.safe_load((ROOT / "deploy" / name).read_text())
     util.validate_config(util.prepare_config(config))
-    assert any("tandem serve --ray-address auto" in line for line in config["head_start_ray_commands"])
-    assert set(config["file_mounts"].values()) == {"."}
+    assert [line for line in config["head_start_ray_commands"] if line.endswith("node.sh serve")]
+    assert config["file_mounts"] == {"~/tandem": "."} and "/.venv" in config["rsync_exclude"]
+
+
+def test_cloud_nodes_have_a_type_for_each_role() -> None:
+    types = yaml.safe_load((ROOT / "deploy/cluster-cloud.yaml").read_text())["available_node_types"]
+    assert types.keys() == {"head", *ROLES}
+    assert types["head"]["resources"] == {"CPU": 0}
+    for role in ROLES:
+        assert types[role]["resources"].keys() == {role}
+        assert 0 <= types[role]["min_workers"] < types[role]["max_workers"]
+
+
+def test_hosts_of_the_cluster_file_are_named_alike_in_all_places() -> None:
+    text = (ROOT / "deploy/cluster.yaml").read_text()
+    config = yaml.safe_load(text)
+    hosts = set(re.findall(r'CLUSTER_HOSTS="(.*?)"', text))
+    assert len(hosts) == 1
+    named = [host.partition("=")[0] for host in hosts.pop().split()]
+    assert named == [config["provider"]["head_ip"], *config["provider"]["worker_ips"]]
+
+
+def run_node_script(tmp_path: Path, hosts: str) -> str:
+    """What it says against these hosts. No Ray is started, as there is none where it looks."""
+    folder = tmp_path / "checkout" / "deploy"
+    shutil.copytree(ROOT / "deploy", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "HOME": str(tmp_path), "CLUSTER_HOSTS": hosts}
+    command = [folder / "node.sh", "worker", "192.0.2.1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hosts", "complaint"),
+    [
+        (
+            "192.0.2.1=prefil:1",
+            "CLUSTER_HOSTS: 192.0.2.1=prefil:1: after the address there may be =ROLE:NUMBER",
+        ),
+        ("192.0.2.1=prefill:-1", "CLUSTER_HOSTS: 192.0.2.1=prefill:-1: after"),
+        ("192.0.2.1=prefill", "CLUSTER_HOSTS: 192.0.2.1=prefill: after"),
+        ("192.0.2.1", "CLUSTER_HOSTS: names none of this host's addresses"),
+    ],
+)
+def test_wrong_hosts_are_refused_before_anything_starts(tmp_path: Path, hosts: str, complaint: str) -> None:
+    assert complaint in run_node_script(tmp_path, hosts)
 
 
 def test_compose_file() -> None:
@@ -54,12 +102,13 @@ def test_dockerfile_copies_and_runs_what_exists() -> None:
 
 
 def test_variables_in_cluster_file_are_options() -> None:
-    variables = tandem_variables((ROOT / "deploy/cluster.yaml").read_text())
-    assert variables and variables <= set(ServeConfig.__struct_fields__)
+    for name in CLUSTER_FILES:
+        variables = tandem_variables((ROOT / "deploy" / name).read_text())
+        assert variables and variables <= set(ServeConfig.__struct_fields__)
 
 
 def test_scripts_are_executable_and_parse() -> None:
-    for script in ("deploy/install.sh", ".ci/run"):
+    for script in ("deploy/install.sh", "deploy/node.sh", "deploy/ray", ".ci/run"):
         assert os.access(ROOT / script, os.X_OK), script
         subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
 

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# One host of a Ray cluster that serves Tandem. `ray up deploy/cluster.yaml` runs this over SSH, and so may you:
+#
+#   deploy/node.sh head          start Ray's head here
+#   deploy/node.sh worker HEAD   join the head at this address
+#   deploy/node.sh serve         start `tandem serve` here, which logs to ~/tandem-serve.log
+#   deploy/node.sh stop          end both here; on the head, Ray on all other hosts too
+#
+#   CLUSTER_HOSTS   what each host is for, as in "10.0.0.10 10.0.0.11=prefill:1 10.0.0.12=decode:2,draft:1": its
+#                  address, and how many workers of which role it takes. A head without roles takes none.
+#                  Without this, Ray chooses the address, and the host takes workers of any role.
+#   RAY_PORT       Ray's first port (6379). It takes this and the next five, and those from +21 to +120.
+#
+# Ray asks for a token (~/.ray/auth_token), and `tandem serve` for an API key (~/.tandem/api_key) unless
+# TANDEM_API_KEY has one. The head makes both; the token must be the same on all hosts.
+set -euo pipefail
+here=$(cd "$(dirname "$(readlink -f "$0")")/.." && pwd)
+ray=$here/.venv/bin/ray python=$here/.venv/bin/python
+token=~/.ray/auth_token api_key=~/.tandem/api_key
+serve_pid=~/.tandem/serve.pid serve_log=~/tandem-serve.log user=$(id -u)
+port=${RAY_PORT:-6379}
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 AUTOSCALER_METRIC_PORT=$((port + 5))
+# Version 2 loses the head and starts nodes for ever where hosts are listed (Ray 2.60).
+! grep -Eqs '"type": *"local"' ~/ray_bootstrap_config.yaml || export RAY_enable_autoscaler_v2=0
+# Without its head a node ends, so that nothing stays behind. Ray waits for a minute otherwise.
+export RAY_gcs_rpc_server_reconnect_timeout_s=20
+# As on a cluster of our own (deploy/ray_cluster.py): Ray would put its workers behind all else on the host, where
+# they fall silent while other things start.
+export RAY_worker_niceness=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
+# How often Ray looks for nodes that it should start.
+export AUTOSCALER_UPDATE_INTERVAL_S=1
+
+die() { echo "node.sh: $*" >&2; exit 1; }
+secret() { "$python" -c 'import secrets; print(secrets.token_hex(32), end="")'; }
+
+# Sets `options`: the address and the resources that this host has in CLUSTER_HOSTS.
+own_options() {
+    local host own address roles
+    options=()
+    [ -n "${CLUSTER_HOSTS:-}" ] || return 0
+    own=" $(hostname -I)"
+    for host in $CLUSTER_HOSTS; do
+        address=${host%%=*} roles=${host#"$address"}
+        [[ $host =~ ^[^=]+(=(prefill|decode|draft):[0-9]+(,(prefill|decode|draft):[0-9]+)*)?$ ]] ||
+            die "CLUSTER_HOSTS: $host: after the address there may be =ROLE:NUMBER,..., ROLE being prefill, decode or draft"
+        [[ $own == *" $address "* ]] || continue
+        options=("--node-ip-address=$address")
+        if [ -n "$roles" ]; then
+            options+=("--resources={\"$(sed 's/,/,"/g; s/:/":/g' <<<"${roles#=}")}")
+        elif [ "$1" = head ]; then
+            options+=(--num-cpus=0)
+        fi
+    done
+    [ ${#options[@]} -gt 0 ] || die "CLUSTER_HOSTS: names none of this host's addresses:$own"
+}
+
+start_ray() {
+    (umask 077 && "$ray" start "$@" --log-color=false --disable-usage-stats --node-manager-port=$((port + 1)) \
+        --object-manager-port=$((port + 2)) --runtime-env-agent-port=$((port + 3)) \
+        --dashboard-agent-grpc-port=$((port + 4)) --min-worker-port=$((port + 21)) \
+        --max-worker-port=$((port + 120)) </dev/null) || die "Ray cannot start"
+    # What watches Ray's logs would outlive the node.
+    setsid bash -c 'tail --pid="$1" -f /dev/null; pkill -u "$2" -f /ray/_private/log_monitor.py' - \
+        "$(pgrep -n -u "$user" -x raylet)" "$user" >/dev/null 2>&1 </dev/null &
+}
+
+case ${1:-} in
+head)
+    own_options head
+    mkdir -p -m 700 ~/.ray ~/.tandem ~/.local/bin
+    [ -s "$token" ] || (umask 077; secret >"$token")
+    ln -sf "$here/deploy/ray" ~/.local/bin/ray # `ray down` runs a bare `ray stop`
+    grep -qs 'PATH=~/.local/bin' ~/.bashrc || echo 'PATH=~/.local/bin:$PATH' >>~/.bashrc
+    [ ! -f ~/ray_bootstrap_config.yaml ] || options+=(--autoscaling-config="$HOME/ray_bootstrap_config.yaml")
+    start_ray --head --port="$port" --include-dashboard=false "${options[@]}"
+    ;;
+worker)
+    [ $# -eq 2 ] || die "worker: give the head's address"
+    own_options worker
+    [ -s "$token" ] || die "worker: $token is missing; it must be the head's"
+    start_ray --address="$2:$port" "${options[@]}"
+    ;;
+serve)
+    mkdir -p -m 700 ~/.tandem
+    if [ -z "${TANDEM_API_KEY:-}" ]; then
+        [ -s "$api_key" ] || (umask 077; secret >"$api_key")
+        TANDEM_API_KEY=$(<"$api_key")
+        export TANDEM_API_KEY
+    fi
+    cd "$here"
+    (umask 077; exec setsid "$python" -m deploy serve --ray-address auto >"$serve_log" 2>&1 </dev/null) &
+    echo $! >"$serve_pid"
+    ;;
+stop)
+    if [ -s "$serve_pid" ] && pid=$(<"$serve_pid") && grep -qsz serve "/proc/$pid/cmdline"; then
+        kill "$pid"
+        for _ in $(seq 300); do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
+    fi
+    rm -f "$serve_pid"
+    pgrep -u "$user" -x 'raylet|gcs_server' >/dev/null || exit 0
+    ! pgrep -u "$user" -x gcs_server >/dev/null || (cd "$here" && "$python" -m deploy.end_nodes "$port")
+    "$ray" stop >/dev/null
+    ;;
+*) die "say head, worker, serve or stop" ;;
+esac
