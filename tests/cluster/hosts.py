@@ -1,0 +1,184 @@
+"""Hosts with addresses of their own on one machine: a laptop, and a cluster that it reaches by SSH."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("unshare", "nsenter", "ip", "sshd", "rsync", "setpriv")
+NETWORK = "10.77.0."
+START_S = 20.0
+_USER_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def why_not() -> str:
+    """What keeps this machine from having such hosts; "" for nothing."""
+    if os.geteuid() != 0:
+        return "making hosts needs root"
+    missing = [program for program in PROGRAMS if shutil.which(program, path=_USER_PATH) is None]
+    if missing:
+        return f"making hosts needs {', '.join(missing)}"
+    probe = ["unshare", "--net", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    done = subprocess.run(probe, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else f"making hosts: {done.stderr.strip()}"
+
+
+class Host:
+    """One host. It ends with this process, however that ends."""
+
+    process: subprocess.Popen[bytes]
+    init: psutil.Process
+
+    def __init__(self, name: str, number: int, folder: Path) -> None:
+        self.name = name
+        self.address = f"{NETWORK}{number}"
+        self._log = folder / f"{name}.log"
+        self._folder = folder / name
+        self._folder.mkdir()
+        for each in ("key", "key.pub"):
+            shutil.copy(folder / each, self._folder)
+
+    def start(self) -> None:
+        """Power on. It waits for its network, and listens for SSH then."""
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare"]
+        command += ["--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+        command += [
+            "bash",
+            str(Path(__file__).with_name("host.sh")),
+            self.name,
+            str(self._folder),
+            sys.prefix,
+        ]
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={"PATH": _USER_PATH, "LANG": "C.UTF-8", "HOME": str(Path.home())},
+                start_new_session=True,
+            )
+        wait(lambda: bool(psutil.Process(self.process.pid).children()), START_S, f"host {self.name}")
+        self.init = psutil.Process(self.process.pid).children()[0]
+        self.network("link", "set", "lo", "up")
+
+    def wait_ready(self) -> None:
+        wait(lambda: self.run("ss", "-Hltn", "sport", "=", ":22").stdout != "", START_S, lambda: self.log)
+
+    @property
+    def is_up(self) -> bool:
+        return self.process.poll() is None
+
+    def run(
+        self, *command: str, user: bool = False, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """As root, or in a login shell of the user."""
+        inside = ["su", "-", "tandem", "-c", shlex.join(command)] if user else list(command)
+        namespaces = ["nsenter", "-a", "-t", str(self.init.pid), "--"]
+        return subprocess.run(
+            [*namespaces, *inside], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+
+    def network(self, *command: str) -> None:
+        """Change the host's network with `ip`, before it has made its mounts too."""
+        inside = ("nsenter", "-n", "-t", str(self.init.pid), "--", "ip", *command)
+        subprocess.run(inside, check=True, capture_output=True)
+
+    def processes(self) -> list[psutil.Process]:
+        """All of the cluster's user that run."""
+        return [each for each in self.init.children(recursive=True) if _is_users(each)]
+
+    def ports(self) -> list[str]:
+        """Addresses that processes of the user listen on."""
+        lines = self.run("ss", "-H", "-t", "-l", "-n").stdout.splitlines()
+        return [address for line in lines if not (address := line.split()[3]).endswith(":22")]
+
+    def read(self, path: str) -> str:
+        return self.run("cat", path).stdout
+
+    def kill(self) -> None:
+        """All of its processes at once, and its network."""
+        if hasattr(self, "process"):
+            with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
+                self.init.kill()
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+
+class Hosts:
+    """A laptop with the working tree, and a cluster on its bridge. No host has a default route."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
+        self.laptop = Host("laptop", 1, folder)
+        self.others = [Host(name, 10 + i, folder) for i, name in enumerate(names)]
+        _copy_working_tree(folder / "laptop" / "source")
+        try:
+            for host in (self.laptop, *self.others):
+                host.start()
+            self.laptop.network("link", "add", "eth0", "type", "bridge")
+            for host in (self.laptop, *self.others):
+                self._connect(host)
+            for host in (self.laptop, *self.others):
+                host.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def lose(self, host: Host) -> None:
+        """As if its cable were pulled, then its power."""
+        self.laptop.network("link", "set", f"to-{host.name}", "down")
+        host.kill()
+
+    def close(self) -> None:
+        for host in (self.laptop, *self.others):
+            host.kill()
+
+    def _connect(self, host: Host) -> None:
+        if host is not self.laptop:
+            port, pid = f"to-{host.name}", str(host.init.pid)
+            self.laptop.network("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
+            self.laptop.network("link", "set", port, "master", "eth0", "up")
+        host.network("address", "add", f"{host.address}/24", "dev", "eth0")
+        host.network("link", "set", "eth0", "up")
+
+
+def wait(done: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, (
+            f"not within {timeout_s:g} s: {what() if callable(what) else what}"
+        )
+        time.sleep(0.05)
+
+
+def _is_users(process: psutil.Process) -> bool:
+    """But for SSH's own, which keeps connections for a while."""
+    try:
+        runs = process.status() != psutil.STATUS_ZOMBIE and process.name() != "sshd"
+        return runs and process.uids().real >= 1000
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _copy_working_tree(target: Path) -> None:
+    """What git tracks or would, as it lies here."""
+    listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, capture_output=True, check=True).stdout
+    copy = ["rsync", "-a", "--from0", "--files-from=-", "--ignore-missing-args", f"{ROOT}/", f"{target}/"]
+    subprocess.run(copy, input=files, check=True)
