@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from engine.speculator import Speculator
 from engine.step_times import StepTimes, work_of
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
-from protocol.costs import StepCosts
+from protocol.costs import StepCosts, itl_bound
 from protocol.errors import InvalidRequestError
 from protocol.handoff import REBUILD, DraftState, Extent
 from protocol.kv_events import CacheFormat
@@ -94,7 +95,8 @@ class Engine:
         budget = _token_budget(config, loaded.device)
         kv_bytes = self.pool.num_bytes // (num_blocks * config.block_size)
         self._own_threads = torch.get_num_threads()
-        self._times = StepTimes(budget, kv_bytes, config.itl_budget)
+        bound_s = itl_bound(config.itl_budget, config.slo_tpot or inf)
+        self._times = StepTimes(budget, kv_bytes, bound_s)
         self._scheduler = Scheduler(
             self.blocks,
             model=self.cache_format.model,
@@ -102,7 +104,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
             fetcher=self.tiers,
-            bound=ChunkBound(self._costs_now, config.itl_budget, config.block_size),
+            bound=ChunkBound(self._costs_now, bound_s, config.block_size),
         )
         self._sequences: dict[str, SequenceState] = {}
         self._order = itertools.count()

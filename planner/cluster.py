@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+import msgspec
+
 from planner.engine import SimulatedEngine, SimulatedSequence
 from planner.events import Events
 from planner.kv_room import KvRoom
 from planner.profile import Profile
 from planner.request import SimulatedRequest
 from planner.worker import SimulatedHandoff, SimulatedWorker
+from protocol.costs import itl_bound
 from protocol.kv_events import Medium
 from protocol.messages import PairState, PeerAddress, Register, WorkerState
 from router.kv_index import KvIndex
@@ -50,8 +53,10 @@ class SimulatedCluster:
         profile: Profile,
         block_tokens: int,
     ) -> None:
+        bound_s = itl_bound(profile.costs.itl_budget_s, layout.slo_tpot_s)
+        costs = msgspec.structs.replace(profile.costs, itl_budget_s=bound_s)
         self.events = Events()
-        self._layout, self._profile = layout, profile
+        self._layout, self._profile = layout, msgspec.structs.replace(profile, costs=costs)
         self._block_tokens = block_tokens
         self.num_ended = 0
         self._registry = Registry(worker_timeout=inf)

@@ -10,6 +10,8 @@ from msgspec import Meta
 from protocol.bounded import Count
 
 Coefficient = Annotated[float, Meta(ge=0)]
+SLO_SHARE = 0.8
+"""Steps take a little longer than their bound: at 1, most requests of a busy worker were late by that."""
 _ANY = 2**31
 """More tokens than any prompt has."""
 
@@ -88,6 +90,14 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         steepness = linear + max(linear * linear + 4 * square * left, 0.0) ** 0.5
         count = 2 * left / steepness if steepness > 0 else _ANY
         return int(count) if count < _ANY else _ANY
+
+
+def itl_bound(itl_budget_s: float, slo_tpot_s: float) -> float:
+    """Seconds that a step may take to compute part of a prompt beside what decodes; 0: no bound.
+
+    So far below the SLO that those are in time whose steps are all full.
+    """
+    return min(itl_budget_s, SLO_SHARE * slo_tpot_s)
 
 
 UNKNOWN_COSTS = StepCosts()

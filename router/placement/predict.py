@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from router.placement.cluster import Cluster
 from router.placement.interface import LinkSpeed, RequestFacts, WorkerSnapshot
 
 _NO_LINK = LinkSpeed()
+FULL_MARGIN = 0.05
+"""[share] By which full steps pass the ITL budget: each prompt in them gets a block at least."""
 LEAST_CHUNK = 16
 """Tokens of a prompt that a step computes whatever they take: a block."""
 
@@ -67,10 +70,12 @@ def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
     before_s = costs.decode_s(rows, context)
     after_s = costs.decode_s(rows + 1, context + request.num_tokens + output / 2)
     steps = output / max(costs.tokens_per_row, 1.0)
-    pending_s = costs.chunks_s(_waiting(worker), 0, costs.chunk_tokens) * worker.prompts
+    most_s = steps * _most_beside_s(request, worker)
+    pending_s = min(costs.chunks_s(_waiting(worker), 0, costs.chunk_tokens) * worker.prompts, most_s)
     room_s = _room_share(worker, request.num_tokens + output) * steps * after_s
     slowdown_s = rows * steps * (after_s - before_s) + slowed_s(worker, steps * after_s)
-    decode_s = steps * after_s + _coming_s(worker) * output / max(request.mean_output_tokens, output, 1.0)
+    coming_s = _coming_s(worker) * output / max(request.mean_output_tokens, output, 1.0)
+    decode_s = steps * after_s + min(coming_s, most_s)
     return DecodeCost(worker, room_s, decode_s, slowdown_s, pending_s)
 
 
@@ -82,6 +87,21 @@ def _coming_s(worker: WorkerSnapshot) -> float:
         return 0.0
     mean = worker.computed_tokens / worker.rows
     return worker.rows * worker.costs_now.chunks_s(mean, 0, chunk_tokens(worker, mean))
+
+
+def _most_beside_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
+    """What prompts add to each of its steps, at most: the ITL budget has what is left of them wait.
+
+    Where steps that are full are too slow for its SLO, it is in time if they are few, so all prompts count.
+    """
+    costs = worker.costs_now
+    if costs.itl_budget_s <= 0:
+        return inf
+    rows, context = worker.rows + 1, worker.context_tokens + request.num_tokens
+    least_s = costs.chunks_s(LEAST_CHUNK, 0, LEAST_CHUNK)
+    beside_s = max(costs.chunk_seconds(rows, context, costs.itl_budget_s), least_s)
+    full_s = (costs.decode_s(rows, context) + beside_s) / max(costs.tokens_per_row, 1.0)
+    return beside_s if full_s * (1 + FULL_MARGIN) <= request.slo_tpot_s else inf
 
 
 def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:

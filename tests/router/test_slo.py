@@ -150,6 +150,21 @@ def test_prompts_that_come_later_slow_the_decoding_of_a_worker_that_computes_the
     assert verdict([others], rarely) is None
 
 
+def test_prompts_slow_decoding_by_no_more_than_the_itl_budget():
+    """Ten prompts of 0.1 s come meanwhile, but a step takes 20 ms at most, whatever is left of them."""
+    costs = StepCosts(step_s=5e-3, row_s=0.0, context_s=0.0, token_s=1e-3, attention_s=0.0, itl_budget_s=0.02)
+    others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=1000, computed_tokens=1000)
+    few = {"num_tokens": 100, "output_tokens": 11, "mean_output_tokens": 11}
+    assert verdict([others], facts(**few, slo_tpot_s=0.025)) is None
+    found = verdict([others], facts(**few, slo_tpot_s=0.02))
+    assert found is not None and found.missed == "slo_tpot", "full steps may take a little longer"
+    waiting = {"prefill_tokens": 1000, "prompts": 10}
+    there = decode("d0", costs=costs, rows=10, requests=10, context_tokens=1000, **waiting)
+    assert verdict([there, prefill("p0")], facts(**few, slo_tpot_s=0.025), "least_loaded") is None
+    others.costs = StepCosts(step_s=5e-3, row_s=0.0, context_s=0.0, token_s=1e-3, attention_s=0.0)
+    assert verdict([others], facts(**few, slo_tpot_s=0.025)) is not None, "nothing bounds them"
+
+
 def test_time_that_has_passed_counts():
     workers = [decode("d0", requests=1, rows=1), prefill("p0", requests=1)]
     request = facts(slo_ttft_s=0.2)
