@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import draft_worker.loop
 from decode_worker import drafts
-from draft_worker.request import DraftRequest, DraftStage
+from draft_worker.loop import DraftLoop
+from draft_worker.request import DraftRequest, DraftStage, name_of
 from protocol.codec import encode, peer_reply, peer_request
-from protocol.draft_messages import DRAFT_LEASE_S, DraftKey, DraftOpening
+from protocol.draft_messages import DRAFT_LEASE_S, DraftFor, DraftKey, DraftOpening
 from protocol.messages import DraftPlan
 from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
@@ -36,6 +37,19 @@ REQUESTS = {
 PLANS = st.sampled_from([remote_plan(), remote_plan(), remote_plan(max_tokens=1), DraftPlan()])
 AT_ONCE = 3
 """Requests of the decode worker."""
+
+
+class Clock:
+    """Instead of `time` for both workers: a millisecond passes between two looks, whatever else runs."""
+
+    def __init__(self) -> None:
+        self._looks = itertools.count(1000)
+
+    def monotonic(self) -> float:
+        return next(self._looks) / 1000
+
+
+clock = Clock()
 
 
 class DraftStages(RuleBasedStateMachine):
@@ -107,8 +121,27 @@ class DraftStages(RuleBasedStateMachine):
         if isinstance(to, DecodeSide):
             to.loop.on_peer_reply(DRAFTER, peer_reply.decode(raw))
         else:
-            to.loop.on_peer_request(self.decode.identity, peer_request.decode(raw))
-            to.loop.handle({})
+            message = peer_request.decode(raw)
+            assert isinstance(message, DraftFor)
+            self.tell(to.loop, message)
+
+    def tell(self, loop: DraftLoop, message: DraftFor) -> None:
+        """It ends those that it says, and those that it opens anew; all that it names live on for a lease."""
+        target, before = self.decode.identity, list(loop.requests)
+        refused, began = loop.counters["draft_requests_refused_total"], clock.monotonic()
+        is_news = target not in loop._newest or message.number > loop._newest[target].number
+        loop.on_peer_request(target, message)
+        loop.handle({})
+        for key, stage in ((request.key, request.stage) for request in before):
+            ends = any(end.request_id == key.request_id and end.epoch >= key.epoch for end in message.ended)
+            opens = any(one.request_id == key.request_id and one.epoch > key.epoch for one in message.given)
+            if loop.counters["draft_requests_refused_total"] == refused:
+                assert (stage is DraftStage.ENDED) == (is_news and (ends or opens))
+        for given in message.given if is_news else ():
+            request = loop.requests.get(name_of(target, given.request_id))
+            if request is not None and request.key.epoch == given.epoch:
+                assert request.deadline is not None and request.deadline >= began + DRAFT_LEASE_S
+        assert all(request.target in loop._reading for request in loop._queue), "nothing is in their way"
 
     # --- the workers ------------------------------------------------------------------------------
 
@@ -136,26 +169,22 @@ class DraftStages(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.0, 1.5, 5.0]))
     def time_passes(self, seconds: float) -> None:
         for side in (self.decode, self.drafter):
-            side.loop.expire(time.monotonic() + seconds)
+            side.loop.expire(clock.monotonic() + seconds)
 
-    @rule()
-    def all_leases_run_out(self) -> None:
-        self.flying.clear()  # no message is on its way for so long
-        self.drafter.loop.expire(time.monotonic() + DRAFT_LEASE_S + 1)
-
-    @rule()
-    def a_decode_worker_is_taken_to_be_lost(self) -> None:
-        """This one, which was silent; and one that had nothing here."""
-        self.drafter.tell_gone(address("b", "b" * 16))
-        had = len(self.drafter.loop.requests)
-        self.drafter.tell_gone(address("a", self.decode.incarnation))
-        assert len(self.drafter.loop.requests) == 0
-        self.seen["freed"] += had
-
-    @precondition(lambda self: self.drafter.loop.requests)
-    @rule()
-    def the_draft_worker_has_too_much_to_do(self) -> None:
-        self.drafter.loop._shed()
+    @rule(how=st.sampled_from(["too much to do", "a lost target", "no news"]))
+    def the_draft_worker_lets_go(self, how: str) -> None:
+        loop = self.drafter.loop
+        match how:
+            case "too much to do":
+                loop._shed()
+            case "a lost target":  # this one, which was silent; and one that had nothing here
+                self.drafter.tell_gone(address("b", "b" * 16))
+                self.seen["freed"] += len(loop.requests)
+                self.drafter.tell_gone(address("a", self.decode.incarnation))
+                assert len(loop.requests) == 0
+            case _:
+                self.flying.clear()  # no message is on its way for so long
+                loop.expire(clock.monotonic() + DRAFT_LEASE_S + 1)
 
     # --- what must hold ---------------------------------------------------------------------------
 
@@ -197,18 +226,27 @@ class DraftStages(RuleBasedStateMachine):
         queued = {request.request_id for request in loop.requests if request.stage is DraftStage.QUEUED}
         assert queued == {request.request_id for request in loop._queue}
         assert all(request in drafting and not request.is_read for request in loop._reading.values())
+        assert sum(not request.is_read for request in drafting) <= 1, "of one target one text is read"
+        for request in loop.requests:
+            is_arriving = request.stage is DraftStage.ARRIVING
+            assert is_arriving or len(request.given) >= request.opening.num_prompt
+            assert not (is_arriving and request.run_ahead)
         assert loop.counters["draft_requests_open"] == len(loop.requests)
 
     def teardown(self) -> None:
         if not hasattr(self, "flying"):
             return
+        for how in ("too much to do", "a lost target"):  # rules alone come to them in few walks
+            self.a_round(2, None)
+            self.note()
+            self.the_draft_worker_lets_go(how)
         while self.running:
             self.seed += 10
             self.a_round(2, self.seed)
             self.note()
         self.tokens_are_those_of_nobody_drafting()
         for seconds in (0.0, 10.0, 20.0):
-            self.decode.loop.expire(time.monotonic() + seconds)
+            self.decode.loop.expire(clock.monotonic() + seconds)
             for _ in range(2):
                 self.note()
                 self.all_arrive()
@@ -216,7 +254,7 @@ class DraftStages(RuleBasedStateMachine):
         assert not len(self.drafter.loop.requests) and not self.drafter.loop._queue
         client = self.decode.loop._drafts
         assert client is not None and not client._orders
-        self.decode.loop.expire(time.monotonic() + 20)
+        self.decode.loop.expire(clock.monotonic() + 20)
         assert not client._lines
         assert not self.decode.remote.requests and not self.decode.remote.ended
         assert not self.decode.engine._speculator._requests  # type: ignore[union-attr]
@@ -236,7 +274,11 @@ def stages(tmp_path: Path) -> Iterator[type[DraftStages]]:
     DraftStages.drafter = DraftSide(draft)
     DraftStages.expected = plain_tokens(target, list(REQUESTS.values()))
     DraftStages.seen = Counter()
-    with mock.patch.object(drafts, "MAX_GIVEN_TOKENS", PIECE):
+    with (
+        mock.patch.object(drafts, "MAX_GIVEN_TOKENS", PIECE),
+        mock.patch.object(drafts, "time", clock),
+        mock.patch.object(draft_worker.loop, "time", clock),
+    ):
         yield DraftStages
 
 
