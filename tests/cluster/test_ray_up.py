@@ -116,12 +116,13 @@ def test_a_cluster_comes_serves_loses_a_node_goes_and_comes_again(cluster: Clust
     cluster.up()
     wait(lambda: "Listening on" in cluster.log, SERVES_S, lambda: cluster.log)
     check_what_serves(cluster)
-    expected = results(cluster, whole := cluster.start_streams())
+    underway(whole := cluster.start_streams())
+    print(f"first tokens after {time.monotonic() - began:.1f} s")
+    expected = results(cluster, whole)
     assert whole.returncode == 0 and not any(stream.error for stream in expected)
     (wire,) = [pair for pair in cluster.workers_by_id()["prefill-0"]["pairs"] if pair.get("in_use")]
     assert (wire["peer"], wire["transport"]) == ("decode-0", "tcp")
     assert wire["counters"]["kv_transfers_total"] >= STREAMS
-    print(f"first tokens after {time.monotonic() - began:.1f} s")
     lose_a_node(cluster, expected)
     cluster.down()
     for host in (host for host in cluster.hosts.others if host.is_up):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,13 +41,18 @@ def test_a_head_that_refuses_connections_has_ended(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_that_comes_back_in_time_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_watch, "REFUSED_S", 60.0)
+    """However long it had answered before."""
+    clock = [0.0]
+    monkeypatch.setattr(head_watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     listener = listen()
     port = listener.getsockname()[1]
     lost: queue.Queue[str] = queue.Queue()
     watch = HeadWatch("127.0.0.1", port, lost.put)
     watch.start()
     listener.accept()[0].close()
+    clock[0] = 100.0
+    for _ in range(2):
+        listener.accept()[0].close()
     listener.close()
     time.sleep(0.1)  # some refusals
     with listen(port) as again:
