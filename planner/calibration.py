@@ -10,11 +10,11 @@ import asyncio
 import random
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +26,7 @@ from planner.profile import LinkProfile, Profile
 from protocol.costs import StepCosts
 from protocol.errors import TandemError
 from protocol.speculation import MethodState, SpeculationState
+from router.placement.interface import LinkSpeed
 
 BURSTS = (1, 2, 4, 8, 16, 32)
 """Requests that come at about the same time. Each burst sweeps over all smaller batches as it ends."""
@@ -36,13 +37,13 @@ SPREAD_S = 0.4
 """Over which a burst's requests come."""
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 96
 LONE_REQUESTS = 3
-"""Of each length, alone, and as many beside one that decodes: workers of one host slow each other for a part
-of the time. The mean of both medians counts.
-"""
+"""Of each length, alone, and as many beside one that decodes. Medians count."""
 LONE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Of the longest chunk."""
 LONE_PAUSE_S = 0.05
 """Until the other one decodes."""
+PACED_REQUESTS = 4
+"""That decode alone, and as many beside prompts."""
 DRAFT_BURSTS = (1, 2, 4, 8, 16)
 """Requests that continue text, where the server drafts: random tokens tell nothing of drafts."""
 DRAFT_ROUNDS = 3
@@ -73,6 +74,14 @@ def calibrate(
         return _Calibration(http, on_burst).run(sources)
 
 
+class Pace(NamedTuple):
+    """Seconds to an answer's first token, from there to its second, and on average to each further one."""
+
+    first_s: float
+    second_s: float = 0.0
+    step_s: float = 0.0
+
+
 class _Calibration:
     def __init__(self, http: httpx.Client, on_burst: Callable[[], None]) -> None:
         self._http, self._on_burst = http, on_burst
@@ -91,14 +100,22 @@ class _Calibration:
                 if number > 0:
                     looks.append(self._get("/cluster"))
         costs = decode_costs([worker for look in looks for worker in look["workers"]])
-        costs, request_s = with_prompts(costs, asyncio.run(self._lone(costs.chunk_tokens)))
+        longest = min(costs.chunk_tokens, self._longest // 2)
+        alone = asyncio.run(self._prompts(self._alone, longest))
+        beside = asyncio.run(self._prompts(self._beside_another, longest))
+        first_s = {tokens: pace.first_s for tokens, pace in alone.items()}
+        costs, request_s = with_prompts(costs, first_s)
+        link = _link(looks[-1]["links"])
         return Profile(
             name=self._model,
             sources=list(sources),
             costs=costs,
-            link=_link(looks[-1]["links"]),
+            link=link,
             kv_tokens=min(worker["kv"]["tokens"] for worker in looks[-1]["workers"]),
             request_s=request_s,
+            handoff_s=handoff_seconds(costs, link, alone),
+            prefill_beside=times_as_long((pace.first_s for pace in beside.values()), first_s.values()),
+            decode_beside=asyncio.run(self._decode_beside(longest)),
             speculation=self._drafts(),
         )
 
@@ -131,52 +148,95 @@ class _Calibration:
             for _ in range(size):
                 group.create_task(one())
 
-    async def _lone(self, chunk_tokens: int) -> dict[int, float]:
-        """By the prompt's tokens, seconds to the first token of requests whose prompts meet no others."""
-        longest, found = min(chunk_tokens, self._longest // 2), {}
-        for tokens in {max(int(share * longest), 1) for share in LONE_SHARES}:
-            alone = [await self._ask(self._tokens(tokens), 2) for _ in range(LONE_REQUESTS)]
-            beside = [await self._beside_another(tokens) for _ in range(LONE_REQUESTS)]
-            found[tokens] = (median(alone) + median(beside)) / 2
-        return found
+    async def _prompts(self, ask: Callable[[int], Awaitable[Pace]], longest: int) -> dict[int, Pace]:
+        """What `ask` measures of requests by the tokens of their prompts, which meet no others."""
+        return {
+            tokens: _median([await ask(tokens) for _ in range(LONE_REQUESTS)])
+            for tokens in sorted({max(int(share * longest), 1) for share in LONE_SHARES})
+        }
 
-    async def _beside_another(self, tokens: int) -> float:
+    async def _alone(self, tokens: int) -> Pace:
+        return await self._ask(self._tokens(tokens), 2)
+
+    async def _beside_another(self, tokens: int) -> Pace:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._ask(self._tokens(1), min(LONGEST_OUTPUT, self._longest // 4)))
+            group.create_task(self._long_answer())
             await asyncio.sleep(LONE_PAUSE_S)
-            return await self._ask(self._tokens(tokens), 2)
+            return await self._alone(tokens)
+
+    async def _decode_beside(self, longest: int) -> float:
+        """How many times as long steps that decode take while the prefill worker works."""
+        alone = [await self._long_answer() for _ in range(PACED_REQUESTS)]
+        async with asyncio.TaskGroup() as group:
+            prompts = group.create_task(self._keep_busy(longest))
+            beside = [await self._long_answer() for _ in range(PACED_REQUESTS)]
+            prompts.cancel()
+        return times_as_long([_median(beside).step_s], [_median(alone).step_s])
+
+    async def _keep_busy(self, tokens: int) -> None:
+        while True:
+            await self._ask(self._tokens(tokens), 1)
+
+    async def _long_answer(self) -> Pace:
+        return await self._ask(self._tokens(1), min(LONGEST_OUTPUT, self._longest // 4))
 
     def _tokens(self, count: int) -> list[int]:
         return self._random.choices(_VOCAB, k=count)
 
-    async def _ask(self, prompt: str | list[int], max_tokens: int, temperature: float = 0.0) -> float:
-        """Returns the seconds until the first token. It reads no more of the answer than it must: it shares
-        the cores with the server.
-        """
+    async def _ask(self, prompt: str | list[int], max_tokens: int, temperature: float = 0.0) -> Pace:
+        """It reads no more of the answer than it must: it shares the cores with the server."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
         content = msgspec.json.encode(body | {"ignore_eos": True, "stream": True})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         if "authorization" in self._http.headers:
             head += f"Authorization: {self._http.headers['authorization']}\r\n"
-        started, first_s, received = time.perf_counter(), 0.0, b""
+        started, received = time.perf_counter(), b""
+        times: list[float] = []
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(self._host, self._port)
             writer.write(f"{head}\r\n".encode() + content)
             while data := await reader.read(65536):
                 received += data
-                if not first_s and b"\ndata:" in received:
-                    first_s = time.perf_counter() - started
+                came = min(received.count(b"\ndata: {"), max_tokens) - len(times)
+                times += [time.perf_counter() - started] * came
             writer.close()
         if b"[DONE]" not in received[-64:]:
             raise CalibrationError(f"a request of {max_tokens} tokens failed: {received[:300]!r}")
-        return first_s
+        return _pace(times)
 
     def _get(self, path: str) -> Any:
         try:
             return self._http.get(path).raise_for_status().json()
         except httpx.HTTPError as error:
             raise CalibrationError(f"{self._http.base_url}{path}: {error}") from error
+
+
+def _pace(times: Sequence[float]) -> Pace:
+    first_s, *later = times
+    if not later:
+        return Pace(first_s)
+    return Pace(first_s, later[0] - first_s, (later[-1] - later[0]) / max(len(later) - 1, 1))
+
+
+def _median(paces: Sequence[Pace]) -> Pace:
+    return Pace(*(median(values) for values in zip(*paces, strict=True)))
+
+
+def times_as_long(beside: Iterable[float], alone: Iterable[float]) -> float:
+    """What was measured beside another worker that works, to the same alone; at least 1."""
+    beside_s, alone_s = sum(beside), sum(alone)
+    return max(beside_s / alone_s, 1.0) if alone_s > 0 else 1.0
+
+
+def handoff_seconds(costs: StepCosts, link: LinkProfile, alone: Mapping[int, Pace]) -> float:
+    """What passes from a lone prompt's first token to its second, beside the wire and a step."""
+    wire = LinkSpeed(link.latency_s, link.bytes_per_s)
+    rest = [
+        pace.second_s - wire.seconds(tokens * costs.kv_bytes) - costs.decode_s(1, tokens)
+        for tokens, pace in alone.items()
+    ]
+    return max(median(rest), 0.0)
 
 
 def decode_costs(told: Sequence[dict[str, Any]]) -> StepCosts:

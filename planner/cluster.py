@@ -71,6 +71,10 @@ class SimulatedCluster:
         self.workers = {
             name: self._start(name, role, names) for name, role in zip(names, layout.roles, strict=True)
         }
+        if max(profile.decode_beside, profile.prefill_beside) > 1:
+            engines = [worker.engine for worker in self.workers.values()]
+            for engine in engines:
+                engine.neighbours = [other for other in engines if other is not engine]
 
     def run(self, requests: Sequence[SimulatedRequest]) -> None:
         """All of them, to their end."""
@@ -183,7 +187,8 @@ class SimulatedCluster:
     def _push(self, handoff: SimulatedHandoff) -> None:
         handoff.push(self.events.now)
         if handoff.prompt.has_answered:
-            self.events.at(handoff.arrives_at, lambda: self._take_over(handoff))
+            taken_at = handoff.arrives_at + self._profile.handoff_s
+            self.events.at(taken_at, lambda: self._take_over(handoff))
 
     def _take_over(self, handoff: SimulatedHandoff) -> None:
         request = handoff.prompt.request

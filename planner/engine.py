@@ -112,6 +112,8 @@ class SimulatedEngine:
         """Of the planned end of the current step or run."""
         self._computing: dict[int, SimulatedSequence] = {}
         """Blocks of prompts that are being computed."""
+        self.neighbours: Sequence[SimulatedEngine] = ()
+        """Those that slow it while they work."""
         self._began = self._ends = 0.0
         """Of the current step or run."""
         self.decode_s = self.row_seconds = 0.0
@@ -141,6 +143,10 @@ class SimulatedEngine:
             return now
         return self._run.after(self._run.steps_until(now)) if self._run is not None else self._ends
 
+    @property
+    def is_busy(self) -> bool:
+        return self._step is not None
+
     def interrupt(self) -> None:
         """End a run with its current step, and give back the room for the others."""
         run = self._run
@@ -161,6 +167,13 @@ class SimulatedEngine:
     # --- steps ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        was_busy = self.is_busy
+        self._plan_step()
+        if self.is_busy != was_busy:
+            for other in self.neighbours:
+                other.interrupt()
+
+    def _plan_step(self) -> None:
         self._step, self._run = [], None
         while self._joining and self._has_row:
             self._add_row(self._joining.pop(0))
@@ -176,7 +189,9 @@ class SimulatedEngine:
         if not step:
             count = self._longest_run()
             self.room.reserve((count - 1) * self._growth)
-            self._run = DecodeRun(now, costs.decode_s(rows, context), costs.context_s * self._growth, count)
+            slower = self._slower(self._profile.decode_beside)
+            first_s, growth_s = costs.decode_s(rows, context), costs.context_s * self._growth
+            self._run = DecodeRun(now, slower * first_s, slower * growth_s, count)
             self._plan_end(self._run.after(count))
             return
         seconds, parts = 0.0, 0
@@ -186,8 +201,17 @@ class SimulatedEngine:
             else:
                 parts += 1
                 seconds += costs.chunks_s(count, sequence.computed, count)
-        seconds += costs.decode_s(rows, context) - max(parts - 1, 0) * costs.chunk_s
+        seconds -= max(parts - 1, 0) * costs.chunk_s
+        seconds *= self._slower(self._profile.prefill_beside)
+        seconds += self._slower(self._profile.decode_beside) * costs.decode_s(rows, context)
         self._plan_end(now + seconds)
+
+    def _slower(self, beside: float) -> float:
+        """How many times as long it takes beside the neighbours that work now."""
+        if not self.neighbours:
+            return 1.0
+        working = sum(other.is_busy for other in self.neighbours) / len(self.neighbours)
+        return 1 + working * (beside - 1)
 
     def _plan_end(self, time: float) -> None:
         self._version += 1

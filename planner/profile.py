@@ -18,6 +18,7 @@ DEFAULT_PROFILE = "h100-llama-3.1-8b"
 
 _Seconds = Annotated[float, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
+_Slower = Annotated[float, Meta(ge=1)]
 
 
 class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,8 +32,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`costs` are a worker's, whatever its role, and `link` is the wire between any two of them.
 
     A worker has room for the KV of `kv_tokens` tokens and runs up to `max_num_seqs` sequences in a step. A
-    request spends `request_s` outside of workers before its first token. `speculation` says what drafts of
-    its first method bring and cost, `sources` where the figures come from.
+    request spends `request_s` outside of workers before its first token, and a hand-off `handoff_s` beside
+    its bytes on the wire. While all other workers work, decoding takes `decode_beside` times as long and
+    prompts `prefill_beside` times: workers of one host share its memory and cores. `speculation` says what
+    drafts of its first method bring and cost, `sources` where the figures come from.
     """
 
     name: str
@@ -43,6 +46,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_num_seqs: _Positive = 64
     block_size: _Positive = 16
     request_s: _Seconds = 0.0
+    handoff_s: _Seconds = 0.0
+    decode_beside: _Slower = 1.0
+    prefill_beside: _Slower = 1.0
     speculation: SpeculationState | None = None
 
     @property

@@ -9,8 +9,15 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from planner import calibration
-from planner.calibration import decode_costs, drafts_of, with_prompts
-from planner.profile import read_profile
+from planner.calibration import (
+    Pace,
+    decode_costs,
+    drafts_of,
+    handoff_seconds,
+    times_as_long,
+    with_prompts,
+)
+from planner.profile import LinkProfile, read_profile
 from protocol.speculation import MethodState, SpeculationState
 
 
@@ -45,6 +52,20 @@ def test_prompts_cost_what_lone_requests_take():
     assert with_prompts(decode, {64: 1e-3, 128: 2e-3})[1] == 0.0
 
 
+def test_what_workers_of_one_host_cost_each_other():
+    assert times_as_long([0.2, 0.4], [0.1, 0.3]) == pytest.approx(1.5)
+    assert times_as_long([0.1, 0.2], [0.1, 0.3]) == 1.0, "that is noise"
+    assert times_as_long([0.1], [0.0]) == 1.0
+
+
+def test_a_hand_off_costs_what_neither_the_wire_nor_the_step_takes():
+    costs = decode_costs([told("decode", step_s=2e-3, row_s=1e-3, context_s=0.0, kv_bytes=1000)])
+    link = LinkProfile(latency_s=1e-3, bytes_per_s=1e8)
+    alone = {100: Pace(0.1, 1e-3 + 1e-3 + 3e-3 + 4e-3), 200: Pace(0.2, 1e-3 + 2e-3 + 3e-3 + 4e-3)}
+    assert handoff_seconds(costs, link, alone) == pytest.approx(4e-3)
+    assert handoff_seconds(costs, link, {100: Pace(0.1, 2e-3)}) == 0.0
+
+
 def test_drafts_are_those_of_who_has_drafted_without_what_ran_at_that_moment():
     method = MethodState(method="ngram", num_requests=3, num_tokens=6, acceptance=[0.5, 0.25])
     idle = MethodState(method="suffix")
@@ -60,6 +81,7 @@ def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(calibration, "ROUNDS", 2)
     monkeypatch.setattr(calibration, "LONE_REQUESTS", 2)
     monkeypatch.setattr(calibration, "LONE_PAUSE_S", 0.0)
+    monkeypatch.setattr(calibration, "PACED_REQUESTS", 1)
     monkeypatch.setattr(calibration, "DRAFT_BURSTS", (2,))
     monkeypatch.setattr(calibration, "DRAFT_ROUNDS", 2)
     path = tmp_path / "mine.json"
@@ -72,7 +94,8 @@ def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
     assert measured.max_num_seqs == 5 and 1000 < measured.kv_tokens < 16_000_000
     assert 1e-5 < costs.decode_s(1, 100) < 1.0 and 0 < costs.chunks_s(100, 0, 512) < 10.0
     assert measured.link.bytes_per_s > 1e6 and costs.kv_bytes > 0
-    assert 0 <= measured.request_s < 1.0
+    assert 0 <= measured.request_s < 1.0 and 0 <= measured.handoff_s < 1.0
+    assert 1 <= measured.decode_beside < 10 and 1 <= measured.prefill_beside < 10
     drafts = measured.speculation
     assert drafts is not None and drafts.max_tokens == 8 and drafts.step_time.seconds
     assert [each.method for each in drafts.methods] == ["draft_model"]

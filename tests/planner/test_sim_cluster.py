@@ -93,6 +93,34 @@ def test_a_split_request_is_decoded_once_its_blocks_have_arrived():
     assert one.ended == pytest.approx(0.82 + 0.4 + 9 * 0.011)
 
 
+@pytest.mark.parametrize(("beside", "longer_s"), [(1.0, 0.0), (1.5, 0.41 / 3), (2.0, 0.41 / 2)])
+def test_decoding_takes_longer_while_another_worker_works(beside: float, longer_s: float):
+    """A prompt of 0.41 s comes while a request decodes."""
+
+    def ended(**changes: float) -> float:
+        requests = [request(0.0, 10, 100), request(0.3, 400, 1)]
+        run(layout(1, 1, "least_loaded"), requests, profile(**changes))
+        return requests[0].ended
+
+    assert ended(decode_beside=beside) - ended() == pytest.approx(longer_s, abs=0.02)
+
+
+def test_prompts_take_longer_while_another_worker_decodes():
+    def first_token(at: float) -> float:
+        requests = [request(0.0, 10, 100), request(at, 400, 1)]
+        run(layout(1, 1, "least_loaded"), requests, profile(prefill_beside=1.5))
+        return requests[1].ttft_s
+
+    assert first_token(5.0) == pytest.approx(0.41), "alone"
+    assert first_token(0.3) == pytest.approx(0.61)
+
+
+def test_a_hand_off_takes_its_time_beside_the_wire():
+    requests = [request(0.0, 10, 2)]
+    run(layout(1, 1, "least_loaded"), requests, profile(handoff_s=0.25))
+    assert requests[0].ended - requests[0].first_token == pytest.approx(0.25 + 0.011)
+
+
 def test_what_the_decode_worker_has_cached_does_not_move():
     slow = LinkProfile(latency_s=0.0, bytes_per_s=1e6)
     requests = [request(0.0, 400, 2, prompt=1), request(60.0, 400, 2, prompt=1)]
