@@ -63,7 +63,7 @@ async def main(url: str, count: int, tokens: int) -> None:
     headers = {"Authorization": f"Bearer {os.environ['TANDEM_API_KEY']}"}
     limits = httpx.Limits(max_connections=None)
     streams = [Stream() for _ in range(count)]
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=200, limits=limits) as client:
         tasks = [
             asyncio.create_task(follow(client, number, tokens, stream))
             for number, stream in enumerate(streams)

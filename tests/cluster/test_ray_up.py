@@ -17,10 +17,11 @@ import pytest
 from tests.cluster.hosts import NETWORK, ROOT, Host, Hosts, wait, why_not
 from tests.cluster.streams import Stream
 
+WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 
 UP_S = DOWN_S = SERVES_S = 100.0
