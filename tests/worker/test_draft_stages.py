@@ -236,7 +236,7 @@ class DraftStages(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "flying"):
             return
-        for how in ("too much to do", "a lost target"):  # rules alone come to them in few walks
+        for how in ("too much to do", "a lost target", "no news"):  # rules alone come to them in few walks
             self.a_round(2, None)
             self.note()
             self.the_draft_worker_lets_go(how)
