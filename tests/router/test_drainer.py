@@ -63,6 +63,16 @@ def test_nothing_moves_to_a_worker_that_has_left_itself(scene):
     assert not scene.target.generated
 
 
+def test_what_has_moved_has_not_answered_from_there_yet(scene):
+    scene.target.hold.set()
+    scene.target.post(encode(scene.target.prefetch_answer(complete=True)))
+    eventually(lambda: scene.target.generated)
+    (request,) = scene.router.server.state.journal
+    assert (request.num_emitted_before, request.has_answered, request.answered_by) == (5, False, None)
+    scene.target.hold.clear()
+    scene.check(moved=1)
+
+
 def test_another_worker_fetches_what_a_dead_one_was_to_take(scene):
     other = scene.router.add_worker("decode-2")
     lose(scene.router, scene.target)

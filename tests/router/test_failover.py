@@ -346,6 +346,19 @@ def test_a_failed_hand_off_goes_to_another_worker(make_router, pool, expected, k
     eventually(lambda: is_idle(router))
 
 
+def test_what_is_placed_anew_avoids_who_has_failed_it(make_router, pool, expected):
+    """The one that did would be the next one's turn."""
+    router = make_router(placement="least_loaded")
+    future, prefill, decode, request_id = in_hand_off(router, pool)
+    other = router.add_worker("decode-1")
+    prefill.fail_handover(request_id, "overloaded")
+    eventually(lambda: prefill.redirects)
+    lose(router, prefill)
+    assert answer(future.result(5)) == without_id(expected())
+    assert other.generated and not decode.generated
+    eventually(lambda: is_idle(router))
+
+
 @pytest.mark.parametrize("stage", ["prefill", "hand-off"])
 def test_the_router_redirects_when_a_decode_worker_dies(make_router, pool, expected, stage):
     router = make_router()

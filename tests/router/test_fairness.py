@@ -78,6 +78,20 @@ def test_after_short_answers_long_ones_are_not_all_sent_ahead(make_router, pool,
     assert lengths.index(4) == 2 * rows, "it came next"
 
 
+def test_a_first_token_makes_room_for_the_next_prompt_at_once(make_router, pool):
+    """No look at all lines, a few times a second, is needed for it."""
+    router = make_router(max_num_seqs=16, api_key=", ".join(KEYS))
+    router.server.state.placer.ahead.check_all = lambda: None
+    worker = router.add_worker(costs=StepCosts(token_s=0.1, chunk_tokens=1), stall_after=1)
+    worker.hold.set()
+    asked = ask(pool, router, 0, count=6)
+    assert held(router) == 4
+    worker.hold.clear()
+    eventually(lambda: len(worker.generated) == 6)
+    worker.stall_after = 3
+    assert [each.result(10).status_code for each in asked] == [200] * 6
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_a_flood_does_not_keep_others_waiting(router, pool, split):
     worker = make_pair(router)[0] if split else router.add_worker()

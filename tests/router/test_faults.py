@@ -491,6 +491,22 @@ def test_at_the_queue_limit_the_least_urgent_that_waits_gives_way(make_router, p
     eventually(lambda: is_idle(router))
 
 
+def test_no_more_give_way_than_must(make_router, pool):
+    """The one that goes brings room for three."""
+    router = make_router(max_queued_requests=4)
+    worker = router.add_worker()
+    worker.hold.set()
+    stays = pool.submit(post, router, priority=7, max_tokens=2)
+    eventually(lambda: len(worker.generated) == 1)
+    goes = pool.submit(post, router, priority=8, max_tokens=2, n=3)
+    eventually(lambda: len(worker.generated) == 4)
+    urgent = pool.submit(post, router, priority=6, max_tokens=2, n=2)
+    assert goes.result(5).status_code == 429
+    eventually(lambda: len(worker.generated) == 6)
+    worker.hold.clear()
+    assert [future.result(5).status_code for future in (stays, urgent)] == [200, 200]
+
+
 def test_random_aborts_leave_nothing_behind(make_router, pool):
     router = make_router()
     prefill, decode = make_pair(router, step_s=0.002)
