@@ -25,7 +25,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-WAIT_MS = 10_000
+WAIT_MS = 30_000
 
 
 def need_browser() -> None:

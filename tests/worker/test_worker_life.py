@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
@@ -9,6 +10,7 @@ import pytest
 
 from protocol.kv_events import IDENTITY_BYTES
 from protocol.messages import CallRoll, Leave, PrepareToLeave
+from protocol.speculation import SpeculativeConfig
 from tests.worker.harness import Cluster, request, tiny_config
 
 PROMPT = [5, 6, 7, 8]
@@ -34,6 +36,20 @@ def test_an_engine_that_keeps_failing_ends_the_worker(cluster: Cluster, model_fo
         cluster.run(name)
         assert cluster.error(name).error_kind == "internal"
     assert "BrokenEngineError" in worker.ended_with()
+
+
+def test_a_draft_that_does_not_fit_ends_the_worker(
+    cluster: Cluster, model_folder: Path, tmp_path: Path
+) -> None:
+    content = json.loads((model_folder / "config.json").read_text()) | {"vocab_size": 200}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    speculative = SpeculativeConfig(method="draft_model", model=str(tmp_path))
+    config = tiny_config(model_folder, load_format="dummy", speculative_config=speculative)
+    with pytest.raises(
+        AssertionError, match="ConfigError: --speculative-config: model: the draft's"
+    ) as ended:
+        cluster.start("decode", "decode-0", config)
+    assert "vocabulary has 200 tokens, the model's 300" in str(ended.value)
 
 
 def test_a_worker_says_what_it_has_not_after_all_else_that_it_has_to_say(
