@@ -16,7 +16,7 @@ from fake_worker import echo_script
 from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 from protocol.codec import encode
-from protocol.messages import StepOutput, TokenOutput
+from protocol.messages import Absent, StepOutput, TokenOutput
 
 # --- clients ---
 
@@ -489,6 +489,24 @@ def test_at_the_queue_limit_the_least_urgent_that_waits_gives_way(make_router, p
     refused = [router.metric("tandem_requests_refused_total", reason=each) for each in ("queue_full", "shed")]
     assert refused == [2, 1]
     eventually(lambda: is_idle(router))
+
+
+def test_only_who_should_have_a_request_can_say_that_it_is_lost(make_router, pool):
+    router = make_router()
+    workers = [router.add_worker(f"decode-{index}") for index in range(2)]
+    for worker in workers:
+        worker.hold.set()
+    running = pool.submit(post, router, max_tokens=2)
+    eventually(lambda: any(worker.generated for worker in workers))
+    has, other = sorted(workers, key=lambda worker: len(worker.jobs), reverse=True)
+    ids = [request.request_id for request in has.generated]
+    other.post(encode(Absent(worker_id=other.worker_id, incarnation=other.incarnation, request_ids=ids)))
+    other.post(b"the end")
+    eventually(lambda: router.metric("tandem_messages_dropped_total", reason="malformed") == 1)
+    for worker in workers:
+        worker.hold.clear()
+    assert running.result(5).status_code == 200
+    assert router.metric("tandem_requests_lost_total") == 0 and not other.generated
 
 
 def test_no_more_give_way_than_must(make_router, pool):
