@@ -8,7 +8,7 @@
 # pulled. With one, a PyTorch with CUDA that the system's Python has is used as it is.
 #
 #   PYTHON             interpreter to use (python3)
-#   VENV        folder for the environment, which .venv then links to
+#   VENV               folder for the environment, which .venv then links to
 #   TANDEM_TORCH_SPEC  requirement to install PyTorch by, instead of the choice made here
 #   TANDEM_PIP_ARGS    further arguments to pip, such as an index that has PyTorch's CPU builds
 set -euo pipefail

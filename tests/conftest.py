@@ -16,7 +16,9 @@ STARTS_RAY = (
 """One after the other: Rays that start at the same moment may choose the same ports."""
 
 FIRST = (
+    "tests/cluster/test_ray_up.py",
     "ray",
+    "tests/e2e/test_drain.py",
     "tests/e2e/test_failover.py",
     "tests/e2e/test_speculation.py",
     "tests/statistics/test_rejection_sampling.py",
