@@ -18,9 +18,9 @@ STARTS_RAY = (
 FIRST = (
     "tests/cluster/test_ray_up.py",
     "ray",
-    "tests/e2e/test_drain.py",
     "tests/e2e/test_failover.py",
     "tests/e2e/test_speculation.py",
+    "tests/e2e/test_drain.py",
     "tests/statistics/test_rejection_sampling.py",
     "tests/faults/test_schedules.py",
     "tests/faults/test_freezes.py",

@@ -290,10 +290,10 @@ class Link(threading.Thread):
         with self.state:
             retired, self._streams = self._streams, self._streams + opened
             self._active = candidate
+            for stream in retired:
+                stream.retire()
         for stream in opened:
             stream.start()
-        for stream in retired:
-            stream.retire()
 
     def _open_streams(self, candidate: Candidate, opened: list[Stream]) -> None:
         for number in range(candidate.transport.streams):
