@@ -63,6 +63,7 @@ class RayCluster:
         self.head: tuple[str, int] | None = None
         """Where the control store of a joined cluster listens."""
         self.has_died = False
+        self._own_nodes: list[Node] = []
         self.namespace = f"tandem-{secrets.token_hex(4)}"
 
     @property
@@ -132,7 +133,6 @@ class RayCluster:
         if self.is_local:
             children = {child.name(): child for child in psutil.Process().children(recursive=True)}
             self._processes = {name: children[name] for name in _RAY_PROCESSES if name in children}
-
         else:
             head = urlsplit(f"//{ray.get_runtime_context().gcs_address}")
             self.head = (head.hostname or "", head.port or 0)
@@ -145,12 +145,17 @@ class RayCluster:
                 raise RayDiedError(f"Ray's {name} (process {process.pid}) has died; nothing can be restarted")
 
     def nodes(self) -> list[Node]:
-        """Those that are alive. Our own cluster has one, with all cores of the host."""
+        """Those that are alive. Our own cluster has one, with all cores of the host, which stays:
+        Ray is asked once, since its answer never comes when its control store is gone.
+        """
+        if self._own_nodes:
+            return self._own_nodes
         import ray
 
         nodes = [Node.of(each) for each in ray.nodes() if each["Alive"]]
         if self.is_local:
-            return [Node(node.node_id, node.address, available_cores(), node.gpus) for node in nodes]
+            nodes = [Node(node.node_id, node.address, available_cores(), node.gpus) for node in nodes]
+            self._own_nodes = nodes
         return nodes
 
     def stop(self) -> None:

@@ -331,10 +331,8 @@ class Supervisor:
             self._on_ready()
 
     def _look_at_nodes(self, now: float) -> None:
-        """Take note of nodes that came, and of workers whose node has gone. Ray's answer never comes once its
-        control store is gone; our own cluster has one node, which stays.
-        """
-        if now - self._nodes_seen < NODES_INTERVAL_S or (self._cluster.is_local and self._nodes):
+        """Take note of nodes that came, and of workers whose node has gone."""
+        if now - self._nodes_seen < NODES_INTERVAL_S:
             return
         self._nodes, self._nodes_seen = self._cluster.nodes(), now
         for slot in [slot for slot in self._slots if self._has_lost_node(slot)]:
