@@ -37,9 +37,16 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
-    """Returns when all of them run."""
+    """Returns when all of them run: no prefill worker has one any more."""
     answers = [pool.submit(ask, serving, request, max_tokens=NUM_TOKENS) for request in REQUESTS]
     serving.wait(lambda: serving.metric("tandem_time_to_first_token_seconds_count") == len(REQUESTS))
+    serving.wait(
+        lambda: not any(
+            worker["outstanding_requests"]
+            for worker in serving.worker_states().values()
+            if worker["role"] == "prefill"
+        )
+    )
     return answers
 
 
