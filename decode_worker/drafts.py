@@ -253,7 +253,8 @@ class DraftClient:
         order = self._order(peer, key.request_id, key.epoch)
         if order is not None:
             self._counters.add("remote_drafts_refused_total")
-            log.info("draft worker %s refuses request %s", peer.worker_id, key.request_id)
+            about = {"request_id": key.request_id}
+            log.info("draft worker %s refuses request %s", peer.worker_id, key.request_id, extra=about)
             until = time.monotonic() + REFUSAL_STANDS_S
             self._orders[key.request_id] = DraftOrder(order.remote, next(self._epochs), refused_until=until)
 

@@ -374,7 +374,8 @@ class DecodeLoop(WorkerLoop):
 
     def _fail_handoff(self, request: DecodeRequest, reason: str, field: str | None = None) -> None:
         self.counters.add("handoff_failures_total")
-        log.warning("hand-off of %s failed: %s", request.request_id, reason)
+        about = {"request_id": request.request_id}
+        log.warning("hand-off of %s failed: %s", request.request_id, reason, extra=about)
         lease_id = request.held_lease
         self._end(request)
         ack = HandoffAck(request_id=request.request_id, lease_id=lease_id, error=reason[:4096], field=field)

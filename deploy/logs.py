@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
-import sys
+from typing import Any
 
 from protocol.config import ServeConfig
+from protocol.logs import log_to_stderr
+
+log = logging.getLogger("tandem")
 
 
 def set_up_logging(config: ServeConfig, name: str = "") -> None:
     """To stderr, each line with the process' name where there are several of a kind."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname).1s {name + ' ' if name else ''}%(name)s: %(message)s",
-        force=True,
-    )
+    log_to_stderr(config.log_level, config.log_format, name)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def say(config: ServeConfig, text: str, **fields: Any) -> None:
+    """Tell who started the server, on standard output; in a structured log, with `fields`."""
+    if config.log_format == "json":
+        log.info("%s", text, extra=fields)
+    else:
+        print(text, flush=True)

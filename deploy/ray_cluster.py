@@ -96,6 +96,8 @@ class RayCluster:
     def _set_environment(self) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if self._config.log_format == "json":
+            os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")  # or a line is no JSON any more
         if self.is_local:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

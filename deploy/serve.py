@@ -18,7 +18,7 @@ import msgspec
 
 from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
 from deploy.launcher import Launcher
-from deploy.logs import set_up_logging
+from deploy.logs import say, set_up_logging
 from deploy.ray_cluster import RayCluster
 from deploy.resources import available_cores, choose_threads
 from deploy.routers.interface import Routers
@@ -46,7 +46,7 @@ def serve(config: ServeConfig) -> int:
     try:
         return _run(config, patience)
     except TandemError as error:
-        print(f"tandem: {error}", file=sys.stderr)
+        _complain(config, str(error))
         return 1
     except KeyboardInterrupt:
         return 130
@@ -84,13 +84,14 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
     adopt_orphans()
 
     def announce() -> None:
-        print(announcement(config, server, link_host), flush=True)
+        url = reachable_url(config, server.url, link_host)
+        say(config, announcement(config, server, url), url=url, model=config.model_name)
 
     launcher = Launcher(config, keys, server, cluster, on_ready=announce, on_failure=server.stop)
 
     def start() -> None:
         patience.started = True
-        print(f"Starting {config.num_workers} workers of {config.model_name} ...", flush=True)
+        say(config, f"Starting {config.num_workers} workers of {config.model_name} ...")
         launcher.start()
 
     try:
@@ -99,7 +100,7 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
         patience.ending = True
         _end(launcher, patience)
     if launcher.failure is not None:
-        print(f"tandem: {launcher.failure}", file=sys.stderr, flush=True)
+        _complain(config, launcher.failure)
     if launcher.is_alive() or cluster.has_died:
         os._exit(1)  # Ray's own exit handlers would wait for what is gone
     return 0 if launcher.failure is None else 1
@@ -127,6 +128,14 @@ def _end(launcher: Launcher, patience: _Patience) -> None:
     launcher.cluster.remove_files()
 
 
+def _complain(config: ServeConfig, reason: str) -> None:
+    """The last words of a server that cannot go on."""
+    if config.log_format == "json":
+        log.error("%s", reason)
+    else:
+        print(f"tandem: {reason}", file=sys.stderr, flush=True)
+
+
 def _check_paths(config: ServeConfig) -> None:
     """A folder that is not there would otherwise be taken for a hub id, and fail later and less clearly."""
     for field in ("model", "tokenizer"):
@@ -135,7 +144,7 @@ def _check_paths(config: ServeConfig) -> None:
             raise ConfigError(f"{flag_name(field)}: there is no folder {source}")
 
 
-def announcement(config: ServeConfig, server: Routers, link_host: str) -> str:
+def announcement(config: ServeConfig, server: Routers, url: str) -> str:
     """What runs, a line for each worker, a command to try, and last the address. `/workers` tells more."""
     lines = [f"Tandem {version()} serves {config.model_name}"]
     if config.ray_address is None:
@@ -144,7 +153,6 @@ def announcement(config: ServeConfig, server: Routers, link_host: str) -> str:
     for worker_id, start_up in server.start_ups().items():
         where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)
         lines.append(f"  {worker_id}{where}: {_summary(start_up)}")
-    url = reachable_url(config, server.url, link_host)
     lines.append(f"Try:  {curl_line(config, url)}")
     lines.append(f"Listening on {url}  (API below /v1, its documentation at /docs)")
     return "\n".join(lines)

@@ -279,7 +279,8 @@ class DraftLoop(WorkerLoop):
     def _refuse(self, request: DraftRequest, reason: str) -> None:
         """It is drafted for no more, and its target is told."""
         self.counters.add("draft_requests_refused_total")
-        log.info("no more drafts for %s: %s", request.request_id, reason)
+        about = {"request_id": request.request_id}
+        log.info("no more drafts for %s: %s", request.request_id, reason, extra=about)
         self._answers[request.target].refused.append(request.key)
         self._end(request)
 

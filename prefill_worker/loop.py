@@ -306,7 +306,10 @@ class PrefillLoop(WorkerLoop):
         """Ask the router for another decode worker where that may help, else fail the request."""
         peer = request.decode
         self.counters.add("handoff_failures_total")
-        log.warning("hand-off of %s to %s failed: %s", request.request_id, peer.worker_id, reason)
+        about = {"request_id": request.request_id}
+        log.warning(
+            "hand-off of %s to %s failed: %s", request.request_id, peer.worker_id, reason, extra=about
+        )
         reason = f"hand-off to {peer.worker_id}: {reason}"[:4096]
         if kind not in REDIRECTABLE:
             self.fail(request.request_id, kind, reason)
@@ -342,7 +345,8 @@ class PrefillLoop(WorkerLoop):
         if decode is None:
             self._keep(request)
             return
-        log.warning("request %s is handed over to %s instead", request_id, decode.worker_id)
+        about = {"request_id": request_id}
+        log.warning("request %s is handed over to %s instead", request_id, decode.worker_id, extra=about)
         self.counters.add("handoffs_redirected_total")
         request.enter(PrefillStage.ASSIGNED)
         if self._connect(request) and request.taken_up:
@@ -350,7 +354,8 @@ class PrefillLoop(WorkerLoop):
 
     def _keep(self, request: PrefillRequest) -> None:
         """Nobody takes the request over: it goes on in this worker's batch."""
-        log.warning("request %s is decoded here: no decode worker takes it", request.request_id)
+        about = {"request_id": request.request_id}
+        log.warning("request %s is decoded here: no decode worker takes it", request.request_id, extra=about)
         self.counters.add("handoffs_kept_total")
         request.enter(PrefillStage.WHOLE)
         self.engine.resume(request.request_id)

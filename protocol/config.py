@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from protocol.handoff import MAX_HANDOFF_S
 from protocol.kv_events import KvEventsConfig
+from protocol.logs import LogFormat
 from protocol.roles import ROLES, RoleOptions, RoleSpec
 from protocol.speculation import SpeculativeConfig
 
@@ -218,6 +219,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         _doc("URL that requests are sent to as OpenTelemetry spans, as in http://localhost:4318/v1/traces."),
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Logging.")] = "info"
+    log_format: Annotated[
+        LogFormat,
+        _doc("`json`: each line of the log is an object, with the ids of the requests it tells of."),
+    ] = "text"
+    enable_log_requests: Annotated[
+        bool, _doc("Log a line for each request that ends: where its time went, or why it failed.")
+    ] = False
 
     def num_replicas(self, role: RoleSpec) -> int:
         """How many workers of a role are deployed."""

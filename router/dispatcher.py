@@ -21,7 +21,7 @@ from router.journal import Generation, Journal, LiveRequest
 from router.metrics import Metrics, RefusalReason
 from router.placer import Placer, Send
 from router.registry import Registry, Worker
-from router.request_log import describe
+from router.request_log import RequestLog, ids
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Dispatcher:
         self._placer = placer
         self._metrics = metrics
         self._send = send
+        self._log = RequestLog(config.enable_log_requests)
 
     def start(self, generation: Generation) -> None:
         """Send all its sequences off, or none and raise `ApiError` when there is no room or no worker."""
@@ -124,6 +125,7 @@ class Dispatcher:
             return
         generation.error = error
         self._metrics.failed(error.code)
+        self._log.failed(generation, error)
         self._placer.withdraw(generation.requests)
         self._close(generation)
         generation.notify()
@@ -209,7 +211,7 @@ class Dispatcher:
             while request.early and self._journal.get(request.request_id):
                 self._take(request, request.assigned["decode"], request.early.pop(0), now)
         except Exception:  # one request's output must not take the others down
-            logger.exception("request %s failed in the router", request.request_id)
+            logger.exception("request %s failed in the router", request.request_id, extra=ids(request))
             self.fail(request.generation, failed_generation("internal", "the router failed on this request"))
         return request.choice.num_tokens - num_before
 
@@ -240,8 +242,7 @@ class Dispatcher:
             self._placer.finished(request, now)
             self._journal.remove(request)
             self._metrics.request_finished(request, now)
-            if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("%s", describe(request, now))
+            self._log.finished(request, now)
             generation = request.generation
             generation.num_unfinished -= 1
             if generation.is_over:
@@ -301,7 +302,12 @@ class Dispatcher:
             return
         how = "placed anew" if request.assigned else "parked"
         logger.warning(
-            "%s as %s after %d tokens: %s", how, request.request_id, request.num_emitted_before, reason
+            "%s as %s after %d tokens: %s",
+            how,
+            request.request_id,
+            request.num_emitted_before,
+            reason,
+            extra=ids(request),
         )
         request.times.num_placed_anew += 1
         self._metrics.placed_anew(cause)
@@ -333,7 +339,10 @@ class Dispatcher:
             reason = f"{reason}; worker {prefill.key.worker_id} cannot be reached"
             self._place_anew_or_fail(request, "worker_lost", reason, counts=False)
             return
-        logger.warning("request %s: %s decodes it: %s", request.request_id, target.key.worker_id, reason)
+        decoder = target.key.worker_id
+        logger.warning(
+            "request %s: %s decodes it: %s", request.request_id, decoder, reason, extra=ids(request)
+        )
         request.redirects += 1
         request.early.clear()
         self._placer.loads.move_decode(request, target)

@@ -24,6 +24,7 @@ from router.journal import Journal, LiveRequest
 from router.metrics import Metrics
 from router.placer import Placer, Send
 from router.registry import Registry, Worker
+from router.request_log import ids
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +256,8 @@ class Drainer:
             drain.report.moved += 1
             request.times.num_migrated += 1
             self._metrics.migrated()
-            logger.info("request %s goes on at %s", request.request_id, target.key.worker_id)
+            goes_on = "request %s goes on at %s"
+            logger.info(goes_on, request.request_id, target.key.worker_id, extra=ids(request))
         else:
             self._place_anew(drain, request)
 

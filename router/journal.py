@@ -223,6 +223,8 @@ class Generation:
         session: str = "",
     ) -> None:
         self.session = session
+        self.http_id = ""
+        """What the client calls the request."""
         self.key = 0
         """Which of the API keys it came with."""
         self.slo_ttft_s = self.slo_tpot_s = inf

@@ -98,7 +98,8 @@ def _as_api_error(error: Exception, scope: Scope) -> ApiError:
         case HTTPException(status_code=405):
             message = f"{scope['path']} does not take {scope['method']}"
             return ApiError(405, message, headers=error.headers)
-    logger.error("request %s failed", scope[REQUEST_ID_KEY], exc_info=error)
+    http_id = scope[REQUEST_ID_KEY]
+    logger.error("request %s failed", http_id, exc_info=error, extra={"http_request_id": http_id})
     return ApiError(500, "internal error; the server's log has the details")
 
 

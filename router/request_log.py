@@ -1,9 +1,55 @@
-"""One line about a request that has ended: what it was, and where its time went."""
+"""What log lines say of a request: its ids, and how it ended and where its time went."""
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
+import msgspec
+
 from protocol.messages import TransferTiming
-from router.journal import LiveRequest
+from router.errors import ApiError
+from router.journal import Generation, LiveRequest
+from router.timing import choice_timing
+
+logger = logging.getLogger(__name__)
+
+
+class RequestLog:
+    """Says of each request how it ended: `on` at the level info, else at debug."""
+
+    def __init__(self, on: bool) -> None:
+        self._level = logging.INFO if on else logging.DEBUG
+
+    def finished(self, request: LiveRequest, now: float) -> None:
+        """`now` in monotonic seconds."""
+        if logger.isEnabledFor(self._level):
+            about = {
+                "finish_reason": request.choice.finish_reason,
+                "prompt_tokens": len(request.choice.prompt.token_ids),
+                "timing": msgspec.structs.asdict(choice_timing(request)),
+            }
+            logger.log(self._level, "%s", describe(request, now), extra=ids(request) | about)
+
+    def failed(self, generation: Generation, error: ApiError) -> None:
+        """Of a client that went away too."""
+        for request in generation.requests:
+            about = {"status": error.status, "code": error.code, "tokens": request.choice.num_tokens}
+            logger.log(
+                self._level,
+                "request %s failed after %d tokens: %s",
+                request.request_id,
+                request.choice.num_tokens,
+                error.message,
+                extra=ids(request) | about,
+            )
+
+
+def ids(request: LiveRequest) -> dict[str, Any]:
+    """What a log line is about: `request_id` as the workers know the request, which changes with each
+    placement, and `http_request_id` as its client does (`x-request-id`).
+    """
+    return {"request_id": request.request_id, "http_request_id": request.generation.http_id}
 
 
 def describe(request: LiveRequest, now: float) -> str:
@@ -11,7 +57,7 @@ def describe(request: LiveRequest, now: float) -> str:
     timing, arrival, choice = request.timing, request.generation.arrival, request.choice
     first = request.first_token_time if request.output_token_ids else now
     parts = [
-        f"request {request.request_id}: {choice.finish_reason}",
+        f"request {request.request_id} (x-request-id {request.generation.http_id}): {choice.finish_reason}",
         f"{len(choice.prompt.token_ids)} tokens in, {choice.num_tokens} out",
         f"first after {_ms(first - arrival)}, last after {_ms(now - arrival)}",
         f"queue {_ms(timing.queue_s)}",

@@ -129,7 +129,7 @@ def _stages(request: LiveRequest) -> list[Stage]:
 
 def response_timing(generation: Generation) -> ResponseTiming:
     """Of an answer that is complete."""
-    choices = [_choice_timing(request) for request in generation.requests]
+    choices = [choice_timing(request) for request in generation.requests]
     return ResponseTiming(
         prepare_s=generation.started - generation.arrival,
         total_s=max(choice.total_s for choice in choices),
@@ -141,7 +141,7 @@ def _mode(request: LiveRequest) -> Literal["whole", "split"]:
     return "split" if "prefill" in request.workers else "whole"
 
 
-def _choice_timing(request: LiveRequest) -> ChoiceTiming:
+def choice_timing(request: LiveRequest) -> ChoiceTiming:
     times, timing, choice = request.times, request.timing, request.choice
     arrival = request.generation.arrival
     decoding_since = times.taken_over_at or times.answered_at

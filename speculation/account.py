@@ -78,7 +78,8 @@ class Account:
     def lost_draft(self, request_id: str, why: str) -> None:
         """A request goes on without the drafter's state that came with it."""
         self._rare["spec_decode_lost_drafts_total"] += 1
-        logger.warning("request %s: the draft's state that came along is of no use: %s", request_id, why)
+        lost = "request %s: the draft's state that came along is of no use: %s"
+        logger.warning(lost, request_id, why, extra={"request_id": request_id})
 
     def counters(self) -> dict[str, float]:
         counters: dict[str, float] = dict(self._rare)

@@ -194,6 +194,7 @@ class PrefixFetcher:
             fetch.request_id,
             fetch.holder.worker_id,
             reason,
+            extra={"request_id": fetch.request_id},
         )
         self._end(fetch, 0)
         fetch.on_end(fetch.request, False)

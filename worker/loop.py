@@ -468,7 +468,8 @@ class WorkerLoop(ABC):
             if not self._fetcher.start(request, message.prefix, answer):
                 answer(request, False)
         except InvalidRequestError as error:
-            log.warning("no prefetch of %s: %s", request.request_id, error)
+            about = {"request_id": request.request_id}
+            log.warning("no prefetch of %s: %s", request.request_id, error, extra=about)
             answer(request, False)
 
     def _start_or_fetch(self, message: Generate) -> None:

@@ -12,7 +12,7 @@ from engine.loader import LoadedModel, load_model
 from engine.select_forward import pack_model
 from protocol.config import ServeConfig
 from speculation.draft_model import draft_config
-from worker.setup import build_kernels, set_up_logging
+from worker.setup import build_kernels
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ def preload(config: ServeConfig) -> bool:
         return False  # a GPU's memory cannot be had before the fork
     hold([])
     torch.set_num_threads(1)  # a fork would not take more of them along
-    set_up_logging(config, "template")
     build_kernels()
     try:
         target = _load(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kvtransfer.transports.transport import Transport
 from messaging.tls import tls_files
 from native.build import build_all
 from protocol.config import ServeConfig, transport_names
+from protocol.logs import log_to_stderr
 from speculation.draft_model import check_draft, draft_config
 from speculation.remote import RemoteDrafter
 from speculation.run_ahead import run_ahead
@@ -34,12 +34,7 @@ log = logging.getLogger(__name__)
 
 def set_up_logging(config: ServeConfig, name: str) -> None:
     """Log lines to stderr, each with the process' name."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s",
-        force=True,
-    )
+    log_to_stderr(config.log_level, config.log_format, name)
     disable_progress_bar()
 
 

@@ -28,6 +28,7 @@ import msgspec
 from deploy.launch import run_launch
 from deploy.template.messages import MAX_MESSAGE_BYTES, REPORT_END, Ended, Spawn, Spawned, SpawnFailed
 from protocol.errors import TandemError
+from protocol.logs import log_to_stderr
 from protocol.roles import ROLES
 from worker.cores import CorePlace, CorePlaces
 from worker.launch import Launch
@@ -136,9 +137,11 @@ class Template:
 
     def _spawn(self, client: socket.socket, data: bytes, fds: list[int]) -> int:
         from worker.preload import preload
+        from worker.setup import set_up_logging
 
         request = msgspec.msgpack.decode(data, type=Spawn)
         launch = msgspec.msgpack.decode(request.launch, type=Launch)
+        set_up_logging(launch.config, "template")
         if preload(launch.config):
             _settle()
         place = self._places.first_free()
@@ -220,7 +223,7 @@ def main(name: str) -> None:
     if os.fork():
         os._exit(0)
     faulthandler.enable()
-    logging.basicConfig(format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s")
+    log_to_stderr("warning", "text", name)
     Template(listener).run()
 
 

@@ -61,6 +61,7 @@ class GenerateEndpoint:
             built = await state.tokenizer.off_loop(len(raw), self._build, raw, model, arrival)
         generation, output = built
         headers = Headers(scope=scope)
+        generation.http_id = scope[REQUEST_ID_KEY]
         generation.session = _session(headers)
         generation.key = scope.get(API_KEY, 0)
         generation.slo_ttft_s = _slo(headers, TTFT_HEADER, state.config.slo_ttft)
@@ -69,7 +70,7 @@ class GenerateEndpoint:
             output = msgspec.structs.replace(output, return_timing=True)
             for choice in generation.choices:
                 choice.keep_spans = True
-        answer = self._format(state.tokenizer, state.config.model_name, scope[REQUEST_ID_KEY], output)
+        answer = self._format(state.tokenizer, state.config.model_name, generation.http_id, output)
         trace = None
         if state.tracing is not None:
             trace = state.tracing.begin(headers, arrival)
@@ -93,7 +94,7 @@ class GenerateEndpoint:
             watcher.cancel()
             state.dispatcher.cancel(generation)
             if trace is not None:
-                trace.end(generation, scope[REQUEST_ID_KEY])
+                trace.end(generation, generation.http_id)
 
 
 def _session(headers: Headers) -> str:

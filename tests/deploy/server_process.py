@@ -52,7 +52,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        found = re.search(r"^Listening on (http://\S+)", self.log, re.MULTILINE)
+        found = re.search(r"(?:^|\\n)Listening on (http://\S+)", self.log, re.MULTILINE)
         assert found is not None, self.log
         return found.group(1)
 

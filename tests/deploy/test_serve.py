@@ -272,12 +272,23 @@ def test_a_signal_to_the_process_alone_ends_it_quietly(started: ServerProcess) -
     assert started.leftovers() == []
 
 
-def test_a_second_signal_ends_at_once(started: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    "started",
+    [["--no-disaggregation", "--log-format", "json", "--enable-log-requests", "--log-level", "debug"]],
+    indirect=True,
+    ids=["json"],
+)
+def test_a_second_signal_ends_at_once_and_a_structured_log_has_only_objects(started: ServerProcess) -> None:
     started.wait_ready()
+    answer = started.complete([1, 2, 3], max_tokens=2)
     started.process.send_signal(signal.SIGTERM)
     started.signal(signal.SIGINT)
     started.wait_end(10)
     assert started.leftovers() == []
+    lines = [json.loads(line) for line in started.log.splitlines()]
+    assert {line["process"] for line in lines} == {"server", "decode-0"}
+    (request,) = [line for line in lines if line.get("http_request_id") == answer.headers["x-request-id"]]
+    assert request["level"] == "info" and request["timing"]["workers"] == {"decode": "decode-0"}
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])

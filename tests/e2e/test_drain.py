@@ -41,10 +41,12 @@ def ask_all(serving: HttpServing, pool: ThreadPoolExecutor) -> list[Future[dict[
     answers = [pool.submit(ask, serving, request, max_tokens=NUM_TOKENS) for request in REQUESTS]
     serving.wait(lambda: serving.metric("tandem_time_to_first_token_seconds_count") == len(REQUESTS))
     serving.wait(
-        lambda: not any(
-            worker["outstanding_requests"]
-            for worker in serving.worker_states().values()
-            if worker["role"] == "prefill"
+        lambda: (
+            not any(
+                worker["outstanding_requests"]
+                for worker in serving.worker_states().values()
+                if worker["role"] == "prefill"
+            )
         )
     )
     return answers

@@ -1,0 +1,63 @@
+"""Log lines, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from protocol.logs import log_to_stderr
+
+log = logging.getLogger("a.logger")
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_text_is_a_line_with_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stderr("info", "text", "decode-0")
+    log.debug("not this")
+    log.warning("request %s: %d", "abc", 3, extra={"request_id": "abc"})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" W decode-0 a.logger: request abc: 3")
+
+
+def json_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_json_has_what_a_line_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stderr("debug", "json", "decode-0")
+    before = datetime.now(UTC)
+    log.debug("request %s:\n%d", "abc", 3, extra={"request_id": "abc", "timing": {"queue_s": 0.5}})
+    (line,) = json_lines(capsys)
+    assert before <= datetime.fromisoformat(line.pop("time")) <= datetime.now(UTC)
+    assert line.pop("pid") > 0
+    assert line == {
+        "level": "debug",
+        "process": "decode-0",
+        "logger": "a.logger",
+        "message": "request abc:\n3",
+        "request_id": "abc",
+        "timing": {"queue_s": 0.5},
+    }
+
+
+def test_any_text_and_any_object_stay_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stderr("info", "json")
+    try:
+        raise ValueError("half a \ud83d\nand a line")
+    except ValueError as error:
+        log.exception("failed: %s", error, extra={"about": {1, 2}})
+    (line,) = json_lines(capsys)
+    assert line["message"] == "failed: half a \ud83d\nand a line" and line["process"] == "server"
+    assert line["exception"].startswith("Traceback ") and line["about"] == "{1, 2}"
