@@ -9,12 +9,13 @@ from collections.abc import Callable
 from deploy.head_watch import HeadWatch
 from deploy.launch import forks_workers
 from deploy.ray_cluster import RayCluster
-from deploy.resources import available_cores, choose_threads, thread_environment
+from deploy.resources import choose_threads, thread_environment
 from deploy.routers.interface import Routers
 from deploy.template.client import TemplateClient
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
+from worker.cores import host_cores
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Launcher(threading.Thread):
         self._on_ready = on_ready
         self._on_failure = on_failure
         self.cluster = cluster
-        threads, _ = choose_threads(config, available_cores())
+        threads, _ = choose_threads(config, host_cores())
         self._template = TemplateClient(self.cluster.namespace, thread_environment(threads), own_stderr=False)
         self._stop_requested = threading.Event()
         self._watch: HeadWatch | None = None

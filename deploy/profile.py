@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from deploy.config import load_config
-from deploy.resources import available_cores, choose_threads
+from deploy.resources import choose_threads
 from planner.calibration import ALWAYS_SPLIT, NUM_BURSTS, calibrate
 from planner.profile import Profile, write_profile
 from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError, TandemError
+from worker.cores import host_cores
 
 END_S = 40.0
 """Seconds that the server gets to end before it is killed."""
@@ -63,7 +64,7 @@ def _arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
             arguments.append(flag_name(field) if value else f"--no-{flag_name(field)[2:]}")
         elif value is not None:
             arguments += [flag_name(field), str(value)]
-    threads = str(choose_threads(config, available_cores())[0])
+    threads = str(choose_threads(config, host_cores())[0])
     arguments += ["--worker-threads", threads, *ALWAYS_SPLIT, "--disaggregation"]
     return [*arguments, "--host", "127.0.0.1", "--port", "0"]
 

@@ -13,10 +13,10 @@ import psutil
 
 from deploy.cleanup import PrivateDirectory
 from deploy.nodes import Node
-from deploy.resources import available_cores
 from messaging.sockets import address_towards
 from protocol.config import ServeConfig, transport_names
 from protocol.errors import TandemError
+from worker.cores import host_cores
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class RayCluster:
 
         nodes = [Node.of(each) for each in ray.nodes() if each["Alive"]]
         if self.is_local:
-            nodes = [Node(node.node_id, node.address, available_cores(), node.gpus) for node in nodes]
+            nodes = [Node(node.node_id, node.address, host_cores(), node.gpus) for node in nodes]
             self._own_nodes = nodes
         return nodes
 

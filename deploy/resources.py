@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import msgspec
 
@@ -11,10 +10,6 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def choose_threads(config: ServeConfig, cores: int, workers: int | None = None) -> tuple[int, str]:

@@ -20,7 +20,7 @@ from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
 from deploy.launcher import Launcher
 from deploy.logs import say, set_up_logging
 from deploy.ray_cluster import RayCluster
-from deploy.resources import available_cores, choose_threads
+from deploy.resources import choose_threads
 from deploy.routers.interface import Routers
 from deploy.routers.pool import RouterPool
 from messaging.sockets import ClusterKeys
@@ -28,6 +28,7 @@ from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError, TandemError
 from protocol.version import version
 from router.server import RouterServer, http_url
+from worker.cores import host_cores
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def announcement(config: ServeConfig, server: Routers, url: str) -> str:
     """What runs, a line for each worker, a command to try, and last the address. `/workers` tells more."""
     lines = [f"Tandem {version()} serves {config.model_name}"]
     if config.ray_address is None:
-        threads, why = choose_threads(config, available_cores())
+        threads, why = choose_threads(config, host_cores())
         lines[0] += f", threads per worker: {threads} ({why})"
     for worker_id, start_up in server.start_ups().items():
         where = "" if config.ray_address is None else " on {host}, threads: {threads}".format_map(start_up)

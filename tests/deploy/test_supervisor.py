@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from deploy.supervisor import LONGEST_BACKOFF_S, STABLE_S, UNTOLD_S, Supervisor, _Slot, let_go, make_slots
+from deploy.slots import LONGEST_BACKOFF_S, STABLE_S, UNTOLD_S, Slot, let_go, make_slots
+from deploy.supervisor import Supervisor
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 
@@ -17,7 +18,7 @@ class Life:
     """A worker's place; each death is followed by the next start."""
 
     def __init__(self) -> None:
-        self.slot = _Slot("decode-0", ROLES["decode"])
+        self.slot = Slot("decode-0", ROLES["decode"])
         self.now = 100.0
 
     def die(self, *, vanished: bool, after_s: float | None) -> float:

@@ -10,7 +10,7 @@ import pytest
 from bench.shapes.tokenizer import save_tokenizer
 from deploy.launch import Launch
 from deploy.resources import choose_threads
-from deploy.supervisor import make_slots
+from deploy.slots import make_slots
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.roles import ROLES, RoleSpec

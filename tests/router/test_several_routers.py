@@ -12,7 +12,7 @@ from fake_worker import echo_script
 from router_clients import BODY, emitted, eventually, is_idle, post
 from several import TwoRouters
 
-from deploy.supervisor import let_go, make_slots
+from deploy.slots import let_go, make_slots
 from protocol.config import ServeConfig
 from protocol.ids import router_of
 from protocol.messages import PeerAddress, Register, WorkerState

@@ -71,11 +71,11 @@ class UcxTransport(Transport):
     """
 
     name = "ucx"
+    same_host = not reaches_other_hosts()
     parts_at_once = PARTS_AT_ONCE
     reaches_devices = True
 
     def __init__(self, pool: RegisteredPool, name: str) -> None:
-        self.same_host = not reaches_other_hosts()
         self._pool = pool  # its memory must outlive the agent
         self._agent = Agent(f"{name}-{secrets.token_hex(8)}")
         self._orphans = OrphanedReads(self._agent)

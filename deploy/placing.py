@@ -1,0 +1,114 @@
+"""Where workers run: the nodes that there are, who is on which, and what Ray holds for a worker there.
+
+Imports Ray, so it is imported once that may start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deploy.nodes import Node, choose
+from deploy.ray_cluster import RayCluster
+from deploy.slots import Slot
+from protocol.config import ServeConfig
+
+NODES_INTERVAL_S = 0.5
+"""How often Ray is asked which nodes there are."""
+
+DISTRUST_S = 30.0
+"""A node that does not answer gets no worker for so long, if that can go elsewhere. By then Ray knows."""
+
+NODES_S = 30.0
+"""--min-nodes are waited for no longer, where there is room without them."""
+
+
+class Placing:
+    """`slots` are the supervisor's own list: who has a node holds a place there. For its thread alone."""
+
+    def __init__(self, config: ServeConfig, cluster: RayCluster, slots: Sequence[Slot]) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._slots = slots
+        self._began = time.monotonic()
+        self._nodes: list[Node] = []
+        self._nodes_seen = 0.0
+        self._distrusted: dict[str, float] = {}
+        """When the hosts of these nodes did not answer."""
+
+    def look(self, now: float) -> None:
+        """Ask Ray which nodes there are, if that was not done a moment ago."""
+        if now - self._nodes_seen >= NODES_INTERVAL_S:
+            self.look_at_once(now)
+
+    def look_at_once(self, now: float) -> None:
+        self._nodes, self._nodes_seen = self._cluster.nodes(), now
+
+    def has_lost(self, slot: Slot) -> bool:
+        """Whether the slot's node is gone."""
+        return slot.node is not None and all(node.node_id != slot.node.node_id for node in self._nodes)
+
+    def distrust(self, node: Node, now: float) -> None:
+        """Nothing answers there."""
+        self._distrusted[node.node_id] = now
+
+    def find(self, slot: Slot, now: float) -> bool:
+        """Give the slot the node that takes its worker best; False: none does, or some are waited for."""
+        if not self._has_nodes(now):
+            return False
+        distrusted = {node_id for node_id, since in self._distrusted.items() if now - since < DISTRUST_S}
+        held = {
+            node.node_id: [other.role.name for other in self.on(node) if other is not slot]
+            for node in self._nodes
+        }
+        slot.node = choose(slot.role.name, self._nodes, held, distrusted)
+        return slot.node is not None
+
+    def on(self, node: Node) -> list[Slot]:
+        return [slot for slot in self._slots if slot.node is not None and slot.node.node_id == node.node_id]
+
+    def shortage(self, waiting: Sequence[Slot], now: float) -> str:
+        """Says what these wait for."""
+        names = ", ".join(slot.worker_id for slot in waiting)
+        spread = "" if self._has_nodes(now) else f" on --min-nodes {self._config.min_nodes}"
+        there = ", ".join(map(str, self._nodes)) or "none"
+        return f"there is no room for {names}{spread}; nodes: {there}"
+
+    def hold(self, slot: Slot, gpus: float) -> dict[str, Any]:
+        """Have Ray keep a place on the slot's node. Returns the options of an actor that takes it."""
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus}
+        if not self._cluster.is_local:
+            assert slot.node is not None
+            slot.group = self._group(slot, slot.node, gpus)
+            options["num_cpus"] = slot.group.bundle_specs[0].get("CPU", 0)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(slot.group, 0)
+        return options
+
+    def free(self, slot: Slot) -> None:
+        """The slot's worker needs its place no more. Raises `RayError`."""
+        group, slot.group, slot.node = slot.group, None, None
+        if group is not None:
+            remove_placement_group(group)
+
+    def _has_nodes(self, now: float) -> bool:
+        """Whether so many have joined as workers are to be spread over."""
+        able = sum(node.cores > 0 for node in self._nodes)
+        return able >= self._config.min_nodes or now - self._began > NODES_S
+
+    def _group(self, slot: Slot, node: Node, gpus: float) -> Any:
+        """A node with roles is for us alone, so they say enough; of another one it takes what leaves room for
+        all workers, should no other node be left.
+        """
+        if slot.role.name in node.roles:
+            bundle = {slot.role.name: 1.0}
+        else:
+            bundle = {"CPU": node.cores * 1000 // self._config.num_workers / 1000}
+        if gpus:
+            bundle["GPU"] = gpus
+        return placement_group(
+            [bundle], strategy="STRICT_PACK", bundle_label_selector=[{"ray.io/node-id": node.node_id}]
+        )
