@@ -28,7 +28,10 @@ def client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
         with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
             yield http
     except httpx.HTTPError as error:
-        raise ServerError(f"{url}: {error}") from error
+        hint = (
+            ": name its authority's PEM file in SSL_CERT_FILE" if "CERTIFICATE_VERIFY" in str(error) else ""
+        )
+        raise ServerError(f"{url}: {error}{hint}") from error
 
 
 def checked(response: httpx.Response) -> httpx.Response:

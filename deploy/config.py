@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from messaging.tls import tls_files
+from messaging.tls import http_tls, tls_files
 from models.bundled import BUNDLED_FOLDER, DRAFTS, bundled_path, is_bundled_model
 from protocol.config import (
     DEFAULT_MODEL,
@@ -27,6 +27,7 @@ from protocol.config import (
 from protocol.errors import ConfigError
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
+from router.key_file import read_key_file
 
 logger = logging.getLogger("tandem.config")
 
@@ -112,6 +113,9 @@ def _check_together(config: ServeConfig) -> None:
         raise ConfigError(f"--api-key: at most {MAX_API_KEYS} keys, got {len(config.api_keys)}")
     if not transport_names(config):
         raise ConfigError("--kv-transports: name at least one transport")
+    if config.api_key_file is not None and not read_key_file(config.api_key_file):
+        raise ConfigError(f"--api-key-file: {config.api_key_file} has no key: `tandem key add` makes one")
+    _check_http_tls(config)
     _check_tls(config)
     _check_tiers(config)
     _check_kv_events(config)
@@ -121,6 +125,15 @@ def _check_together(config: ServeConfig) -> None:
             f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
             f"got {config.max_num_batched_tokens}"
         )
+
+
+def _check_http_tls(config: ServeConfig) -> None:
+    given = {flag_name(field): getattr(config, field) for field in ("tls_cert", "tls_key")}
+    missing = [flag for flag, path in given.items() if path is None]
+    if len(missing) == 1:
+        (other,) = given.keys() - missing
+        raise ConfigError(f"{missing[0]}: must be given together with {other}")
+    http_tls(config)
 
 
 def _check_tls(config: ServeConfig) -> None:

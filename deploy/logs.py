@@ -14,7 +14,8 @@ log = logging.getLogger("tandem")
 def set_up_logging(config: ServeConfig, name: str = "") -> None:
     """To stderr, each line with the process' name where there are several of a kind."""
     log_to_stderr(config.log_level, config.log_format, name)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Its warnings are lines that any client can cause; they are counted instead.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
 
 def say(config: ServeConfig, text: str, **fields: Any) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deploy.cleanup import adopt_orphans, end_descendants, kill_descendants
+from deploy.config import ENV_PREFIX
 from deploy.launcher import Launcher
 from deploy.logs import say, set_up_logging
 from deploy.ray_cluster import RayCluster
@@ -24,6 +25,7 @@ from deploy.resources import choose_threads
 from deploy.routers.interface import Routers
 from deploy.routers.pool import RouterPool
 from messaging.sockets import ClusterKeys
+from protocol.addresses import is_loopback, is_wildcard
 from protocol.config import ServeConfig, flag_name
 from protocol.errors import ConfigError, TandemError
 from protocol.version import version
@@ -41,6 +43,7 @@ DESCENDANTS_GRACE_S = 2.0
 def serve(config: ServeConfig) -> int:
     """Run the server until it is told to end; returns the process' exit code."""
     set_up_logging(config)
+    os.environ.pop(ENV_PREFIX + "API_KEY", None)  # no process that is started needs it
     patience = _Patience()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, patience.on_signal)
@@ -76,8 +79,7 @@ class _Patience:
 
 def _run(config: ServeConfig, patience: _Patience) -> int:
     _check_paths(config)
-    if not config.api_keys and not is_loopback(config.host):
-        log.warning("HTTP on %s takes requests of everybody who reaches it: set TANDEM_API_KEY", config.host)
+    warn_of_exposure(config)
     keys = ClusterKeys.generate()
     cluster = RayCluster(config)
     link_host = cluster.link_host()
@@ -105,6 +107,16 @@ def _run(config: ServeConfig, patience: _Patience) -> int:
     if launcher.is_alive() or cluster.has_died:
         os._exit(1)  # Ray's own exit handlers would wait for what is gone
     return 0 if launcher.failure is None else 1
+
+
+def warn_of_exposure(config: ServeConfig) -> None:
+    if is_loopback(config.host):
+        return
+    where = f"HTTP on {config.host}"
+    if not config.needs_api_key:
+        log.warning("%s takes requests of everybody: set TANDEM_API_KEY or --api-key-file", where)
+    elif config.tls_cert is None:
+        log.warning("%s is not encrypted, and API keys can be read on the way: see --tls-cert", where)
 
 
 def _routers(config: ServeConfig, keys: ClusterKeys, link_host: str) -> Routers:
@@ -163,15 +175,7 @@ def reachable_url(config: ServeConfig, url: str, link_host: str) -> str:
     """As others on the cluster's network reach it, where HTTP listens on all addresses."""
     if config.ray_address is None or not is_wildcard(config.host):
         return url
-    return http_url(link_host, urlsplit(url).port or config.port)
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")
-
-
-def is_wildcard(host: str) -> bool:
-    return host in ("", "0.0.0.0", "::")
+    return http_url(config, link_host, urlsplit(url).port or config.port)
 
 
 def _summary(start_up: Mapping[str, str]) -> str:
@@ -190,6 +194,6 @@ def curl_line(config: ServeConfig, url: str) -> str:
         "temperature": 0,
     }
     parts = ["curl", f"{url}/v1/completions", "-H", "Content-Type: application/json"]
-    if config.api_key is not None:
-        parts += ["-H", "Authorization: Bearer <--api-key>"]
+    if config.needs_api_key:
+        parts += ["-H", "Authorization: Bearer <API key>"]
     return shlex.join([*parts, "-d", msgspec.json.encode(body).decode()])

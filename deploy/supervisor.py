@@ -62,7 +62,8 @@ class Supervisor:
         self._keys = keys
         self._router = router
         self._cluster = cluster
-        self._config = config
+        self._config = msgspec.structs.replace(config, api_key=None)
+        """What workers get of it: Ray carries that."""
         self._forks = forks_workers(config)
         self._reminded = 0.0
         self._began = time.monotonic()

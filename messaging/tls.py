@@ -1,4 +1,4 @@
-"""The certificates for TLS between workers: what is wrong with them is said at start, by flag and file."""
+"""Certificates, of workers and for HTTPS: what is wrong with them is said at start, by flag and file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from messaging.private_files import read_private
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
@@ -23,56 +24,85 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises ConfigError for files that cannot be read, or don't fit each other.
         """
-        for flag, path in (("cert", self.cert), ("key", self.key), ("ca", self.ca)):
-            try:
-                Path(path).read_bytes()
-            except OSError as error:
-                raise ConfigError(f"--kv-tls-{flag}: cannot read {path}: {error.strerror}") from error
+        _check_readable("--kv-tls-cert", self.cert)
+        _check_readable("--kv-tls-ca", self.ca)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         if server_side:
             context.num_tickets = 0  # nobody resumes, and an idle connection stays silent
-        _load_authority("cert", self.cert, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-        _load_authority("ca", self.ca, context)
-        self._load_key(context)
+        _load_authority("--kv-tls-ca", self.ca, context)
+        _load_pair("--kv-tls", self.cert, self.key, context)
         return context
 
     def check(self) -> None:
         """Let the two sides meet in memory. Raises ConfigError for what would keep workers apart."""
-        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = self.context(server_side=False).wrap_bio(to_client, to_server)
-        server = self.context(server_side=True).wrap_bio(to_server, to_client, server_side=True)
-        try:
-            for side in (client, server, client):
-                try:
-                    side.do_handshake()
-                except ssl.SSLWantReadError:
-                    continue
-            server.do_handshake()
-        except ssl.SSLError as error:
-            reason = getattr(error, "verify_message", None) or error.reason
-            raise ConfigError(
-                f"--kv-tls-cert: {self.cert} does not pass --kv-tls-ca {self.ca}: {reason}"
-            ) from error
+        refusal = _meet(self.context(server_side=False), self.context(server_side=True))
+        if refusal is not None:
+            raise ConfigError(f"--kv-tls-cert: {self.cert} does not pass --kv-tls-ca {self.ca}: {refusal}")
 
-    def _load_key(self, context: ssl.SSLContext) -> None:
-        try:
-            context.load_cert_chain(self.cert, self.key, password=lambda: b"")
-        except ssl.SSLError as error:
-            if error.reason == "KEY_VALUES_MISMATCH":
-                raise ConfigError(f"--kv-tls-key: {self.key} is not the key of {self.cert}") from error
-            raise ConfigError(
-                f"--kv-tls-key: {self.key} holds no unencrypted private key (PEM): {error.reason or error}"
-            ) from error
+
+def http_tls(config: ServeConfig) -> ssl.SSLContext | None:
+    """For HTTPS, if it is asked for. Raises ConfigError, also for a certificate that has expired."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    _check_readable("--tls-cert", config.tls_cert)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load_pair("--tls", config.tls_cert, config.tls_key, context)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(config.tls_cert)
+    refusal = _meet(client, context)
+    if refusal is not None:
+        raise ConfigError(f"--tls-cert: {config.tls_cert} is of no use: {refusal}: renew it")
+    return context
+
+
+def _meet(client_context: ssl.SSLContext, server_context: ssl.SSLContext) -> str | None:
+    """Let two sides shake hands in memory; returns why they don't."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context.wrap_bio(to_client, to_server)
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for side in (client, server, client):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+        server.do_handshake()
+    except ssl.SSLError as error:
+        return str(getattr(error, "verify_message", None) or error.reason)
+    return None
+
+
+def _check_readable(flag: str, path: str) -> None:
+    try:
+        Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
+
+
+def _load_pair(flags: str, cert: str, key: str, context: ssl.SSLContext) -> None:
+    read_private(key, f"{flags}-key")
+    _load_authority(f"{flags}-cert", cert, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    try:
+        context.load_cert_chain(cert, key, password=lambda: b"")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"{flags}-key: {key} is not the key of {cert}") from error
+        raise ConfigError(
+            f"{flags}-key: {key} holds no unencrypted private key (PEM): {error.reason or error}"
+        ) from error
 
 
 def _load_authority(flag: str, path: str, context: ssl.SSLContext) -> None:
     try:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
-        raise ConfigError(f"--kv-tls-{flag}: {path} holds no certificate (PEM)") from error
+        raise ConfigError(f"{flag}: {path} holds no certificate (PEM)") from error
 
 
 def tls_files(config: ServeConfig) -> TlsFiles | None:

@@ -22,7 +22,7 @@ DEFAULT_MODEL = "tandem-code-10m"
 KV_TRANSPORTS = ("shm", "ucx", "tcp", "object_store")
 
 MAX_API_KEYS = 256
-"""Each is compared with every request's, and has its own metrics."""
+"""Each has its own metrics."""
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveSeconds = Annotated[float, Meta(gt=0)]
@@ -60,9 +60,15 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         str | None,
         _doc(
             "Bearer tokens of clients, comma-separated; those that wait take turns. "
-            "Others see flags in the process list: set TANDEM_API_KEY instead."
+            "Others see flags in the process list: set TANDEM_API_KEY, or use --api-key-file."
         ),
     ] = None
+    api_key_file: Annotated[
+        str | None,
+        _doc("File of hashed API keys with their limits, read anew when it changes: `tandem key add`."),
+    ] = None
+    tls_cert: Annotated[str | None, _doc("Serve HTTPS: PEM file with the certificate and its chain.")] = None
+    tls_key: Annotated[str | None, _doc("PEM file with the key of --tls-cert.")] = None
     max_body_bytes: Annotated[PositiveInt, _doc("Largest HTTP request body.")] = 16 * 1024 * 1024
     max_logprobs: Annotated[
         int, Meta(ge=0, le=1000), _doc("Most log-probabilities a request may ask for.")
@@ -237,6 +243,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     def api_keys(self) -> tuple[str, ...]:
         """Each once; none: nobody needs one."""
         return tuple(dict.fromkeys(key.strip() for key in (self.api_key or "").split(",") if key.strip()))
+
+    @property
+    def needs_api_key(self) -> bool:
+        return bool(self.api_keys) or self.api_key_file is not None
 
     @property
     def num_workers(self) -> int:

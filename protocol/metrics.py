@@ -102,6 +102,8 @@ ROUTER = (
         _TOKEN,
     ),
     _counter("http_responses_total", "HTTP responses.", "status"),
+    _counter("http_connections_ended_total", "HTTP connections ended for what clients did.", "reason"),
+    _counter("api_key_reloads_total", "Times that --api-key-file changed and was read.", "outcome"),
     _counter("trace_spans_dropped_total", "Spans that did not reach --otlp-traces-endpoint.", "reason"),
     _histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST),
     _histogram("inter_token_latency_seconds", "Between a sequence's outputs.", _TOKEN),

@@ -16,6 +16,7 @@ from router.api.operate import worker_operations
 from router.api.pages import page_operations
 from router.api.placement import placement_operations
 from router.api.tokenize import converter
+from router.browsers import BrowserGuard
 from router.formats import ChatFormat, CompletionFormat
 from router.middleware import Envelope
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -46,7 +47,7 @@ def build_app(state: RouterState) -> Envelope:
         *worker_operations(state),
     ]
     operations += page_operations(state.config.model_name, lambda: description)
-    description = openapi(operations, bool(state.config.api_keys))
+    description = openapi(operations, state.keys.are_needed)
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
     router = Router(routes, redirect_slashes=False)
 
@@ -54,4 +55,4 @@ def build_app(state: RouterState) -> Envelope:
         scope["app"] = router  # makes it raise for unknown paths and methods, instead of answering itself
         await router(scope, receive, send)
 
-    return Envelope(app, state.metrics, state.config.api_keys)
+    return Envelope(app, state.metrics, state.keys, BrowserGuard(state.config.host))

@@ -10,7 +10,9 @@ from starlette.requests import Request
 
 from router.errors import ApiError
 
-BODY_TIMEOUT_S = 60.0
+BODY_TIMEOUT_S = 20.0
+MIN_BYTES_PER_S = 64 * 1024
+"""A body gets so much more time as it needs at this rate for what has come of it."""
 DISCARD_TIMEOUT_S = 5.0
 MAX_BODIES = 16
 """Of the largest size, in memory at once."""
@@ -41,12 +43,13 @@ class Bodies:
 
     async def _read_in_time(self, request: Request, parts: list[bytes]) -> ApiError | None:
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read(request, parts)
+            async with asyncio.timeout(BODY_TIMEOUT_S) as limit:
+                return await self._read(request, parts, limit)
         except TimeoutError:
-            return _refusal(408, f"the body did not come within {BODY_TIMEOUT_S:g} s")
+            rate = f"and a second more for each {MIN_BYTES_PER_S} bytes"
+            raise _refusal(408, f"the body did not come within {BODY_TIMEOUT_S:g} s, {rate}") from None
 
-    async def _read(self, request: Request, parts: list[bytes]) -> ApiError | None:
+    async def _read(self, request: Request, parts: list[bytes], limit: asyncio.Timeout) -> ApiError | None:
         """Append what comes to `parts`; returns why the body is refused."""
         too_large = f"the body exceeds the limit of {self._max_bytes} bytes (--max-body-bytes)"
         if int(request.headers.get("content-length", 0)) > self._max_bytes:
@@ -60,6 +63,7 @@ class Bodies:
                 return _refusal(503, "too many request bodies at once", retry_after_s=1.0)
             parts.append(part)
             self._held += len(part)
+            limit.reschedule((limit.when() or 0.0) + len(part) / MIN_BYTES_PER_S)
         return None
 
     async def _discard(self, request: Request) -> None:

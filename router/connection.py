@@ -6,11 +6,13 @@ import asyncio
 import logging
 import resource
 import time
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from router.errors import ApiError
+from router.metrics import ConnectionEnd
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +21,8 @@ MAX_HEADERS = 128
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 10.0
 """From a connection's start, or from the first byte of its next request, to the end of the headers."""
+UNREAD_TIMEOUT_S = 20.0
+"""In which a client has to read some 48 KiB of an answer that waits for it."""
 DISCARD_S = 2.0
 LOG_INTERVAL_S = 10.0
 DIRECT_WRITER = "tandem.direct_writer"
@@ -28,8 +32,10 @@ DIRECT_WRITER = "tandem.direct_writer"
 class Connections:
     """All connections of a server. `idle` are those that wait for a request's headers, oldest first."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, on_end: Callable[[ConnectionEnd], None]) -> None:
+        """`on_end` counts those that are ended for what their clients did."""
         self.limit = limit
+        self.on_end = on_end
         self.idle: dict[HttpConnection, None] = {}
         self._next_log = 0.0
 
@@ -40,6 +46,7 @@ class Connections:
                 "%d HTTP connections are open, the limit: the one idle longest is closed", self.limit
             )
             self._next_log = time.monotonic() + LOG_INTERVAL_S
+        self.on_end("too_many")
         oldest = next(iter(self.idle), None)
         if oldest is None:
             return False
@@ -86,6 +93,7 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -99,6 +107,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.idle.pop(self, None)
         self._cancel_deadline()
+        self._cancel_unread()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -109,7 +118,7 @@ class HttpConnection(HttpToolsProtocol):
         if was_in_head and self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(_too_large())
+                self._refuse(_too_large(), "large_head")
         if self._deadline is None and not self._has_request and not self._is_refused:
             self._await_head()
 
@@ -130,15 +139,29 @@ class HttpConnection(HttpToolsProtocol):
         self._cancel_deadline()
         self._all.idle.pop(self, None)
         super().on_headers_complete()
-        self.scope["state"][DIRECT_WRITER] = DirectWriter(self.cycle)
+        if self.scope["http_version"] == "1.0":
+            _end_without_chunks(self.cycle)
+        else:
+            self.scope["state"][DIRECT_WRITER] = DirectWriter(self.cycle)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._has_request and not self.transport.is_closing():
             self._all.idle[self] = None
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_TIMEOUT_S, self._is_not_read)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_unread()
+
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or ApiError(400, msg))
+        if self._refusal is not None:
+            self._refuse(self._refusal, "large_head")
+        else:
+            self._refuse(ApiError(400, msg), "malformed")
 
     @property
     def _has_request(self) -> bool:
@@ -159,11 +182,23 @@ class HttpConnection(HttpToolsProtocol):
             self._deadline = None
 
     def _head_is_late(self) -> None:
-        self._refuse(ApiError(408, f"the headers did not come within {HEAD_TIMEOUT_S:g} s"))
+        self._refuse(ApiError(408, f"the headers did not come within {HEAD_TIMEOUT_S:g} s"), "late_head")
 
-    def _refuse(self, error: ApiError) -> None:
+    def _is_not_read(self) -> None:
+        """Its request ends as for a client that is gone, instead of holding its answer for ever."""
+        self._all.on_end("unread")
+        self.transport.abort()
+
+    def _cancel_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _refuse(self, error: ApiError, end: ConnectionEnd | None = None) -> None:
         """Answer and close, but read on for a moment: else the client may not get to see the answer."""
         self._is_refused = True
+        if end is not None:
+            self._all.on_end(end)
         self._cancel_deadline()
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
@@ -175,8 +210,25 @@ class HttpConnection(HttpToolsProtocol):
         headers = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close")
         head = STATUS_LINE[error.status] + b"\r\n".join(headers)
         self.transport.write(head + b"\r\n\r\n" + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot
+            self.transport.write_eof()
         self._deadline = self.loop.call_later(DISCARD_S, self.transport.abort)
+
+
+def _end_without_chunks(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks: where the length is not known, the connection's end ends the answer."""
+    send, has_length = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
 
 
 def _too_large() -> ApiError:

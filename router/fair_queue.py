@@ -43,11 +43,11 @@ class FairQueue(Generic[Item]):
     while nobody else was there does not keep it, whatever it sends.
     """
 
-    def __init__(self, sent: Callable[[int], float]) -> None:
+    def __init__(self, sent: Callable[[str], float]) -> None:
         self._sent = sent
-        self._turns: dict[int, dict[int, _Flow[Item]]] = {}
+        self._turns: dict[int, dict[str, _Flow[Item]]] = {}
         """By priority, then by key: whose turn it is comes first."""
-        self._places: dict[Item, tuple[int, int]] = {}
+        self._places: dict[Item, tuple[int, str]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -55,7 +55,7 @@ class FairQueue(Generic[Item]):
     def __contains__(self, item: Item) -> bool:
         return item in self._places
 
-    def add(self, item: Item, key: int, priority: int, cost: float) -> None:
+    def add(self, item: Item, key: str, priority: int, cost: float) -> None:
         """`cost` stays what it is now. A lower `priority` comes first."""
         flows = self._turns.setdefault(priority, {})
         if key not in flows:
@@ -96,7 +96,7 @@ class FairQueue(Generic[Item]):
             flows[key].deficit -= flows[key].costs[item]
         self.remove(item)
 
-    def overtaken(self, key: int, priority: int, cost: float) -> float:
+    def overtaken(self, key: str, priority: int, cost: float) -> float:
         """How many of those that wait a new request would come before."""
         count = 0.0
         for level, flows in self._turns.items():
@@ -108,7 +108,7 @@ class FairQueue(Generic[Item]):
                     count += len(flow.costs) * (1 - before / flow.total)
         return count
 
-    def _start(self, flows: dict[int, _Flow[Item]], key: int) -> None:
+    def _start(self, flows: dict[str, _Flow[Item]], key: str) -> None:
         owned = {other: self._sent(other) for other in (key, *flows)}
         least = min(owned.values())
         flows[key] = _Flow(deficit=least - owned[key])

@@ -28,6 +28,9 @@ LiveStage = Literal["queue", "prefill", "transfer", "decode"]
 """No worker has it; its first token is to come; its decode worker has yet to take it over; it is decoded."""
 LIVE_STAGES: tuple[LiveStage, ...] = get_args(LiveStage)
 
+ANYBODY = "0"
+"""The name of the API key where none is needed."""
+
 
 class LiveRequest:
     """One sequence: its prompt, the tokens emitted so far, and who works on it.
@@ -225,8 +228,8 @@ class Generation:
         self.session = session
         self.http_id = ""
         """What the client calls the request."""
-        self.key = 0
-        """Which of the API keys it came with."""
+        self.key = ANYBODY
+        """The name of the API key that it came with."""
         self.slo_ttft_s = self.slo_tpot_s = inf
         """What the client asks for."""
         self.arrival = self.started = arrival

@@ -26,7 +26,11 @@ _TRANSFER_STAGES = {
 }
 """The histograms of `TransferTiming`'s fields."""
 
-RefusalReason = Literal["queue_full", "shed", "no_worker", "slo_ttft", "slo_tpot"]
+Limit = Literal["key_requests", "key_tokens", "key_concurrent"]
+"""What an API key may use."""
+RefusalReason = Literal["queue_full", "shed", "no_worker", "slo_ttft", "slo_tpot"] | Limit
+ConnectionEnd = Literal["late_head", "large_head", "malformed", "unread", "too_many"]
+"""Why the router ended a client's connection."""
 
 
 class Metrics:
@@ -56,6 +60,10 @@ class Metrics:
         self.role_fallback = self._counting("role_fallbacks_total")
         self.spans_dropped = self._counting("trace_spans_dropped_total")
         self.http_response = self._counting("http_responses_total")
+        self.connection_ended: Callable[[ConnectionEnd], None] = self._counting(
+            "http_connections_ended_total"
+        )
+        self.keys_reloaded = self._counting("api_key_reloads_total")
         self._seconds = {
             name: self._metrics[f"placement_{name}_seconds_total"]
             for name in ("predicted", "observed", "error")
@@ -65,7 +73,7 @@ class Metrics:
         self.draft_replanned = self._counting("draft_replans_total")
         self._placed = self._counting("placements_total")
         self._cpu_s = self._core_wait_s = 0.0
-        self._keys: dict[tuple[str, int], Any] = {}
+        self._keys: dict[tuple[str, str], Any] = {}
         self._succeeded = self._counting("request_success_total")
 
     def render(self) -> bytes:
@@ -111,22 +119,21 @@ class Metrics:
         self._metrics["requests_parked_total"].inc()
         self.num_parked.set(total)
 
-    def key_waits(self, key: int, change: int) -> None:
+    def key_waits(self, key: str, change: int) -> None:
         """So many requests more, or fewer, of an API key wait for their worker to have room."""
         self._of_key("num_requests_held", key).inc(change)
 
-    def key_waited(self, key: int, seconds: float) -> None:
+    def key_waited(self, key: str, seconds: float) -> None:
         self._of_key("request_held_seconds_total", key).inc(seconds)
 
-    def key_sent(self, key: int, cost: float) -> None:
+    def key_sent(self, key: str, cost: float) -> None:
         """`cost` is in tokens."""
         self._of_key("api_key_tokens_total", key).inc(cost)
 
-    def _of_key(self, name: str, key: int) -> Any:
-        """Keys are shown by their place in --api-key."""
+    def _of_key(self, name: str, key: str) -> Any:
         known = self._keys.get((name, key))
         if known is None:
-            known = self._keys[name, key] = self._metrics[name].labels(str(key), self._model_name)
+            known = self._keys[name, key] = self._metrics[name].labels(key, self._model_name)
         return known
 
     def first_token(self, request: LiveRequest, now: float) -> None:

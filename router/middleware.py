@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -14,6 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
+from router.api_keys import ApiKeys
+from router.browsers import BrowserGuard
 from router.errors import ApiError, client_gone
 from router.metrics import Metrics
 
@@ -23,28 +24,26 @@ REQUEST_ID_KEY = "tandem.request_id"
 ANSWER_HEADERS = "tandem.answer_headers"
 """What every answer to the request says beside its own headers; endpoints may add to the list."""
 API_KEY = "tandem.api_key"
-"""Which of the keys the request came with; not there where none is needed."""
+"""The `ApiKey` that the request came with; not there where the path needs none."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
-PROTECTED = (
-    "/v1/",
-    "/tokenize",
-    "/detokenize",
-    "/decisions",
-    "/cluster",
-    "/doctor",
-    "/requests",
-    "/workers/",
-)
-"""Paths that need the API key. As in vLLM, health, metrics and the like need none."""
+_OPEN = ("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json")
+_OPEN_FOLDER = "/page/"
+_OF_CLIENTS = ("/v1/", "/tokenize", "/detokenize")
+
+
+def needs_key(path: str) -> bool:
+    """As in vLLM, health and metrics need no API key, nor do the pages, which say nothing of requests."""
+    return path not in _OPEN and not path.startswith(_OPEN_FOLDER)
 
 
 class Envelope:
-    """Outermost layer of the application. The key is checked before the body is read."""
+    """Outermost layer of the application. Who asks is checked before the body is read."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, keys: ApiKeys, guard: BrowserGuard) -> None:
         self._app = app
         self._metrics = metrics
-        self._api_keys = [key.encode() for key in api_keys]
+        self._keys = keys
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
@@ -60,7 +59,7 @@ class Envelope:
             return send(message)
 
         try:
-            self._check_key(scope)
+            self._check_asker(scope)
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             if status:
@@ -69,20 +68,23 @@ class Envelope:
         finally:
             self._metrics.http_response(status or 499)  # the handler was cancelled
 
-    def _check_key(self, scope: Scope) -> None:
-        if not self._api_keys or not scope["path"].startswith(PROTECTED):
-            return
-        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = token.strip().encode()
-        equals = [hmac.compare_digest(given, key) for key in self._api_keys]  # all, whichever it is
-        if scheme.lower() != "bearer" or not any(equals):
-            raise ApiError(
-                401,
-                "a valid API key is needed, as `Authorization: Bearer <key>`",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-        scope[API_KEY] = equals.index(True)
+    def _check_asker(self, scope: Scope) -> None:
+        headers, path = Headers(scope=scope), scope["path"]
+        if not self._keys.are_needed:
+            self._guard.check(scope["method"], headers)
+            scope[API_KEY] = self._keys.anybody
+        elif needs_key(path):
+            key = self._keys.find(headers.get("authorization", ""))
+            if key is None:
+                raise ApiError(
+                    401,
+                    "a valid API key is needed, as `Authorization: Bearer <key>`",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+            if not key.entry.operator and not path.startswith(_OF_CLIENTS):
+                raise ApiError(403, f"{path} is for operators, which the API key {key.entry.name} is not")
+            scope[API_KEY] = key
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

@@ -31,7 +31,7 @@ class _Line:
     """What waits for a worker, with so many uncached `tokens`, and the cost of what each key has there."""
 
     tokens: int = 0
-    sent: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    sent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     waiting: FairQueue[LiveRequest] = field(init=False)
 
     def __post_init__(self) -> None:

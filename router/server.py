@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import FrameType
@@ -15,10 +16,11 @@ import msgspec
 import uvicorn
 
 from messaging.sockets import ClusterKeys
+from messaging.tls import http_tls
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.app import build_app
-from router.connection import Connections, HttpConnection, raise_file_limit
+from router.connection import HEAD_TIMEOUT_S, Connections, HttpConnection, raise_file_limit
 from router.errors import ApiError
 from router.state import RouterState
 
@@ -56,6 +58,7 @@ class RouterServer:
         place: RouterPlace | None = None,
     ) -> None:
         self.config = config
+        self._tls = http_tls(config)
         self._shared_socket: socket.socket | None = None
         if place is not None:
             self._shared_socket = bind_http(config.host, config.port, shared=True, listens=False)
@@ -87,7 +90,7 @@ class RouterServer:
 
     @property
     def url(self) -> str:
-        return http_url(self.config.host, self.port)
+        return http_url(self.config, self.config.host, self.port)
 
     def start_ups(self) -> dict[str, Mapping[str, str]]:
         """What each worker chose at its start, by its id."""
@@ -128,10 +131,11 @@ class RouterServer:
 
     def run(self, on_start: Callable[[], None] = lambda: None) -> None:
         """Serve. `on_start` is called once HTTP answers."""
+        connections = Connections(raise_file_limit(), self.state.metrics.connection_ended)
         server_config = uvicorn.Config(
             build_app(self.state),
             loop="uvloop",
-            http=partial(HttpConnection, connections=Connections(raise_file_limit())),  # type: ignore[arg-type]
+            http=partial(HttpConnection, connections=connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -141,7 +145,7 @@ class RouterServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
-        self._server = _Uvicorn(server_config, on_start, self.stop)
+        self._server = _Uvicorn(server_config, self._tls, on_start, self.stop)
         try:
             with asyncio.Runner(loop_factory=server_config.get_loop_factory()) as runner:
                 runner.run(self._serve(self._server))
@@ -203,26 +207,39 @@ class _Uvicorn(uvicorn.Server):
     """Uvicorn whose signals drain first, and which says when it has started."""
 
     def __init__(
-        self, config: uvicorn.Config, on_started: Callable[[], None], on_signal: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        tls: ssl.SSLContext | None,
+        on_started: Callable[[], None],
+        on_signal: Callable[[], None],
     ) -> None:
         super().__init__(config)
+        self._tls = tls
         self._on_started = on_started
         self._on_signal = on_signal
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._on_started()
+        await super().startup(sockets=[])
+        for listener in sockets or ():
+            await self.listen(listener)
+        self._on_started()
 
     async def listen(self, listener: socket.socket) -> None:
-        """On one more socket."""
+        """On one more socket. Uvicorn's own way has no deadline for TLS handshakes."""
         config, state = self.config, self.lifespan.state
 
         def protocol() -> asyncio.Protocol:
             return config.http_protocol_class(config=config, server_state=self.server_state, app_state=state)  # type: ignore[call-arg, no-any-return]
 
         loop = asyncio.get_running_loop()
-        self.servers.append(await loop.create_server(protocol, sock=listener, backlog=config.backlog))
+        server = await loop.create_server(
+            protocol,
+            sock=listener,
+            backlog=config.backlog,
+            ssl=self._tls,
+            ssl_handshake_timeout=HEAD_TIMEOUT_S if self._tls is not None else None,
+        )
+        self.servers.append(server)
 
     def stop_listening(self) -> None:
         for server in self.servers:
@@ -238,8 +255,9 @@ def _install_anew() -> None:
         signal.signal(number, signal.getsignal(number))
 
 
-def http_url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def http_url(config: ServeConfig, host: str, port: int) -> str:
+    scheme = "http" if config.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bind_http(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:

@@ -26,6 +26,7 @@ from protocol.messages import (
     WorkerState,
     WorkerToRouter,
 )
+from router.api_keys import ApiKeys
 from router.bodies import Bodies
 from router.dispatcher import Dispatcher
 from router.drainer import Drainer
@@ -69,6 +70,7 @@ class RouterState:
         self.tokenizer = Tokenizer.load(config)
         self.registry = Registry(config.worker_timeout, config.block_size, config.router_replicas > 1)
         self.metrics = Metrics(config.model_name, self.registry)
+        self.keys = ApiKeys(config, self.metrics)
         self.tracing = _tracing(config, self.metrics)
         self.link = WorkerLink(keys, link_host, self.metrics, link_port)
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)
@@ -172,6 +174,7 @@ class RouterState:
             self._sweep_due = now + SWEEP_INTERVAL_S
             self.registry.sweep(time.monotonic())
             self.kv_feed.sweep()
+            self.keys.reload()
             self.roll_call.sweep(time.monotonic())
             self.placer.ahead.check_all()
             self.dispatcher.resume_parked()

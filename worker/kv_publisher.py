@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from engine.cache_events import CacheEvent
+from messaging.rare_log import RareLog
 from messaging.wake import Wake
 from protocol import foreign_events as foreign
 from protocol.config import ServeConfig
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 CLOSE_TIMEOUT_S = 2.0
+MAX_REQUEST_BYTES = 1024
+"""Anybody may ask for what was missed, or subscribe."""
 
 
 class KvPublisher:
@@ -39,6 +42,7 @@ class KvPublisher:
         self._encoding = Encoding(config.encoding, cache)
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._num_sent = 0
+        self._strangers = RareLog(log)
         self._waiting: deque[tuple[float, Sequence[CacheEvent]]] = deque()
         self._wake = Wake()
         self._stop = threading.Event()
@@ -74,6 +78,7 @@ class KvPublisher:
         socket = self._context.socket(kind)
         socket.linger = 500
         socket.sndhwm = hwm
+        socket.maxmsgsize = MAX_REQUEST_BYTES
         address = endpoint_at(endpoint, self._place)
         try:
             socket.bind(address)
@@ -110,7 +115,9 @@ class KvPublisher:
         """Send the batches from the number that is asked for on, then the end marker."""
         client, *request = replay.recv_multipart()
         if len(request) != 2 or len(request[1]) != 8:
-            log.warning("dropped a request for KV events: not an empty frame and a number of 8 bytes")
+            self._strangers.warning(
+                "dropped a request for KV events: not an empty frame and a number of 8 bytes"
+            )
             return
         for number, payload in self._sent:
             if number >= request[1]:

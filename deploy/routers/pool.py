@@ -78,7 +78,7 @@ class RouterPool:
         self._link_host = link_host
         self._routers = [_Router(place) for place in self._ports.places]
         self.worker_endpoints = [f"tcp://{link_host}:{place.link_port}" for place in self._ports.places]
-        self.url = http_url(config.host, self._ports.port)
+        self.url = http_url(config, config.host, self._ports.port)
         self._selector = selectors.DefaultSelector()
         self._expected: list[str] = []
         self._let_go: Callable[[str, bool], str] = lambda worker_id, for_good: ""

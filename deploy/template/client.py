@@ -22,6 +22,7 @@ from deploy.template.messages import (
     Spawned,
     SpawnFailed,
     TemplateReply,
+    peer_user,
 )
 from protocol.errors import TandemError
 
@@ -74,6 +75,9 @@ class TemplateClient:
                 connection.close()
                 self._start()
             else:
+                if peer_user(connection) != os.getuid():
+                    connection.close()
+                    raise TemplateError(f"another user's process has taken the template's name {self._name}")
                 self._connection = connection
                 return
         raise TemplateError("the template process ends as soon as it is started")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+
 import msgspec
 
 MAX_MESSAGE_BYTES = 128 * 1024
@@ -30,6 +33,12 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
     pid: int
     status: int
+
+
+def peer_user(connection: socket.socket) -> int:
+    """Whose process is at the other end: either side tells its secrets to its own user alone."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])
 
 
 TemplateReply = Spawned | SpawnFailed | Ended

@@ -18,7 +18,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 from typing import NoReturn
@@ -26,7 +25,15 @@ from typing import NoReturn
 import msgspec
 
 from deploy.launch import run_launch
-from deploy.template.messages import MAX_MESSAGE_BYTES, REPORT_END, Ended, Spawn, Spawned, SpawnFailed
+from deploy.template.messages import (
+    MAX_MESSAGE_BYTES,
+    REPORT_END,
+    Ended,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    peer_user,
+)
 from protocol.errors import TandemError
 from protocol.logs import log_to_stderr
 from protocol.roles import ROLES
@@ -89,8 +96,7 @@ class Template:
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
-        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] != os.getuid():
+        if peer_user(client) != os.getuid():
             client.close()
             return
         self._clients.add(client)

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtransfer.blocks.checksum import piece_checksum
 from kvtransfer.blocks.convert import RangeError
@@ -35,6 +35,7 @@ from kvtransfer.pairs import Pairs
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, examine
 from kvtransfer.streams.incoming import Incoming, incoming
 from kvtransfer.transports.transport import PieceReader, Transport
+from messaging.rare_log import RareLog
 from messaging.wake import StoppedError, Wake
 
 logger = logging.getLogger("tandem.kvtransfer")
@@ -56,6 +57,8 @@ class ReceiverCore:
     on_disconnect: Callable[[], None]
     progress_timeout_s: float
     handshake_timeout_s: float
+    strangers: RareLog = field(default_factory=lambda: RareLog(logger))
+    """Tells of those that did not get through the handshake."""
 
 
 class ReceiverConnection(threading.Thread):
@@ -76,12 +79,15 @@ class ReceiverConnection(threading.Thread):
             logger.debug("a %s connection is closing", self._transport.name)
         except HandshakeRefusedError as error:
             self._core.counters.add("handshakes_refused")
-            logger.warning("refused a %s connection: %s", self._transport.name, str(error))
+            self._core.strangers.warning("refused a %s connection: %s", self._transport.name, str(error))
         except Exception as error:
             kind = error_kind(error)
             self._failed(kind)
-            defect = error if kind == "internal" else None
-            logger.warning("a %s connection was lost: %s", self._transport.name, error, exc_info=defect)
+            text, defect = "a %s connection was lost: %s", error if kind == "internal" else None
+            if self.authenticated or defect is not None:
+                logger.warning(text, self._transport.name, error, exc_info=defect)
+            else:
+                self._core.strangers.warning(text, self._transport.name, error)
         finally:
             self._channel.close()
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.api_keys import ApiKey
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
 from router.formats import Format, error_event
@@ -56,6 +57,8 @@ class GenerateEndpoint:
         """Raises `ApiError` when it fails before the answer began. A client that goes away ends it."""
         arrival = time.monotonic()
         state = self._state
+        key: ApiKey = scope[API_KEY]
+        key.check()
         async with state.bodies.read(Request(scope, receive)) as raw:
             model = state.require_ready()
             built = await state.tokenizer.off_loop(len(raw), self._build, raw, model, arrival)
@@ -63,7 +66,6 @@ class GenerateEndpoint:
         headers = Headers(scope=scope)
         generation.http_id = scope[REQUEST_ID_KEY]
         generation.session = _session(headers)
-        generation.key = scope.get(API_KEY, 0)
         generation.slo_ttft_s = _slo(headers, TTFT_HEADER, state.config.slo_ttft)
         generation.slo_tpot_s = _slo(headers, TPOT_HEADER, state.config.slo_tpot)
         if _wants_timing(headers) or output.return_timing:
@@ -75,6 +77,7 @@ class GenerateEndpoint:
         if state.tracing is not None:
             trace = state.tracing.begin(headers, arrival)
             scope[ANSWER_HEADERS].append((b"traceparent", trace.traceparent))
+        key.begin(generation)
         watcher = asyncio.ensure_future(_disconnected(receive))
         watcher.add_done_callback(lambda _: state.dispatcher.cancel(generation))
         try:
@@ -93,6 +96,7 @@ class GenerateEndpoint:
         finally:
             watcher.cancel()
             state.dispatcher.cancel(generation)
+            key.end(generation)
             if trace is not None:
                 trace.end(generation, generation.http_id)
 

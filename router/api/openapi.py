@@ -10,7 +10,7 @@ import msgspec
 
 from protocol.version import version
 from router.errors import ErrorBody
-from router.middleware import PROTECTED
+from router.middleware import needs_key
 
 _REF = "#/components/schemas/{name}"
 
@@ -29,14 +29,14 @@ class Operation(NamedTuple):
         return "GET" if self.body is None else "POST"
 
 
-def openapi(operations: Sequence[Operation], needs_key: bool) -> dict[str, Any]:
+def openapi(operations: Sequence[Operation], has_keys: bool) -> dict[str, Any]:
     """The document, by OpenAPI 3.1."""
     bodies = [each.body for each in operations if each.body is not None]
     _, schemas = msgspec.json.schema_components([*bodies, ErrorBody], ref_template=_REF)
     paths: dict[str, Any] = {}
     for each in operations:
         path = re.sub(r"\{(\w+):path\}", r"{\1}", each.path)
-        paths.setdefault(path, {})[each.method.lower()] = _described(each, path, needs_key)
+        paths.setdefault(path, {})[each.method.lower()] = _described(each, path, has_keys)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -52,7 +52,7 @@ def openapi(operations: Sequence[Operation], needs_key: bool) -> dict[str, Any]:
     }
 
 
-def _described(operation: Operation, path: str, needs_key: bool) -> dict[str, Any]:
+def _described(operation: Operation, path: str, has_keys: bool) -> dict[str, Any]:
     described: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {
@@ -67,7 +67,7 @@ def _described(operation: Operation, path: str, needs_key: bool) -> dict[str, An
         ]
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": _json_of(operation.body)}
-    if needs_key and path.startswith(PROTECTED):
+    if has_keys and needs_key(path):
         described["security"] = [{"bearer": []}]
     return described
 

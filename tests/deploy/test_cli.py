@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.serve import warn_of_exposure
 from protocol.config import ServeConfig, flag_name
+from router.key_file import hash_of, read_key_file
 from tests.deploy.server_process import ROOT, tandem_command
 
 
@@ -116,3 +118,35 @@ def test_help_is_fast() -> None:
 def _children_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def test_a_key_is_added_and_shown_once(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    options = ("--api-key-file", str(path), "--requests-per-minute", "60", "--priority", "5")
+    done = run("key", "add", "alice", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    (entry,) = read_key_file(str(path))
+    assert (entry.name, entry.requests_per_minute, entry.priority) == ("alice", 60, 5)
+    assert entry.sha256 == hash_of(done.stdout.strip()) and done.stdout.strip() not in path.read_text()
+    again = run("key", "add", "alice", *options)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr.startswith("tandem: --api-key-file: ") and again.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, ""),
+        ({"host": "::1"}, ""),
+        ({"host": "0.0.0.0"}, "takes requests of everybody"),
+        ({"host": "gpu-3", "api_key": ","}, "takes requests of everybody"),
+        ({"host": "0.0.0.0", "api_key": "x"}, "is not encrypted"),
+        ({"host": "0.0.0.0", "api_key_file": "x", "tls_cert": "x", "tls_key": "x"}, ""),
+    ],
+)
+def test_who_listens_wider_is_warned(
+    options: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ServeConfig().host == "127.0.0.1"
+    warn_of_exposure(ServeConfig(**options))
+    assert said in caplog.text and bool(said) == bool(caplog.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +17,7 @@ import pytest
 from transformers import LlamaConfig
 
 from deploy.resources import thread_environment
-from deploy.template.client import TemplateClient, WorkerProcess
+from deploy.template.client import TemplateClient, TemplateError, WorkerProcess
 from protocol.config import ServeConfig
 from protocol.messages import Generate
 from protocol.roles import ROLES
@@ -225,3 +226,26 @@ def test_nothing_is_left(host: Host) -> None:
     host.close()
     assert not psutil.wait_procs(left, timeout=15)[1]
     assert host.name not in Path("/proc/net/unix").read_text()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else for a moment")
+def test_another_users_process_is_told_nothing() -> None:
+    """It may take the name of a template that has ended; a client would send it the cluster's keys."""
+    name = f"test-{secrets.token_hex(8)}"
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"\0{name}")
+            listener.listen()
+            os.write(told, b"x")
+            connection, _ = listener.accept()
+            os._exit(1 if connection.recv(1 << 16) else 0)
+    os.read(ready, 1)
+    with (
+        closing(TemplateClient(name, {}, own_stderr=False)) as client,
+        pytest.raises(TemplateError, match="another user's process"),
+    ):
+        client.spawn(b"the cluster's keys")
+    assert os.waitpid(pid, 0)[1] == 0

@@ -72,6 +72,7 @@ def test_a_file_of_another_kind_is_named(
 ) -> None:
     path = tmp_path / "file.pem"
     path.write_bytes(content)
+    path.chmod(0o600)
     flag = "--" + field.replace("_", "-")
     assert refusal(flags(files, **{field: str(path)})).startswith(f"{flag}: {path} {said}")
 

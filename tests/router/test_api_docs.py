@@ -105,7 +105,7 @@ def test_only_what_needs_the_key_says_so(make_router, document):
         "/cluster",
         "/doctor",
         "/requests",
-        "/workers/",
+        "/workers",
     )
     assert protected == {path for path in PATHS if path.startswith(with_key)}
 

@@ -147,3 +147,23 @@ def test_the_soft_limit_of_open_files_is_raised() -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 1024
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "768 (1024, 1024)\n"
+
+
+def test_http_1_0_gets_its_stream_without_chunks(router):
+    """As nginx asks by default."""
+    body = b'{"prompt": "x", "max_tokens": 3, "stream": true}'
+    with connect(router) as client:
+        head = HEAD.replace(b"1.1", b"1.0")
+        client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        received = b""
+        while part := client.recv(1 << 16):
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
+    events = [json.loads(line[6:]) for line in body.split(b"\n\n") if line.startswith(b"data: {")]
+    assert len(events) >= 3 and b"\r\n" not in body
+    with connect(router) as client:
+        client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        answered = client.recv(1 << 16)
+    assert b"content-length: 15" in answered and answered.endswith(b'{"status":"ok"}')

@@ -50,7 +50,8 @@ def test_workers_get_what_keeps_them_busy_and_the_rest_waits(router, pool):
     asked = ask(pool, router, 0, count=30)
     eventually(lambda: held(router) == 30 - AHEAD)
     assert len(worker.generated) == AHEAD
-    assert router.http.get("/workers").json()["workers"][0]["outstanding_requests"] == 30
+    workers = router.http.get("/workers", headers={"authorization": f"Bearer {KEYS[0]}"}).json()["workers"]
+    assert workers[0]["outstanding_requests"] == 30
     worker.hold.clear()
     assert [each.result(10).status_code for each in asked] == [200] * 30
     ids = [request.request_id for request in worker.generated]

@@ -128,6 +128,37 @@ def _answers(client: socket.socket) -> bool:
         return False
 
 
+def test_a_body_over_the_limit_is_refused_however_it_is_announced(router):
+    """With the product's default."""
+    limit = router.server.config.max_body_bytes
+    assert limit == 16 * 1024 * 1024
+    with send_part(router.server.port, limit) as client:
+        client.sendall(b" ")
+        assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+    parts = (b" " * MB for _ in range(limit // MB + 2))
+    answer = router.http.post("/v1/completions", content=parts)
+    assert answer.status_code == 413
+    assert f"{limit} bytes (--max-body-bytes)" in answer.json()["error"]["message"]
+
+
+def test_sequences_are_limited_in_sum(make_router):
+    """With the product's defaults."""
+    router = make_router()
+    router.add_worker().hold.set()
+    limit, most = router.server.config.max_queued_requests, router.server.config.max_n
+    assert (limit, most) == (4096, 128)
+    body = b'{"prompt": "x", "max_tokens": 1, "stream": true, "n": %d}' % most
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    clients = [socket.create_connection(("127.0.0.1", router.server.port)) for _ in range(limit // most)]
+    for client in clients:
+        client.sendall(head + body)
+    eventually(lambda: len(router.server.state.journal) == limit)
+    assert router.http.post("/v1/completions", content=body).status_code == 429
+    for client in clients:
+        client.close()
+    eventually(lambda: not len(router.server.state.journal))
+
+
 def test_the_key_is_checked_before_the_body_is_read(make_router):
     router = make_router(api_key="secret")
     with send_part(router.server.port, 10) as client:

@@ -148,7 +148,8 @@ def test_api_key(make_router):
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
         assert router.http.get("/v1/models", headers=header).status_code == 401
-    for path in ("/health", "/ready", "/metrics", "/version", "/workers"):
+        assert router.http.get("/workers", headers=header).status_code == 401
+    for path in ("/health", "/ready", "/metrics", "/version"):
         assert router.http.get(path).status_code == 200
     with openai.OpenAI(base_url=router.url + "/v1", api_key="secret") as client:
         assert client.completions.create(model="test-model", **BODY).usage.completion_tokens == 3

@@ -1,0 +1,101 @@
+"""The file of API keys: a line of JSON for each, with its hash and what it may use. The keys are not in it.
+
+A key is 256 random bits, so that a plain SHA-256 of it tells nothing and is fast enough for each request.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from messaging.private_files import read_private
+from protocol.config import MAX_API_KEYS, PositiveInt, flag_name
+from protocol.errors import ConfigError
+
+FLAG = flag_name("api_key_file")
+PREFIX = "tandem-"
+
+
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One key. Limits that are not given are none; all are those of each router.
+
+    `priority` is that of its requests, the lowest first; what they ask for themselves can only make them less
+    urgent. An `operator` may ask for any urgency, look at the cluster and drain workers.
+    """
+
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9._-]{0,63}\Z")]
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    requests_per_minute: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    concurrent_requests: PositiveInt | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    operator: bool = False
+
+
+def hash_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_key_file(path: str) -> list[KeyEntry]:
+    """Raises `ConfigError` with the line that is wrong, and where others can read the file."""
+    try:
+        lines = read_private(path, FLAG).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{FLAG}: {path} is no UTF-8 text") from error
+    entries = [
+        _entry(line, f"{FLAG}: {path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if len(entries) > MAX_API_KEYS:
+        raise ConfigError(f"{FLAG}: at most {MAX_API_KEYS} keys, {path} has {len(entries)}")
+    for field in ("name", "sha256"):
+        _check_unique([getattr(entry, field) for entry in entries], field, path)
+    return entries
+
+
+def _entry(line: str, where: str) -> KeyEntry:
+    try:
+        return msgspec.json.decode(line, type=KeyEntry)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_unique(values: Sequence[str], field: str, path: str) -> None:
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            raise ConfigError(f"{FLAG}: {path}: the {field} {value} is there twice")
+        seen.add(value)
+
+
+def add_key(path: str, **fields: str | int | bool | None) -> str:
+    """Make a key, append its entry to the file, which may be new, and return the key: it is nowhere else.
+
+    Raises `ConfigError`, also for a name that is taken.
+    """
+    key = PREFIX + secrets.token_urlsafe(32)
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        entry = msgspec.convert({**given, "sha256": hash_of(key)}, KeyEntry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"a key cannot have this: {error}") from None
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{FLAG}: cannot write {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if any(other.name == entry.name for other in read_key_file(path)):
+            raise ConfigError(f"{FLAG}: {path} has a key named {entry.name} already: remove its line first")
+        size = os.fstat(descriptor).st_size
+        begun = bool(size) and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" * begun + msgspec.json.encode(entry) + b"\n")
+    finally:
+        os.close(descriptor)
+    return key

@@ -1,0 +1,173 @@
+"""Keys of --api-key-file: who gets in, how much each may use, and a change without a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from router_clients import eventually
+
+from router import api_keys
+from router.key_file import add_key
+
+BODY = {"prompt": "the quick brown fox", "max_tokens": 3}
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(api_keys, "RELOAD_INTERVAL_S", 0.05)
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    return str(tmp_path / "keys")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def start(make_router, path, **options):
+    router = make_router(api_key_file=path, **options)
+    router.add_worker()
+    return router
+
+
+def ask(router, key: str, **fields):
+    return router.http.post("/v1/completions", json={**BODY, **fields}, headers=bearer(key))
+
+
+def test_only_keys_of_the_file_get_in_and_only_operators_operate(make_router, path, caplog):
+    client, operator = add_key(path, name="client"), add_key(path, name="boss", operator=True)
+    router = start(make_router, path, api_key="sk-given")
+    for key in (client, operator, "sk-given"):
+        assert ask(router, key).status_code == 200
+        assert router.http.post("/tokenize", json={"prompt": "x"}, headers=bearer(key)).status_code == 200
+    for key in ("wrong", client + "x", Path(path).read_text().split('"')[7]):
+        assert ask(router, key).status_code == 401
+    for where in ("/workers", "/cluster", "/requests", "/decisions", "/doctor?seconds=0.1", "/later"):
+        answer = router.http.get(where, headers=bearer(client))
+        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+        assert router.http.get(where, headers=bearer(operator)).status_code in (200, 404)
+        assert router.http.get(where).status_code == 401
+    drain = "/workers/decode-0/drain"
+    assert router.http.post(drain, headers=bearer(client)).status_code == 403
+    shown = router.http.get("/metrics").text + caplog.text
+    assert 'api_key="client"' in shown and 'api_key="0"' in shown
+    assert client not in shown and "sk-given" not in shown
+
+
+def test_a_change_of_the_file_needs_no_restart(make_router, path, caplog):
+    first = add_key(path, name="first")
+    router = start(make_router, path)
+    second = add_key(path, name="second")
+    eventually(lambda: ask(router, second).status_code == 200)
+    kept = Path(path).read_text().splitlines()[1]
+    Path(path).write_text(kept)
+    eventually(lambda: ask(router, first).status_code == 401)
+    reloads = router.metric("tandem_api_key_reloads_total", outcome="ok")
+    Path(path).write_text("{")
+    eventually(lambda: router.metric("tandem_api_key_reloads_total", outcome="failed") == 1)
+    assert "the API keys stay as they were: --api-key-file:" in caplog.text
+    assert ask(router, second).status_code == 200
+    os.remove(path)
+    eventually(lambda: router.metric("tandem_api_key_reloads_total", outcome="failed") == 2)
+    assert ask(router, second).status_code == 200
+    Path(path).touch(0o600)
+    eventually(lambda: ask(router, second).status_code == 401)
+    assert router.metric("tandem_api_key_reloads_total", outcome="ok") == reloads + 1
+
+
+def refused(answer, limit: str, router) -> str:
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (429, "rate_limit_exceeded")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert router.metric("tandem_requests_refused_total", reason=limit) >= 1
+    return error["message"]
+
+
+def test_requests_per_minute(make_router, path):
+    key, other = add_key(path, name="alice", requests_per_minute=3), add_key(path, name="bob")
+    router = start(make_router, path)
+    assert [ask(router, key).status_code for _ in range(3)] == [200] * 3
+    answer = ask(router, key)
+    assert "alice may use 3 requests a minute" in refused(answer, "key_requests", router)
+    assert 15 <= int(answer.headers["retry-after"]) <= 20
+    assert ask(router, other).status_code == 200
+    assert ask(router, key, n=2, max_tokens="wrong").status_code == 429  # before its body is looked at
+
+
+def test_each_sequence_is_a_request(make_router, path):
+    key = add_key(path, name="alice", requests_per_minute=3)
+    router = start(make_router, path)
+    assert ask(router, key, n=4).status_code == 200
+    assert int(ask(router, key).headers["retry-after"]) > 20
+
+
+def test_a_new_limit_counts_from_what_was_used(make_router, path):
+    key = add_key(path, name="alice", requests_per_minute=2)
+    router = start(make_router, path)
+    assert [ask(router, key).status_code for _ in range(3)] == [200, 200, 429]
+    entry = json.loads(Path(path).read_text()) | {"requests_per_minute": 3}
+    Path(path).write_text(json.dumps(entry))
+    eventually(lambda: router.metric("tandem_api_key_reloads_total", outcome="ok") == 1)
+    assert [ask(router, key).status_code for _ in range(2)] == [200, 429]
+
+
+def test_tokens_per_minute(make_router, path):
+    key = add_key(path, name="alice", tokens_per_minute=20)
+    router = start(make_router, path)
+    usage = ask(router, key, max_tokens=12).json()["usage"]
+    assert usage["total_tokens"] < 20
+    assert ask(router, key, max_tokens=100).status_code == 200  # what is left may be overdrawn
+    answer = ask(router, key)
+    assert "may use 20 tokens a minute" in refused(answer, "key_tokens", router)
+    assert int(answer.headers["retry-after"]) > 200
+
+
+def test_concurrent_requests(make_router, path, pool):
+    key = add_key(path, name="alice", concurrent_requests=2)
+    router = start(make_router, path)
+    (worker,) = router.workers
+    worker.hold.set()
+    running = [pool.submit(ask, router, key) for _ in range(2)]
+    eventually(lambda: len(worker.jobs) == 2)
+    message = refused(ask(router, key), "key_concurrent", router)
+    assert message == "the API key alice may have 2 requests under way, as --api-key-file says"
+    worker.hold.clear()
+    assert [each.result(20).status_code for each in running] == [200, 200]
+    assert ask(router, key, n=2).status_code == 200
+    assert ask(router, key, n=3).status_code == 429
+
+
+def test_who_goes_away_is_no_longer_under_way(make_router, path):
+    key = add_key(path, name="alice", concurrent_requests=1)
+    router = make_router(api_key_file=path)
+    router.add_worker(stall_after=1)
+    body = {**BODY, "stream": True}
+    with router.http.stream("POST", "/v1/completions", json=body, headers=bearer(key)) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert ask(router, key, max_tokens=1).status_code == 429
+    eventually(lambda: ask(router, key, max_tokens=1).status_code == 200)
+
+
+def test_a_key_has_a_priority_and_clients_can_only_lower_theirs(make_router, path):
+    urgent, usual, boss = (
+        add_key(path, name=name, priority=priority, operator=name == "boss")
+        for name, priority in (("urgent", -5), ("usual", 0), ("boss", 0))
+    )
+    router = start(make_router, path)
+    (worker,) = router.workers
+    for key, asked, priority in (
+        (urgent, None, -5),
+        (urgent, -9, -5),
+        (urgent, 7, 2),
+        (usual, -9, 0),
+        (usual, 2**31 - 1, 2**31 - 1),
+        (boss, -9, -9),
+    ):
+        assert ask(router, key, priority=asked).status_code == 200
+        assert worker.generated[-1].priority == priority
