@@ -2,7 +2,7 @@
 # Sets up the virtual environment in .venv and installs Tandem into it, editable.
 #
 #   deploy/install.sh          what serving needs
-#   deploy/install.sh test     and what the tests need, as root on Debian Chromium and SSH's server too
+#   deploy/install.sh test     and what the tests need, as root on Debian Chromium, SSH's server and promtool too
 #
 # The PyTorch build follows the host. Without an NVIDIA GPU it is the CPU build, and no CUDA package is
 # pulled. With one, a PyTorch with CUDA that the system's Python has is used as it is.
@@ -80,11 +80,20 @@ if ! has_gpu && [ -z "${TANDEM_TORCH_SPEC:-}" ] && .venv/bin/python -m pip list 
 fi
 
 # Tests that need a program which is not there are skipped, and say so.
-has_programs() { [ -x /usr/bin/chromium ] && [ -x /usr/sbin/sshd ] && command -v ip rsync >/dev/null; }
+has_programs() { [ -x /usr/bin/chromium ] && [ -x /usr/sbin/sshd ] && type -P ip rsync promtool >/dev/null; }
+install_promtool() {
+    # Of the package this program alone: the whole of it would start a server.
+    local folder
+    folder=$(mktemp -d)
+    (cd "$folder" && apt-get -qq download prometheus && dpkg -x prometheus_*.deb . &&
+        install usr/bin/promtool /usr/local/bin/)
+    rm -rf "$folder"
+}
 install_programs() { apt-get -qq update && apt-get -qq install --yes --no-install-recommends "$@"; }
 if [ "$extras" = test ] && ! has_programs; then
-    echo "install: Chromium, for the tests of the page; SSH's server, rsync and ip, for those of a cluster"
-    DEBIAN_FRONTEND=noninteractive install_programs chromium openssh-server rsync iproute2 >/dev/null 2>&1 ||
+    echo "install: Chromium, for the tests of the page; SSH's server, rsync and ip, for those of a cluster; promtool"
+    { DEBIAN_FRONTEND=noninteractive install_programs chromium openssh-server rsync iproute2 &&
+        { command -v promtool || install_promtool; }; } >/dev/null 2>&1 ||
         echo "install: some are not to be had; these tests are skipped"
 fi
 echo "$made_of" >"$stamp"

@@ -1,0 +1,152 @@
+"""Dashboards and alerts ask for metrics and labels that there are; each alert has a case."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.dashboards import DASHBOARDS, FOLDER, render
+from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, PREFIX, REPORTED, ROUTER, WORKER
+
+PROMETHEUS = FOLDER.parents[1] / "prometheus"
+PROMETHEUS_LABELS = {"instance", "job"}
+OF_PROMETHEUS = {"up": PROMETHEUS_LABELS}
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is missing: apt-get install prometheus"
+)
+
+
+def exposed() -> dict[str, set[str]]:
+    """The labels of each series that `/metrics` has, by its name."""
+    groups = {
+        (): ROUTER,
+        ("worker", "role"): (*WORKER, *REPORTED),
+        ("worker", "role", "peer", "transport"): (*PAIR_STATE, *PAIR_COUNTERS),
+    }
+    found = dict(OF_PROMETHEUS)
+    for common, metrics in groups.items():
+        for metric in metrics:
+            labels = {"model_name", *common, *metric.labels} | PROMETHEUS_LABELS
+            name = PREFIX + metric.name
+            if metric.kind == "histogram":
+                found |= {f"{name}_sum": labels, f"{name}_count": labels, f"{name}_bucket": labels | {"le"}}
+            else:
+                found[name] = labels
+    return found
+
+
+EXPOSED = exposed()
+
+
+def wrong_in(query: str) -> list[str]:
+    """What a query names that is not there."""
+    wrong = []
+    common: set[str] | None = None
+    for name, selector in re.findall(rf"\b({PREFIX}\w+|up)\b(?:\{{(.*?)\}})?", query):
+        if name not in EXPOSED:
+            wrong.append(name)
+            continue
+        asked = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", re.sub(r'"[^"]*"', '""', selector)))
+        wrong += [f"{name}: {label}" for label in asked - EXPOSED[name]]
+        common = EXPOSED[name] if common is None else common & EXPOSED[name]
+    grouped = {label for labels in re.findall(r"\bby \((.*?)\)", query) for label in labels.split(", ")}
+    wrong += [f"by {label}" for label in grouped - (common or set())]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("query", "wrong"),
+    [
+        ("sum by (worker) (rate(tandem_engine_steps_total[5m]))", []),
+        ('up{job="tandem"} == 0', []),
+        ("rate(tandem_engine_step_total[5m])", ["tandem_engine_step_total"]),
+        ("tandem_time_to_first_token_seconds", ["tandem_time_to_first_token_seconds"]),
+        ('tandem_kv_transport{peers="decode-0", worker=~"a=b"}', ["tandem_kv_transport: peers"]),
+        ("sum by (peer) (tandem_num_requests_running)", ["by peer"]),
+        ("sum by (instance, le) (rate(tandem_router_cpu_seconds_total[5m]))", ["by le"]),
+    ],
+)
+def test_wrong_names_are_found(query: str, wrong: list[str]) -> None:
+    assert wrong_in(query) == wrong
+
+
+def queries() -> Iterator[tuple[str, str, str]]:
+    """Panel, legend and query of each dashboard's file."""
+    for path in sorted(FOLDER.glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                yield f"{path.name}: {panel['title']}", target["legendFormat"], target["expr"]
+
+
+def rules() -> list[Mapping[str, str]]:
+    (group,) = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    return list(group["rules"])
+
+
+def test_the_dashboards_are_up_to_date() -> None:
+    files = {path.name: path.read_text() for path in FOLDER.iterdir()}
+    assert files == {f"{name}.json": render(name) for name in DASHBOARDS}, "run: python -m deploy.dashboards"
+
+
+def test_panels_ask_for_what_there_is() -> None:
+    asked = list(queries())
+    assert len(asked) > 100
+    assert {where: wrong for where, _, query in asked if (wrong := wrong_in(query))} == {}
+    for where, legend, query in asked:
+        for label in re.findall(r"\{\{(\w+)\}\}", legend):
+            assert re.search(rf"\bby \([^)]*\b{label}\b", query), f"{where}: {legend} has no {label}"
+
+
+def test_alerts_ask_for_what_there_is() -> None:
+    assert {rule["alert"]: wrong for rule in rules() if (wrong := wrong_in(rule["expr"]))} == {}
+
+
+def test_each_alert_has_a_case_in_which_it_alone_fires() -> None:
+    cases = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())["tests"]
+    expected = {case["name"]: case["promql_expr_test"][0]["exp_samples"] for case in cases}
+    assert expected.pop("all is well") == []
+    names = [rule["alert"] for rule in rules()]
+    assert expected == {name: [{"labels": f'{{alertname="{name}"}}', "value": 1}] for name in names}
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should() -> None:
+    promtool("test", "rules", str(PROMETHEUS / "alerts_test.yml"))
+
+
+@needs_promtool
+def test_prometheus_reads_its_configuration_and_each_query(tmp_path: Path) -> None:
+    promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
+    asked = {query.replace("$__rate_interval", "1m") for _, _, query in queries()}
+    records = [{"record": f"panel:{number}", "expr": query} for number, query in enumerate(sorted(asked))]
+    path = tmp_path / "panels.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": records}]}))
+    promtool("check", "rules", str(path))
+
+
+def promtool(*arguments: str) -> None:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_grafana_is_given_fits_together() -> None:
+    provisioning = FOLDER.parent / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((provisioning / "dashboards/tandem.yml").read_text())["providers"]
+    prometheus = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    assert source["jsonData"]["timeInterval"] == prometheus["global"]["scrape_interval"]
+    assert provider["options"]["path"] == "/etc/grafana/dashboards"
+    for path in FOLDER.iterdir():
+        dashboard = json.loads(path.read_text())
+        for panel in dashboard["panels"]:
+            assert {
+                panel["datasource"]["uid"],
+                *(each["datasource"]["uid"] for each in panel["targets"]),
+            } == {source["uid"]}
