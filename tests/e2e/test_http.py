@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import schemathesis
 import torch
+from hypothesis import HealthCheck, given, settings
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.e2e.architectures import VOCAB_SIZE
@@ -19,6 +23,8 @@ from tests.worker.tiny_model import greedy
 
 PROMPT = "def main(): return 0"
 NUM_TOKENS = 24
+NUM_SCHEMA_CASES = int(os.environ.get("SCHEMA_CASES", "20"))
+"""Of each operation of the API."""
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +209,37 @@ async def _one_random_request(client: httpx.AsyncClient, rng: random.Random, ind
             if leaves and lines > leave_after:
                 return "left"
     return "finished"
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
+def test_the_description_leads_to_no_5xx(serving: HttpServing, mode: schemathesis.GenerationMode) -> None:
+    """What `/openapi.json` allows, and what it just does not, by schemathesis."""
+    schema = schemathesis.openapi.from_url(f"{serving.url}/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) > 15
+    for operation in operations:
+        is_allowed = mode is schemathesis.GenerationMode.POSITIVE
+        if operation.body or is_allowed:
+            call_by_schema(operation, mode, NUM_SCHEMA_CASES if operation.body else 1)
+    assert serving.http.get("/ready").status_code == 200
+    serving.wait_empty()
+
+
+def call_by_schema(operation: Any, mode: schemathesis.GenerationMode, num_cases: int) -> None:
+    @settings(
+        max_examples=num_cases,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        if case.path == "/doctor":
+            case.query = {"seconds": "0.05"}
+        if isinstance(case.body, dict):
+            case.body.setdefault("max_tokens", 2)
+        answer = case.call(timeout=30)
+        assert answer.status_code < 500, (case.as_curl_command(), answer.text)
+
+    check()

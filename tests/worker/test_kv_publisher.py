@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from hypothesis import strategies as st
 
 from engine.engine import Engine
 from engine.prefix import find_room
@@ -18,10 +19,11 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.kv_events import KvEventsConfig
 from tests.engine.listener import really_held
+from tests.fuzzing import fuzz
 from tests.worker.harness import request
 from tests.worker.light_loop import small_engine
 from tests.worker.tiny_model import VOCAB_SIZE
-from worker.kv_publisher import KvPublisher, open_publisher, place_of
+from worker.kv_publisher import MAX_REQUEST_BYTES, KvPublisher, open_publisher, place_of
 
 TOPIC = "kv@decode-1@model"
 FREE = "tcp://127.0.0.1:0"
@@ -218,3 +220,21 @@ def test_a_port_that_is_taken_is_named(engine: Engine, closing: contextlib.ExitS
     config = KvEventsConfig(endpoint=f"{before}:{int(port) - 1}")
     with pytest.raises(ConfigError, match=f"--kv-events-config: endpoint: cannot bind {taken}"):
         KvPublisher(config, TOPIC, 1, engine.cache_format)
+
+
+def test_fuzz_who_asks_for_what_was_missed(engine: Engine, closing: contextlib.ExitStack) -> None:
+    """Anybody may: too large a message ends its connection, another one that does not fit is dropped."""
+    publisher = publisher_of(engine, closing)
+    consumer = consumer_of(publisher, closing)
+    large = consumer.context.socket(zmq.DEALER)
+    large.linger = 0
+    large.connect(publisher.endpoints[1])
+    large.send(b"x" * (MAX_REQUEST_BYTES + 1))
+
+    def check(frames: list[bytes]) -> None:
+        consumer.dealer.send_multipart(frames)
+
+    fuzz(check, st.lists(st.binary(max_size=20) | st.just(b""), min_size=1, max_size=4), examples=100)
+    while consumer.dealer.poll(100):
+        consumer.dealer.recv_multipart()
+    consumer.replay()

@@ -1,0 +1,105 @@
+"""Any bytes at the HTTP port, and any JSON in any field: an answer below 500, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from typing import Any
+
+from hypothesis import strategies as st
+from router_clients import eventually, is_idle
+
+from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tests.fuzzing import anything, damaged, fuzz
+
+BODIES = {
+    "/v1/completions": (CompletionBody, {"prompt": "hello", "max_tokens": 2}),
+    "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+    "/tokenize": (TokenizeBody, {"prompt": "hello"}),
+    "/detokenize": (DetokenizeBody, {"tokens": [5]}),
+}
+STATUS = re.compile(rb"^HTTP/1\.1 (\d+) ", re.MULTILINE)
+
+
+def post(path: str, body: bytes, extra: bytes = b"") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n".encode()
+    return head + extra + b"\r\n" + body
+
+
+REQUESTS = [
+    b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET /v1/models HTTP/1.0\r\n\r\n",
+    b"GET /workers HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+    b"HEAD / HTTP/1.1\r\nhost: localhost\r\naccept: text/html\r\n\r\n" * 2,
+    b'POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"pro\r\n0\r\n\r\n',
+    *(post(path, json.dumps(body).encode()) for path, (_, body) in BODIES.items()),
+    post(
+        "/v1/completions",
+        b'{"prompt": "x", "stream": true}',
+        b"x-slo-ttft-ms: 10\r\nexpect: 100-continue\r\n",
+    ),
+]
+
+
+def talk(router, raw: bytes) -> bytes:
+    """Send, look for a moment what comes, close our side, and read the rest."""
+    with socket.create_connection(("127.0.0.1", router.server.port), timeout=10) as client:
+        received = b""
+        try:
+            client.sendall(raw)
+            client.settimeout(0.02)
+            received += client.recv(1 << 16)
+        except TimeoutError:
+            pass
+        except OSError:
+            return received
+        try:
+            client.settimeout(10)
+            client.shutdown(socket.SHUT_WR)
+            while part := client.recv(1 << 16):
+                received += part
+        except ConnectionError:
+            pass
+        return received
+
+
+def check_all_is_well(router) -> None:
+    eventually(lambda: is_idle(router))
+    eventually(lambda: len(router.server._server.server_state.connections) <= 1)
+    for family in router.server.state.metrics.registry.collect():
+        for sample in family.samples:
+            if sample.name == "tandem_http_responses_total":
+                assert int(sample.labels["status"]) < 500, sample
+    answer = router.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2})
+    assert answer.status_code == 200
+
+
+def test_any_bytes(router) -> None:
+    def check(raw: bytes) -> None:
+        statuses = [int(status) for status in STATUS.findall(talk(router, raw))]
+        assert all(100 <= status < 500 for status in statuses), statuses
+
+    fuzz(check, damaged(REQUESTS) | st.binary(max_size=300), examples=60)
+    check_all_is_well(router)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    path = draw(st.sampled_from(sorted(BODIES)))
+    kind, body = BODIES[path]
+    fields = draw(st.lists(st.sampled_from(kind.__struct_fields__), min_size=1, max_size=3))
+    return path, {**body, **{field: draw(anything) for field in fields}}
+
+
+def test_any_value_in_any_field(router) -> None:
+    def check(example: tuple[str, dict[str, Any]]) -> None:
+        path, body = example
+        raw = json.dumps(body).encode("utf-8", "surrogatepass")
+        answer = router.http.post(path, content=raw)
+        assert answer.status_code < 500, answer.text
+        if answer.status_code != 200:
+            assert answer.json()["error"]["message"]
+
+    fuzz(check, bodies(), examples=150)
+    check_all_is_well(router)
