@@ -11,6 +11,7 @@ from worker.launch import Launch
 from worker.stop import StopHandle
 
 if TYPE_CHECKING:
+    from engine.parallel.leader import Leader
     from kvtransfer.transports.object_store import Carrier
     from worker.cores import CorePlace
 
@@ -25,13 +26,17 @@ def forks_workers(config: ServeConfig) -> bool:
 
 
 def run_launch(
-    launch: Launch, stop: StopHandle, carrier: Carrier | None = None, place: CorePlace | None = None
+    launch: Launch,
+    stop: StopHandle,
+    carrier: Carrier | None = None,
+    place: CorePlace | None = None,
+    leader: Leader | None = None,
 ) -> str:
     """Be the worker. Returns "" when it ended as asked, else why it could not go on."""
     try:
         from worker.process import run_worker
 
-        run_worker(launch, stop, carrier, place)
+        run_worker(launch, stop, carrier, place, leader)
     except TandemError as error:
         return str(error)
     except Exception as error:

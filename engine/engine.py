@@ -24,6 +24,7 @@ from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.loader import LoadedModel, load_model
 from engine.outputs import Kept, keep_tokens, token_output
 from engine.packing import PackedStep, pack
+from engine.parallel.leader import Leader
 from engine.pool_layout import DRAFT, TARGET, Group, PoolLayout
 from engine.prefix import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
@@ -56,8 +57,14 @@ class Engine:
     """Called in another thread when blocks for a waiting request have come from the disk: `step` helps."""
 
     def __init__(
-        self, config: ServeConfig, *, allocate: Allocate | None = None, speculate: Speculate | None = None
+        self,
+        config: ServeConfig,
+        *,
+        allocate: Allocate | None = None,
+        speculate: Speculate | None = None,
+        leader: Leader | None = None,
     ) -> None:
+        """With a `leader` of other ranks the model runs on all of them, and `allocate` lends them the pool."""
         self.config = config
         started = time.monotonic()
         loaded = load_model(config)
@@ -89,8 +96,12 @@ class Engine:
         self.tiers = build_tiers(config, self.pool, loaded.model, self._fetched)
         tiers = [self.tiers] if self.tiers is not None else []
         self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
-        backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena)
-        self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
+        self._leader = leader
+        if leader is None:
+            backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena)
+            self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
+        else:
+            self._runner = leader.runner(config, loaded, self.pool, hidden_layers)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         budget = _token_budget(config, loaded.device)
         kv_bytes = self.pool.num_bytes // (num_blocks * config.block_size)
@@ -122,7 +133,7 @@ class Engine:
                 self._speculator.warm_up(profiling)
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
-            "attention": f"{backend.name} ({why})",
+            "attention": f"{backend_class.name} ({why})",
             "forward": self._runner.choice,
             "products": self._runner.products,
             "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB",
@@ -366,9 +377,11 @@ class Engine:
         return self._speculator.report() if self._speculator is not None else None
 
     def close(self) -> None:
-        """Let the disk tier finish what it was given. Idempotent."""
+        """Let the disk tier finish what it was given, and other ranks end. Idempotent."""
         if self.tiers is not None:
             self.tiers.close()
+        if self._leader is not None:
+            self._leader.close()
 
     @property
     def _spread(self) -> float:

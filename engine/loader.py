@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import transformers_hook
-from engine.decoder.description import Description
+from engine.decoder.description import NativeModel
 from engine.errors import UnsupportedModelError
 from engine.held import take
 from engine.pool_layout import Group
@@ -37,7 +37,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
-    description: Description | None = None
+    description: NativeModel | None = None
 
 
 def load_model(config: ServeConfig) -> LoadedModel:

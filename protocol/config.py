@@ -239,6 +239,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
             return 0
         return int(getattr(self, role.replicas))
 
+    def num_ranks(self, role: RoleSpec) -> int:
+        """Of how many processes each worker of a role consists."""
+        return int(getattr(self, role.ranks)) if role.ranks else 1
+
     @property
     def api_keys(self) -> tuple[str, ...]:
         """Each once; none: nobody needs one."""
@@ -252,6 +256,11 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     def num_workers(self) -> int:
         """How many workers are deployed, of all roles."""
         return sum(self.num_replicas(role) for role in ROLES.values())
+
+    @property
+    def total_ranks(self) -> int:
+        """How many processes the deployed workers consist of."""
+        return sum(self.num_replicas(role) * self.num_ranks(role) for role in ROLES.values())
 
     @property
     def model_name(self) -> str:

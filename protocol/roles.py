@@ -13,23 +13,32 @@ for who does.
 """
 
 _Replicas = Annotated[int, Meta(ge=1)]
+_Ranks = Annotated[int, Meta(ge=1, le=64)]
 
 
 class RoleOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command-line options that say how many workers of each role there are."""
+    """The command-line options that say how many workers of each role there are, and how large each is."""
 
     prefill_replicas: Annotated[_Replicas, Meta(description="Prefill workers.")] = 1
     decode_replicas: Annotated[_Replicas, Meta(description="Decode workers.")] = 1
     draft_replicas: Annotated[
         int, Meta(ge=0, description="Draft workers, which draft for the requests of all decode workers.")
     ] = 0
+    prefill_tensor_parallel_size: Annotated[
+        _Ranks,
+        Meta(description="Processes that share the heads and weights of each prefill worker, on a CPU."),
+    ] = 1
+    decode_tensor_parallel_size: Annotated[
+        _Ranks,
+        Meta(description="Processes that share the heads and weights of each decode worker, on a CPU."),
+    ] = 1
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One role. Pure data: the launcher sends it to each worker's process.
 
     `loop` names the class of its engine loop, as "module:class". `replicas` is the option with the number of
-    its workers. A worker may be asked for any of `tasks`; the first is its purpose, the others are for when
+    its workers, `ranks` the one with the number of processes that each consists of, by default 1. A worker may be asked for any of `tasks`; the first is its purpose, the others are for when
     no worker with that purpose is left. It pushes blocks to workers of the roles in `pushes_to`, and connects
     to them before the first request.
     """
@@ -37,6 +46,7 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     loop: str
     replicas: str
+    ranks: str = ""
     tasks: tuple[Task, ...]
     pushes_to: tuple[str, ...] = ()
     needs_disaggregation: bool = False
@@ -53,6 +63,7 @@ _SPECS = (
         name="prefill",
         loop="prefill_worker.loop:PrefillLoop",
         replicas="prefill_replicas",
+        ranks="prefill_tensor_parallel_size",
         tasks=("prefill", "decode"),
         pushes_to=("decode",),
         needs_disaggregation=True,
@@ -61,6 +72,7 @@ _SPECS = (
         name="decode",
         loop="decode_worker.loop:DecodeLoop",
         replicas="decode_replicas",
+        ranks="decode_tensor_parallel_size",
         tasks=("decode",),
     ),
     RoleSpec(

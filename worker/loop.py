@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from engine.engine import Engine
+from engine.parallel.group import LostRankError
 from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.ids import peer_identity
@@ -189,7 +190,9 @@ class WorkerLoop(ABC):
         self.parts.wake.set()
 
     def run(self) -> None:
-        """Serve until `stop`. Raises `BrokenEngineError` when a fresh process is the only remedy."""
+        """Serve until `stop`. Raises `BrokenEngineError` or `LostRankError` when a fresh process is the only
+        remedy.
+        """
         try:
             self._tell_kv_events()
             while not self._stop.is_set():
@@ -301,6 +304,8 @@ class WorkerLoop(ABC):
             if step.first_time:
                 self.before_step(step.first_time)
             result = self.engine.run(step)
+        except LostRankError:
+            raise
         except Exception:
             log.exception("an engine step failed")
             self._on_failed_step()

@@ -17,6 +17,7 @@ import torch
 import zmq
 
 from engine.engine import Engine
+from engine.parallel.leader import Leader
 from kvtransfer.transports.object_store import Carrier
 from messaging.sockets import address_towards
 from protocol.errors import TandemError
@@ -30,6 +31,7 @@ from worker.launch import Launch
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
+from worker.ranks import end_process
 from worker.setup import build_engine, open_wires, remote_drafter, set_up_logging, set_up_threads
 from worker.stop import StopHandle
 
@@ -44,11 +46,13 @@ def run_worker(
     stop: StopHandle,
     carrier: Carrier | None = None,
     place: CorePlace | None = None,
+    leader: Leader | None = None,
 ) -> None:
     """Be a worker until `stop`. Returns when it ended as asked; raises `TandemError` when it cannot serve.
 
     The whole process ends when all routers are gone, and by SIGTERM once its requests are elsewhere. The
-    `object_store` transport needs a `carrier`. Cores are shared with those on the board of the `place`.
+    `object_store` transport needs a `carrier`. Cores are shared with those on the board of the `place`. The
+    worker's other ranks are those of its `leader`.
     """
     config = launch.config
     set_up_logging(config, launch.worker_id)
@@ -70,8 +74,12 @@ def run_worker(
     told_to_leave = False
     try:
         parts.remote_drafts = remote_drafter(config)
-        engine, parts.pool = build_engine(config, parts.remote_drafts, holds_draft=launch.role.holds_draft)
+        engine, parts.pool = build_engine(
+            config, parts.remote_drafts, holds_draft=launch.role.holds_draft, leader=leader
+        )
         parts.engine = engine
+        if leader is not None:
+            leader.watch(end_process)
         if not parts.role.holds_draft:
             parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
         engine.on_fetched = parts.wake.set

@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.engine import Engine
 from engine.kv_pool import Allocate
 from engine.loader import model_shape
+from engine.parallel.leader import Leader
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
@@ -58,27 +59,36 @@ def remote_drafter(config: ServeConfig) -> RemoteDrafter | None:
 
 
 def build_engine(
-    config: ServeConfig, remote: RemoteDrafter | None = None, *, holds_draft: bool = False
+    config: ServeConfig,
+    remote: RemoteDrafter | None = None,
+    *,
+    holds_draft: bool = False,
+    leader: Leader | None = None,
 ) -> tuple[Engine, RegisteredPool]:
-    """Load the model, or its draft, and make its pool in memory that transfers can reach. `remote` has the
-    drafts of draft workers.
+    """Load the model, or its draft, and make its pool in memory that transfers can reach, and the ranks of the
+    `leader`. `remote` has the drafts of draft workers.
 
     With `shm` the receiver maps the sender's pool, and any worker may have to send. A pool in a GPU's memory
     is reached through the host's. Raises what the engine raises for a model that it cannot serve.
     """
     torch.manual_seed(0)
     memory: list[PoolMemory] = []
-    shared = config.num_workers > 1 and "shm" in transport_names(config)
+    shared = leader is not None or (config.num_workers > 1 and "shm" in transport_names(config))
+
+    def lend(fd: int) -> None:
+        if leader is not None:
+            leader.lend(fd, config.start_timeout)
 
     def allocate_pool(nbytes: int) -> memoryview:
-        memory.append(PoolMemory(nbytes, shared=shared))
+        memory.append(PoolMemory(nbytes, shared=shared, lend=lend))
         return memory[0].buffer
 
     build_kernels()
     if holds_draft:
         engine = _draft_engine(config, allocate_pool)
     else:
-        engine = Engine(config, allocate=allocate_pool, speculate=partial(speculate, remote=remote))
+        speculator = partial(speculate, remote=remote)
+        engine = Engine(config, allocate=allocate_pool, speculate=speculator, leader=leader)
     blocks = engine.pool.arenas[0]
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),

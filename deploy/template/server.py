@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -40,6 +40,9 @@ from protocol.roles import ROLES
 from worker.cores import CorePlace, CorePlaces
 from worker.launch import Launch
 from worker.stop import StopHandle
+
+if TYPE_CHECKING:
+    from engine.parallel.leader import Leader
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +178,7 @@ class Template:
                 os.close(fd)
             os.environ.update(environment)
             _set_name(launch.worker_id)
-            _run_worker(launch, control, place)
+            _run_worker(launch, control, place, _fork_ranks(launch, control))
         except BaseException:
             log.exception("the worker failed")
             os._exit(1)
@@ -185,7 +188,19 @@ class Template:
             os._exit(0)
 
 
-def _run_worker(launch: Launch, control: socket.socket, place: CorePlace | None) -> None:
+def _fork_ranks(launch: Launch, control: socket.socket) -> Leader | None:
+    from worker.ranks import fork_ranks
+
+    def on_fork(name: str) -> None:
+        control.close()
+        _set_name(name)
+
+    return fork_ranks(launch, on_fork)
+
+
+def _run_worker(
+    launch: Launch, control: socket.socket, place: CorePlace | None, leader: Leader | None
+) -> None:
     """Be the worker until its actor says "stop", and tell it why if it ends before that."""
     stop = StopHandle()
 
@@ -195,7 +210,7 @@ def _run_worker(launch: Launch, control: socket.socket, place: CorePlace | None)
         os._exit(1)  # the actor is gone
 
     threading.Thread(target=listen, name="control", daemon=True).start()
-    control.sendall((run_launch(launch, stop, place=place) + REPORT_END).encode())
+    control.sendall((run_launch(launch, stop, place=place, leader=leader) + REPORT_END).encode())
 
 
 def _settle() -> None:

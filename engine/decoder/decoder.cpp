@@ -61,7 +61,8 @@ class Decoder {
                 narrows = true, n = rows.num_logits;
                 keep_rows(rows, x, hidden), keep_rows(rows, attended, queries);
             }
-            multiply(attended.data(), layer.output, product.data(), n);
+            gather(attended, n, queries, layer.output.in);
+            multiply_whole(attended.data(), layer.output, product.data(), n, hidden);
             add_product(n);
             norm(layer.mlp_norm, n);
             feed_forward(layer, n);
@@ -79,7 +80,7 @@ class Decoder {
                 memcpy(rows.after + i * hidden, m.entry->feeds_normed ? &normed[i * hidden] : &x[r * hidden],
                        hidden * sizeof(bf16));
         }
-        multiply(normed.data(), m.head, rows.logits, rows.num_logits);
+        multiply_whole(normed.data(), m.head, rows.logits, rows.num_logits, m.vocab);
     }
 
     // The name of the field that is out of range, or null.
@@ -228,6 +229,22 @@ class Decoder {
         m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
     }
 
+    // Computes all `width` outputs of each row, of which a rank's weights have some.
+    void multiply_whole(const bf16* in, const Weights& w, bf16* out, int64_t n, int64_t width) {
+        if (w.out == width) return multiply(in, w, out, n);
+        part.resize(n * w.out);
+        multiply(in, w, part.data(), n);
+        if (n) m.gather(part.data(), out, n, w.out);
+    }
+
+    // Makes rows whole of which a rank has `own` values.
+    void gather(std::vector<bf16>& values, int64_t n, int64_t own, int64_t width) {
+        if (own == width) return;
+        part.swap(values);
+        values.resize(n * width);
+        m.gather(part.data(), values.data(), n, own);
+    }
+
     // Normalizes (where the model does) and rotates a row's queries and keys.
     void place_heads(const Layer& layer, int64_t width, bf16* row, int64_t position) {
         const bf16 *cosine = m.cosines + position * m.head_dim, *sine = m.sines + position * m.head_dim;
@@ -239,14 +256,15 @@ class Decoder {
     }
 
     void feed_forward(const Layer& layer, int64_t n) {
-        const int64_t width = layer.down.in;
+        const int64_t width = layer.gate_up.out / 2;
         gated.resize(n * 2 * width), active.resize(n * width);
         multiply(normed.data(), layer.gate_up, gated.data(), n);
         each_row(n, [&](int64_t r) {
             const bf16* gate = &gated[r * 2 * width];
             gate_row(gate, gate + width, width, &active[r * width]);
         });
-        multiply(active.data(), layer.down, product.data(), n);
+        gather(active, n, width, layer.down.in);
+        multiply_whole(active.data(), layer.down, product.data(), n, m.hidden);
     }
 
     // The sequence's drafted token of this number, from its logits.
@@ -292,7 +310,7 @@ class Decoder {
 
     const Model m;
     const std::vector<Layer> layers;
-    std::vector<bf16> x, normed, product, attended, gated, active, mixed, kept;
+    std::vector<bf16> x, normed, product, attended, gated, active, mixed, kept, part;
     std::vector<float> values, probabilities;
     std::vector<bf16> scores, after;  // of each sequence's last row, while drafting
     // The attention's step.

@@ -46,6 +46,10 @@ class NativeModel:
         self._kept.append(values)
         return values.data_ptr()
 
+    def kept(self, address: int) -> Tensor:
+        """What `keep` gave the address of."""
+        return next(tensor for tensor in self._kept if tensor.data_ptr() == address)
+
     def weights(self, *linears: nn.Linear) -> WeightsArgs:
         """Linear layers of one input, as one product."""
         biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -75,11 +79,11 @@ class Description(NativeModel):
         config, decoder = model.config, model.model
         attention = decoder.layers[0].self_attn
         layers = [self._take(layer) for layer in decoder.layers]
-        self._layers = (LayerArgs * len(layers))(*layers)
+        self.layers = (LayerArgs * len(layers))(*layers)
         embeddings = model.get_input_embeddings().weight
         cosines, sines = self.rotation(decoder.rotary_emb, positions)
         self.model = ModelArgs(
-            layers=ctypes.addressof(self._layers),
+            layers=ctypes.addressof(self.layers),
             num_layers=len(layers),
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.decoder.description import Description, NativeModel
+from engine.decoder.description import NativeModel
 from engine.decoder.structs import (
     BatchArgs,
     DraftArgs,
@@ -179,7 +179,7 @@ class DecoderForward(NativeDecoder):
     """Runs a whole model, as `engine.forward.Forward`."""
 
     def __init__(
-        self, description: Description, backend: CpuBackend, hidden_layers: tuple[int, ...] = ()
+        self, description: NativeModel, backend: CpuBackend, hidden_layers: tuple[int, ...] = ()
     ) -> None:
         """`hidden_layers` are captured, as by `engine.forward.Forward`."""
         super().__init__(description, backend)

@@ -13,6 +13,8 @@ namespace {
 using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
 using BeginAttention = const char* (*)(void*, const Step*);
 using Attend = void (*)(void*, const Call*);
+// Puts the parts of rows that each rank has side by side: of this rank [rows, width], whole [rows, ranks * width].
+using Gather = void (*)(const bf16* part, bf16* whole, int64_t rows, int64_t width);
 
 // One product's packed weights, [out, in], and bias (null for none).
 struct Weights {
@@ -38,7 +40,7 @@ struct Entry {
 
 struct Model {
     const Layer* layers;
-    int64_t num_layers, hidden, num_heads, head_dim, vocab, products;
+    int64_t num_layers, hidden, num_heads, head_dim, vocab, products;  // of a rank: its own heads and products
     const bf16 *embeddings, *final_norm;
     Weights head;
     const bf16 *cosines, *sines;  // [positions, head_dim]
@@ -49,6 +51,7 @@ struct Model {
     Attend attend;
     Parallel parallel;
     const Entry* entry;  // null for a whole model
+    Gather gather;       // of a rank, whose weights have some of the outputs; null where they have all
 };
 
 struct Rows {

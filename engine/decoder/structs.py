@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_double, c_int64, c_void_p
+from ctypes import CFUNCTYPE, Structure, c_double, c_int64, c_void_p
+
+GatherFunction = CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64)
 
 
 class WeightsArgs(Structure):
@@ -46,7 +48,7 @@ class ModelArgs(Structure):
         ("sines", c_void_p),
         ("norm_epsilon", c_double),
         ("attention_scale", c_double),
-        *((name, c_void_p) for name in ("attention", "linear", "begin", "attend", "parallel", "entry")),
+        *((name, c_void_p) for name in ("attention", "linear", "begin", "attend", "parallel", "entry", "gather")),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -92,6 +92,15 @@ class PackedLinear(nn.Module):
         self.weight = nn.Parameter(pack(linear.weight.detach()), requires_grad=False)
         self.bias = linear.bias
 
+    def rows(self, rows: range) -> PackedLinear:
+        """With these outputs alone."""
+        part = PackedLinear.__new__(PackedLinear)
+        nn.Module.__init__(part)
+        part.in_features, part.out_features = self.in_features, len(rows)
+        part.weight = nn.Parameter(packed_rows(self.weight, [rows]), requires_grad=False)
+        part.bias = None if self.bias is None else nn.Parameter(self.bias[rows.start : rows.stop], False)
+        return part
+
     def forward(self, x: Tensor) -> Tensor:
         return _packed_linear(x, self.weight, self.bias, self.out_features)
 
@@ -103,6 +112,15 @@ def pack(weight: Tensor) -> Tensor:
     padded = weight.new_zeros((panels * _PANEL, in_features))
     padded[:out_features] = weight
     return padded.view(panels, _PANEL, in_features // 2, 2).transpose(1, 2).contiguous()
+
+
+def packed_rows(packed: Tensor, rows: Sequence[range]) -> Tensor:
+    """Some rows of packed weights, packed. It shares their memory where they are a range of whole panels."""
+    first = rows[0]
+    if len(rows) == 1 and first.start % _PANEL == 0 and first.stop % _PANEL == 0:
+        return packed[first.start // _PANEL : first.stop // _PANEL]
+    plain = packed.transpose(1, 2).reshape(-1, 2 * packed.shape[1])
+    return pack(torch.cat([plain[each.start : each.stop] for each in rows]))
 
 
 def pack_linears(model: nn.Module) -> int:

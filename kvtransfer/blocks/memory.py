@@ -19,6 +19,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
@@ -40,17 +41,20 @@ class PoolMemory:
 
     It is physically allocated as it is first touched. It has no name in any file system: after a SIGKILL
     nothing is left behind. Its size is sealed, so that a peer which maps it can't be hit by its truncation,
-    and only `buffer` can write to it (from Linux 5.1 on). `fd` is None where the platform has no
+    and only `buffer` and those it was lent to can write to it (from Linux 5.1 on). `fd` is None where the platform has no
     `memfd_create`. The memory and `fd` go with the last view of `buffer`.
     """
 
-    def __init__(self, nbytes: int, *, shared: bool = True) -> None:
+    def __init__(
+        self, nbytes: int, *, shared: bool = True, lend: Callable[[int], None] | None = None
+    ) -> None:
+        """`lend` hands `fd` to the processes that may write as well. They have mapped it when it returns."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be positive, not {nbytes}")
         self.nbytes = nbytes
         self.fd: int | None = None
         if shared and hasattr(os, "memfd_create"):
-            self.fd, self.buffer = _shared(nbytes)
+            self.fd, self.buffer = _shared(nbytes, lend)
         else:
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             _advise_huge_pages(pages)
@@ -71,7 +75,7 @@ def map_peer_pool(fd: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
 
 
-def _shared(nbytes: int) -> tuple[int, memoryview]:
+def _shared(nbytes: int, lend: Callable[[int], None] | None) -> tuple[int, memoryview]:
     """A sealed file of `nbytes` zeros in memory, and a view of it that starts where a huge page can."""
     fd = os.memfd_create("tandem-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
@@ -81,6 +85,8 @@ def _shared(nbytes: int) -> tuple[int, memoryview]:
     base = int(np.frombuffer(pages, np.uint8).ctypes.data)
     start = -base % _HUGE_PAGE
     _map_over(base + start, nbytes, fd)
+    if lend is not None:
+        lend(fd)
     with contextlib.suppress(OSError):  # an old kernel
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
     _advise_huge_pages(pages)

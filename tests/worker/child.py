@@ -25,6 +25,7 @@ from protocol.roles import RoleSpec
 from worker.launch import Launch
 from worker.loop import WorkerLoop
 from worker.process import run_worker
+from worker.ranks import fork_ranks
 from worker.stop import StopHandle
 
 
@@ -46,8 +47,12 @@ def run_child(
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
     worker.heartbeat.ROUTER_GRACE_S = 1.0
     worker.fetch.FETCH_TIMEOUT_S = 1.0
-    faulthandler.dump_traceback_later(50, exit=False)
     handle = StopHandle()
+    checked = msgspec.convert(config, ServeConfig)
+    faulty = msgspec.structs.replace(role, loop=f"{__name__}:make_faulty_loop")
+    launch = Launch(role=faulty, worker_id=worker_id, router_endpoints=endpoints, config=checked, keys=keys)
+    leader = fork_ranks(launch, lambda _: pipe.close())
+    faulthandler.dump_traceback_later(50, exit=False)
 
     def listen() -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -55,15 +60,10 @@ def run_child(
         handle.stop()
 
     threading.Thread(target=listen, daemon=True).start()
-    checked = msgspec.convert(config, ServeConfig)
-    faulty = msgspec.structs.replace(role, loop=f"{__name__}:make_faulty_loop")
     global faulty_loop
     faulty_loop = role.loop, fault
     try:
-        launch = Launch(
-            role=faulty, worker_id=worker_id, router_endpoints=endpoints, config=checked, keys=keys
-        )
-        run_worker(launch, handle)
+        run_worker(launch, handle, leader=leader)
         reason = ""
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"

@@ -113,7 +113,7 @@ template <class Element> void Attention::write_row(int64_t token) {
     }
     const auto* key = static_cast<const Element*>(call.key) + token * call.key_token;
     const auto* value = static_cast<const Element*>(call.value) + token * call.value_token;
-    const int64_t row = slot % pool.block_size * layer->num_kv_heads * layer->head_dim;
+    const int64_t row = slot % pool.block_size * layer->token_stride;
     auto* to = static_cast<Element*>(layer->data) + slot / pool.block_size * pool.block_stride + row;
     for (int64_t h = 0; h < layer->num_kv_heads; h++, to += layer->head_dim) {
         memcpy(to, key + h * call.key_head, bytes);
@@ -226,7 +226,7 @@ template <class Math, class Element> struct Attention::Worker {
 
     void locate(const Task& task, int64_t first_key, int64_t end, TileRows<Element>& to) const {
         const auto* base = static_cast<const Element*>(a.layer->data) + task.first_head * head_dim;
-        const int64_t row = a.layer->num_kv_heads * head_dim;
+        const int64_t row = a.layer->token_stride;
         int64_t block = first_key / a.pool.block_size, offset = first_key % a.pool.block_size;
         to.to_value = a.layer->side_stride;
         to.count = int(std::clamp<int64_t>(end - first_key, 0, TILE));

@@ -46,7 +46,10 @@ class CpuBackend:
         self._layers = list(layers)
         self._dtype = first.dtype
         self._num_rows = 0
-        table = [KvLayerArgs(layer.data_ptr(), layer.stride(1), *layer.shape[3:]) for layer in layers]
+        table = [
+            KvLayerArgs(layer.data_ptr(), layer.stride(1), layer.stride(2), *layer.shape[3:])
+            for layer in layers
+        ]
         copied = (KvLayerArgs * len(layers))(*table)
         described = PoolArgs(
             ctypes.addressof(copied),

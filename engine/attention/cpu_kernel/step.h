@@ -7,10 +7,10 @@
 #include "../../../native/parallel.h"
 #include "sight.h"
 
-// A layer's KV. The values are `side_stride` elements after the keys.
+// A layer's KV. The values are `side_stride` elements after the keys, a token's `token_stride` after the last one's.
 struct KvLayer {
     void* data;
-    int64_t side_stride, num_kv_heads, head_dim;
+    int64_t side_stride, token_stride, num_kv_heads, head_dim;
 };
 
 struct Pool {

@@ -1,0 +1,65 @@
+"""The life of the ranks that are not rank 0: load, map the pool, run what they are told."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+
+import torch
+
+from engine.attention.select import select_backend
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel, load_model
+from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks, join
+from engine.parallel.messages import Begin, Run, receive
+from engine.parallel.runner import ShareRunner
+from engine.pool_layout import TARGET, Group, PoolLayout, Segment
+from engine.select_forward import pack_model
+from protocol.config import ServeConfig
+from protocol.handoff import SegmentInfo
+
+
+def follow(config: ServeConfig, ranks: Ranks, link: socket.socket, port: int) -> None:
+    """Be a rank until rank 0 is gone. Raises what the engine raises for a model that it can't serve."""
+    loaded = load_model(config)
+    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    loaded = pack_model(loaded, config.compile, backend)
+    memory = _map_pool(link)
+    if memory is None or (begin := receive(link, Begin)) is None:
+        return
+    layout = _layout(loaded, begin.segments, config.block_size)
+    pool = KVPool(layout, begin.num_blocks, loaded.device, lambda _: memoryview(memory))
+    join(ranks, port, None, GATHER_TIMEOUT_S)
+    runner = ShareRunner(config, loaded, pool, ranks, begin.hidden_layers)
+    runner.warm_up()
+    while (step := receive(link, Run)) is not None:
+        try:
+            runner.run(step.batch, step.logit_rows, wants_hidden=step.wants_hidden)
+        except LostRankError:
+            if receive(link, Run) is None:
+                return  # the lost one is rank 0
+            raise
+
+
+def _map_pool(link: socket.socket) -> mmap.mmap | None:
+    """What `Leader.lend` lends; None where rank 0 is gone."""
+    _, fds, _, _ = socket.recv_fds(link, 1, 1)
+    if not fds:
+        return None
+    try:
+        memory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size)
+    finally:
+        os.close(fds[0])
+    link.sendall(b"\0")
+    return memory
+
+
+def _layout(loaded: LoadedModel, segments: list[SegmentInfo], block_size: int) -> PoolLayout:
+    groups = [loaded.kv_group]
+    for info in segments:
+        if not info.name.startswith(TARGET):
+            layers, planes, _, heads, size = info.shape
+            segment = Segment(layers, heads, size, getattr(torch, info.dtype), planes)
+            groups.append(Group.uniform(info.name, segment))
+    return PoolLayout(tuple(groups), block_size)

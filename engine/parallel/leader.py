@@ -1,0 +1,158 @@
+"""Rank 0's side: it forks the other ranks, gives them its pool, and tells them what to run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel
+from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks, join
+from engine.parallel.messages import Begin, Run, encode, send
+from engine.parallel.runner import ShareRunner
+from engine.rows import SequenceRows
+from engine.runner import ForwardOutput
+from protocol.config import ServeConfig
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_POLLRDHUP = 0x2000
+
+Follow = Callable[[Ranks, socket.socket, int], None]
+"""Be one of the other ranks: with its place, its line to rank 0 and the port at which all meet."""
+
+
+class Leader:
+    """The other ranks of this process' worker. They end when it closes or ends, in whatever way."""
+
+    def __init__(self, size: int, follow: Follow) -> None:
+        """Forks them. This process must have one thread, which lives as long as the process."""
+        self.ranks = Ranks(0, size)
+        self._closing = False
+        self._links: list[socket.socket] = []
+        self._pids: list[int] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        port = self._port = self._listener.getsockname()[1]
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            parent, pid = os.getpid(), os.fork()
+            if pid == 0:
+                for inherited in (self._listener, ours, *self._links):
+                    inherited.close()
+                _follow(follow, parent, Ranks(rank, size), theirs, port)
+            theirs.close()
+            ours.settimeout(GATHER_TIMEOUT_S)
+            self._links.append(ours)
+            self._pids.append(pid)
+
+    def lend(self, fd: int, patience_s: float) -> None:
+        """Have all ranks map the pool's file, for which they must have loaded the model: that takes
+        `patience_s` at most. Raises LostRankError.
+        """
+        for link in self._links:
+            with _told(link, patience_s):
+                socket.send_fds(link, [b"\0"], [fd])
+        for link in self._links:
+            with _told(link, patience_s):
+                if not link.recv(1):
+                    raise LostRankError("a rank has ended while it started; see its log")
+
+    def runner(
+        self, config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
+    ) -> LeadingRunner:
+        """For the whole model, once its pool is lent. Raises LostRankError, UnsupportedModelError."""
+        begin = Begin(len(pool.arenas[0]), pool.segments, hidden_layers)
+        self.tell(encode(begin))
+        join(self.ranks, self._port, self._listener.detach(), GATHER_TIMEOUT_S)
+        return LeadingRunner(ShareRunner(config, loaded, pool, self.ranks, hidden_layers), self)
+
+    def tell(self, message: bytes) -> None:
+        """Raises LostRankError."""
+        for link in self._links:
+            with _told(link, GATHER_TIMEOUT_S):
+                send(link, message)
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Call `on_lost`, in a thread, when a rank has ended before `close`."""
+
+        def wait() -> None:
+            poll = select.poll()
+            for link in self._links:
+                poll.register(link, _POLLRDHUP)
+            poll.poll()
+            if not self._closing:
+                log.error("a rank of this worker has ended")
+                on_lost()
+
+        threading.Thread(target=wait, name="ranks", daemon=True).start()
+
+    def close(self) -> None:
+        """Let the other ranks end. Idempotent."""
+        self._closing = True
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        for pid in self._pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self._pids = []
+
+
+class LeadingRunner:
+    """Runs a model on all ranks: rank 0 tells the others, and does its own part."""
+
+    any_threads = False
+
+    def __init__(self, own: ShareRunner, leader: Leader) -> None:
+        self._own = own
+        self._leader = leader
+        self.choice, self.products = own.choice, own.products
+
+    def warm_up(self) -> float:
+        """The others do so by themselves."""
+        return self._own.warm_up()
+
+    def run(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        *,
+        wants_hidden: bool = True,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        """As `Runner.run`. Raises LostRankError."""
+        self._leader.tell(encode(Run(list(batch), logit_rows, wants_hidden)))
+        return self._own.run(batch, logit_rows, wants_hidden=wants_hidden, before=before)
+
+
+@contextlib.contextmanager
+def _told(link: socket.socket, timeout_s: float):  # type: ignore[no-untyped-def]
+    link.settimeout(timeout_s)
+    try:
+        yield
+    except OSError as error:
+        raise LostRankError(f"a rank does not answer: {error}") from error
+
+
+def _follow(follow: Follow, parent: int, ranks: Ranks, link: socket.socket, port: int) -> NoReturn:
+    """What follows in a forked process."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == parent:
+            follow(ranks, link, port)
+    except BaseException:
+        log.exception("rank %d failed", ranks.rank)
+        os._exit(1)
+    finally:
+        os._exit(0)

@@ -1,0 +1,91 @@
+"""Runs one rank's share of a model over its heads' part of the worker's pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine.attention.interface import AttentionBackend
+from engine.attention.select import select_backend
+from engine.errors import UnsupportedModelError
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel
+from engine.parallel.decoder import DescriptionShare
+from engine.parallel.group import Ranks
+from engine.parallel.linear import model_share
+from engine.pool_layout import TARGET
+from engine.rows import SequenceRows
+from engine.runner import ForwardOutput, Runner
+from engine.select_forward import build_runner
+from protocol.config import ServeConfig
+
+
+class ShareRunner:
+    """One rank's part of a forward. All ranks of the worker must run the same rows at the same time.
+
+    Each looks at its own heads of the same pool: it has the layout that it has with one rank, so that blocks
+    move, are cached and freed without regard to how many ranks there are on either side.
+    """
+
+    any_threads = False
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        loaded: LoadedModel,
+        pool: KVPool,
+        ranks: Ranks,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> None:
+        """Raises UnsupportedModelError that names what can't be divided."""
+        check_heads(loaded, ranks.size)
+        layers = [_own_heads(layer, ranks) for layer in pool.layers(TARGET)]
+        backend_class, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+        backend: AttentionBackend = backend_class(layers, loaded.kv_group.arena)
+        self._description: DescriptionShare | None = None
+        if loaded.description is not None:
+            self._description = DescriptionShare(loaded.description, ranks)
+            share = replace(loaded, description=self._description)
+        else:
+            share = replace(loaded, model=model_share(loaded.model, ranks))
+        self._runner: Runner = build_runner(share, backend, config.compile, hidden_layers)
+        self.products = self._runner.products
+        self.choice = f"{self._runner.choice}, on {ranks.size} ranks"
+
+    def warm_up(self) -> float:
+        return self._runner.warm_up()
+
+    def run(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        *,
+        wants_hidden: bool = True,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        """As `Runner.run`. Raises LostRankError."""
+        output = self._runner.run(batch, logit_rows, wants_hidden=wants_hidden, before=before)
+        if self._description is not None and self._description.lost is not None:
+            raise self._description.lost
+        return output
+
+
+def check_heads(loaded: LoadedModel, size: int) -> None:
+    """Raises UnsupportedModelError where the model's heads can't be divided among so many ranks."""
+    text_config = loaded.model.config.get_text_config(decoder=True)
+    heads = {
+        "attention heads": text_config.num_attention_heads,
+        "KV heads": loaded.kv_group.segments[0].num_kv_heads,
+    }
+    for name, count in heads.items():
+        if count % size:
+            model = loaded.model.config.model_type
+            raise UnsupportedModelError(f"{model}: {count} {name} cannot be divided among {size} ranks")
+
+
+def _own_heads(layer: Tensor, ranks: Ranks) -> Tensor:
+    """Of a layer's view of the pool."""
+    heads = ranks.own(layer.shape[3])
+    return layer[:, :, :, heads.start : heads.stop]
