@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from deploy.tensor_parallel import check_ranks
 from messaging.tls import http_tls, tls_files
 from models.bundled import BUNDLED_FOLDER, DRAFTS, bundled_path, is_bundled_model
 from protocol.config import (
@@ -120,6 +121,7 @@ def _check_together(config: ServeConfig) -> None:
     _check_tiers(config)
     _check_kv_events(config)
     _check_draft_workers(config)
+    check_ranks(config)
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "

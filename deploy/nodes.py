@@ -44,17 +44,21 @@ class Node:
         return f"{self.address} ({self.cores} cores{', ' + roles if roles else ''})"
 
 
-def choose(role: str, nodes: Sequence[Node], held: Held, distrusted: Collection[str] = ()) -> Node | None:
-    """The node for one more worker; None where none has room.
+def choose(
+    role: str, nodes: Sequence[Node], held: Held, distrusted: Collection[str] = (), ranks: int = 1
+) -> Node | None:
+    """The node for one more worker, with all of its `ranks`; None where none has room.
 
     Where some have GPUs these alone; a node is distrusted (by its id) if its workers fell silent at once, and
-    comes last. Of the others it is the one with the most cores for each of its workers.
+    comes last, and before it one with fewer cores than ranks. Of the others it is the one with the most cores
+    for each of its workers.
     """
     fit = [node for node in nodes if node.has_room(role, held.get(node.node_id, ()))]
     if any(node.gpus for node in nodes):
         fit = [node for node in fit if node.gpus]
 
-    def cost(node: Node) -> tuple[bool, float]:
-        return node.node_id in distrusted, (len(held.get(node.node_id, ())) + 1) / node.cores
+    def cost(node: Node) -> tuple[bool, bool, float]:
+        few = node.cores < ranks
+        return node.node_id in distrusted, few, (len(held.get(node.node_id, ())) + 1) / node.cores
 
     return min(fit, key=cost, default=None)

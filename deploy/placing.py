@@ -65,11 +65,16 @@ class Placing:
             node.node_id: [other.role.name for other in self.on(node) if other is not slot]
             for node in self._nodes
         }
-        slot.node = choose(slot.role.name, self._nodes, held, distrusted)
+        ranks = self._config.num_ranks(slot.role)
+        slot.node = choose(slot.role.name, self._nodes, held, distrusted, ranks)
         return slot.node is not None
 
     def on(self, node: Node) -> list[Slot]:
         return [slot for slot in self._slots if slot.node is not None and slot.node.node_id == node.node_id]
+
+    def ranks_on(self, node: Node) -> int:
+        """The processes of all workers there."""
+        return sum(self._config.num_ranks(slot.role) for slot in self.on(node))
 
     def shortage(self, waiting: Sequence[Slot], now: float) -> str:
         """Says what these wait for."""
@@ -106,7 +111,8 @@ class Placing:
         if slot.role.name in node.roles:
             bundle = {slot.role.name: 1.0}
         else:
-            bundle = {"CPU": node.cores * 1000 // self._config.num_workers / 1000}
+            ranks = self._config.num_ranks(slot.role)
+            bundle = {"CPU": node.cores * ranks * 1000 // self._config.total_ranks / 1000}
         if gpus:
             bundle["GPU"] = gpus
         return placement_group(

@@ -6,23 +6,25 @@ import logging
 
 import msgspec
 
+from deploy.tensor_parallel import refuse_ranks
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
-def choose_threads(config: ServeConfig, cores: int, workers: int | None = None) -> tuple[int, str]:
-    """CPU threads for each of a host's `workers` (all that are deployed), and why.
+def choose_threads(config: ServeConfig, cores: int, ranks: int | None = None) -> tuple[int, str]:
+    """CPU threads for each of the `ranks` of a host's workers (of all that are deployed), and why.
 
-    `--worker-threads` wins. Otherwise the host's cores are divided evenly among the workers, at least one
-    each: a step is one parallel region after another, and every region waits for its slowest thread, so
-    threads that outnumber the cores cost more than they bring.
+    `--worker-threads` wins. Otherwise the host's cores are divided evenly among the ranks, at least one each:
+    a step is one parallel region after another, and every region waits for its slowest thread, so threads
+    that outnumber the cores cost more than they bring.
     """
     if config.worker_threads is not None:
         return config.worker_threads, "--worker-threads"
-    workers = workers or config.num_workers
-    return max(1, cores // workers), f"{cores} cores for {workers} workers"
+    ranks = ranks or config.total_ranks
+    kind = "workers" if config.total_ranks == config.num_workers else "ranks"
+    return max(1, cores // ranks), f"{cores} cores for {ranks} {kind}"
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -54,18 +56,26 @@ def gpu_share(config: ServeConfig, num_gpus: float, workers: int) -> float:
 
 
 def plan_workers(
-    config: ServeConfig, num_gpus: float, cores: int, workers: int | None = None
+    config: ServeConfig,
+    num_gpus: float,
+    cores: int,
+    workers: int | None = None,
+    ranks: int | None = None,
 ) -> tuple[ServeConfig, float]:
     """The configuration that a host's `workers` (all that are deployed) get, and each one's share of a GPU.
 
-    Threads are chosen; the memory of the host, or of a shared GPU, is divided.
+    Threads of their `ranks` are chosen; the memory of the host, or of a shared GPU, is divided. Raises
+    ConfigError.
     """
+    ranks = ranks or workers
     workers = workers or config.num_workers
     gpus = gpu_share(config, num_gpus, workers)
+    if gpus > 0:
+        refuse_ranks(config, "on a GPU; with --device cpu they can")
     planned = msgspec.structs.replace(
         config,
         device="cuda" if gpus > 0 else "cpu",
         gpu_memory_utilization=config.gpu_memory_utilization * (gpus or 1 / workers),
-        worker_threads=choose_threads(config, cores, workers)[0],
+        worker_threads=choose_threads(config, cores, ranks)[0],
     )
     return planned, gpus

@@ -65,6 +65,9 @@ class Supervisor:
         self._config = msgspec.structs.replace(config, api_key=None)
         """What workers get of it: Ray carries that."""
         self._forks = forks_workers(config)
+        # Ranks wait for each other at every product, so none may lack a core that was lent.
+        has_ranks = config.total_ranks > config.num_workers
+        self._shares_cores = config.worker_threads is None and not has_ranks
         self._reminded = 0.0
         self._began = time.monotonic()
         self._stop = stop
@@ -140,8 +143,8 @@ class Supervisor:
         slot.incarnation = new_incarnation()
         if slot.actor is None:
             assert slot.node is not None
-            beside = len(self._placing.on(slot.node))
-            slot.config, gpus = plan_workers(self._config, slot.node.gpus, slot.node.cores, beside)
+            beside, ranks = len(self._placing.on(slot.node)), self._placing.ranks_on(slot.node)
+            slot.config, gpus = plan_workers(self._config, slot.node.gpus, slot.node.cores, beside, ranks)
             if not self._cluster.is_local and slot.config.worker_host is None:
                 slot.config = msgspec.structs.replace(slot.config, worker_host=slot.node.address)
             self._make_actor(slot, gpus)
@@ -152,7 +155,7 @@ class Supervisor:
             router_endpoints=self._router.worker_endpoints,
             config=slot.config,
             keys=self._keys,
-            shares_cores=self._config.worker_threads is None and slot.config.device == "cpu",
+            shares_cores=self._shares_cores and slot.config.device == "cpu",
         )
         slot.ended = slot.actor.run.remote(msgspec.msgpack.encode(launch))
         slot.started = time.monotonic()

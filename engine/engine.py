@@ -64,7 +64,7 @@ class Engine:
         speculate: Speculate | None = None,
         leader: Leader | None = None,
     ) -> None:
-        """With a `leader` of other ranks the model runs on all of them, and `allocate` lends them the pool."""
+        """With a `leader` the model runs on its ranks too, to which `allocate` lends the pool."""
         self.config = config
         started = time.monotonic()
         loaded = load_model(config)

@@ -38,9 +38,10 @@ class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One role. Pure data: the launcher sends it to each worker's process.
 
     `loop` names the class of its engine loop, as "module:class". `replicas` is the option with the number of
-    its workers, `ranks` the one with the number of processes that each consists of, by default 1. A worker may be asked for any of `tasks`; the first is its purpose, the others are for when
-    no worker with that purpose is left. It pushes blocks to workers of the roles in `pushes_to`, and connects
-    to them before the first request.
+    its workers, `ranks` the one with the number of processes that each consists of, by default 1. A worker
+    may be asked for any of `tasks`; the first is its purpose, the others are for when no worker with that
+    purpose is left. It pushes blocks to workers of the roles in `pushes_to`, and connects to them before the
+    first request.
     """
 
     name: str

@@ -65,8 +65,8 @@ def build_engine(
     holds_draft: bool = False,
     leader: Leader | None = None,
 ) -> tuple[Engine, RegisteredPool]:
-    """Load the model, or its draft, and make its pool in memory that transfers can reach, and the ranks of the
-    `leader`. `remote` has the drafts of draft workers.
+    """Load the model, or its draft, and make its pool in memory that transfers can reach, and the `leader`'s
+    ranks. `remote` has the drafts of draft workers.
 
     With `shm` the receiver maps the sender's pool, and any worker may have to send. A pool in a GPU's memory
     is reached through the host's. Raises what the engine raises for a model that it cannot serve.

@@ -34,6 +34,7 @@ class NativeModel:
     """A model as the C++ side reads it. What `model` points to lives as long as this object."""
 
     model: ModelArgs
+    layers: ctypes.Array[LayerArgs]
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []

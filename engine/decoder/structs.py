@@ -48,7 +48,10 @@ class ModelArgs(Structure):
         ("sines", c_void_p),
         ("norm_epsilon", c_double),
         ("attention_scale", c_double),
-        *((name, c_void_p) for name in ("attention", "linear", "begin", "attend", "parallel", "entry", "gather")),
+        *(
+            (name, c_void_p)
+            for name in ("attention", "linear", "begin", "attend", "parallel", "entry", "gather")
+        ),
     )
 
 

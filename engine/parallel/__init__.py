@@ -1,1 +1,1 @@
-"""Tensor parallelism: several processes, the ranks, run one model, each with a share of its heads and weights."""
+"""Tensor parallelism: several processes, the ranks, run one model, each with some of its weights."""

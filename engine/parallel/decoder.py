@@ -7,18 +7,18 @@ import ctypes
 import torch
 from torch import Tensor
 
-from engine.decoder.description import Description, NativeModel
+from engine.decoder.description import NativeModel
 from engine.decoder.structs import GatherFunction, LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import packed_rows
 from engine.parallel.group import LostRankError, Ranks
 
 
 class DescriptionShare(NativeModel):
-    """Of the whole description it shares all but the packed weights whose own outputs do not lie together there
-    in whole panels: queries beside keys and values, and the gate beside what it opens.
+    """It shares the whole one's memory, but for packed weights whose own outputs do not lie together there in
+    whole panels: queries beside keys and values, and the gate beside what it opens.
     """
 
-    def __init__(self, whole: Description, ranks: Ranks) -> None:
+    def __init__(self, whole: NativeModel, ranks: Ranks) -> None:
         super().__init__()
         self._whole = whole  # which owns most of the memory
         self._ranks = ranks
@@ -26,12 +26,12 @@ class DescriptionShare(NativeModel):
         """What went wrong in a forward, whose results then mean nothing."""
         args = whole.model
         hidden, queries = args.hidden, args.num_heads * args.head_dim
-        self._layers = (LayerArgs * args.num_layers)(
+        self.layers = (LayerArgs * args.num_layers)(
             *(self._layer(layer, queries, hidden) for layer in whole.layers)
         )
         self._gather = GatherFunction(self._on_gather)
         self.model = ModelArgs.from_buffer_copy(args)
-        self.model.layers = ctypes.addressof(self._layers)
+        self.model.layers = ctypes.addressof(self.layers)
         self.model.num_heads = args.num_heads // ranks.size
         self.model.products = args.products // ranks.size
         if args.vocab % ranks.size == 0:  # else each rank computes all logits

@@ -94,4 +94,4 @@ _library.define("gather_columns(Tensor part, int size) -> Tensor")
 _library.impl("gather_columns", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("tandem::gather_columns", _run_meta, lib=_library)
 gather_columns = torch.ops.tandem.gather_columns.default
-"""`Ranks.gather` of the ranks that this process has joined, as an operator that torch.compile does not enter."""
+"""`Ranks.gather` of the ranks that this process has joined, as an operator that torch.compile keeps."""

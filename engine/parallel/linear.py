@@ -1,4 +1,4 @@
-"""A rank's share of a Transformers model: linear layers with some of their outputs, by the model's own plan."""
+"""A rank's share of a Transformers model: linear layers with some of their outputs, by the model's plan."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def _share(module: nn.Module, style: str, ranks: Ranks, name: str) -> nn.Module:
         raise UnsupportedModelError(f"{name}: {outputs} among {ranks.size} tensor-parallel ranks")
     own = ranks.own(module.out_features)
     part = module.rows(own) if isinstance(module, PackedLinear) else _rows(module, own)
-    return LinearShare(
-        part, ranks.size, gathers_input=style == "rowwise", gathers_output=style != "colwise"
-    )
+    return LinearShare(part, ranks.size, gathers_input=style == "rowwise", gathers_output=style != "colwise")
 
 
 def _rows(linear: nn.Linear, rows: range) -> nn.Linear:

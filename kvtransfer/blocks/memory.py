@@ -41,8 +41,8 @@ class PoolMemory:
 
     It is physically allocated as it is first touched. It has no name in any file system: after a SIGKILL
     nothing is left behind. Its size is sealed, so that a peer which maps it can't be hit by its truncation,
-    and only `buffer` and those it was lent to can write to it (from Linux 5.1 on). `fd` is None where the platform has no
-    `memfd_create`. The memory and `fd` go with the last view of `buffer`.
+    and only `buffer` and those it was lent to can write to it (from Linux 5.1 on). `fd` is None where the
+    platform has no `memfd_create`. The memory and `fd` go with the last view of `buffer`.
     """
 
     def __init__(

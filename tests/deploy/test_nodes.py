@@ -50,3 +50,10 @@ def test_where_some_have_gpus_only_they_take_workers() -> None:
 def test_a_node_that_does_not_answer_comes_last() -> None:
     assert place(["decode", "decode"], [node("a", cores=8), node("b")], ("a",)) == ["b", "b"]
     assert place(["decode"], [node("a")], ("a",)) == ["a"], "none other is left"
+
+
+def test_a_worker_of_several_ranks_goes_where_each_has_a_core() -> None:
+    nodes = [node("a", cores=2), node("b", cores=4)]
+    held = {"b": ["decode"] * 3}
+    chosen = [choose("decode", nodes, held, (), ranks) for ranks in (1, 2, 4, 8)]
+    assert [each.node_id for each in chosen if each is not None] == ["a", "a", "b", "a"]

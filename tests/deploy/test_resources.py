@@ -59,3 +59,14 @@ def test_plan_on_gpus() -> None:
 def test_cuda_without_a_gpu_is_an_error() -> None:
     with pytest.raises(ConfigError, match="--device"):
         plan_workers(ServeConfig(device="cuda"), num_gpus=0, cores=4)
+
+
+def test_threads_are_divided_among_ranks_and_memory_among_workers() -> None:
+    ranks = ServeConfig(decode_tensor_parallel_size=3)
+    assert choose_threads(ranks, 8) == (2, "8 cores for 4 ranks")
+    config, _ = plan_workers(ranks, num_gpus=0, cores=8)
+    assert (config.worker_threads, config.gpu_memory_utilization) == (2, 0.45)
+    config, _ = plan_workers(ranks, num_gpus=0, cores=6, workers=1, ranks=3)
+    assert config.worker_threads == 2
+    with pytest.raises(ConfigError, match=r"--decode-tensor-parallel-size: 3 is above 1.* GPU"):
+        plan_workers(ranks, num_gpus=1, cores=8)

@@ -1,0 +1,46 @@
+"""Ranks that workers can't have are refused before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.config import load_config
+from protocol.errors import ConfigError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": shape}))
+    return str(tmp_path)
+
+
+def test_sizes_that_divide_the_heads(model: str) -> None:
+    flags = {"model": model, "prefill_tensor_parallel_size": 4, "decode_tensor_parallel_size": 2}
+    config = load_config(flags, {})
+    assert (config.num_workers, config.total_ranks) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"prefill_tensor_parallel_size": 3}, "--prefill-.*: 3 does not divide the num_key_value_heads.*4$"),
+        ({"decode_tensor_parallel_size": 8}, "--decode-.*: 8 does not divide the num_attention_heads.*12$"),
+        ({"decode_tensor_parallel_size": 0}, "--decode-tensor-parallel-size: .*>= 1.*got 0"),
+        ({"decode_tensor_parallel_size": 65}, "--decode-tensor-parallel-size: .*<= 64.*got 65"),
+        ({"decode_tensor_parallel_size": "two"}, "--decode-tensor-parallel-size: .*got 'two'"),
+        ({"decode_tensor_parallel_size": 2, "device": "cuda"}, "--decode-.*: 2 is above 1.*--device cuda"),
+        ({"decode_tensor_parallel_size": 2, "kv_transports": "object_store"}, "--decode-.*object_store"),
+    ],
+)
+def test_others_are_refused_with_the_limit(model: str, flags: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config({"model": model, **flags}, {})
+
+
+def test_a_role_without_workers_needs_no_ranks(model: str) -> None:
+    flags = {"model": model, "disaggregation": False, "prefill_tensor_parallel_size": 3}
+    assert load_config(flags, {}).total_ranks == 1

@@ -1,0 +1,108 @@
+"""Workers of several ranks give the tokens of others: hand-offs both ways, speculation, lost ranks. fp32."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from transformers import PreTrainedModel
+
+from protocol.speculation import SpeculativeConfig
+from tests.e2e.architectures import VOCAB_SIZE
+from tests.e2e.serving import HttpServing
+from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
+from tests.worker.tiny_model import greedy
+
+NUM_TOKENS = 16
+ENDED_S = 10.0
+TWO = {"prefill_tensor_parallel_size": 2, "decode_tensor_parallel_size": 2}
+
+
+def prompt(length: int) -> list[int]:
+    return random.Random(length).choices(range(3, VOCAB_SIZE), k=length)
+
+
+def other_ranks(worker: RunningWorker) -> list[psutil.Process]:
+    return psutil.Process(worker.process.pid).children()
+
+
+def test_hand_offs_between_different_sizes(folder: Path, reference: PreTrainedModel) -> None:
+    prompts = [prompt(length) for length in (5, 48, 130)]
+    expected = [greedy(reference, each, NUM_TOKENS) for each in prompts]
+    options = SpeculativeConfig(method="draft_model", model=str(folder), num_speculative_tokens=3)
+    one = tiny_config(folder, speculative_config=options)
+    two = msgspec.structs.replace(one, **TWO)
+    with Cluster() as cluster:
+        small, large = (cluster._launch("prefill", f"prefill-{i}", each) for i, each in enumerate((one, two)))
+        alone, ranks = (cluster._launch("decode", f"decode-{i}", each) for i, each in enumerate((one, two)))
+        for worker in (small, large, alone, ranks):
+            cluster._await(worker)
+        assert [len(other_ranks(worker)) for worker in (small, large, alone, ranks)] == [0, 1, 0, 1]
+        for name, prefill, decode in (("up", small, ranks), ("down", large, alone), ("same", large, ranks)):
+            ids = [f"{name}-{index}" for index in range(len(prompts))]
+            for request_id, each in zip(ids, prompts, strict=True):
+                cluster.generate(prefill, request(request_id, each, NUM_TOKENS), decode.address)
+            cluster.run(*ids)
+            assert [cluster.tokens(request_id) for request_id in ids] == expected, name
+            assert set(cluster.sources(ids[-1])) == {prefill.worker_id, decode.worker_id}
+            last = [output for worker, output in cluster.outputs[ids[-1]] if worker == decode.worker_id]
+            assert sum(output.accepted_tokens for output in last) > NUM_TOKENS // 2
+        cluster.wait_empty(small, large, alone, ranks)
+        left = other_ranks(large) + other_ranks(ranks)
+    assert not psutil.wait_procs(left, ENDED_S)[1], "ranks end with their worker"
+
+
+@pytest.fixture(scope="module")
+def serving(folder: Path) -> Iterator[HttpServing]:
+    workers = {"prefill-0": "", "decode-0": "slow:0.02", "decode-1": "slow:0.02", "decode-2": "slow:0.02"}
+    with HttpServing(folder, workers, decode_tensor_parallel_size=2, decode_replicas=3) as serving:
+        yield serving
+
+
+def kill_rank(worker: RunningWorker) -> None:
+    os.kill(other_ranks(worker)[0].pid, signal.SIGKILL)
+
+
+def kill_worker(worker: RunningWorker) -> None:
+    worker.process.kill()
+
+
+@pytest.mark.parametrize("kill", [kill_rank, kill_worker])
+def test_a_lost_rank_is_a_lost_worker(
+    kill: Callable[[RunningWorker], None], serving: HttpServing, reference: PreTrainedModel
+) -> None:
+    expected = greedy(reference, prompt(40), 60)
+    body: dict[str, Any] = {"model": "model", "prompt": prompt(40), "max_tokens": 60, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(serving.http.post, "/v1/completions", json=body)
+        worker_id = running(serving)
+        worker = serving.workers[worker_id]
+        left = other_ranks(worker)
+        kill(worker)
+        assert not psutil.wait_procs(left, ENDED_S)[1]
+        serving.bury(worker_id)
+        answer = future.result().json()
+    assert answer["choices"][0]["token_ids"] == expected
+    assert serving.metric("tandem_requests_placed_anew_total") > 0
+
+
+def running(serving: HttpServing) -> str:
+    """The decode worker that has the request."""
+    found: list[str] = []
+
+    def look() -> bool:
+        states = serving.worker_states()
+        found[:] = [name for name in states if name.startswith("decode") and states[name]["num_running"]]
+        return bool(found)
+
+    serving.wait(look)
+    return found[0]

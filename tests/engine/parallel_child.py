@@ -1,0 +1,57 @@
+"""A whole engine on several ranks, in a process that forks them, as `multiprocessing` starts it."""
+
+from __future__ import annotations
+
+import socket
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.engine import Engine
+from engine.parallel.follower import follow
+from engine.parallel.group import Ranks
+from engine.parallel.leader import Leader
+from kvtransfer.blocks.memory import PoolMemory
+from protocol.config import ServeConfig
+from protocol.messages import EngineRequest
+
+
+def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connection) -> None:
+    """Send what the engine is and each request's tokens and log-probabilities, or why it can't start."""
+    checked = msgspec.convert(config, ServeConfig)
+
+    def be_rank(ranks: Ranks, link: socket.socket, port: int) -> None:
+        torch.set_num_threads(1)
+        follow(checked, ranks, link, port)
+
+    leader = Leader(size, be_rank) if size > 1 else None
+    torch.set_num_threads(1)
+
+    def allocate(nbytes: int) -> memoryview:
+        lend = None if leader is None else lambda fd: leader.lend(fd, 30.0)
+        return PoolMemory(nbytes, lend=lend).buffer
+
+    try:
+        engine = Engine(checked, allocate=allocate, leader=leader)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
+    results: dict[str, list[Any]] = {}
+    for data in requests:
+        request = msgspec.msgpack.decode(data, type=EngineRequest)
+        engine.add(request)
+        results[request.request_id] = []
+        if request.cache_salt:  # alone, before the others
+            _finish(engine, results)
+    _finish(engine, results)
+    pipe.send((engine.start_up["forward"], results))
+    engine.close()
+
+
+def _finish(engine: Engine, results: dict[str, list[Any]]) -> None:
+    while engine.has_work():
+        for output in engine.step().outputs:
+            logprobs = msgspec.to_builtins(output.logprobs)
+            results[output.request_id] += [output.token_ids, logprobs]
