@@ -96,6 +96,20 @@ def status(
         show_status(url, api_key, once=once, as_json=as_json, interval_s=interval)
 
 
+@app.command()
+def top(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show load, KV, links, drafts and their rates, live."""
+    from deploy.top import show_top
+
+    with _failures():
+        show_top(url, api_key, once=once, interval_s=interval)
+
+
 Worker = Annotated[str, typer.Argument(help="A worker's id, as `tandem status` shows it.")]
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -100,7 +101,7 @@ def make_speculation_table(status: dict[str, Any]) -> Table:
     for name in _SPECULATION_COLUMNS:
         table.add_column(name, no_wrap=True)
     for worker in status["workers"]:
-        totals = _spec_decode_totals(worker["counters"])
+        totals = spec_decode_totals(worker["counters"])
         deployed = worker["start_up"].get("speculation", "none").partition(" (")[0]
         if deployed != "none":
             totals.setdefault(deployed, {})
@@ -109,7 +110,7 @@ def make_speculation_table(status: dict[str, Any]) -> Table:
     return table
 
 
-def _spec_decode_totals(counters: dict[str, float]) -> dict[str, dict[str, float]]:
+def spec_decode_totals(counters: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """By method, the counters `spec_decode_num_NAME_total` by NAME."""
     totals: dict[str, dict[str, float]] = defaultdict(dict)
     for key, value in counters.items():

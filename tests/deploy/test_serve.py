@@ -94,6 +94,13 @@ def test_status_and_complete(server: ServerProcess) -> None:
         tandem_command("status", "--once", "--url", server.url), cwd=ROOT, capture_output=True, text=True
     )
     assert "prefill-0" in table.stdout and "decode-0" in table.stdout
+    top = subprocess.run(
+        tandem_command("top", "--once", "--interval", "0.1", "--url", server.url),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert "prefill-0" in top.stdout and "requests at workers" in top.stdout, top.stderr
     text = subprocess.run(
         tandem_command("complete", "abc", "--url", server.url, "--max-tokens", "7"),
         cwd=ROOT,
