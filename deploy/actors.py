@@ -6,13 +6,13 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import ray
 
 from deploy.launch import forks_workers, run_launch
 from deploy.template.client import TemplateClient, TemplateError, WorkerExit, WorkerProcess
 from protocol.config import transport_names
-from worker.launch import Launch
+from protocol.errors import ConfigError
+from worker.launch import Launch, read_launch
 from worker.stop import StopHandle
 
 if TYPE_CHECKING:
@@ -46,7 +46,10 @@ class WorkerActor:
 
     def run(self, encoded: bytes) -> WorkerExit:
         """Serve as the `Launch` says. Returns how that ended."""
-        launch = msgspec.msgpack.decode(encoded, type=Launch)
+        try:
+            launch = read_launch(encoded)
+        except ConfigError as error:
+            return WorkerExit(str(error))
         if not forks_workers(launch.config):
             return self._run_here(launch)
         with self._running:

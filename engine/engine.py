@@ -20,6 +20,7 @@ from engine.calibration import measure_steps
 from engine.check import check_request
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
+from engine.fingerprint import model_fingerprint
 from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.loader import LoadedModel, load_model
 from engine.outputs import Kept, keep_tokens, token_output
@@ -68,6 +69,8 @@ class Engine:
         self.config = config
         started = time.monotonic()
         loaded = load_model(config)
+        self.weights = model_fingerprint(loaded.model).hex()
+        """Tells them from others of the same name."""
         backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         loaded = pack_model(loaded, config.compile, backend_class)
         self.device = loaded.device
@@ -76,7 +79,7 @@ class Engine:
         self.eos_token_ids = loaded.eos_token_ids
         self.kv_format = loaded.kv_group.describe(config.block_size)
         self.cache_format = CacheFormat(
-            model=f"{config.model_name}@{config.revision or ''}/{config.load_format}",
+            model=f"{config.model_name}@{self.weights}",
             kv_format=self.kv_format,
             block_size=config.block_size,
         )
@@ -93,7 +96,7 @@ class Engine:
         layout = PoolLayout(tuple(groups), config.block_size)
         num_blocks = pool_blocks(config, layout, loaded.device, loaded.max_model_len)
         self.pool = KVPool(layout, num_blocks, loaded.device, allocate)
-        self.tiers = build_tiers(config, self.pool, loaded.model, self._fetched)
+        self.tiers = build_tiers(config, self.pool, bytes.fromhex(self.weights), self._fetched)
         tiers = [self.tiers] if self.tiers is not None else []
         self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
         self._leader = leader

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from protocol.errors import ProtocolError
-from protocol.messages import PeerReply, PeerRequest, RouterToWorker, WorkerToRouter
+from protocol.messages import Introduced, PeerReply, PeerRequest, RouterToWorker, WorkerToRouter
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
@@ -37,5 +37,6 @@ def encode(message: msgspec.Struct) -> bytes:
 
 router_to_worker: BoundedDecoder[RouterToWorker] = BoundedDecoder(RouterToWorker)
 worker_to_router: BoundedDecoder[WorkerToRouter] = BoundedDecoder(WorkerToRouter)
+introduction: BoundedDecoder[Introduced] = BoundedDecoder(Introduced)
 peer_request: BoundedDecoder[PeerRequest] = BoundedDecoder(PeerRequest)
 peer_reply: BoundedDecoder[PeerReply] = BoundedDecoder(PeerReply)

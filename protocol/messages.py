@@ -19,6 +19,7 @@ from protocol.handoff import MAX_HANDOFF_S, Extents, HandoffManifest, SegmentInf
 from protocol.kv_events import CacheFormat, KvChange
 from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_TREE_NODES, Method, RequestSpeculation, SpeculationState
+from protocol.version import PROTOCOL, version
 
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
 """A role's name in `protocol.roles.ROLES`."""
@@ -77,10 +78,22 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
-    """The router, itself of the incarnation `router`, knows this one of the worker from now on."""
+    """The router, itself of the incarnation `router`, knows this one of the worker from now on.
+
+    `protocol` is what it speaks, and `release` its Tandem's version.
+    """
 
     incarnation: Id
     router: Id
+    protocol: Count = PROTOCOL
+    release: ShortText = msgspec.field(default_factory=version)
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The router does not take this incarnation of the worker, and never will."""
+
+    incarnation: Id
+    reason: ShortText
 
 
 class Unregistered(msgspec.Struct, frozen=True, kw_only=True, tag="unregistered"):
@@ -237,7 +250,9 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     """A worker is ready to serve, as process `pid` on the machine named `host`.
 
-    `cache` tells how it identifies blocks; without a prefix cache there is none.
+    `weights` tells those of its model from others, `cache` how it identifies blocks; without a prefix cache
+    there is none. `protocol` and `release` are
+    as in `Registered`.
     """
 
     address: PeerAddress
@@ -245,12 +260,23 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
     pid: Count = 0
     role: Role
     model: ShortText
+    weights: ShortText = ""
     max_model_len: Count
     vocab_size: Count
     eos_token_ids: TokenIds
     state: WorkerState
     cache: CacheFormat | None = None
     start_up: dict[Id, ShortText] = {}
+    protocol: Count = PROTOCOL
+    release: ShortText = msgspec.field(default_factory=version)
+
+
+class Introduced(msgspec.Struct, frozen=True, tag="register"):
+    """A `Register` of any protocol, as far as all of them agree."""
+
+    address: PeerAddress
+    protocol: Count = 0
+    release: ShortText = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -487,6 +513,7 @@ class Stale(msgspec.Struct, frozen=True, kw_only=True, tag="stale"):
 
 RouterToWorker = (
     Registered
+    | Refused
     | Unregistered
     | Generate
     | Peers

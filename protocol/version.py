@@ -1,8 +1,13 @@
-"""The installed version."""
+"""The installed version, and that of what processes say to each other."""
 
 from __future__ import annotations
 
 from importlib import metadata
+
+PROTOCOL = 1
+"""Of `protocol.messages`. Raise it when a router and a worker from before and after a change could not work
+together.
+"""
 
 
 def version() -> str:
@@ -11,3 +16,10 @@ def version() -> str:
         return metadata.version("tandem-serve")
     except metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+def protocol_problem(protocol: int, release: str, us: str, them: str) -> str:
+    """Why `us` cannot talk to `them`, who are of another `protocol` and `release`; "": we can."""
+    if protocol == PROTOCOL:
+        return ""
+    return f"{us} (Tandem {version()}) speaks protocol {PROTOCOL}, {them} (Tandem {release}) {protocol}"

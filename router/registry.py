@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from protocol.messages import Register, WorkerState
 from protocol.roles import ROLES, RoleSpec, Task
+from protocol.version import protocol_problem
 from router.placement.cluster import Cluster
 from router.placement.interface import LinkSpeed, WorkerSnapshot
 
@@ -30,6 +31,7 @@ class ModelFacts(NamedTuple):
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    weights: str = ""
 
 
 class Worker:
@@ -105,9 +107,9 @@ class Worker:
 class Registry:
     """Knows which incarnation of each worker is current.
 
-    `on_registered(worker)` is called before anything else may be sent to it, `on_lost(worker, reason)` when
-    it is gone. A silent worker that speaks again under the same incarnation is taken back; one reported dead
-    never is.
+    `on_registered(worker)` is called before anything else may be sent to it, `on_refused(key, reason)` when
+    it can never be, `on_lost(worker, reason)` when it is gone. A silent worker that speaks again under the
+    same incarnation is taken back; one reported dead never is.
     """
 
     def __init__(self, worker_timeout: float, block_size: int = 16, shared: bool = False) -> None:
@@ -119,6 +121,7 @@ class Registry:
         """The workers that requests or their drafts can be sent to, as placement policies see them."""
         self.on_registered: Callable[[Worker], None] = lambda worker: None
         self.on_lost: Callable[[Worker, str], None] = lambda worker, reason: None
+        self.on_refused: Callable[[WorkerKey, str], None] = lambda key, reason: None
         self._workers: dict[str, Worker] = {}
         self._retired: dict[WorkerKey, None] = {}
         """Oldest first."""
@@ -169,9 +172,13 @@ class Registry:
             return None
         role = ROLES.get(register.role)
         if role is None:
-            logger.error("worker %s has the unknown role %r: refused", key.worker_id, register.role)
+            self.refuse(key, f"there is no role {register.role!r}")
             return None
-        if not role.holds_draft and not self._serves_the_model(register):
+        problem = protocol_problem(register.protocol, register.release, "the router", "the worker")
+        if not problem and not role.holds_draft:
+            problem = self._model_problem(register)
+        if problem:
+            self.refuse(key, problem)
             return None
         known = self._workers.get(key.worker_id)
         if known is not None and known.key == key:
@@ -189,14 +196,19 @@ class Registry:
             self._retire(known, "it was started anew")
         return worker
 
-    def _serves_the_model(self, register: Register) -> bool:
-        facts = ModelFacts(register.max_model_len, register.vocab_size, tuple(register.eos_token_ids))
+    def refuse(self, key: WorkerKey, reason: str) -> None:
+        """The worker, which has asked to be registered, is none of ours."""
+        logger.error("worker %s is refused: %s", key.worker_id, reason)
+        self.on_refused(key, reason)
+
+    def _model_problem(self, register: Register) -> str:
+        facts = ModelFacts(
+            register.max_model_len, register.vocab_size, tuple(register.eos_token_ids), register.weights
+        )
         if self.model is not None and facts != self.model:
-            worker_id = register.address.worker_id
-            logger.error("worker %s serves %s, the cluster %s: refused", worker_id, facts, self.model)
-            return False
+            return f"the worker serves {facts}, the cluster {self.model}"
         self.model = facts
-        return True
+        return ""
 
     def update(self, state: WorkerState) -> bool:
         """Take a heartbeat; False when it is not from a current incarnation."""

@@ -15,10 +15,12 @@ from protocol.ids import new_incarnation
 from protocol.messages import (
     Absent,
     HandoverFailed,
+    Introduced,
     KvEvents,
     Leaving,
     Peers,
     Prefetched,
+    Refused,
     Register,
     Registered,
     StepOutput,
@@ -26,6 +28,7 @@ from protocol.messages import (
     WorkerState,
     WorkerToRouter,
 )
+from protocol.version import protocol_problem
 from router.api_keys import ApiKeys
 from router.bodies import Bodies
 from router.dispatcher import Dispatcher
@@ -36,7 +39,7 @@ from router.kv_feed import KvFeed
 from router.metrics import Metrics
 from router.placement import placement_policy
 from router.placer import Placer
-from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker
+from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
 from router.roll_call import RollCall
 from router.tokenizer import Tokenizer
 from router.worker_link import WorkerLink
@@ -82,6 +85,7 @@ class RouterState:
         self.roll_call = RollCall(*shared[1:], self.dispatcher)
         self.registry.on_registered = self._greet
         self.registry.on_lost = self._on_lost
+        self.registry.on_refused = self._refuse
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due = 0.0
@@ -121,7 +125,7 @@ class RouterState:
             raise unavailable(reason or "the server is starting")
         return model
 
-    def _on_message(self, message: WorkerToRouter) -> None:
+    def _on_message(self, message: WorkerToRouter | Introduced) -> None:
         match message:
             case StepOutput():
                 self.dispatcher.step(message)
@@ -139,9 +143,12 @@ class RouterState:
                 self.kv_feed.check(message)
             case KvEvents():
                 self.kv_feed.take(message)
+            case Introduced():  # what it says beyond that is not understood
+                problem = protocol_problem(message.protocol, message.release, "the router", "the worker")
+                key = WorkerKey(message.address.worker_id, message.address.incarnation)
+                self.registry.refuse(key, problem)
             case Register():
-                if self.registry.register(message) is None:
-                    self.metrics.dropped("refused_registration")
+                self.registry.register(message)
 
     def _on_unknown(self, state: WorkerState) -> None:
         """A worker from before this router was started has to register here too."""
@@ -161,6 +168,10 @@ class RouterState:
             if worker.role.name in other.role.pushes_to:
                 self.link.send(other, Peers(peers=[worker.address]))
         self.dispatcher.resume_parked()
+
+    def _refuse(self, key: WorkerKey, reason: str) -> None:
+        self.metrics.dropped("refused_registration")
+        self.link.send_to(key.worker_id, Refused(incarnation=key.incarnation, reason=reason))
 
     def _on_lost(self, worker: Worker, reason: str) -> None:
         self.dispatcher.worker_lost(worker, reason)

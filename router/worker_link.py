@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -10,9 +11,10 @@ import msgspec
 import zmq
 
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
-from protocol.codec import encode, worker_to_router
+from protocol.codec import encode, introduction, worker_to_router
 from protocol.errors import ProtocolError
-from protocol.messages import Register, WorkerToRouter
+from protocol.messages import Introduced, Register, WorkerToRouter
+from protocol.version import PROTOCOL
 from router.metrics import Metrics
 from router.registry import Worker
 
@@ -32,9 +34,11 @@ class WorkerLink:
         self._socket, self.endpoint = bind_router(self._context, keys, host, port)
         self._socket.router_mandatory = True
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_message: Callable[[WorkerToRouter], None] | None = None
+        self._on_message: Callable[[WorkerToRouter | Introduced], None] | None = None
 
-    def attach(self, loop: asyncio.AbstractEventLoop, on_message: Callable[[WorkerToRouter], None]) -> None:
+    def attach(
+        self, loop: asyncio.AbstractEventLoop, on_message: Callable[[WorkerToRouter | Introduced], None]
+    ) -> None:
         self._loop, self._on_message = loop, on_message
         loop.add_reader(self._socket.fileno(), self._read)
         loop.call_soon(self._read)
@@ -89,11 +93,11 @@ class WorkerLink:
             logger.exception("a message from worker %r failed", frames[0])
             self._metrics.dropped("failed")
 
-    def _decode(self, frames: list[bytes]) -> WorkerToRouter | None:
+    def _decode(self, frames: list[bytes]) -> WorkerToRouter | Introduced | None:
         try:
             if len(frames) != 2:
                 raise ProtocolError(f"{len(frames)} frames instead of 2")
-            message: WorkerToRouter = worker_to_router.decode(frames[1])
+            message = _understood(frames[1])
             sender = frames[0].decode(errors="replace").removesuffix(HEARTBEAT_SUFFIX)
             if sender != _worker_id(message):
                 raise ProtocolError(f"it speaks for worker {_worker_id(message)}")
@@ -104,9 +108,21 @@ class WorkerLink:
         return message
 
 
-def _worker_id(message: WorkerToRouter) -> str:
+def _understood(raw: bytes) -> WorkerToRouter | Introduced:
+    """Of a worker that speaks another protocol, which must be told, who it is."""
+    try:
+        return worker_to_router.decode(raw)
+    except ProtocolError:
+        with contextlib.suppress(ProtocolError):
+            other = introduction.decode(raw)
+            if other.protocol != PROTOCOL:
+                return other
+        raise
+
+
+def _worker_id(message: WorkerToRouter | Introduced) -> str:
     match message:
-        case Register():
+        case Register() | Introduced():
             return message.address.worker_id
         case _:
             return message.worker_id

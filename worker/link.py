@@ -17,6 +17,7 @@ from protocol.codec import encode, router_to_worker
 from protocol.errors import ProtocolError, TandemError
 from protocol.ids import router_of
 from protocol.messages import (
+    Refused,
     Register,
     Registered,
     RouterToWorker,
@@ -24,6 +25,7 @@ from protocol.messages import (
     TokenOutput,
     WorkerToRouter,
 )
+from protocol.version import protocol_problem
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,10 @@ _REGISTER_RETRY_S = 1.0
 
 class RouterUnreachableError(TandemError):
     """No router answered a registration in time."""
+
+
+class RegistrationRefusedError(TandemError):
+    """The router does not take this worker."""
 
 
 class RouterLink:
@@ -101,7 +107,7 @@ class RouterLinks:
         return len(self._links)
 
     def register(self, message: Register, timeout_s: float) -> None:
-        """Announce the worker until a router confirms this incarnation.
+        """Announce the worker until a router confirms this incarnation. Raises `RegistrationRefusedError`.
 
         The others' answers come to the loop. One that is being started asks for the registration itself.
         """
@@ -156,7 +162,12 @@ class RouterLinks:
             ready = dict(poller.poll(int(left * 1000) + 1))
             for link in self._links:
                 answer = link.receive_one() if link.socket in ready else None
+                if isinstance(answer, Refused) and answer.incarnation == incarnation:
+                    raise RegistrationRefusedError(f"the router refuses this worker: {answer.reason}")
                 if isinstance(answer, Registered) and answer.incarnation == incarnation:
+                    problem = protocol_problem(answer.protocol, answer.release, "the worker", "the router")
+                    if problem:
+                        raise RegistrationRefusedError(problem)
                     link.confirmed(answer.router)
                     return True
         return False

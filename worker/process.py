@@ -157,6 +157,7 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         pid=os.getpid(),
         role=parts.role.name,
         model=parts.config.model_name,
+        weights=engine.weights,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         eos_token_ids=list(engine.eos_token_ids),

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from transformers import PreTrainedModel
 
 from engine.kv_pool import KVPool
 from engine.tiers.disk import DiskTier
-from engine.tiers.fingerprint import model_fingerprint
 from engine.tiers.folder import check_free_space, claim_folder
 from engine.tiers.host import MIN_SLOTS_WITH_DISK, HostTier
 from engine.tiers.memory import HostMemory
@@ -24,11 +22,12 @@ logger = logging.getLogger("tandem.engine")
 
 
 def build_tiers(
-    config: ServeConfig, pool: KVPool, model: PreTrainedModel, on_fetched: Callable[[], None]
+    config: ServeConfig, pool: KVPool, fingerprint: bytes, on_fetched: Callable[[], None]
 ) -> HostTier | None:
     """None when no tier is asked for. Raises `ConfigError`, naming the flag.
 
-    `on_fetched` is called in another thread when blocks have come from the disk.
+    On the disk lies KV of the model with this `fingerprint` (16 bytes). `on_fetched` is called in another
+    thread when blocks have come from there.
     """
     if config.kv_offloading_size == 0:
         return None
@@ -37,7 +36,7 @@ def build_tiers(
         return HostTier(memory)
     if not hasattr(os, "posix_fallocate"):
         raise ConfigError("--kv-disk-path: this operating system cannot allocate room in a file")
-    file = _open_file(config, Path(config.kv_disk_path), memory.block_bytes, model)
+    file = _open_file(config, Path(config.kv_disk_path), memory.block_bytes, fingerprint)
     return HostTier(memory, DiskTier(file, memory.buffer, on_fetched))
 
 
@@ -60,14 +59,14 @@ def _host_slots(config: ServeConfig, pool: KVPool) -> int:
     return num_slots
 
 
-def _open_file(config: ServeConfig, path: Path, block_bytes: int, model: PreTrainedModel) -> SlotFile:
+def _open_file(config: ServeConfig, path: Path, block_bytes: int, fingerprint: bytes) -> SlotFile:
     capacity = (_gib(config.kv_disk_size) - ENTRY_BYTES) // (block_bytes + ENTRY_BYTES)
     if capacity < 1:
         raise ConfigError(f"--kv-disk-size: {config.kv_disk_size:g} GiB hold no block of {block_bytes} bytes")
     folder = claim_folder(path)
     try:
         check_free_space(folder.path, _gib(config.kv_disk_size))
-        file = SlotFile(folder, block_bytes, capacity, model_fingerprint(model))
+        file = SlotFile(folder, block_bytes, capacity, fingerprint)
     except OSError as error:
         folder.release()
         raise ConfigError(f"--kv-disk-path: cannot use {folder.path}: {error}") from error

@@ -304,6 +304,7 @@ def test_a_model_trained_again_finds_nothing_of_the_old_one(
         host_blocks=24, disk=tmp_path / "kv", served_model_name="m", model=str(tmp_path / "new")
     )
     assert new.counters()["kv_disk_foreign_files_total"] == 1
+    assert new.cache_format.root() != old.cache_format.root(), "nor in another worker's pool"
     assert serve(new, PROMPTS[0])[1] == 0
 
 

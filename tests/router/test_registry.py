@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from protocol.messages import PeerAddress, Register, WorkerState
+from protocol.version import PROTOCOL, version
 from router.registry import Registry
 
 
@@ -206,3 +207,32 @@ def test_workers_of_one_host_know_each_other():
     assert beside("b") == ["b"]
     recorder.registry.dismiss(workers["c"])
     assert beside("b") == ["b"]
+
+
+def refused_with(recorder: Recorder, **changes) -> str:
+    """Why a worker that is like the others but for `changes` is not taken."""
+    reasons: list[str] = []
+    recorder.registry.on_refused = lambda key, reason: reasons.append(reason)
+    recorder.register("one")
+    register = Register(
+        address=PeerAddress(worker_id="v", incarnation="two", control="tcp://x:1"),
+        role="decode",
+        model="m",
+        max_model_len=100,
+        vocab_size=10,
+        eos_token_ids=[0],
+        state=state("two"),
+    )
+    assert recorder.registry.register(msgspec.structs.replace(register, **changes)) is None
+    assert [worker.key.worker_id for worker in recorder.registry.live()] == ["w"]
+    (reason,) = reasons
+    return reason
+
+
+def test_workers_of_another_protocol_or_of_other_weights_are_refused_by_name():
+    reason = refused_with(Recorder(), protocol=PROTOCOL + 1, release="9.8")
+    assert reason == (
+        f"the router (Tandem {version()}) speaks protocol {PROTOCOL}, the worker (Tandem 9.8) {PROTOCOL + 1}"
+    )
+    assert "weights='other'" in refused_with(Recorder(), weights="other")
+    assert refused_with(Recorder(), role="cook") == "there is no role 'cook'"

@@ -35,6 +35,7 @@ from protocol.messages import (
 )
 from protocol.roles import ROLES
 from protocol.sampling import SamplingParams
+from protocol.version import PROTOCOL
 from tests.worker.child import run_child
 
 WAIT_S = 30.0
@@ -145,6 +146,8 @@ class Cluster:
     def __init__(self, keys: ClusterKeys | None = None, router: str = ROUTER) -> None:
         self.keys = keys or ClusterKeys.generate()
         self._router = router
+        self.protocol = PROTOCOL
+        """What it says that it speaks."""
         self.context: zmq.Context[Any] = zmq.Context()
         self._authenticator = start_authenticator(self.context, self.keys)
         self._socket, self.endpoint = bind_router(self.context, self.keys, "127.0.0.1")
@@ -244,7 +247,9 @@ class Cluster:
         match message:
             case Register():
                 self.registered[message.address.worker_id] = message
-                registered = Registered(incarnation=message.address.incarnation, router=self._router)
+                registered = Registered(
+                    incarnation=message.address.incarnation, router=self._router, protocol=self.protocol
+                )
                 self.send(identity.decode(), registered)
             case WorkerState():
                 self.states[message.incarnation] = message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,8 @@ import pytest
 from protocol.kv_events import IDENTITY_BYTES
 from protocol.messages import CallRoll, Leave, PrepareToLeave
 from protocol.speculation import SpeculativeConfig
-from tests.worker.harness import Cluster, request, tiny_config
+from protocol.version import PROTOCOL
+from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 
 PROMPT = [5, 6, 7, 8]
 
@@ -83,6 +85,14 @@ def test_a_worker_without_its_router_ends(model_folder: Path) -> None:
 def test_a_model_that_is_not_there_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="--model"):
         cluster.start("decode", "decode-0", tiny_config(tmp_path))
+
+
+def test_a_worker_ends_with_a_router_of_another_protocol(cluster: Cluster, model_folder: Path) -> None:
+    cluster.protocol = PROTOCOL + 1
+    worker = RunningWorker(cluster, "decode", "decode-0", tiny_config(model_folder))
+    cluster.wait(lambda: "decode-0" in cluster.registered)
+    spoken = rf"the worker .* speaks protocol {PROTOCOL}, the router .* {PROTOCOL + 1}"
+    assert re.search(spoken, worker.ended_with())
 
 
 def test_an_idle_worker_uses_no_cpu(cluster: Cluster, model_folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""Tells one model's weights from another's: files on the disk outlive a process, and a model may be trained
-again under the same name."""
+"""Tells one model's weights from another's: a model may be trained again under the same name, and KV of the
+old weights is of no use then, in whatever worker or file it lies."""
 
 from __future__ import annotations
 
