@@ -99,6 +99,8 @@ class RayCluster:
         if self._config.log_format == "json":
             os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")  # or a line is no JSON any more
         if self.is_local:
+            # So Ray takes loopback for the node's address, as on other systems, and listens there alone.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         elif _has_token():

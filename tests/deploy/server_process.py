@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,14 +23,18 @@ END_S = 60.0
 GONE_S = 5.0
 
 
-def tandem_command(*arguments: str) -> list[str]:
+def tandem_command(*arguments: str, prelude: str = "") -> list[str]:
+    if prelude:
+        start = "\nfrom deploy.__main__ import main\nmain()"
+        return [sys.executable, "-c", prelude + start, *arguments]
     return [sys.executable, "-m", "deploy", *arguments]
 
 
 class ServerProcess:
     """Starts at once; `wait_ready` gives it its time."""
 
-    def __init__(self, model: Path, log: Path, *options: str) -> None:
+    def __init__(self, model: Path, log: Path, *options: str, prelude: str = "") -> None:
+        """`prelude` is Python that runs first in its process."""
         defaults = ["--port", "0", "--dtype", "float32", "--compile", "off"]
         defaults += ["--kv-cache-memory-bytes", "8000000", "--worker-timeout", "3"]
         self._log = log
@@ -37,7 +42,7 @@ class ServerProcess:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                tandem_command("serve", str(model), *defaults, *options),
+                tandem_command("serve", str(model), *defaults, *options, prelude=prelude),
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -162,3 +167,30 @@ def read_events(response: httpx.Response) -> list[dict[str, Any]]:
         if line.startswith("data: ") and line != "data: [DONE]":
             events.append(json.loads(line.removeprefix("data: ")))
     return events
+
+
+def wide_listeners(processes: list[psutil.Process]) -> set[str]:
+    """Where these processes listen on more than loopback: their names and addresses."""
+    return {
+        f"{_name(process)}: {connection.laddr}"
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE) and connection.laddr
+        if not connection.laddr.ip.startswith("127.")
+        and connection.laddr.ip not in ("::1", "::ffff:127.0.0.1")
+    }
+
+
+def memory_has(process: psutil.Process, wanted: list[bytes]) -> list[bytes]:
+    """Which of these a process has in memory that it may write to."""
+    found: set[bytes] = set()
+    with open(f"/proc/{process.pid}/maps") as maps, open(f"/proc/{process.pid}/mem", "rb", 0) as memory:
+        for line in maps:
+            span, mode, *_ = line.split()
+            start, end = (int(each, 16) for each in span.split("-"))
+            if mode.startswith("rw"):
+                memory.seek(start)
+                with contextlib.suppress(OSError):  # a device
+                    content = memory.read(end - start)
+                    found.update(each for each in wanted if each in content)
+    return sorted(found)

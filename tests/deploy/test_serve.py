@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -14,16 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
+from messaging.sockets import ClusterKeys
 from tests.deploy.server_process import (
     ROOT,
     ServerProcess,
     listening_ports,
+    memory_has,
     read_events,
     shared_files,
     tandem_command,
+    wide_listeners,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -32,11 +37,26 @@ SMALL_MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vo
 SMALL_MAMBA |= {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
 
 
+TELL_KEYS = """if True:
+    from messaging.sockets import ClusterKeys
+    import msgspec, os
+    keys = ClusterKeys.generate()
+    ClusterKeys.generate = classmethod(lambda cls: keys)
+    with open(os.open({path!r}, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(msgspec.msgpack.encode(keys))
+"""
+
+
 @pytest.fixture(scope="module")
-def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    running = ServerProcess(
-        tiny_folder, tmp_path_factory.mktemp("serve") / "log", "--placement", "least_loaded"
-    )
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path, folder: Path) -> Iterator[ServerProcess]:
+    """It tells this module the keys of its cluster."""
+    prelude = TELL_KEYS.format(path=str(folder / "keys"))
+    running = ServerProcess(tiny_folder, folder / "log", "--placement", "least_loaded", prelude=prelude)
     try:
         yield running.wait_ready()
     finally:
@@ -83,6 +103,40 @@ def test_others_cannot_write_into_rays_folders(server: ServerProcess) -> None:
     (folder,) = Path("/tmp").glob(f"tandem-{server.process.pid}-*")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "ray").is_dir()
+
+
+def test_it_listens_on_loopback_alone(server: ServerProcess) -> None:
+    """So do Ray and the KV transports."""
+    server.look()
+    assert wide_listeners([psutil.Process(server.process.pid), *_alive(server)]) == set()
+
+
+def test_no_secret_of_the_cluster_shows(server: ServerProcess, folder: Path) -> None:
+    """Neither in a process list or an environment, nor in a log or other file, nor in what Ray knows."""
+    keys = msgspec.msgpack.decode((folder / "keys").read_bytes(), type=ClusterKeys)
+    raw = [keys.server_secret, keys.client_secret, keys.transfer_key]
+    secrets = [*raw, *(base64.b64encode(each)[:-2] for each in raw), *(each.hex().encode() for each in raw)]
+    server.look()
+    processes = [psutil.Process(server.process.pid), *_alive(server)]
+    given = {process.environ().get("RAY_AUTH_TOKEN", "").encode() for process in _alive(server)}
+    (token,) = given - {b""}
+    for process in processes:
+        command, environment = (Path(f"/proc/{process.pid}/{name}") for name in ("cmdline", "environ"))
+        assert not any(each in command.read_bytes() for each in [*secrets, token])
+        assert not any(each in environment.read_bytes() for each in secrets)
+        assert process.uids().real == os.getuid()
+    (session,) = Path("/tmp").glob(f"tandem-{server.process.pid}-*")
+    files = [file for file in session.rglob("*") if file.is_file() and not file.is_symlink()]
+    assert len(files) > 5
+    for file in [*files, folder / "log"]:
+        assert not any(each in file.read_bytes() for each in [*secrets, token]), file
+    workers = [process for process in processes if process.name() in ("prefill-0", "decode-0")]
+    of_ray = [process for process in processes if process.name() in ("gcs_server", "raylet")]
+    assert all(memory_has(process, raw) for process in workers), "else this would find nothing anywhere"
+    assert {process.name(): memory_has(process, raw) for process in of_ray} == {
+        "gcs_server": [],
+        "raylet": [],
+    }
 
 
 def test_status_and_complete(server: ServerProcess) -> None:

@@ -104,10 +104,11 @@ class Agent:
 
     After `close`, releasing calls have no effect and all others raise AgentClosedError.
 
-    `name` must never be used again by any agent of the cluster.
+    `name` must never be used again by any agent of the cluster. With `on_this_host` UCX listens on loopback
+    alone.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, on_this_host: bool = False) -> None:
         self.name = name
         self._nixl = bindings()
         self._errors = _errors_of(self._nixl)
@@ -123,7 +124,8 @@ class Agent:
         try:
             self._agent = self._nixl.nixlAgent(name, config)
             parameters, _ = self._agent.getPluginParams("UCX")
-            self._backend = self._agent.createBackend("UCX", {**parameters, "engine_config": ENGINE_CONFIG})
+            engine_config = ENGINE_CONFIG + (",NET_DEVICES=lo" if on_this_host else "")
+            self._backend = self._agent.createBackend("UCX", {**parameters, "engine_config": engine_config})
         except self._errors as error:
             chosen = os.environ.get("UCX_TLS", "all")
             raise OSError(

@@ -77,7 +77,7 @@ class UcxTransport(Transport):
 
     def __init__(self, pool: RegisteredPool, name: str) -> None:
         self._pool = pool  # its memory must outlive the agent
-        self._agent = Agent(f"{name}-{secrets.token_hex(8)}")
+        self._agent = Agent(f"{name}-{secrets.token_hex(8)}", on_this_host=self.same_host)
         self._orphans = OrphanedReads(self._agent)
         self._words = Words()
         try:
