@@ -137,6 +137,15 @@ def role(
 
 
 @app.command()
+def restart(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+    """Restart every worker, one after the other. Their requests go on elsewhere, with their KV."""
+    from deploy.operate import restart as run
+
+    with _failures():
+        run(url, api_key)
+
+
+@app.command()
 def doctor(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,

@@ -52,7 +52,7 @@ class Slot:
     leaves: bool = False
     """It is drained, and not started anew."""
     changes: bool = False
-    """It is drained, to go on in another role."""
+    """It is drained, to go on in another role or as another process."""
     let_go_at: float = 0.0
     """When a router was last told that it may leave or change."""
     dismissed_at: float | None = None

@@ -254,6 +254,10 @@ class Supervisor:
         if not slot.was_ready and not by_node:
             raise StartUpError(f"worker {slot.worker_id} cannot start: {reason}")
         now = time.monotonic()
+        if slot.changes and not vanished:
+            slot.ready_since, slot.start_at = None, now
+            log.info("worker %s was drained for a restart", slot.worker_id)
+            return
         delay = slot.note_death(vanished, now)
         slot.start_at = now + delay
         self._set_expected()

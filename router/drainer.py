@@ -68,8 +68,9 @@ class Drainer:
     """Runs on the event loop alone.
 
     `let_go(worker_id, for_good)` asks the launcher, as all routers do, why a worker can't be spared; "": it
-    can, and is not started anew or gets another role. `renew(worker_id, role, incarnation)` tells it that the
-    worker has that. Other routers learn from the worker that it leaves; each takes its own requests away.
+    can, and is not started anew, or gets another role or a new process. `renew(worker_id, role, incarnation)`
+    tells it that the worker has that role. Other routers learn from the worker that it leaves; each takes its
+    own requests away.
     """
 
     def __init__(
@@ -123,12 +124,26 @@ class Drainer:
         self._send(worker, message)
         return self._begin(worker, life).done
 
-    def _to_be_changed(self, worker_id: str, role: RoleSpec) -> Worker:
+    async def restart(self, worker_id: str) -> asyncio.Future[DrainReport]:
+        """Have the worker's process end, and the launcher start it anew. Raises `ApiError`, with nothing
+        changed.
+        """
+        worker = self._not_leaving(worker_id)
+        await self._ask_for(worker, for_good=False)
+        worker = self._not_leaving(worker_id)
+        self._send(worker, PrepareToLeave(incarnation=worker.key.incarnation))
+        return self._begin(worker, None).done
+
+    def _not_leaving(self, worker_id: str) -> Worker:
         worker = self._known(worker_id)
-        if worker.role == role:
-            raise ApiError(409, f"worker {worker_id} is a {role.name} worker already")
         if worker in self._drains:
             raise ApiError(409, f"worker {worker_id} is leaving already")
+        return worker
+
+    def _to_be_changed(self, worker_id: str, role: RoleSpec) -> Worker:
+        worker = self._not_leaving(worker_id)
+        if worker.role == role:
+            raise ApiError(409, f"worker {worker_id} is a {role.name} worker already")
         if worker.role.holds_draft or role.holds_draft:
             raise ApiError(
                 409, f"worker {worker_id} cannot be a {role.name} worker: that needs another model"

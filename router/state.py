@@ -40,6 +40,7 @@ from router.metrics import Metrics
 from router.placement import placement_policy
 from router.placer import Placer
 from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
+from router.restarter import Restarter
 from router.roll_call import RollCall
 from router.tokenizer import Tokenizer
 from router.worker_link import WorkerLink
@@ -82,6 +83,7 @@ class RouterState:
         self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
+        self.restarter = Restarter(config, self.registry, self.drainer)
         self.roll_call = RollCall(*shared[1:], self.dispatcher)
         self.registry.on_registered = self._greet
         self.registry.on_lost = self._on_lost

@@ -1,4 +1,4 @@
-"""What operators do with workers: `POST /workers/{id}/drain` and `/workers/{id}/role`."""
+"""What operators do with workers: `POST /restart`, `/workers/{id}/drain` and `/workers/{id}/role`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,15 @@ from router.state import RouterState
 ANSWER = "`id`, `moved`, `redirected` and `placed_anew` requests, `seconds`, once nothing runs there any more"
 
 
+RESTARTED = "ids of the workers `restarted`, `moved`, `redirected` and `placed_anew` requests, `seconds`"
+
+
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
     """Have a worker's requests go on elsewhere, with their KV; then it leaves, and is not started anew."""
+
+
+class RestartBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Have every worker's process end and begin anew, one after the other, while requests go on elsewhere."""
 
 
 class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -50,10 +57,18 @@ def worker_operations(state: RouterState) -> list[Operation]:
             request, state.drainer.change_role(request.path_params["worker_id"], known[name])
         )
 
-    def post(path: str, body: type[msgspec.Struct], endpoint: object) -> Operation:
-        return Operation(path, endpoint, body.__doc__ or "", ANSWER, body)
+    async def restart(request: Request) -> Response:
+        async with state.bodies.read(request) as raw:
+            decode_body(raw or b"{}", RestartBody)
+        report = asdict(await asyncio.shield(asyncio.ensure_future(state.restarter.restart())))
+        body = report | {"seconds": round(report["seconds"], 3)}
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    def post(path: str, body: type[msgspec.Struct], endpoint: object, answer: str = ANSWER) -> Operation:
+        return Operation(path, endpoint, body.__doc__ or "", answer, body)
 
     return [
+        post("/restart", RestartBody, restart, RESTARTED),
         post("/workers/{worker_id}/drain", DrainBody, drain),
         post("/workers/{worker_id}/role", RoleBody, role),
     ]

@@ -32,9 +32,12 @@ PATHS = {
     "/doctor": "get",
     "/cluster": "get",
     "/requests": "get",
+    "/restart": "post",
     "/workers/{worker_id}/drain": "post",
     "/workers/{worker_id}/role": "post",
 }
+NEED_NO_BODY = {"/workers/{worker_id}/drain": 404, "/restart": 409}
+"""But a worker of that name, and two decode workers."""
 BODIES = [
     each
     for each in vars(openai_types).values()
@@ -66,8 +69,8 @@ def test_every_endpoint_is_described_and_there(router, document):
             named = path.replace("{model_id}", "test-model").replace("{name}", "page.js")
             named = named.replace("/doctor", "/doctor?seconds=0.1")
             answer = router.http.request(method, named)
-            needs_no_body = path.endswith("/drain")  # but a worker of that name
-            assert answer.status_code == (200 if method == "get" else 404 if needs_no_body else 400)
+            refusal = NEED_NO_BODY.get(path, 400)
+            assert answer.status_code == (200 if method == "get" else refusal)
             assert ("requestBody" in operation) == (method == "post")
 
 
@@ -106,6 +109,7 @@ def test_only_what_needs_the_key_says_so(make_router, document):
         "/doctor",
         "/requests",
         "/workers",
+        "/restart",
     )
     assert protected == {path for path in PATHS if path.startswith(with_key)}
 

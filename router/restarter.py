@@ -1,0 +1,95 @@
+"""The rolling restart: every worker's process ends and begins anew, one after the other, under load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from protocol.config import ServeConfig
+from protocol.roles import ROLES
+from router.drainer import Drainer
+from router.errors import ApiError
+from router.registry import Registry, Worker
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 0.02
+GRACE_S = 5.0
+"""Beyond --start-timeout: the launcher gives up on a worker first, and tries again."""
+
+
+@dataclass
+class RestartReport:
+    """Which workers were restarted, and what became of the requests that they ran."""
+
+    restarted: list[str] = field(default_factory=list)
+    moved: int = 0
+    redirected: int = 0
+    placed_anew: int = 0
+    seconds: float = 0.0
+
+
+class Restarter:
+    """Runs on the event loop alone. One restart at a time."""
+
+    def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer) -> None:
+        self._config = config
+        self._registry = registry
+        self._drainer = drainer
+        self._runs = False
+
+    async def restart(self) -> RestartReport:
+        """Returns when all workers that there are now have been restarted, or are gone.
+
+        Raises `ApiError`: 409 with nothing changed, or 503 where a worker did not come back. Those whose turn
+        had not come then run on as they are.
+        """
+        if self._runs:
+            raise ApiError(409, "a restart is under way already")
+        self._check()
+        self._runs = True
+        began, report = time.monotonic(), RestartReport()
+        try:
+            for worker in self._in_order():
+                await self._restart(worker, report)
+        finally:
+            self._runs = False
+            report.seconds = time.monotonic() - began
+        logger.info("restarted: %s", report)
+        return report
+
+    def _in_order(self) -> list[Worker]:
+        order = list(ROLES.values())
+        workers = [worker for worker in self._registry if worker.live]
+        return sorted(workers, key=lambda worker: (order.index(worker.role), worker.key.worker_id))
+
+    def _check(self) -> None:
+        """Without a decode worker nothing would run meanwhile."""
+        decode = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
+        if len(decode) < 2:
+            there = f"{decode[0].key.worker_id} is the only one" if decode else "there is none"
+            reason = f"a rolling restart needs two decode workers, and {there}"
+            raise ApiError(409, f"{reason}: restart the server, or give it --decode-replicas 2")
+
+    async def _restart(self, worker: Worker, report: RestartReport) -> None:
+        worker_id = worker.key.worker_id
+        if self._registry.current_of(worker_id) is not worker or worker.draining:
+            return  # it has died meanwhile and is new already, or leaves
+        drained = await (await self._drainer.restart(worker_id))
+        report.moved += drained.moved
+        report.redirected += drained.redirected
+        report.placed_anew += drained.placed_anew
+        await self._await_return(worker_id, report)
+        report.restarted.append(worker_id)
+
+    async def _await_return(self, worker_id: str, report: RestartReport) -> None:
+        deadline = time.monotonic() + self._config.start_timeout + GRACE_S
+        while time.monotonic() < deadline:
+            worker = self._registry.current_of(worker_id)
+            if worker is not None and worker.takes_requests:
+                return
+            await asyncio.sleep(LOOK_INTERVAL_S)
+        done = ", ".join(report.restarted) or "none"
+        raise ApiError(503, f"worker {worker_id} did not come back; restarted before it: {done}")
