@@ -101,7 +101,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     disaggregation: Annotated[bool, _doc("Prefill and decode on separate workers.")] = True
     placement: Annotated[
         str,
-        _doc("Placement policy: cost, cache_aware, least_loaded, power_of_two or round_robin."),
+        _doc(
+            "Placement policy: cost, cache_aware, least_loaded, power_of_two, round_robin, "
+            "or `module:name` of your own."
+        ),
     ] = "cost"
     prefill_placement: Annotated[str | None, _doc("Policy for prefill; default: --placement.")] = None
     decode_placement: Annotated[str | None, _doc("Policy for decode; default: --placement.")] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError
@@ -86,12 +87,26 @@ class PlacementPolicy:
 
 
 def placement_policy(both: str, prefill: str | None = None, decode: str | None = None) -> PlacementPolicy:
-    """Raises `ConfigError` for a name that isn't known."""
-    for flag, name in (
-        ("--placement", both),
-        ("--prefill-placement", prefill or both),
-        ("--decode-placement", decode or both),
-    ):
+    """Each is the name of a rule here, or `module:name` of another one. Raises `ConfigError` for what is
+    neither.
+    """
+    _rule("--placement", both)
+    return PlacementPolicy(
+        _rule("--prefill-placement", prefill or both), _rule("--decode-placement", decode or both)
+    )
+
+
+def _rule(flag: str, name: str) -> Rule:
+    if ":" not in name:
         if name not in RULES:
-            raise ConfigError(f"{flag}: unknown policy {name!r}; known: {', '.join(RULES)}")
-    return PlacementPolicy(RULES[prefill or both], RULES[decode or both])
+            raise ConfigError(
+                f"{flag}: unknown policy {name!r}; known: {', '.join(RULES)}, and module:name of your own"
+            )
+        return RULES[name]
+    try:
+        rule: Rule = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{flag}: there is no {name}: {error}") from error
+    if not callable(rule):
+        raise ConfigError(f"{flag}: {name} is no function")
+    return rule

@@ -108,6 +108,17 @@ def test_rules_for_prefill_and_decode_are_chosen_apart():
             placement_policy(*flags)
 
 
+def test_a_policy_of_ones_own_is_named_by_its_module():
+    assert placement_policy("router.placement.rules:least_loaded") == placement_policy("least_loaded")
+    for name, problem in (
+        ("no_such_module:rule", "there is no no_such_module:rule: No module named"),
+        ("router.placement.rules:rule", "there is no router.placement.rules:rule: module"),
+        ("router.placement.rules:OVERLOAD", "router.placement.rules:OVERLOAD is no function"),
+    ):
+        with pytest.raises(ConfigError, match=f"--decode-placement: {problem}"):
+            placement_policy("cost", "cost", name)
+
+
 @pytest.mark.parametrize("policy", RULES)
 def test_a_session_stays_at_its_worker_until_that_is_overloaded(policy):
     workers = [decode(f"d{index}") for index in range(4)]

@@ -1,0 +1,75 @@
+"""Each example runs, against one server that uses the example of a placement policy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.shapes.tokenizer import save_tokenizer
+from tests.deploy.server_process import ROOT, ServerProcess
+from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("examples")
+    model, template = folder / "tiny", folder / "template.jinja"
+    model.mkdir()
+    write_tiny_llama(model)
+    save_tokenizer(model, VOCAB_SIZE, 1024)
+    template.write_text(TEMPLATE)
+    running = ServerProcess(
+        model,
+        folder / "log",
+        "--no-disaggregation",
+        "--placement",
+        "examples.custom_policy:by_session",
+        "--chat-template",
+        str(template),
+    )
+    try:
+        yield running.wait_ready()
+    finally:
+        running.kill()
+
+
+def run(name: str, *arguments: str, given: str = "") -> str:
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_python_client(server: ServerProcess) -> None:
+    assert run("python_client.py", server.url).strip()
+
+
+def test_chat(server: ServerProcess) -> None:
+    assert len(run("chat.py", server.url, given="one\n").strip()) > 0
+
+
+def test_batch(server: ServerProcess, tmp_path: Path) -> None:
+    prompts = [{"prompt": [5 + place, 6, 7], "max_tokens": 3 + place % 4} for place in range(40)]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, prompts)))
+    assert "40 answers" in run("batch.py", str(tmp_path / "prompts"), str(tmp_path / "answers"), server.url)
+    answers = [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
+    assert all(
+        answer["completion_tokens"] <= prompt["max_tokens"]
+        for answer, prompt in zip(answers, prompts, strict=True)
+    )
+
+
+def test_custom_policy(server: ServerProcess) -> None:
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-session-id": "a"}, timeout=30)
+    assert answer.status_code == 200
