@@ -11,7 +11,7 @@ from protocol.config import ServeConfig, flag_name, transport_names
 from protocol.errors import ConfigError
 from protocol.roles import ROLES
 
-_HEADS = ("num_attention_heads", "num_key_value_heads")
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size")
 
 
 def check_ranks(config: ServeConfig) -> None:
@@ -25,14 +25,14 @@ def check_ranks(config: ServeConfig) -> None:
         )
     if config.device == "cuda":
         refuse_ranks(config, "with --device cuda: ranks share a KV pool in the host's memory")
+    if config.compile == "on":
+        refuse_ranks(config, "with --compile on: what ranks exchange takes longer than it saves")
     model = _model_config(config)
     for flag, size in sizes:
-        for field in _HEADS:
-            heads = model.get(field)
-            if isinstance(heads, int) and heads % size:
-                raise ConfigError(
-                    f"{flag}: {size} does not divide the {field} of {config.model}, which are {heads}"
-                )
+        for field in _DIVIDED:
+            count = model.get(field)
+            if isinstance(count, int) and count % size:
+                raise ConfigError(f"{flag}: {size} does not divide {field} of {config.model}, {count}")
 
 
 def refuse_ranks(config: ServeConfig, why: str) -> None:

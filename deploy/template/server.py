@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from deploy.cleanup import adopt_orphans
 from deploy.launch import run_launch
 from deploy.template.messages import (
     MAX_MESSAGE_BYTES,
@@ -81,6 +82,7 @@ class Template:
         from kvtransfer.transports.ucx.bindings import preload
 
         preload()
+        adopt_orphans()  # the ranks of a worker that was killed
         _settle()
         self._waker.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.decoder.description import NativeModel
 from engine.decoder.structs import GatherFunction, LayerArgs, ModelArgs, WeightsArgs
+from engine.errors import UnsupportedModelError
 from engine.linear.packed import packed_rows
 from engine.parallel.group import LostRankError, Ranks
 
@@ -48,9 +49,12 @@ class DescriptionShare(NativeModel):
         return layer
 
     def _rows(self, whole: WeightsArgs, *sizes: int) -> WeightsArgs:
-        """This rank's part of outputs of these sizes, one after the other."""
+        """This rank's part of outputs of these sizes, one after the other. Raises UnsupportedModelError."""
         rows, start = [], 0
         for size in sizes:
+            if size % self._ranks.size:
+                ranks = f"{self._ranks.size} tensor-parallel ranks"
+                raise UnsupportedModelError(f"{size} outputs of a layer cannot be divided among {ranks}")
             own = self._ranks.own(size)
             rows.append(range(start + own.start, start + own.stop))
             start += size

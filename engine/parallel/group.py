@@ -74,24 +74,3 @@ def join(ranks: Ranks, port: int, listener: int | None, timeout_s: float) -> Non
         )
     except (RuntimeError, ValueError) as error:
         raise LostRankError(f"the ranks cannot be connected: {error}") from error
-    _joined.append(ranks)
-
-
-_joined: list[Ranks] = []
-"""A process is a rank of one worker at most."""
-
-
-def _run(part: Tensor, size: int) -> Tensor:
-    return _joined[0].gather(part)
-
-
-def _run_meta(part: Tensor, size: int) -> Tensor:
-    return part.new_empty((*part.shape[:-1], size * part.shape[-1]))
-
-
-_library = torch.library.Library("tandem", "FRAGMENT")
-_library.define("gather_columns(Tensor part, int size) -> Tensor")
-_library.impl("gather_columns", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("tandem::gather_columns", _run_meta, lib=_library)
-gather_columns = torch.ops.tandem.gather_columns.default
-"""`Ranks.gather` of the ranks that this process has joined, as an operator that torch.compile keeps."""

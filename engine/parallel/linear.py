@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from engine.errors import UnsupportedModelError
 from engine.linear.packed import PackedLinear
-from engine.parallel.group import Ranks, gather_columns
+from engine.parallel.group import Ranks
 
 _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 """Styles of the plan's modules that each rank has whole: norms of single heads, and embeddings, of which a
@@ -24,17 +24,17 @@ class LinearShare(nn.Module):
     get all outputs.
     """
 
-    def __init__(self, part: nn.Module, size: int, *, gathers_input: bool, gathers_output: bool) -> None:
+    def __init__(self, part: nn.Module, ranks: Ranks, *, gathers_input: bool, gathers_output: bool) -> None:
         super().__init__()
         self.part = part
-        self.size = size
+        self.ranks = ranks
         self.gathers_input, self.gathers_output = gathers_input, gathers_output
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gathers_input:
-            x = gather_columns(x, self.size)
+            x = self.ranks.gather(x)
         x = self.part(x)
-        return gather_columns(x, self.size) if self.gathers_output else x
+        return self.ranks.gather(x) if self.gathers_output else x
 
 
 def model_share(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
@@ -70,7 +70,7 @@ def _share(module: nn.Module, style: str, ranks: Ranks, name: str) -> nn.Module:
         raise UnsupportedModelError(f"{name}: {outputs} among {ranks.size} tensor-parallel ranks")
     own = ranks.own(module.out_features)
     part = module.rows(own) if isinstance(module, PackedLinear) else _rows(module, own)
-    return LinearShare(part, ranks.size, gathers_input=style == "rowwise", gathers_output=style != "colwise")
+    return LinearShare(part, ranks, gathers_input=style == "rowwise", gathers_output=style != "colwise")
 
 
 def _rows(linear: nn.Linear, rows: range) -> nn.Linear:

@@ -121,6 +121,16 @@ def test_a_killed_worker_comes_back_at_once_and_serves_the_same_tokens(host: Hos
     assert (ended.reason, ended.signal) == ("", None)
 
 
+def test_a_killed_workers_ranks_go_with_it(host: Host, tiny_folder: Path) -> None:
+    worker = host.spawn("decode-2", tiny_config(tiny_folder, decode_tensor_parallel_size=2))
+    host.wait_ready("decode-2")
+    (rank,) = psutil.Process(worker.pid).children()
+    os.kill(worker.pid, signal.SIGKILL)
+    assert worker.wait().signal == signal.SIGKILL
+    _, left = psutil.wait_procs([rank], timeout=10)
+    assert not left, "and its exit is seen: a zombie would be there"
+
+
 def test_a_frozen_worker_is_killed(host: Host, tiny_folder: Path) -> None:
     worker = host.spawn("decode-1", tiny_config(tiny_folder))
     host.wait_ready("decode-1")

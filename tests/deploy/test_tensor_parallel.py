@@ -13,26 +13,28 @@ from protocol.errors import ConfigError
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    shape = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 90}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": shape}))
     return str(tmp_path)
 
 
 def test_sizes_that_divide_the_heads(model: str) -> None:
-    flags = {"model": model, "prefill_tensor_parallel_size": 4, "decode_tensor_parallel_size": 2}
+    flags = {"model": model, "prefill_tensor_parallel_size": 2, "decode_tensor_parallel_size": 2}
     config = load_config(flags, {})
-    assert (config.num_workers, config.total_ranks) == (2, 6)
+    assert (config.num_workers, config.total_ranks) == (2, 4)
 
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"prefill_tensor_parallel_size": 3}, "--prefill-.*: 3 does not divide the num_key_value_heads.*4$"),
-        ({"decode_tensor_parallel_size": 8}, "--decode-.*: 8 does not divide the num_attention_heads.*12$"),
+        ({"prefill_tensor_parallel_size": 3}, "--prefill-.*: 3 does not divide num_key_value_heads.*, 4$"),
+        ({"decode_tensor_parallel_size": 4}, "--decode-.*: 4 does not divide intermediate_size.*, 90$"),
+        ({"decode_tensor_parallel_size": 8}, "--decode-.*: 8 does not divide num_attention_heads.*, 12$"),
         ({"decode_tensor_parallel_size": 0}, "--decode-tensor-parallel-size: .*>= 1.*got 0"),
         ({"decode_tensor_parallel_size": 65}, "--decode-tensor-parallel-size: .*<= 64.*got 65"),
         ({"decode_tensor_parallel_size": "two"}, "--decode-tensor-parallel-size: .*got 'two'"),
         ({"decode_tensor_parallel_size": 2, "device": "cuda"}, "--decode-.*: 2 is above 1.*--device cuda"),
+        ({"decode_tensor_parallel_size": 2, "compile": "on"}, "--decode-.*: 2 is above 1.*--compile on"),
         ({"decode_tensor_parallel_size": 2, "kv_transports": "object_store"}, "--decode-.*object_store"),
     ],
 )
