@@ -11,7 +11,7 @@ import torch
 from engine.attention.select import select_backend
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel, load_model
-from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks, join
+from engine.parallel.group import LostRankError, Ranks, join
 from engine.parallel.messages import Begin, Run, receive
 from engine.parallel.runner import ShareRunner
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
@@ -30,8 +30,8 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket, port: int) ->
         return
     layout = _layout(loaded, begin.segments, config.block_size)
     pool = KVPool(layout, begin.num_blocks, loaded.device, lambda _: memoryview(memory))
-    join(ranks, port, None, GATHER_TIMEOUT_S)
     runner = ShareRunner(config, loaded, pool, ranks, begin.hidden_layers)
+    join(ranks, port, None)
     runner.warm_up()
     while (step := receive(link, Run)) is not None:
         try:

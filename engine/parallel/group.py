@@ -20,6 +20,9 @@ from protocol.errors import TandemError
 GATHER_TIMEOUT_S = 10.0
 """A rank that another one waits for longer is lost. They do the same work at the same time."""
 
+_JOIN_TIMEOUT_S = 60.0
+"""A rank may come so much later than another one, when all have loaded the model."""
+
 
 class LostRankError(TandemError):
     """A rank of this worker has ended, or does not answer. The worker can't go on without it."""
@@ -51,7 +54,7 @@ class Ranks:
         return range(self.rank * each, (self.rank + 1) * each)
 
 
-def join(ranks: Ranks, port: int, listener: int | None, timeout_s: float) -> None:
+def join(ranks: Ranks, port: int, listener: int | None) -> None:
     """Connect this process with the other ranks, over loopback alone. They meet at `port`, where rank 0
     listens with the socket `listener`. Raises LostRankError.
     """
@@ -62,7 +65,7 @@ def join(ranks: Ranks, port: int, listener: int | None, timeout_s: float) -> Non
             port,
             ranks.size,
             is_master=listener is not None,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=_JOIN_TIMEOUT_S),
             master_listen_fd=listener,
         )
         dist.init_process_group(

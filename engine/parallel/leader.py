@@ -74,8 +74,9 @@ class Leader:
         """For the whole model, once its pool is lent. Raises LostRankError, UnsupportedModelError."""
         begin = Begin(len(pool.arenas[0]), pool.segments, hidden_layers)
         self.tell(encode(begin))
-        join(self.ranks, self._port, self._listener.detach(), GATHER_TIMEOUT_S)
-        return LeadingRunner(ShareRunner(config, loaded, pool, self.ranks, hidden_layers), self)
+        own = ShareRunner(config, loaded, pool, self.ranks, hidden_layers)
+        join(self.ranks, self._port, self._listener.detach())
+        return LeadingRunner(own, self)
 
     def tell(self, message: bytes) -> None:
         """Raises LostRankError."""

@@ -16,7 +16,7 @@ _Message = TypeVar("_Message")
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """All ranks are to connect, and to build their runners over the pool: `num_blocks` of these segments. The
+    """All ranks are to build their runners over the pool, `num_blocks` of these segments, and to connect. The
     pool's memory came before.
     """
 
