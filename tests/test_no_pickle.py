@@ -27,6 +27,13 @@ MODULES = {
 CALLS = {
     *("send_pyobj", "recv_pyobj", "send_serialized", "recv_serialized"),  # ZeroMQ
     *("get_serialized_descs", "deserialize_descs"),  # NIXL
+    *(
+        "broadcast_object_list",
+        "all_gather_object",
+        "gather_object",
+        "scatter_object_list",
+    ),  # torch.distributed
+    *("send_object_list", "recv_object_list"),
     *("eval", "exec", "full_load", "unsafe_load"),
 }
 ALLOWED = {

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from kvtransfer.framing.channel import decode, encode, frame, frame_length, unframe
@@ -13,7 +14,7 @@ from kvtransfer.framing.messages import Ack, Answer, Challenge, Hello, Piece, Pr
 from kvtransfer.interface import Completed
 from protocol.errors import ProtocolError
 from protocol.handoff import SegmentInfo
-from tests.fuzzing import damaged, fuzz
+from tests.fuzzing import SECONDS, damaged, fuzz
 from tests.kvtransfer.test_leases import runs
 from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool, wait_until
 
@@ -68,7 +69,8 @@ def test_fuzz_frames() -> None:
     fuzz(check, damaged([frame(encode(message)) for message in MESSAGES]), examples=500)
 
 
-def test_fuzz_strangers(closing: Closing, transport: str) -> None:
+def test_fuzz_strangers(closing: Closing, transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor do they fill the log."""
     receiver = closing(ReceiverEnd([transport], handshake_timeout_s=0.5, max_pending_handshakes=100))
 
     def check(parts: list[bytes]) -> None:
@@ -84,6 +86,7 @@ def test_fuzz_strangers(closing: Closing, transport: str) -> None:
     frames = damaged([frame(encode(message)) for message in MESSAGES])
     broken = damaged([encode(message) for message in MESSAGES]).map(frame)
     fuzz(check, st.lists(frames | broken, min_size=1, max_size=3), examples=60)
+    assert len(caplog.records) <= 1 + SECONDS / 5
     check_all_is_well(closing, receiver, transport)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import ssl
@@ -61,12 +62,14 @@ def test_who_does_not_trust_the_authority_is_told(https):
         httpx.get(https.url + "/health")
 
 
-def test_refused_heads_get_their_answer(https, files):
+def test_refused_heads_get_their_answer(https, files, caplog):
     """A TLS connection cannot be closed on one side alone."""
     plain = socket.create_connection(("127.0.0.1", https.server.port), timeout=10)
     with trusting(files).wrap_socket(plain, server_hostname="127.0.0.1") as client:
         client.sendall(b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 200 + b"\r\n")
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 431 ")
+        assert client.recv(1) == b""
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_old_protocols_and_plain_http_get_nothing(https, files):

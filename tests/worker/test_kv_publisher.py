@@ -228,8 +228,12 @@ def test_fuzz_who_asks_for_what_was_missed(engine: Engine, closing: contextlib.E
     consumer = consumer_of(publisher, closing)
     large = consumer.context.socket(zmq.DEALER)
     large.linger = 0
+    ended = large.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     large.connect(publisher.endpoints[1])
     large.send(b"x" * (MAX_REQUEST_BYTES + 1))
+    assert ended.poll(WAIT_MS)
+    large.disable_monitor()
+    large.close()
 
     def check(frames: list[bytes]) -> None:
         consumer.dealer.send_multipart(frames)
