@@ -146,6 +146,21 @@ def restart(url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
 
 
 @app.command()
+def scale(
+    prefill: Annotated[str | None, typer.Option(metavar="N", help="Prefill workers.")] = None,
+    decode: Annotated[str | None, typer.Option(metavar="N", help="Decode workers.")] = None,
+    draft: Annotated[str | None, typer.Option(metavar="N", help="Draft workers.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Have so many workers of each role. Requests of workers that leave go on elsewhere, with their KV."""
+    from deploy.operate import scale as run
+
+    with _failures():
+        run(url, api_key, {"prefill": prefill, "decode": decode, "draft": draft})
+
+
+@app.command()
 def doctor(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,

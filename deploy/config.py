@@ -27,6 +27,8 @@ from protocol.config import (
 )
 from protocol.errors import ConfigError
 from protocol.kv_events import parse_kv_events_config, port_of
+from protocol.roles import ROLES
+from protocol.scaling import parse_autoscale
 from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
 from router.key_file import read_key_file
 
@@ -35,7 +37,8 @@ logger = logging.getLogger("tandem.config")
 ENV_PREFIX = "TANDEM_"
 _SECRET_FIELDS = ("api_key",)
 """What no message shows."""
-_JSON_FIELDS = ("speculative_config", "kv_events_config")
+_PARSED_FIELDS = ("speculative_config", "kv_events_config", "autoscale")
+"""They are more than a value of a type."""
 
 
 def load_config(
@@ -67,7 +70,7 @@ def load_config(
     for field in values:
         if field not in known:
             raise ConfigError(f"{sources[field]}: there is no such option")
-        if field not in _JSON_FIELDS or values[field] is None:
+        if field not in _PARSED_FIELDS or values[field] is None:
             _check_field(field, values[field], sources[field])
     model = values["model"] = bundled_path(str(values.get("model", DEFAULT_MODEL)))
     if values.get("speculative_config") is not None:
@@ -76,6 +79,8 @@ def load_config(
     if values.get("kv_events_config") is not None:
         flag = sources["kv_events_config"]
         values["kv_events_config"] = parse_kv_events_config(values["kv_events_config"], flag)
+    if values.get("autoscale") is not None:
+        values["autoscale"] = parse_autoscale(values["autoscale"], sources["autoscale"])
     config = msgspec.convert(values, ServeConfig, strict=False)
     _check_together(config)
     return config
@@ -122,6 +127,7 @@ def _check_together(config: ServeConfig) -> None:
     _check_kv_events(config)
     _check_draft_workers(config)
     check_ranks(config)
+    _check_autoscale(config)
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens: must be at least --max-num-seqs ({config.max_num_seqs}), "
@@ -189,26 +195,47 @@ def _check_kv_events(config: ServeConfig) -> None:
             )
 
 
+def _check_autoscale(config: ServeConfig) -> None:
+    for name, bounds in (config.autoscale or {}).items():
+        role = ROLES[name]
+        replicas, flag = config.num_replicas(role), flag_name(role.replicas)
+        if role.needs_disaggregation and not config.disaggregation:
+            raise ConfigError(f"--autoscale: {name}: there are none with --no-disaggregation")
+        if not bounds.least <= replicas <= bounds.most:
+            raise ConfigError(f"--autoscale: {name}: {flag} {replicas} is not within {bounds}")
+        if config.kv_events_config is not None and bounds.most > replicas:
+            raise ConfigError(
+                f"--autoscale: {name}: --kv-events-config has ports for {flag} {replicas} alone"
+            )
+
+
 def _check_draft_workers(config: ServeConfig) -> None:
     speculative = config.speculative_config
-    if config.draft_replicas == 0:
-        if speculative is not None and not speculative.decode_workers_draft:
-            raise ConfigError(
-                "--speculative-config: decode_workers_draft: false needs --draft-replicas above 0, "
-                "or nobody drafts"
-            )
-        return
+    if config.draft_replicas > 0:
+        refusal = draft_workers_refusal(config)
+        if refusal:
+            raise ConfigError(f"--draft-replicas: {refusal}")
+    elif speculative is not None and not speculative.decode_workers_draft:
+        raise ConfigError(
+            "--speculative-config: decode_workers_draft: false needs --draft-replicas above 0, "
+            "or nobody drafts"
+        )
+
+
+def draft_workers_refusal(config: ServeConfig) -> str:
+    """Why there can be no draft workers; "": there can."""
+    speculative = config.speculative_config
     given = f"the method {speculative.method}" if speculative is not None else "none"
     if speculative is None or speculative.method not in REMOTE_METHODS:
-        raise ConfigError(
-            f"--draft-replicas: needs --speculative-config with a method that draft workers can draft with "
-            f"({', '.join(REMOTE_METHODS)}); got {given}"
-        )
+        methods = ", ".join(REMOTE_METHODS)
+        can = f"a method that draft workers can draft with ({methods})"
+        return f"needs --speculative-config with {can}; got {given}"
     if speculative.verification != "coupled":
-        raise ConfigError(
-            f"--draft-replicas: needs --speculative-config with the verification coupled, since drafts "
+        return (
+            "needs --speculative-config with the verification coupled, since drafts "
             f"come without probabilities; got {speculative.verification}"
         )
+    return ""
 
 
 def speculative_config(value: object, flag: str, target: str) -> SpeculativeConfig:

@@ -1,4 +1,4 @@
-"""`tandem drain`, `tandem role` and `tandem restart`, and what became of the requests of those workers."""
+"""What operators ask of a server's workers, and what became of the requests of those that left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from deploy.complete import checked, client
+from protocol.errors import ConfigError
 
 
 def operate(url: str, api_key: str | None, path: str, body: dict[str, Any]) -> None:
@@ -22,6 +23,25 @@ def restart(url: str, api_key: str | None) -> None:
         report = checked(http.post("/restart", json={})).json()
     workers = ", ".join(report["restarted"]) or "none"
     print(f"restarted after {report['seconds']:.2f} s: {workers}; requests: {_counts(report)}")
+
+
+def scale(url: str, api_key: str | None, targets: Mapping[str, str | None]) -> None:
+    """Returns when there are so many workers. Raises `ServerError`; `ConfigError` for what is no number."""
+    body = {role: _number(role, text) for role, text in targets.items() if text is not None}
+    if not body:
+        raise ConfigError(f"name a role at least: {', '.join(f'--{role} N' for role in targets)}")
+    with client(url, api_key) as http:
+        report = checked(http.post("/scale", json=body)).json()
+    changes = [f"{what}: {', '.join(report[what])}" for what in ("started", "drained") if report[what]]
+    what = "; ".join(changes) or "nothing to change"
+    print(f"{what} after {report['seconds']:.2f} s; requests: {_counts(report)}")
+
+
+def _number(role: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"--{role}: must be a whole number of workers, got {text!r}") from None
 
 
 def _counts(report: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.nodes import Node, choose
 from deploy.ray_cluster import RayCluster
+from deploy.scaling import most_on
 from deploy.slots import Slot
 from protocol.config import ServeConfig
 
@@ -35,7 +36,7 @@ class Placing:
         self._cluster = cluster
         self._slots = slots
         self._began = time.monotonic()
-        self._nodes: list[Node] = []
+        self.nodes: list[Node] = []
         self._nodes_seen = 0.0
         self._distrusted: dict[str, float] = {}
         """When the hosts of these nodes did not answer."""
@@ -46,11 +47,11 @@ class Placing:
             self.look_at_once(now)
 
     def look_at_once(self, now: float) -> None:
-        self._nodes, self._nodes_seen = self._cluster.nodes(), now
+        self.nodes, self._nodes_seen = self._cluster.nodes(), now
 
     def has_lost(self, slot: Slot) -> bool:
         """Whether the slot's node is gone."""
-        return slot.node is not None and all(node.node_id != slot.node.node_id for node in self._nodes)
+        return slot.node is not None and all(node.node_id != slot.node.node_id for node in self.nodes)
 
     def distrust(self, node: Node, now: float) -> None:
         """Nothing answers there."""
@@ -63,10 +64,10 @@ class Placing:
         distrusted = {node_id for node_id, since in self._distrusted.items() if now - since < DISTRUST_S}
         held = {
             node.node_id: [other.role.name for other in self.on(node) if other is not slot]
-            for node in self._nodes
+            for node in self.nodes
         }
         ranks = self._config.num_ranks(slot.role)
-        slot.node = choose(slot.role.name, self._nodes, held, distrusted, ranks)
+        slot.node = choose(slot.role.name, self.nodes, held, distrusted, ranks)
         return slot.node is not None
 
     def on(self, node: Node) -> list[Slot]:
@@ -80,7 +81,7 @@ class Placing:
         """Says what these wait for."""
         names = ", ".join(slot.worker_id for slot in waiting)
         spread = "" if self._has_nodes(now) else f" on --min-nodes {self._config.min_nodes}"
-        there = ", ".join(map(str, self._nodes)) or "none"
+        there = ", ".join(map(str, self.nodes)) or "none"
         return f"there is no room for {names}{spread}; nodes: {there}"
 
     def hold(self, slot: Slot, gpus: float) -> dict[str, Any]:
@@ -101,18 +102,18 @@ class Placing:
 
     def _has_nodes(self, now: float) -> bool:
         """Whether so many have joined as workers are to be spread over."""
-        able = sum(node.cores > 0 for node in self._nodes)
+        able = sum(node.cores > 0 for node in self.nodes)
         return able >= self._config.min_nodes or now - self._began > NODES_S
 
     def _group(self, slot: Slot, node: Node, gpus: float) -> Any:
-        """A node with roles is for us alone, so they say enough; of another one it takes what leaves room for
-        all workers, should no other node be left.
+        """A node with roles is for us alone, so they say enough; of another one it takes the part of one of
+        all workers that there may be, should no other node be left.
         """
         if slot.role.name in node.roles:
             bundle = {slot.role.name: 1.0}
         else:
             ranks = self._config.num_ranks(slot.role)
-            bundle = {"CPU": node.cores * ranks * 1000 // self._config.total_ranks / 1000}
+            bundle = {"CPU": node.cores * ranks * 1000 // most_on(node, self._config) / 1000}
         if gpus:
             bundle["GPU"] = gpus
         return placement_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -64,6 +65,9 @@ class RayCluster:
         """Where the control store of a joined cluster listens."""
         self.has_died = False
         self._own_nodes: list[Node] = []
+        self.may_grow = False
+        """Ray's autoscaler adds nodes to a joined cluster, as far as `nodes` has seen."""
+        self._asked: list[dict[str, float]] = []
         self.namespace = f"tandem-{secrets.token_hex(4)}"
 
     @property
@@ -156,11 +160,21 @@ class RayCluster:
             return self._own_nodes
         import ray
 
+        self.may_grow = self.may_grow or (not self.is_local and _has_autoscaler())
         nodes = [Node.of(each) for each in ray.nodes() if each["Alive"]]
         if self.is_local:
             nodes = [Node(node.node_id, node.address, host_cores(), node.gpus) for node in nodes]
             self._own_nodes = nodes
         return nodes
+
+    def ask_for(self, bundles: list[dict[str, float]]) -> None:
+        """Have Ray's autoscaler, if there is one, keep nodes for these, instead of what was asked before."""
+        if self.may_grow and bundles != self._asked:
+            from ray.autoscaler.sdk import request_resources
+
+            log.info("Ray's autoscaler is asked for nodes for %d workers", len(bundles))
+            request_resources(bundles=bundles)
+            self._asked = bundles
 
     def stop(self) -> None:
         """Leave the cluster; end it if it is ours. Idempotent. One that has died cannot be left in order."""
@@ -181,6 +195,15 @@ def object_store_bytes(config: ServeConfig) -> int:
         return _LEAST_STORE_BYTES
     workers = config.num_workers
     return _LEAST_STORE_BYTES + workers * (workers - 1) * _STORE_BYTES_PER_PAIR
+
+
+def _has_autoscaler() -> bool:
+    """Whether Ray may add nodes. In a cluster of fixed nodes it names a type after each of them."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    status = _internal_kv_get("__autoscaling_status")
+    report = json.loads(status).get("autoscaler_report") if status else None
+    return report is not None and any(not name.startswith("node_") for name in report["active_nodes"])
 
 
 def _has_token() -> bool:

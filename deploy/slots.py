@@ -49,6 +49,8 @@ class Slot:
     failures: int = 0
     """How often in a row it died by itself."""
     start_at: float | None = None
+    added_at: float | None = None
+    """When it was added to those that were deployed: it may fail to start, and the others go on."""
     leaves: bool = False
     """It is drained, and not started anew."""
     changes: bool = False

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from signal import SIGKILL
 from typing import Any
 
@@ -21,6 +21,7 @@ from deploy.placing import Placing
 from deploy.ray_cluster import RayCluster
 from deploy.resources import plan_workers, thread_environment
 from deploy.routers.interface import Routers
+from deploy.scaling import rescale, room, wanted_bundles
 from deploy.slots import Slot, let_go, make_slots, slot_of
 from deploy.template.client import WorkerExit
 from messaging.sockets import ClusterKeys
@@ -28,6 +29,7 @@ from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.ids import new_incarnation
 from protocol.roles import ROLES
+from router.scaling.interface import ScaleAnswer, ScaleRequest
 from worker.launch import Launch
 
 log = logging.getLogger(__name__)
@@ -75,7 +77,11 @@ class Supervisor:
         self._announced = False
         self._slots = make_slots(config)
         self._placing = Placing(config, cluster, self._slots)
+        self._no_node_until = 0.0
+        """No node came for a worker in its time: until then none is counted on."""
+        self._told: tuple[Collection[str], Mapping[str, int]] | None = None
         router.on_leave(self._let_go, self._renew)
+        router.on_scale(self._scale)
 
     def run(self) -> None:
         """Keep the workers running until `stop`. Raises `StartUpError`, and `RayDiedError`."""
@@ -88,8 +94,9 @@ class Supervisor:
             while not self._stop.is_set():
                 self._watch()
         finally:
-            self._router.expect(())
+            self._router.expect((), {})
             if not self._cluster.has_died:
+                self._cluster.ask_for([])
                 self._end_all()
 
     # --- for the router's thread ------------------------------------------------------------------
@@ -99,6 +106,16 @@ class Supervisor:
         refusal = let_go(self._slots, worker_id, for_good)
         self._set_expected()
         return refusal
+
+    def _scale(self, request: ScaleRequest) -> ScaleAnswer:
+        """All routers ask here too. What is to start or to end does so with the next look."""
+        if not self._announced:
+            return ScaleAnswer(refusal="the server is starting", field=min(request.targets))
+        answer = rescale(self._slots, request, self._config, self._placing.nodes, self._cluster.may_grow)
+        if not answer.refusal:
+            log.info("asked for %s: %s", request.targets, answer)
+        self._set_expected()
+        return answer
 
     def _renew(self, worker_id: str, role: str, incarnation: str) -> None:
         """The worker registers anew, in another role."""
@@ -122,12 +139,34 @@ class Supervisor:
 
     def _wait_for_nodes(self, slots: Sequence[Slot], now: float) -> None:
         """Say what is waited for. Raises `StartUpError` when the first start takes too long."""
-        text = self._placing.shortage(slots, now)
+        for slot in [slot for slot in slots if self._waits_too_long(slot, now)]:
+            self._no_node_until = now + self._config.scale_timeout
+            limit = f"{self._config.scale_timeout:g} s (--scale-timeout)"
+            self._give_up(slot, f"{self._placing.shortage([slot], now)} after {limit}")
+        waiting = [slot for slot in slots if slot in self._slots]
+        if not waiting:
+            return
+        text = self._placing.shortage(waiting, now)
         if not self._announced and now - self._began > self._config.start_timeout:
             raise StartUpError(f"{text} after {self._config.start_timeout:g} s (--start-timeout)")
         if now - self._reminded > REMIND_S:
             self._reminded = now
             log.warning("%s; waiting", text)
+
+    def _waits_too_long(self, slot: Slot, now: float) -> bool:
+        waits_since = None if slot.was_ready else slot.added_at
+        return waits_since is not None and now - waits_since > self._config.scale_timeout
+
+    def _give_up(self, slot: Slot, reason: str) -> None:
+        """A worker that was added cannot be started: what runs goes on."""
+        log.error("worker %s is given up: %s", slot.worker_id, reason)
+        self._forget(slot)
+        self._router.gave_up(slot.worker_id, reason)
+
+    def _forget(self, slot: Slot) -> None:
+        self._end_actor(slot)
+        self._slots.remove(slot)
+        self._set_expected()
 
     def _make_actor(self, slot: Slot, gpus: float) -> None:
         environment = thread_environment(slot.config.worker_threads or 1)
@@ -177,7 +216,10 @@ class Supervisor:
         for slot in list(self._slots):
             if slot.ended is not None:
                 self._look_at(slot, now)
+        self._end_unready()
         self._start_due(now)
+        self._set_expected()
+        self._cluster.ask_for(wanted_bundles(self._slots, self._placing.nodes))
         if not self._announced and all(slot.was_ready for slot in self._slots):
             self._announced = True
             self._on_ready()
@@ -247,9 +289,11 @@ class Supervisor:
         if self._stop.is_set():
             return
         if slot.leaves:
-            self._end_actor(slot)
-            self._slots.remove(slot)
+            self._forget(slot)
             log.info("worker %s has left", slot.worker_id)
+            return
+        if not slot.was_ready and not by_node and slot.added_at is not None:
+            self._give_up(slot, f"it cannot start: {reason}")
             return
         if not slot.was_ready and not by_node:
             raise StartUpError(f"worker {slot.worker_id} cannot start: {reason}")
@@ -263,11 +307,25 @@ class Supervisor:
         self._set_expected()
         log.error("worker %s ended: %s; it is started anew in %.1f s", slot.worker_id, reason, delay)
 
+    def _end_unready(self) -> None:
+        """Who is to leave and does not serve has nothing to be drained of."""
+        for slot in [slot for slot in self._slots if slot.leaves and slot.ready_since is None]:
+            if slot.ended is not None:
+                self._kill(slot)
+            self._router.mark_dead(slot.worker_id, slot.incarnation, "it is not wanted any more")
+            self._router.gave_up(slot.worker_id, "it is not wanted any more")
+            self._forget(slot)
+
     def _set_expected(self) -> None:
-        """Tell the router whom requests may wait for."""
+        """Tell the router whom requests may wait for, and how many more workers there could be."""
         kept = [slot for slot in self._slots if not slot.leaves and not slot.role.holds_draft]
         hopeful = (slot for slot in kept if slot.failures < MAX_FAILED_STARTS or slot.ready_since)
-        self._router.expect([slot.worker_id for slot in hopeful])
+        names = [slot.worker_id for slot in hopeful]
+        may_grow = self._cluster.may_grow and time.monotonic() > self._no_node_until
+        told = names, room(self._slots, self._config, self._placing.nodes, may_grow)
+        if told != self._told:
+            self._told = told
+            self._router.expect(*told)
 
     def _kill(self, slot: Slot) -> None:
         """End the worker for certain, also one that is stopped and takes no message."""

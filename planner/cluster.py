@@ -18,6 +18,7 @@ from planner.worker import SimulatedHandoff, SimulatedWorker
 from protocol.costs import itl_bound
 from protocol.kv_events import Medium
 from protocol.messages import PairState, PeerAddress, Register, WorkerState
+from router.demand import DemandMeter
 from router.kv_index import KvIndex
 from router.loads import Loads
 from router.placement import PlacementPolicy
@@ -59,6 +60,7 @@ class SimulatedCluster:
         self._layout, self._profile = layout, msgspec.structs.replace(profile, costs=costs)
         self._block_tokens = block_tokens
         self.num_ended = 0
+        self.meter = DemandMeter()
         self._registry = Registry(worker_timeout=inf)
         self._loads = Loads(self._registry)
         self._index: KvIndex[str] = KvIndex()
@@ -84,6 +86,7 @@ class SimulatedCluster:
 
     def _start(self, name: str, role: str, peers: Sequence[str]) -> SimulatedWorker:
         profile, slot = self._profile, self._index.add(name)
+        incarnation = f"{name}-{next(self._order)}"
         room = KvRoom(
             profile.kv_tokens,
             self._block_tokens,
@@ -91,9 +94,9 @@ class SimulatedCluster:
             lambda blocks: self._index.evict(slot, Medium.GPU, blocks),
         )
         engine = SimulatedEngine(profile, room, self.events)
-        worker = self._registry.register(_registration(name, role, peers, profile))
+        worker = self._registry.register(_registration(name, incarnation, role, peers, profile))
         assert worker is not None
-        simulated = SimulatedWorker(worker, engine, profile.wire, profile.costs.kv_bytes)
+        simulated = SimulatedWorker(worker, engine, profile.wire, profile.costs.kv_bytes, slot)
         engine.on_scheduled = self._on_scheduled
         engine.on_computed = self._on_computed
         engine.on_first_token = self._on_first_token
@@ -112,6 +115,7 @@ class SimulatedCluster:
             request.is_refused = True
             request.ended = self.events.now
             self.num_ended += 1
+            self.meter.refused(late, self._registry.live())
             return
         assert isinstance(placement, Placement)
         request.assigned = {task: self._registry.named(name) for task, name in placement.workers.items()}
@@ -120,6 +124,7 @@ class SimulatedCluster:
         source = placement.prefix or first.known.key.worker_id
         cached = min(facts.cached_tokens.get(source, 0), request.num_tokens - 1)
         self._loads.take(request, request.num_tokens - cached)
+        self.meter.placed(request, first.known)
         arrives_at = self.events.now + self._profile.request_s
         if placement.prefix is not None:
             arrives_at = max(arrives_at, self._fetch(request, first, self.workers[placement.prefix]))
@@ -198,8 +203,10 @@ class SimulatedCluster:
         handoff.receiver.engine.join(handoff.received(next(self._order)))
 
     def _on_first_token(self, sequence: SimulatedSequence) -> None:
-        sequence.request.first_token = self.events.now
-        self._loads.answered(sequence.request)
+        request = sequence.request
+        request.first_token = self.events.now
+        self.meter.answered(request, request.holders[0], request.ttft_s, self._layout.slo_ttft_s)
+        self._loads.answered(request)
 
     def _on_finished(self, sequence: SimulatedSequence) -> None:
         request = sequence.request
@@ -207,12 +214,13 @@ class SimulatedCluster:
         handoff = self._handoffs.pop(request, None)
         if handoff is not None:
             handoff.withdraw()
+        self.meter.finished(request.assigned["decode"], request.tpot_s, self._layout.slo_tpot_s)
         self._mean_output += OUTPUT_PACE * (request.output_tokens - self._mean_output)
         self._loads.release(request)
         self.num_ended += 1
 
 
-def _registration(name: str, role: str, peers: Sequence[str], profile: Profile) -> Register:
+def _registration(name: str, incarnation: str, role: str, peers: Sequence[str], profile: Profile) -> Register:
     """What a worker with the profile's figures says of itself."""
     wire = profile.wire
     links = [
@@ -223,7 +231,7 @@ def _registration(name: str, role: str, peers: Sequence[str], profile: Profile) 
     ]
     state = WorkerState(
         worker_id=name,
-        incarnation=name,
+        incarnation=incarnation,
         role=role,
         total_blocks=profile.kv_tokens // profile.block_size,
         free_blocks=profile.kv_tokens // profile.block_size,
@@ -231,7 +239,7 @@ def _registration(name: str, role: str, peers: Sequence[str], profile: Profile) 
         costs=profile.costs,
     )
     return Register(
-        address=PeerAddress(worker_id=name, incarnation=name, control="", offers=[]),
+        address=PeerAddress(worker_id=name, incarnation=incarnation, control="", offers=[]),
         role=role,
         model=profile.name,
         max_model_len=profile.kv_tokens,

@@ -124,7 +124,7 @@ class Study:
     def outcome(self, scenario: Scenario) -> PlanOutcome:
         requests, cluster = self.run(scenario.layout(self.slo))
         served = [request for request in requests if not request.is_refused]
-        good = sum(self._is_good(request) for request in served)
+        good = sum(self.is_good(request) for request in served)
         seconds = max(requests[-1].arrival, 1e-9)
         engines = [worker.engine for worker in cluster.workers.values()]
         decode_s = sum(engine.decode_s for engine in engines)
@@ -143,12 +143,15 @@ class Study:
         )
 
     def run(self, layout: Layout) -> tuple[list[SimulatedRequest], SimulatedCluster]:
-        requests = [simulated(request, self.block_tokens) for request in self.requests]
+        requests = self.simulated()
         cluster = SimulatedCluster(layout, self.profile, self.block_tokens)
         cluster.run(requests)
         return requests, cluster
 
-    def _is_good(self, request: SimulatedRequest) -> bool:
+    def simulated(self) -> list[SimulatedRequest]:
+        return [simulated(request, self.block_tokens) for request in self.requests]
+
+    def is_good(self, request: SimulatedRequest) -> bool:
         return request.ttft_s <= self.slo.ttft_s and request.tpot_s <= self.slo.tpot_s
 
     def outcomes(self, chosen: Sequence[Scenario]) -> Iterator[PlanOutcome]:

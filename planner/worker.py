@@ -13,11 +13,14 @@ from router.registry import Worker
 class SimulatedWorker:
     """An engine, the wire on which its blocks leave, and what the router knows of both.
 
-    `reserving` are the hand-offs that wait for room here: nobody overtakes.
+    `reserving` are the hand-offs that wait for room here: nobody overtakes. `slot` is its place in the index
+    of prefixes.
     """
 
-    def __init__(self, known: Worker, engine: SimulatedEngine, wire: LinkSpeed, kv_bytes: int) -> None:
-        self.known = known
+    def __init__(
+        self, known: Worker, engine: SimulatedEngine, wire: LinkSpeed, kv_bytes: int, slot: int
+    ) -> None:
+        self.known, self.slot = known, slot
         self.engine = engine
         self.reserving: deque[SimulatedHandoff] = deque()
         self._wire, self._kv_bytes = wire, kv_bytes

@@ -15,6 +15,7 @@ from protocol.handoff import MAX_HANDOFF_S
 from protocol.kv_events import KvEventsConfig
 from protocol.logs import LogFormat
 from protocol.roles import ROLES, RoleOptions, RoleSpec
+from protocol.scaling import WorkerRange
 from protocol.speculation import SpeculativeConfig
 
 DEFAULT_MODEL = "tandem-code-10m"
@@ -97,6 +98,18 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         PositiveSeconds,
         _doc("Seconds that a worker which leaves has to move its requests elsewhere, or to finish them."),
     ] = 30.0
+
+    autoscale: Annotated[
+        dict[str, WorkerRange] | None,
+        _doc("Least and most workers of roles that scale by themselves, as in prefill=1:4,decode=1:8."),
+    ] = None
+    scale_down_after: Annotated[
+        PositiveSeconds,
+        _doc("Seconds that fewer workers must have sufficed before --autoscale has one leave."),
+    ] = 300.0
+    scale_timeout: Annotated[
+        PositiveSeconds, _doc("Seconds that workers which are added wait for a node that takes them.")
+    ] = 300.0
 
     disaggregation: Annotated[bool, _doc("Prefill and decode on separate workers.")] = True
     placement: Annotated[

@@ -82,6 +82,11 @@ ROUTER = (
     _counter("requests_placed_anew_total", "Requests given to other workers, with their tokens.", "reason"),
     _counter("requests_lost_total", "Requests that their worker had nothing of, as a message got lost."),
     _counter("requests_migrated_total", "Running requests moved to another worker with their KV."),
+    _counter(
+        "scaling_decisions_total", "Changes of the number of workers by --autoscale.", "role", "direction"
+    ),
+    _counter("scaling_failures_total", "Of these, those that were refused or found no node."),
+    _gauge("workers_wanted", "Workers that --autoscale wants now.", "role"),
     _counter("handoff_redirects_total", "Hand-offs sent on to another decode worker.", "reason"),
     _counter("handoff_takeovers_total", "Requests that their prefill worker decodes itself.", "reason"),
     _counter("role_fallbacks_total", "Requests served by one worker as the other role has none.", "missing"),

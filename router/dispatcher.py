@@ -66,6 +66,7 @@ class Dispatcher:
         for request in generation.requests:
             refusal = self._placer.place(request, checks_slo=request is generation.requests[0])
             if refusal is not None:
+                self._placer.meter.refused(refusal, self._registry.live())
                 self._refuse(generation, refusal.missed or "no_worker", refused(refusal))
         for other in gives_way:
             self._metrics.refused("shed")

@@ -111,6 +111,15 @@ class Metrics:
         for name, value in (("steps", steps), ("predicted_tokens", predicted), ("observed_tokens", observed)):
             self._metrics[f"draft_plan_{name}_total"].labels(where, self._model_name).inc(value)
 
+    def scaled(self, role: str, direction: Literal["up", "down", "change"]) -> None:
+        self._metrics["scaling_decisions_total"].labels(role, direction, self._model_name).inc()
+
+    def workers_wanted(self, role: str, wanted: int) -> None:
+        self._metrics["workers_wanted"].labels(role, self._model_name).set(wanted)
+
+    def scaling_failed(self) -> None:
+        self._metrics["scaling_failures_total"].inc()
+
     def migrated(self) -> None:
         self._metrics["requests_migrated_total"].inc()
 

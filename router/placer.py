@@ -14,6 +14,7 @@ from protocol.config import ServeConfig
 from protocol.messages import Abort, Generate
 from protocol.roles import Task
 from router.decisions import DecisionLog
+from router.demand import DemandMeter
 from router.draft_planner import DraftPlanner
 from router.journal import Journal, LiveRequest
 from router.kv_feed import KvFeed
@@ -66,6 +67,7 @@ class Placer:
         self._state = PolicyState()
         self._mean_output = FIRST_OUTPUT
         self.loads = Loads(registry)
+        self.meter = DemandMeter()
         self.ahead = SendAhead(metrics, self._transmit, lambda: self._mean_output, config.max_num_seqs)
         self.decisions = DecisionLog(metrics)
         self.drafts = DraftPlanner(config, journal, registry, metrics, send, self._tokens_left)
@@ -137,6 +139,9 @@ class Placer:
 
     def answered(self, request: LiveRequest, now: float) -> None:
         """The placement's first token has come."""
+        if not request.first_token_time:
+            ttft_s = now - request.generation.arrival
+            self.meter.answered(request, request.holders[0], ttft_s, request.generation.slo_ttft_s)
         self.loads.answered(request)
         self.ahead.free(request)
         self.decisions.answered(request, now)
@@ -144,8 +149,15 @@ class Placer:
     def finished(self, request: LiveRequest, now: float) -> None:
         """It has all its tokens."""
         self.decisions.finished(request, now)
+        self._judge_pace(request, now)
         self._mean_output += OUTPUT_PACE * (len(request.output_token_ids) - self._mean_output)
         self._release(request)
+
+    def _judge_pace(self, request: LiveRequest, now: float) -> None:
+        others, decode = request.choice.num_tokens - 1, request.assigned.get("decode")
+        if others > 0 and decode is not None:
+            tpot_s = (now - request.first_token_time) / others
+            self.meter.finished(decode, tpot_s, request.generation.slo_tpot_s)
 
     # --- parking ----------------------------------------------------------------------------------
 
@@ -247,6 +259,7 @@ class Placer:
         source = first.key.worker_id if placement.prefix is None else placement.prefix
         cached = min(facts.cached_tokens.get(source, 0), facts.num_tokens - 1)
         self.loads.take(request, facts.num_tokens - cached)
+        self.meter.placed(request, first)
         request.cost = request.cost or request.num_uncached + facts.output_tokens
         self.drafts.plan(request)
         return first

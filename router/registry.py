@@ -37,8 +37,8 @@ class ModelFacts(NamedTuple):
 class Worker:
     """One incarnation of a worker. `live` is false after it died or fell silent.
 
-    `silence_s` counts the seconds since its last message in which the router was running. `is_reachable` is
-    false between a message that could not be sent and the worker's next one.
+    It is known `since` then. `silence_s` counts the seconds since its last message in which the router was
+    running. `is_reachable` is false between a message that could not be sent and the worker's next one.
     """
 
     def __init__(self, register: Register, role: RoleSpec, block_size: int, shared: bool) -> None:
@@ -49,6 +49,7 @@ class Worker:
         self.start_up = register.start_up
         self.cache = register.cache
         self.state = register.state
+        self.since = time.monotonic()
         self.silence_s = 0.0
         self.is_reachable = True
         self.live = True

@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import msgspec
 import uvicorn
@@ -22,6 +22,7 @@ from protocol.errors import ConfigError
 from router.app import build_app
 from router.connection import HEAD_TIMEOUT_S, Connections, HttpConnection, raise_file_limit
 from router.errors import ApiError
+from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.state import RouterState
 
 logger = logging.getLogger(__name__)
@@ -101,9 +102,11 @@ class RouterServer:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.state.registry.mark_dead, worker_id, incarnation, reason)
 
-    def expect(self, worker_ids: Collection[str]) -> None:
-        """Thread-safe: these workers are kept running, so requests may wait for them."""
-        self.state.registry.expected = worker_ids
+    def expect(self, worker_ids: Collection[str], room: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Thread-safe: these workers are kept running, so requests may wait for them; there could be so many
+        more of each role.
+        """
+        self.state.registry.expected, self.state.autoscaler.room = worker_ids, room
 
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
         """What the launcher is asked and told of workers that are drained; as for `Drainer`."""
@@ -112,6 +115,19 @@ class RouterServer:
             return let_go(worker_id, for_good)
 
         self.state.drainer.let_go, self.state.drainer.renew = ask, renew
+
+    def on_scale(self, scale: Callable[[ScaleRequest], ScaleAnswer]) -> None:
+        """What the launcher is asked when the number of workers is to change."""
+
+        async def ask(request: ScaleRequest) -> ScaleAnswer:
+            return scale(request)
+
+        self.state.scaler.ask = ask
+
+    def gave_up(self, worker_id: str, reason: str) -> None:
+        """Thread-safe: a worker that was added could not be started."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.state.scaler.gave_up, worker_id, reason)
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """Thread-safe: how long nothing was heard of this incarnation; None while it is not registered."""

@@ -42,6 +42,8 @@ from router.placer import Placer
 from router.registry import SWEEP_INTERVAL_S, ModelFacts, Registry, Worker, WorkerKey
 from router.restarter import Restarter
 from router.roll_call import RollCall
+from router.scaling.autoscaler import Autoscaler
+from router.scaling.scaler import Scaler
 from router.tokenizer import Tokenizer
 from router.worker_link import WorkerLink
 
@@ -84,6 +86,10 @@ class RouterState:
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
         self.restarter = Restarter(config, self.registry, self.drainer)
+        self.scaler = Scaler(config, self.registry, self.drainer)
+        self.autoscaler = Autoscaler(
+            config, self.registry, self.metrics, self.scaler, self.drainer, self.placer.meter
+        )
         self.roll_call = RollCall(*shared[1:], self.dispatcher)
         self.registry.on_registered = self._greet
         self.registry.on_lost = self._on_lost
@@ -194,6 +200,8 @@ class RouterState:
             self.dispatcher.send_waiting()
             self.drainer.sweep()
             self.placer.drafts.sweep()
+            if self.config.router_replicas == 1:
+                self.autoscaler.step({})
             self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
 
 

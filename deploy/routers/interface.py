@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
+from router.scaling.interface import ScaleAnswer, ScaleRequest
+
 
 class Routers(Protocol):
     """`RouterServer` and `RouterPool` have these methods; all but `run` are for any thread."""
@@ -17,11 +19,15 @@ class Routers(Protocol):
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None: ...
 
-    def expect(self, worker_ids: Collection[str]) -> None: ...
+    def expect(self, worker_ids: Collection[str], room: Mapping[str, int]) -> None: ...
 
     def on_leave(
         self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]
     ) -> None: ...
+
+    def on_scale(self, scale: Callable[[ScaleRequest], ScaleAnswer]) -> None: ...
+
+    def gave_up(self, worker_id: str, reason: str) -> None: ...
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None: ...
 

@@ -6,6 +6,8 @@ import msgspec
 
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
+from router.demand import RoleDemand
+from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.server import RouterPlace
 
 MAX_MESSAGE_BYTES = 1024 * 1024
@@ -27,9 +29,12 @@ class WorkerDied(msgspec.Struct, frozen=True, tag="died"):
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
-    """These workers are kept running, so requests may wait for them."""
+    """These workers are kept running, so requests may wait for them. `room`: how many more of each role there
+    could be.
+    """
 
     worker_ids: list[str]
+    room: dict[str, int]
 
 
 class LetGo(msgspec.Struct, frozen=True, tag="let_go"):
@@ -39,11 +44,30 @@ class LetGo(msgspec.Struct, frozen=True, tag="let_go"):
     refusal: str
 
 
+class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
+    """Answers `Scales`, in their order."""
+
+    answer: ScaleAnswer
+
+
+class Lead(msgspec.Struct, frozen=True, tag="lead"):
+    """Answers the `Report` of the router that scales for all; `demand` is the others'."""
+
+    demand: dict[str, RoleDemand]
+
+
+class GaveUp(msgspec.Struct, frozen=True, tag="gave_up"):
+    """A worker that was added could not be started."""
+
+    worker_id: str
+    reason: str
+
+
 class StopRouter(msgspec.Struct, frozen=True, tag="stop"):
     """Drain and end. A second one does not wait for running requests."""
 
 
-ToRouter = StartRouter | WorkerDied | Expect | LetGo | StopRouter
+ToRouter = StartRouter | WorkerDied | Expect | LetGo | Scaled | GaveUp | Lead | StopRouter
 
 
 class KnownWorker(msgspec.Struct, frozen=True):
@@ -53,9 +77,11 @@ class KnownWorker(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """The router runs, and knows these workers by their ids. Sent a few times a second."""
+    """The router runs, and knows these workers by their ids; what its requests ask of each
+    role. Sent a few times a second."""
 
     workers: dict[str, KnownWorker]
+    demand: dict[str, RoleDemand]
 
 
 class Leaves(msgspec.Struct, frozen=True, tag="leaves"):
@@ -73,8 +99,14 @@ class Renews(msgspec.Struct, frozen=True, tag="renews"):
     incarnation: str
 
 
+class Scales(msgspec.Struct, frozen=True, tag="scales"):
+    """The number of workers is to change. Answered by `Scaled`."""
+
+    request: ScaleRequest
+
+
 class CannotStart(msgspec.Struct, frozen=True, tag="cannot_start"):
     reason: str
 
 
-FromRouter = Report | Leaves | Renews | CannotStart
+FromRouter = Report | Leaves | Renews | Scales | CannotStart

@@ -21,11 +21,15 @@ from deploy.routers.messages import (
     CannotStart,
     Expect,
     FromRouter,
+    GaveUp,
     KnownWorker,
+    Lead,
     Leaves,
     LetGo,
     Renews,
     Report,
+    Scaled,
+    Scales,
     StartRouter,
     StopRouter,
     ToRouter,
@@ -35,6 +39,8 @@ from deploy.routers.ports import RouterPorts
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from router.demand import Demand, sum_of
+from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.server import RouterPlace, http_url
 
 log = logging.getLogger(__name__)
@@ -56,6 +62,7 @@ class _Router:
     ready: bool = False
     was_ready: bool = False
     workers: Mapping[str, KnownWorker] = field(default_factory=dict)
+    demand: Demand = field(default_factory=dict)
 
     def send(self, message: ToRouter) -> None:
         """What does not fit is for a router that is stuck: it gets killed for that."""
@@ -80,9 +87,12 @@ class RouterPool:
         self.worker_endpoints = [f"tcp://{link_host}:{place.link_port}" for place in self._ports.places]
         self.url = http_url(config, config.host, self._ports.port)
         self._selector = selectors.DefaultSelector()
-        self._expected: list[str] = []
+        self._expected = Expect([], {})
         self._let_go: Callable[[str, bool], str] = lambda worker_id, for_good: ""
         self._renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
+        self._scale: Callable[[ScaleRequest], ScaleAnswer] = lambda request: ScaleAnswer(
+            refusal="the server is starting", field=min(request.targets, default="")
+        )
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
 
@@ -91,12 +101,18 @@ class RouterPool:
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
         self._tell(WorkerDied(worker_id, incarnation, reason))
 
-    def expect(self, worker_ids: Collection[str]) -> None:
-        self._expected = list(worker_ids)
-        self._tell(Expect(self._expected))
+    def expect(self, worker_ids: Collection[str], room: Mapping[str, int]) -> None:
+        self._expected = Expect(list(worker_ids), dict(room))
+        self._tell(self._expected)
 
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
         self._let_go, self._renew = let_go, renew
+
+    def on_scale(self, scale: Callable[[ScaleRequest], ScaleAnswer]) -> None:
+        self._scale = scale
+
+    def gave_up(self, worker_id: str, reason: str) -> None:
+        self._tell(GaveUp(worker_id, reason))
 
     def silence_of(self, worker_id: str, incarnation: str) -> float | None:
         """How long no router has heard of the worker; None while none knows it. While no router listens
@@ -177,15 +193,19 @@ class RouterPool:
             return
         router.heard = time.monotonic()
         match msgspec.msgpack.decode(data, type=FromRouter):  # type: ignore[arg-type]
-            case Report(workers):
-                router.workers = workers
+            case Report(workers, demand):
+                router.workers, router.demand = workers, demand
                 if not router.ready:
                     router.ready = router.was_ready = True
-                    router.send(Expect(self._expected))
+                    router.send(self._expected)
+                if self._config.autoscale and router is next(each for each in self._routers if each.ready):
+                    router.send(Lead(sum_of(each.demand for each in self._routers if each is not router)))
             case Leaves(worker_id, for_good):
                 router.send(LetGo(worker_id, self._let_go(worker_id, for_good)))
             case Renews(worker_id, role, incarnation):
                 self._renew(worker_id, role, incarnation)
+            case Scales(request):
+                router.send(Scaled(self._scale(request)))
             case CannotStart(reason):
                 if not router.was_ready:
                     raise ConfigError(reason)

@@ -10,7 +10,7 @@ import contextlib
 import faulthandler
 import socket
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import msgspec
 
@@ -20,17 +20,22 @@ from deploy.routers.messages import (
     CannotStart,
     Expect,
     FromRouter,
+    GaveUp,
     KnownWorker,
+    Lead,
     Leaves,
     LetGo,
     Renews,
     Report,
+    Scaled,
+    Scales,
     StartRouter,
     StopRouter,
     ToRouter,
     WorkerDied,
 )
 from protocol.errors import TandemError
+from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.server import RouterServer
 
 REPORT_INTERVAL_S = 0.25
@@ -44,6 +49,8 @@ class _Control:
         self._server = server
         self._asked: defaultdict[str, list[asyncio.Future[str]]] = defaultdict(list)
         """Who waits for the launcher to let a worker go."""
+        self._scaling: deque[asyncio.Future[ScaleAnswer]] = deque()
+        server.state.scaler.ask = self._ask_to_scale
         drainer = server.state.drainer
         drainer.let_go = self._ask_to_let_go
         drainer.renew = lambda worker_id, role, incarnation: self._send(Renews(worker_id, role, incarnation))
@@ -58,13 +65,19 @@ class _Control:
             worker.key.worker_id: KnownWorker(worker.key.incarnation, worker.silence_s, dict(worker.start_up))
             for worker in self._server.state.registry
         }
-        self._send(Report(workers))
+        self._send(Report(workers, self._server.state.placer.meter.demand))
         asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report)
 
     async def _ask_to_let_go(self, worker_id: str, for_good: bool) -> str:
         answer = asyncio.get_running_loop().create_future()
         self._asked[worker_id].append(answer)
         self._send(Leaves(worker_id, for_good))
+        return await answer
+
+    async def _ask_to_scale(self, request: ScaleRequest) -> ScaleAnswer:
+        answer = asyncio.get_running_loop().create_future()
+        self._scaling.append(answer)
+        self._send(Scales(request))
         return await answer
 
     def _send(self, message: FromRouter) -> None:
@@ -84,10 +97,16 @@ class _Control:
         match msgspec.msgpack.decode(data, type=ToRouter):  # type: ignore[arg-type]
             case WorkerDied(worker_id, incarnation, reason):
                 self._server.mark_dead(worker_id, incarnation, reason)
-            case Expect(worker_ids):
-                self._server.expect(worker_ids)
+            case Expect(worker_ids, room):
+                self._server.expect(worker_ids, room)
+            case Lead(demand):
+                self._server.state.autoscaler.step(demand)
             case LetGo(worker_id, refusal):
                 self._asked[worker_id].pop(0).set_result(refusal)
+            case Scaled(answer):
+                self._scaling.popleft().set_result(answer)
+            case GaveUp(worker_id, reason):
+                self._server.gave_up(worker_id, reason)
             case StopRouter():
                 self._server.stop()
 

@@ -1,4 +1,4 @@
-"""What operators do with workers: `POST /restart`, `/workers/{id}/drain` and `/workers/{id}/role`."""
+"""What operators do with workers: `POST /scale`, `/restart`, `/workers/{id}/drain` and `/role`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from starlette.responses import Response
 
 from protocol.errors import InvalidRequestError
 from protocol.roles import ROLES
+from protocol.scaling import MAX_WORKERS
 from router.api.openapi import Operation
 from router.decoding import decode_body
 from router.drainer import DrainReport
+from router.errors import ApiError
 from router.state import RouterState
 
 ANSWER = "`id`, `moved`, `redirected` and `placed_anew` requests, `seconds`, once nothing runs there any more"
+
+SCALED = (
+    "ids of the workers `started` and `drained`, `moved`, `redirected` and `placed_anew` requests, `seconds`"
+    ", once the new ones serve and nothing runs on the others"
+)
 
 
 RESTARTED = "ids of the workers `restarted`, `moved`, `redirected` and `placed_anew` requests, `seconds`"
@@ -37,6 +44,17 @@ class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
     """Have a worker's requests go on elsewhere; then it serves in another role, with its weights and pool."""
 
     role: Annotated[str, Meta(description="`prefill` or `decode`, not `draft`, which is another model.")]
+
+
+_Number = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
+
+
+class ScaleBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Have so many workers of each role; requests of those that leave go on elsewhere."""
+
+    prefill: Annotated[_Number | None, Meta(description="Prefill workers.")] = None
+    decode: Annotated[_Number | None, Meta(description="Decode workers.")] = None
+    draft: Annotated[_Number | None, Meta(description="Draft workers.")] = None
 
 
 def worker_operations(state: RouterState) -> list[Operation]:
@@ -64,6 +82,17 @@ def worker_operations(state: RouterState) -> list[Operation]:
         body = report | {"seconds": round(report["seconds"], 3)}
         return Response(msgspec.json.encode(body), media_type="application/json")
 
+    async def scale(request: Request) -> Response:
+        async with state.bodies.read(request) as raw:
+            body = decode_body(raw, ScaleBody)
+        targets = {role: count for role, count in msgspec.structs.asdict(body).items() if count is not None}
+        if not targets:
+            raise ApiError(
+                400, f"name one role at least: {', '.join(ROLES)}", code="missing_required_parameter"
+            )
+        report = await asyncio.shield(asyncio.ensure_future(state.scaler.scale(targets)))
+        return _json({**asdict(report), "seconds": round(report.seconds, 3)})
+
     def post(path: str, body: type[msgspec.Struct], endpoint: object, answer: str = ANSWER) -> Operation:
         return Operation(path, endpoint, body.__doc__ or "", answer, body)
 
@@ -71,6 +100,7 @@ def worker_operations(state: RouterState) -> list[Operation]:
         post("/restart", RestartBody, restart, RESTARTED),
         post("/workers/{worker_id}/drain", DrainBody, drain),
         post("/workers/{worker_id}/role", RoleBody, role),
+        post("/scale", ScaleBody, scale, SCALED),
     ]
 
 
@@ -78,4 +108,8 @@ async def _answer(request: Request, drain: Coroutine[None, None, asyncio.Future[
     done = await asyncio.shield(asyncio.ensure_future(drain))
     report = asdict(await asyncio.shield(done))
     body = {"id": request.path_params["worker_id"], **report, "seconds": round(report["seconds"], 3)}
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    return _json(body)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

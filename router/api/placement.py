@@ -25,7 +25,8 @@ MAX_REQUESTS = 1000
 def placement_operations(state: RouterState) -> list[Operation]:
     async def decisions(request: Request) -> Response:
         found = state.placer.decisions.latest(_limit(request, MAX_DECISIONS))
-        return _json({"decisions": [decision.as_json() for decision in found]})
+        scaling = [event.as_json() for event in state.autoscaler.latest()]
+        return _json({"decisions": [decision.as_json() for decision in found], "scaling": scaling})
 
     async def cluster(request: Request) -> Response:
         config = state.config
@@ -54,8 +55,9 @@ def placement_operations(state: RouterState) -> list[Operation]:
         Operation(
             "/decisions",
             decisions,
-            "The latest placements, with what they were expected to cost and what happened.",
-            f"`decisions`, the newest first: {DEFAULT_LIMIT}, or `limit`",
+            "The latest placements, with what they were expected to cost and what happened, and changes "
+            "of the number of workers by --autoscale.",
+            f"`decisions`, the newest first: {DEFAULT_LIMIT}, or `limit`; `scaling`, the newest first",
         ),
         Operation(
             "/cluster",

@@ -79,8 +79,11 @@ def test_a_worker_that_nobody_told_to_leave_stays(for_good: bool) -> None:
     expected: list[list[str]] = []
     supervisor: Any = object.__new__(Supervisor)  # without Ray
     supervisor._config, supervisor._slots = config, make_slots(config)
-    supervisor._cluster = SimpleNamespace(is_local=False)
-    supervisor._router = SimpleNamespace(silence_of=lambda *worker: 0.0, expect=expected.append)
+    supervisor._cluster = SimpleNamespace(is_local=False, may_grow=False)
+    supervisor._placing, supervisor._told = SimpleNamespace(nodes=[]), None
+    supervisor._router = SimpleNamespace(
+        silence_of=lambda *worker: 0.0, expect=lambda names, room: expected.append(names)
+    )
     before = time.monotonic()
     assert supervisor._let_go("decode-0", for_good) == ""
     assert expected == [["decode-1"] if for_good else ["decode-0", "decode-1"]]

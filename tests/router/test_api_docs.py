@@ -33,6 +33,7 @@ PATHS = {
     "/cluster": "get",
     "/requests": "get",
     "/restart": "post",
+    "/scale": "post",
     "/workers/{worker_id}/drain": "post",
     "/workers/{worker_id}/role": "post",
 }
@@ -108,6 +109,7 @@ def test_only_what_needs_the_key_says_so(make_router, document):
         "/cluster",
         "/doctor",
         "/requests",
+        "/scale",
         "/workers",
         "/restart",
     )

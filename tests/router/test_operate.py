@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from router_clients import eventually, make_pair, post
 
+from router.scaling.interface import ScaleAnswer
+from router.scaling.scaler import least_worth
+
 KEY = {"authorization": "Bearer second"}
 
 
@@ -63,3 +66,53 @@ def test_who_changes_its_role_is_not_drained(router, pool):
     answer = router.http.post("/workers/prefill-0/drain", json={})
     assert (answer.status_code, "changes its role" in answer.text) == (409, True)
     prefill.hold.clear()
+
+
+def test_a_number_of_workers_that_cannot_be_changes_nothing(router):
+    """The launcher refuses it, or there is none to ask."""
+    make_pair(router)
+    for body, status, reason in (
+        ({"decode": 2}, 409, "decode: these workers were not started by a launcher"),
+        ({"decode": "two"}, 400, "decode: expected int"),
+        ({"decode": -1}, 400, "decode: expected int >= 0"),
+        ({"decode": 5000}, 400, "decode: expected int <= 4096"),
+        ({"cook": 1}, 400, "cook"),
+        ({}, 400, "name one role at least: prefill, decode, draft"),
+    ):
+        answer = router.http.post("/scale", json=body)
+        assert (answer.status_code, reason in answer.text) == (status, True), answer.text
+    assert router.http.post("/scale", json={"decode": 2}, headers={"authorization": ""}).status_code == 401
+
+
+def test_a_worker_that_cannot_be_started_is_told_and_the_others_go_on(router, pool):
+    decode = router.add_worker("decode-0")
+    eventually(lambda: len(router.server.state.registry.live()) == 1)
+
+    def scale(request):
+        assert (request.targets, request.worth) == ({"decode": 3}, ["decode-0"])
+        pool.submit(router.add_worker, "decode-1")
+        pool.submit(router.server.gave_up, "decode-2", "there is no room for decode-2")
+        return ScaleAnswer(started=["decode-1", "decode-2"])
+
+    router.server.on_scale(scale)
+    answer = router.http.post("/scale", json={"decode": 3})
+    assert answer.status_code == 503
+    assert "decode-2: there is no room for decode-2. What runs goes on: 2 decode" in answer.text
+    assert post(router, max_tokens=3).status_code == 200 and decode is not None
+
+
+def test_those_of_least_worth_are_named_first(router, pool):
+    """With the fewest requests, of these the youngest."""
+    workers = [router.add_worker(f"decode-{index}") for index in range(3)]
+    eventually(lambda: len(router.server.state.registry.live()) == 3)
+    for worker in workers:
+        worker.hold.set()
+    pool.submit(post, router, max_tokens=3)
+    eventually(lambda: any(worker.generated for worker in workers))
+    (busy,) = [worker.worker_id for worker in workers if worker.generated]
+    registry = router.server.state.registry
+    ages = {worker.key.worker_id: worker.since for worker in registry}
+    idle = sorted(ages.keys() - {busy}, key=lambda name: -ages[name])
+    assert [worker.key.worker_id for worker in least_worth(registry)] == [*idle, busy]
+    for worker in workers:
+        worker.hold.clear()

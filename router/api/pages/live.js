@@ -4,6 +4,7 @@ import { get } from "./api.js";
 import { drawDiagram, sendDots } from "./diagram.js";
 import { byId, tell } from "./dom.js";
 import { showDecisions } from "./decisions.js";
+import { showScaling } from "./scaling.js";
 import { Watch } from "./watch.js";
 import { showLinks, showUnderWay, showWorkers } from "./workers.js";
 
@@ -52,6 +53,7 @@ function show(seen) {
   showUnderWay(seen);
   showLinks(seen);
   showDecisions(seen.decisions);
+  showScaling(seen.scaling);
   sendDots(seen);
   const ready = seen.workers.filter((worker) => worker.state === "ready").length;
   health(ready && ready === seen.workers.length ? "good" : "bad", `${ready} of ${seen.workers.length} workers ready`);

@@ -9,7 +9,7 @@ export class Watch {
   #decided = null;
 
   /** From the answers of `/cluster`, `/workers`, `/requests` and `/decisions`. */
-  take(cluster, { workers }, requests, { decisions }) {
+  take(cluster, { workers }, requests, { decisions, scaling }) {
     const now = performance.now();
     const costs = new Map(cluster.workers.map((worker) => [worker.id, worker.costs]));
     const present = workers.map((worker) => this.#see(worker, costs.get(worker.id) ?? {}, now));
@@ -20,6 +20,7 @@ export class Watch {
       stages: requests.stages,
       requests: requests.requests,
       decisions,
+      scaling,
       fresh: this.#fresh(decisions),
     };
   }

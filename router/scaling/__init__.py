@@ -1,0 +1,1 @@
+"""How many workers of each role there are: by hand, and by themselves."""

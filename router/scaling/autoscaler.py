@@ -1,0 +1,144 @@
+"""Decides again and again how many workers there are to be, and has that done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Mapping
+from math import inf
+from typing import Any, NamedTuple
+
+from protocol.config import ServeConfig
+from protocol.roles import ROLES
+from router.demand import Demand, DemandMeter, RoleDemand, sum_of
+from router.drainer import Drainer
+from router.errors import ApiError
+from router.metrics import Metrics
+from router.registry import Registry
+from router.scaling.decide import INTERVAL_S, ScalerState, ScalingDecision, ScalingPolicy, decide
+from router.scaling.facts import RoleLoad, ScalingFacts, role_load
+from router.scaling.scaler import Scaler, least_worth
+
+logger = logging.getLogger(__name__)
+
+MAX_SHOWN = 100
+
+
+class ScalingEvent(NamedTuple):
+    """A decision at a time [s since 1970], and how many workers each of its roles had."""
+
+    at: float
+    decision: ScalingDecision
+    had: dict[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        decision = self.decision
+        change = decision.changes_role
+        return {
+            "at": self.at,
+            "targets": dict(decision.targets),
+            "had": self.had,
+            "reasons": dict(decision.reasons),
+            "changes_role": None if change is None else {"from": change[0], "to": change[1]},
+        }
+
+
+class Autoscaler:
+    """Runs on the event loop of one router at a time, which knows what the others' requests ask for.
+
+    Its targets go through the same `Scaler` as an operator's. `room` says how many more workers of each role
+    the launcher could place.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        registry: Registry,
+        metrics: Metrics,
+        scaler: Scaler,
+        drainer: Drainer,
+        meter: DemandMeter,
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._metrics = metrics
+        self._scaler = scaler
+        self._drainer = drainer
+        self._meter = meter
+        self._policy = ScalingPolicy(config.autoscale or {}, config.scale_down_after)
+        self._state = ScalerState()
+        self._due = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._events: deque[ScalingEvent] = deque(maxlen=MAX_SHOWN)
+        self.room: Mapping[str, int] = {}
+
+    def latest(self) -> list[ScalingEvent]:
+        """The newest first."""
+        return list(self._events)[::-1]
+
+    def step(self, others: Demand) -> None:
+        """To be called a few times a second, with the demand of all other routers."""
+        now = time.monotonic()
+        if now < self._due or not self._policy.ranges or self._registry.model is None:
+            return
+        self._due = now + INTERVAL_S
+        demand = sum_of((self._meter.demand, others))
+        loads = {role: self._load(role, demand) for role in self._policy.ranges}
+        facts = ScalingFacts(
+            now, loads, self.room, self._config.slo_ttft or inf, self._config.slo_tpot or inf
+        )
+        decision, self._state = decide(facts, self._policy, self._state)
+        for role, load in loads.items():
+            wanted = load.have if decision is None else decision.targets.get(role, load.have)
+            self._metrics.workers_wanted(role, wanted)
+        if decision is not None:
+            self._carry_out(decision, loads)
+
+    def _load(self, role: str, demand: Demand) -> RoleLoad:
+        known = {worker.key.worker_id: worker for worker in self._registry}
+        serving = [worker for worker in known.values() if worker.role.name == role and worker.takes_requests]
+        coming = sum(
+            each not in known and each.rpartition("-")[0] == role for each in self._registry.expected
+        )
+        return role_load(serving, coming, demand.get(role, RoleDemand()), self._config.max_num_seqs)
+
+    def _carry_out(self, decision: ScalingDecision, loads: dict[str, RoleLoad]) -> None:
+        had = {role: loads[role].have for role in decision.reasons}
+        self._events.append(ScalingEvent(time.time(), decision, had))
+        for role, reason in decision.reasons.items():
+            wanted = decision.targets.get(role, had[role] + 1)
+            logger.info("%s workers: %d instead of %d: %s", role, wanted, had[role], reason)
+        if decision.changes_role is not None:
+            self._metrics.scaled(decision.changes_role[1], "change")
+            self._begin(self._change_role(*decision.changes_role))
+            return
+        for role, wanted in decision.targets.items():
+            self._metrics.scaled(role, "up" if wanted > had[role] else "down")
+        self._begin(self._scale(decision))
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _scale(self, decision: ScalingDecision) -> None:
+        try:
+            await self._scaler.scale(decision.targets)
+        except ApiError as error:
+            self._failed(error)
+
+    async def _change_role(self, giver: str, taker: str) -> None:
+        able = [each for each in least_worth(self._registry) if each.takes_requests]
+        worker = next((each for each in able if each.role.name == giver), None)
+        if worker is None:
+            return
+        try:
+            await (await self._drainer.change_role(worker.key.worker_id, ROLES[taker]))
+        except ApiError as error:
+            self._failed(error)
+
+    def _failed(self, error: ApiError) -> None:
+        self._metrics.scaling_failed()
+        logger.warning("the number of workers stays: %s", error)

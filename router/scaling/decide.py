@@ -1,0 +1,250 @@
+"""Whether a role needs more workers, or fewer: a pure function, the same live and in a simulator.
+
+For each role it finds the least number of workers that fits what the last minutes brought: prompts wait
+longer than the SLO allows with a small chance only (Erlang's C formula, with Allen and Cunneen's correction
+for the spread of prompts), steps keep the time per token, rows and KV keep some room. More are wanted at
+once, also when prompts have queued up or answers miss their SLO all the same. Fewer are wanted after they
+would have sufficed for a while, with a margin. Where no node takes more, a role that has workers to spare
+gives one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil, exp, inf, sqrt
+from typing import NamedTuple
+
+from protocol.scaling import WorkerRange
+from router.demand import RoleDemand
+from router.scaling.facts import RoleLoad, ScalingFacts
+
+INTERVAL_S = 5.0
+"""Between two decisions."""
+WINDOW_S = 900.0
+"""Demand is averaged over so long: its tides take hours, and fewer requests scatter."""
+SHORT_S = 30.0
+"""A burst counts as soon as chance does not explain it."""
+JUDGED_S = 300.0
+"""Answers of this time, since the last change, tell of the SLO."""
+LEAST_MISSED = 3
+CHANCE = 3.0
+"""Standard deviations that chance explains."""
+ATTAINMENT = 0.95
+LATE_CHANCE = 0.01
+"""[share] Of prompts that may wait too long by the formula: the SLO has other ways to be missed."""
+MARGIN = 1.1
+"""Fewer workers must hold so much more than the load."""
+TPOT_SHARE = 0.9
+ROWS_SHARE = 0.9
+KV_SHARE = 0.85
+BUSY_SHARE = 0.8
+"""Of a worker's time, row and room, that are used on average at most."""
+QUEUE_S = 5.0
+"""That prompts may wait where no SLO says it."""
+
+
+class ScalingPolicy(NamedTuple):
+    """`ranges` are the least and the most workers of each role that is scaled. Fewer must suffice for
+    `down_after_s` before one leaves; a change for missed SLOs waits `settle_s` for the last one's effect.
+    """
+
+    ranges: Mapping[str, WorkerRange]
+    down_after_s: float = 300.0
+    settle_s: float = 30.0
+
+
+class Sample(NamedTuple):
+    at: float
+    loads: Mapping[str, RoleLoad]
+
+
+class Need(NamedTuple):
+    """How many workers a role needed at a time, with the margin, and why."""
+
+    at: float
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerState:
+    """The samples of the last minutes and what they needed, the oldest first; when roles were changed."""
+
+    samples: tuple[Sample, ...] = ()
+    needs: Mapping[str, tuple[Need, ...]] = field(default_factory=dict)
+    changed_at: Mapping[str, float] = field(default_factory=dict)
+
+
+class ScalingDecision(NamedTuple):
+    """So many workers of each role are wanted, and why. `changes_role` is (from, to): a worker is to go on in
+    another role, as no node takes one more.
+    """
+
+    targets: Mapping[str, int]
+    reasons: Mapping[str, str]
+    changes_role: tuple[str, str] | None = None
+
+
+class Load(NamedTuple):
+    """What a role's workers do together: `prompts` are workers that compute nothing but prompts."""
+
+    prompts: float
+    prompt_s: float
+    spread: float
+    rows: float
+    context: float
+    kv_usage: float
+
+    def times(self, factor: float) -> Load:
+        return self._replace(
+            prompts=self.prompts * factor,
+            rows=self.rows * factor,
+            context=self.context * factor,
+            kv_usage=self.kv_usage * factor,
+        )
+
+
+def decide(
+    facts: ScalingFacts, policy: ScalingPolicy, state: ScalerState
+) -> tuple[ScalingDecision | None, ScalerState]:
+    """What to change, if anything, and what to remember until the next decision."""
+    since = facts.now - max(WINDOW_S, SHORT_S)
+    samples = (*(each for each in state.samples if each.at >= since), Sample(facts.now, facts.loads))
+    targets, reasons, needs = {}, {}, dict(state.needs)
+    spare: dict[str, bool] = {}
+    for role, bounds in policy.ranges.items():
+        load, have = _load(samples, role, facts.now), facts.loads[role].have
+        fits_now, why = needed(load, facts, role, bounds)
+        fits_later, _ = needed(load.times(MARGIN), facts, role, bounds)
+        wanted = fits_now
+        if _is_settled(state, role, facts, policy):
+            since = max(facts.now - JUDGED_S, state.changed_at.get(role, -inf))
+            pressed, pressure = _pressed(samples, role, facts, since)
+            if pressed > wanted:
+                wanted, why = min(pressed, bounds.most), pressure
+        known = (*needs.get(role, ()), Need(facts.now, max(wanted, fits_later)))
+        needs[role] = tuple(each for each in known if each.at >= facts.now - policy.down_after_s)
+        spare[role] = max(wanted, fits_later) < have
+        if wanted <= have:
+            enough = max(each.workers for each in needs[role])
+            is_known = facts.now - needs[role][0].at >= policy.down_after_s - INTERVAL_S
+            wanted, why = min(have, enough) if is_known else have, f"{enough} suffice"
+        if wanted != have:
+            targets[role], reasons[role] = wanted, why
+    state = replace(state, samples=samples, needs=needs)
+    decision = _within_room(ScalingDecision(targets, reasons), facts, policy, spare)
+    if decision is None:
+        return None, state
+    roles = decision.changes_role or tuple(decision.targets)
+    return decision, replace(state, changed_at={**state.changed_at, **dict.fromkeys(roles, facts.now)})
+
+
+def needed(load: Load, facts: ScalingFacts, role: str, bounds: WorkerRange) -> tuple[int, str]:
+    """The least number of workers that fits, within the bounds, and what the next smaller one lacks."""
+    why = "the least"
+    for workers in range(bounds.least, bounds.most):
+        lack = _lacks(load, workers, facts, facts.loads[role])
+        if not lack:
+            return workers, why
+        why = lack
+    return bounds.most, why
+
+
+def _lacks(load: Load, workers: int, facts: ScalingFacts, seen: RoleLoad) -> str:
+    """What so many workers would not hold; "": all."""
+    costs, busy = seen.costs, load.prompts / workers
+    if busy > (BUSY_SHARE if facts.slo_ttft_s == inf else 0.95):
+        return f"{workers} would compute prompts for {busy:.0%} of their time"
+    if load.prompts > 0 and facts.slo_ttft_s < inf:
+        allowed_s = max(facts.slo_ttft_s - load.prompt_s * (1 + sqrt(load.spread)), facts.slo_ttft_s / 10)
+        late = late_share(workers, load.prompts, load.prompt_s * (1 + load.spread) / 2, allowed_s)
+        if late > LATE_CHANCE:
+            return f"at {workers} {late:.0%} of prompts would wait too long"
+    rows = (load.rows + sqrt(load.rows)) / workers
+    if rows > ROWS_SHARE * seen.max_rows:
+        return f"{workers} would have {rows:.0f} rows each"
+    context = load.context / load.rows * rows if load.rows > 0 else 0.0
+    tpot_s = costs.decode_s(rows, context) / max(costs.tokens_per_row, 1.0) / (1 - busy) if rows else 0.0
+    if tpot_s > TPOT_SHARE * facts.slo_tpot_s:
+        return f"at {workers} a token would take {tpot_s * 1e3:.1f} ms"
+    if load.kv_usage / workers > KV_SHARE:
+        return f"{workers} would use {load.kv_usage / workers:.0%} of their KV"
+    return ""
+
+
+def late_share(workers: int, busy: float, service_s: float, allowed_s: float) -> float:
+    """The chance of waiting longer for one of `workers`, of which `busy` are on average: Erlang C."""
+    if busy >= workers:
+        return 1.0
+    blocked = 1.0
+    for number in range(1, workers + 1):
+        blocked = busy * blocked / (number + busy * blocked)
+    waits = blocked / (1 - busy / workers * (1 - blocked))
+    return waits * exp(-(workers - busy) * allowed_s / max(service_s, 1e-9))
+
+
+def _load(samples: tuple[Sample, ...], role: str, now: float) -> Load:
+    long, long_s = _passed(samples, role, now - WINDOW_S)
+    short, short_s = _passed(samples, role, now - SHORT_S)
+    rate = long.prompts / long_s if long_s > 0 else 0.0
+    if short_s > 0:
+        rate = max(rate, (short.prompts - CHANCE * sqrt(short.prompts)) / short_s)
+    mean_s = long.prompt_s / long.prompts if long.prompts else 0.0
+    square = long.prompt_s2 / long.prompts if long.prompts else 0.0
+    spread = max(square / mean_s**2 - 1, 0.0) if mean_s > 0 else 0.0
+    latest = [sample.loads[role] for sample in samples if sample.at > now - SHORT_S]
+    count = len(latest)
+    return Load(
+        prompts=rate * mean_s,
+        prompt_s=mean_s,
+        spread=spread,
+        rows=sum(load.rows for load in latest) / count,
+        context=sum(load.context for load in latest) / count,
+        kv_usage=sum(load.kv_usage for load in latest) / count,
+    )
+
+
+def _passed(samples: tuple[Sample, ...], role: str, since: float) -> tuple[RoleDemand, float]:
+    """What was counted since then, and in how many seconds."""
+    first = next(sample for sample in samples if sample.at >= since)
+    return samples[-1].loads[role].demand - first.loads[role].demand, samples[-1].at - first.at
+
+
+def _is_settled(state: ScalerState, role: str, facts: ScalingFacts, policy: ScalingPolicy) -> bool:
+    """Whether the effect of the last change is seen."""
+    return not facts.loads[role].coming and facts.now - state.changed_at.get(role, -inf) >= policy.settle_s
+
+
+def _pressed(samples: tuple[Sample, ...], role: str, facts: ScalingFacts, since: float) -> tuple[int, str]:
+    """How many are wanted for what was not foreseen: prompts have queued up, or answers miss their SLO."""
+    load = facts.loads[role]
+    allowed_s = facts.slo_ttft_s / 2 if facts.slo_ttft_s < inf else QUEUE_S
+    if load.backlog_s > load.workers * allowed_s:
+        wanted = min(ceil(load.backlog_s / allowed_s), load.have + ceil(load.workers / 4))
+        return wanted, f"prompts of {load.backlog_s:.1f} s wait for {load.workers}"
+    recent, _ = _passed(samples, role, since)
+    allowed = (1 - ATTAINMENT) * recent.judged
+    if recent.missed >= LEAST_MISSED and recent.missed > allowed + sqrt(allowed):
+        return load.have + 1, f"{recent.missed} of {recent.judged} missed their SLO"
+    return 0, ""
+
+
+def _within_room(
+    decision: ScalingDecision, facts: ScalingFacts, policy: ScalingPolicy, spare: Mapping[str, bool]
+) -> ScalingDecision | None:
+    """As far as the nodes take it; else a worker that a role can spare changes its own."""
+    targets, reasons = dict(decision.targets), dict(decision.reasons)
+    for role, wanted in decision.targets.items():
+        have, room = facts.loads[role].have, max(facts.room.get(role, 0), 0)
+        if wanted <= have + room:
+            continue
+        targets[role] = have + room
+        if room > 0:
+            continue
+        del targets[role]
+        for other, bounds in policy.ranges.items():
+            can_give = spare[other] and facts.loads[other].have > bounds.least
+            if other != role and can_give and not {other, role} & {"draft"}:
+                reason = {role: f"{reasons[role]}; no node takes more, and {other} can spare one"}
+                return ScalingDecision({}, reason, (other, role))
+    return ScalingDecision(targets, {role: reasons[role] for role in targets}) if targets else None

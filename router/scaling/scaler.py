@@ -1,0 +1,118 @@
+"""Has workers start and leave until there are as many as are wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from protocol.config import ServeConfig
+from router.drainer import Drainer, DrainReport
+from router.errors import ApiError
+from router.registry import Registry, Worker
+from router.scaling.interface import AskToScale, ScaleRequest, nobody_scales
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 0.02
+GRACE_S = 5.0
+"""The launcher's own time-outs come first."""
+MAX_GIVEN_UP = 1000
+
+
+@dataclass
+class ScaleReport:
+    """What has changed, and what became of the requests of those that left."""
+
+    started: list[str] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)
+    moved: int = 0
+    redirected: int = 0
+    placed_anew: int = 0
+    seconds: float = 0.0
+
+
+class Scaler:
+    """Runs on the event loop alone. `ask` reaches the launcher, which keeps count for all routers."""
+
+    def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer) -> None:
+        self._config = config
+        self._registry = registry
+        self._drainer = drainer
+        self._given_up: dict[str, str] = {}
+        """Workers that the launcher could not start, and why; the oldest first."""
+        self.ask: AskToScale = nobody_scales
+
+    def gave_up(self, worker_id: str, reason: str) -> None:
+        """The launcher no longer tries to start this worker."""
+        self._given_up[worker_id] = reason
+        if len(self._given_up) > MAX_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
+
+    async def scale(self, targets: Mapping[str, int]) -> ScaleReport:
+        """Returns when the new ones serve and the old ones are empty.
+
+        Raises `ApiError`: with nothing changed, or, with status 503, if a worker could not be started.
+        """
+        began = time.monotonic()
+        worth = [worker.key.worker_id for worker in least_worth(self._registry)]
+        answer = await self.ask(ScaleRequest(targets=dict(targets), worth=worth))
+        if answer.refusal:
+            message = f"{answer.field}: {answer.refusal}"
+            raise ApiError(409, message, param=answer.field or None, code="cannot_scale")
+        for worker_id in answer.started:
+            self._given_up.pop(worker_id, None)
+        report = ScaleReport(started=answer.started, drained=answer.leaving)
+        drains = [asyncio.ensure_future(self._drain(worker_id)) for worker_id in answer.leaving]
+        failures = await self._await_start(answer.started)
+        for each in await asyncio.gather(*drains):
+            report.moved += each.moved
+            report.redirected += each.redirected
+            report.placed_anew += each.placed_anew
+        report.seconds = time.monotonic() - began
+        if failures:
+            raise ApiError(503, self._short(failures), code="no_worker")
+        return report
+
+    async def _drain(self, worker_id: str) -> DrainReport:
+        """A worker that dies meanwhile has left too."""
+        try:
+            return await (await self._drainer.drain(worker_id))
+        except ApiError as error:
+            logger.warning("worker %s was to be drained: %s", worker_id, error)
+            return DrainReport()
+
+    async def _await_start(self, worker_ids: Sequence[str]) -> list[str]:
+        """Why some of them do not serve."""
+        deadline = time.monotonic() + self._config.scale_timeout + self._config.start_timeout + GRACE_S
+        waited = dict.fromkeys(worker_ids)
+        failures: list[str] = []
+        while waited:
+            for worker_id in list(waited):
+                worker = self._registry.current_of(worker_id)
+                if worker is not None and worker.takes_requests:
+                    del waited[worker_id]
+                elif worker_id in self._given_up or time.monotonic() > deadline:
+                    del waited[worker_id]
+                    failures.append(f"{worker_id}: {self._given_up.get(worker_id, 'it has not registered')}")
+            await asyncio.sleep(LOOK_INTERVAL_S if waited else 0)
+        return failures
+
+    def _short(self, failures: Sequence[str]) -> str:
+        there = Counter(worker.role.name for worker in self._registry if worker.takes_requests)
+        runs = ", ".join(f"{count} {role}" for role, count in sorted(there.items()))
+        return f"not all workers could be started: {'; '.join(failures)}. What runs goes on: {runs}"
+
+
+def least_worth(workers: Registry) -> list[Worker]:
+    """Those first that are the least loss: with the fewest requests, of these the youngest."""
+
+    def worth(worker: Worker) -> tuple[float, float]:
+        load = worker.load.requests if worker.takes_requests else -inf
+        return load, -worker.since
+
+    return sorted(workers, key=worth)

@@ -1,0 +1,226 @@
+"""When a role gets more workers or fewer: each rule, at its limit and beyond it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import exp, inf
+from types import SimpleNamespace
+
+import pytest
+from router_clients import eventually, post
+
+from protocol.costs import StepCosts
+from protocol.scaling import WorkerRange
+from router.demand import DemandMeter, RoleDemand
+from router.placement.interface import Refusal
+from router.scaling.decide import INTERVAL_S, ScalerState, ScalingDecision, ScalingPolicy, decide, late_share
+from router.scaling.facts import RoleLoad, ScalingFacts
+from router.scaling.interface import ScaleAnswer
+
+COSTS = StepCosts(step_s=0.01, row_s=0.001, context_s=0.0, token_s=0.001)
+
+
+@dataclass
+class Day:
+    """A cluster whose load is set by hand; `pass_s` lets time pass, and returns what was decided."""
+
+    prefill: RoleLoad = field(default_factory=lambda: RoleLoad(2, costs=COSTS, demand=RoleDemand()))
+    decode: RoleLoad = field(default_factory=lambda: RoleLoad(2, costs=COSTS, demand=RoleDemand()))
+    room: int = 100
+    slo_ttft_s: float = 10.0
+    slo_tpot_s: float = 0.1
+    now: float = 1000.0
+    state: ScalerState = field(default_factory=ScalerState)
+    roles: tuple[str, ...] = ("prefill", "decode")
+    bounds: WorkerRange = field(default_factory=lambda: WorkerRange(1, 8))
+
+    @property
+    def policy(self) -> ScalingPolicy:
+        return ScalingPolicy(dict.fromkeys(self.roles, self.bounds))
+
+    def pass_s(self, seconds: float, rate: float = 0.0, prompt_s: float = 1.0) -> list[ScalingDecision]:
+        decisions = []
+        for _ in range(round(seconds / INTERVAL_S)):
+            self.now += INTERVAL_S
+            demand = self.prefill.demand
+            count = round(rate * INTERVAL_S)
+            self.prefill = self.prefill._replace(
+                demand=RoleDemand(
+                    demand.prompts + count,
+                    demand.prompt_s + count * prompt_s,
+                    demand.prompt_s2 + count * prompt_s**2,
+                    demand.judged,
+                    demand.missed,
+                )
+            )
+            facts = ScalingFacts(
+                self.now,
+                {"prefill": self.prefill, "decode": self.decode},
+                {"prefill": self.room, "decode": self.room},
+                self.slo_ttft_s,
+                self.slo_tpot_s,
+            )
+            decision, self.state = decide(facts, self.policy, self.state)
+            if decision is not None:
+                decisions.append(decision)
+        return decisions
+
+    def answers(self, judged: int, missed: int) -> None:
+        demand = self.prefill.demand
+        self.prefill = self.prefill._replace(
+            demand=RoleDemand(demand.prompts, demand.prompt_s, demand.prompt_s2, judged, missed)
+        )
+
+
+def targets(decisions: list[ScalingDecision]) -> list[dict[str, int]]:
+    return [dict(decision.targets) for decision in decisions]
+
+
+def test_the_chance_to_wait_is_erlangs():
+    """With one worker it is its load; with any number all wait where there is too much to do."""
+    assert late_share(1, 0.5, 1.0, 0.0) == pytest.approx(0.5)
+    assert late_share(1, 0.5, 1.0, 2.0) == pytest.approx(0.5 * exp(-1))
+    assert late_share(2, 1.0, 1.0, 0.0) == pytest.approx(1 / 3)
+    assert late_share(3, 3.0, 1.0, 9.0) == 1.0
+
+
+def test_prompts_get_more_workers_before_they_wait_too_long():
+    assert Day().pass_s(200, rate=1.0) == [], "two workers for one worker's work are enough"
+    (decision,) = Day().pass_s(5 * INTERVAL_S, rate=1.8)[:1]
+    assert decision.targets == {"prefill": 3} and "would wait too long" in decision.reasons["prefill"]
+
+
+def test_prompts_that_have_queued_up_get_workers_at_once():
+    day = Day()
+    assert day.pass_s(60) == []
+    day.prefill = day.prefill._replace(backlog_s=9.9)
+    assert day.pass_s(10) == [], "two have done that in half the SLO"
+    day.prefill = day.prefill._replace(backlog_s=21.0)
+    (decision,) = day.pass_s(INTERVAL_S)
+    assert decision.targets == {"prefill": 3} and "21.0 s wait for 2" in decision.reasons["prefill"]
+
+
+def test_answers_that_miss_their_slo_get_one_more_after_the_last_one_has_settled():
+    day = Day()
+    day.pass_s(60)
+    day.answers(100, 5)
+    assert day.pass_s(INTERVAL_S) == [], "as many as may"
+    day.answers(200, 30)
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}]
+    day.prefill = day.prefill._replace(coming=1)
+    day.answers(300, 100)
+    assert day.pass_s(INTERVAL_S) == [], "it is being started"
+    day.prefill = day.prefill._replace(workers=3, coming=0)
+    day.answers(400, 200)
+    assert day.pass_s(INTERVAL_S) == [], "its effect is not seen yet"
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        ({"rows": 160.0}, "rows each"),
+        ({"rows": 100.0, "slo": 0.06}, "a token would take"),
+        ({"kv_usage": 1.8}, "of their KV"),
+    ],
+)
+def test_decode_workers_come_for_rows_the_time_per_token_and_kv(load, reason):
+    day = Day(slo_tpot_s=load.pop("slo", inf))
+    day.decode = day.decode._replace(**load)
+    (decision, *_) = day.pass_s(INTERVAL_S)
+    assert decision.targets == {"decode": 3} and reason in decision.reasons["decode"]
+    day = Day(slo_tpot_s=day.slo_tpot_s)
+    day.decode = day.decode._replace(**{name: value * 0.6 for name, value in load.items()})
+    assert day.pass_s(100) == []
+
+
+def test_fewer_must_have_sufficed_for_a_while():
+    day = Day(roles=("decode",))
+    assert day.pass_s(290) == []
+    assert targets(day.pass_s(10)) == [{"decode": 1}]
+    day = Day(roles=("decode",))
+    day.pass_s(200)
+    day.decode = day.decode._replace(rows=60.0)
+    day.pass_s(30)
+    day.decode = day.decode._replace(rows=0.0)
+    assert day.pass_s(290) == [], "two were needed a moment ago"
+    assert {"decode": 1} in targets(day.pass_s(90))
+
+
+def test_a_load_at_the_limit_does_not_go_to_and_fro():
+    """What one worker just holds it does not hold with a margin, so the second stays."""
+    held = 0.9 * 64 - (0.9 * 64) ** 0.5
+    for rows, decided in ((held, []), (held / 1.25, [{"decode": 1}])):
+        day = Day(roles=("decode",))
+        day.decode = day.decode._replace(rows=rows)
+        assert targets(day.pass_s(300)) == decided
+    day = Day(roles=("decode",), decode=RoleLoad(1, rows=held, costs=COSTS, demand=RoleDemand()))
+    assert day.pass_s(300) == []
+
+
+def test_the_range_is_kept():
+    day = Day(bounds=WorkerRange(2, 3))
+    assert day.pass_s(900) == [], "two are the least"
+    day.prefill = day.prefill._replace(backlog_s=500.0)
+    day.decode = day.decode._replace(rows=1000.0)
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3, "decode": 3}]
+
+
+def test_where_no_node_takes_more_a_role_that_can_spare_a_worker_gives_it():
+    day = Day(room=0)
+    day.decode = day.decode._replace(workers=3)
+    day.prefill = day.prefill._replace(backlog_s=30.0)
+    (decision,) = day.pass_s(INTERVAL_S)
+    assert (decision.targets, decision.changes_role) == ({}, ("decode", "prefill"))
+    day = Day(room=0)
+    day.prefill = day.prefill._replace(backlog_s=30.0)
+    day.decode = day.decode._replace(rows=110.0)
+    assert day.pass_s(INTERVAL_S) == [], "nobody can spare one"
+    day = Day(room=1)
+    day.prefill = day.prefill._replace(backlog_s=30.0)
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}], "as many as there is room for"
+
+
+def test_counters_of_a_router_that_was_started_anew_are_no_demand():
+    assert RoleDemand(prompts=3, prompt_s=1.0) - RoleDemand(prompts=10, prompt_s=5.0) == RoleDemand()
+
+
+def test_a_router_has_its_decisions_carried_out_and_shows_them(make_router, pool):
+    """Its worker says that each token of the prompt takes seconds."""
+    router = make_router(autoscale={"decode": WorkerRange(1, 4)})
+    asked = []
+
+    def scale(request):
+        asked.append(dict(request.targets))
+        return ScaleAnswer()
+
+    router.server.on_scale(scale)
+    worker = router.add_worker("decode-0", costs=StepCosts(token_s=10.0))
+    router.server.expect(["decode-0"], {"decode": 3})
+    eventually(lambda: router.server.state.autoscaler._state.samples)
+    worker.hold.set()
+    answer = pool.submit(post, router, max_tokens=3)
+    eventually(lambda: asked)
+    worker.hold.clear()
+    assert answer.result(20).status_code == 200
+    assert asked[0] == {"decode": 4}, "there is far more to do than one does"
+    newest = router.http.get("/decisions").json()["scaling"][-1]
+    assert (newest["targets"], newest["had"], newest["changes_role"]) == (asked[0], {"decode": 1}, None)
+    assert newest["reasons"]["decode"]
+    assert router.metric("tandem_scaling_decisions_total", role="decode", direction="up") >= 1
+    assert router.metric("tandem_workers_wanted", role="decode") >= 2
+    assert router.server.state.placer.meter.demand["decode"].prompts == 1
+
+
+def test_what_more_workers_would_not_help_tells_nothing(make_router):
+    router = make_router()
+    router.add_worker("decode-0")
+    eventually(lambda: router.server.state.registry.live())
+    (worker,) = router.server.state.registry.live()
+    meter = DemandMeter()
+    prompt = SimpleNamespace(num_uncached=10_000, num_prefill_tokens=10_000)
+    meter.answered(prompt, worker, 5.0, 0.5)
+    assert meter.demand == {}
+    meter.answered(SimpleNamespace(num_uncached=10, num_prefill_tokens=10), worker, 5.0, 0.5)
+    meter.refused(Refusal("too late", "slo_tpot", waiting_helps=False), [worker])
+    meter.refused(Refusal("too late", "slo_ttft", waiting_helps=True), [worker])
+    assert (meter.demand["decode"].judged, meter.demand["decode"].missed) == (2, 2)
