@@ -11,12 +11,12 @@
 #                  Without this, Ray chooses the address, and the host takes workers of any role.
 #   RAY_PORT       Ray's first port (6379). It takes this and the next five, and those from +21 to +120.
 #
-# Ray asks for a token (~/.ray/auth_token), and `tandem serve` for an API key (~/.tandem/api_key) unless
+# Ray asks for a token (~/.ray/auth_token, or the file RAY_AUTH_TOKEN_PATH), and `tandem serve` for an API key (~/.tandem/api_key) unless
 # TANDEM_API_KEY has one. The head makes both; the token must be the same on all hosts.
 set -euo pipefail
 here=$(cd "$(dirname "$(readlink -f "$0")")/.." && pwd)
 ray=$here/.venv/bin/ray python=$here/.venv/bin/python
-token=~/.ray/auth_token api_key=~/.tandem/api_key
+token=${RAY_AUTH_TOKEN_PATH:-~/.ray/auth_token} api_key=~/.tandem/api_key
 serve_pid=~/.tandem/serve.pid serve_log=~/tandem-serve.log user=$(id -u)
 port=${RAY_PORT:-6379}
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 AUTOSCALER_METRIC_PORT=$((port + 5))

@@ -27,6 +27,11 @@ def log_to_stderr(level: str, log_format: LogFormat, process: str = "") -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
+def _is_standard(name: str) -> bool:
+    """Ray adds a name of its own to all records, which begins with an underscore."""
+    return name in _STANDARD or name.startswith("_")
+
+
 class JsonFormatter(logging.Formatter):
     """`time` is in UTC; an `exception` is the traceback. Then comes what the line is about."""
 
@@ -43,7 +48,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        fields |= {name: value for name, value in vars(record).items() if not _is_standard(name)}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)

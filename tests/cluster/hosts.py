@@ -127,7 +127,7 @@ class Hosts:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")], check=True)
         self.laptop = Host("laptop", 1, folder)
         self.others = [Host(name, 10 + i, folder) for i, name in enumerate(names)]
-        _copy_working_tree(folder / "laptop" / "source")
+        copy_working_tree(folder / "laptop" / "source")
         try:
             for host in (self.laptop, *self.others):
                 host.start()
@@ -176,7 +176,7 @@ def _is_users(process: psutil.Process) -> bool:
         return False
 
 
-def _copy_working_tree(target: Path) -> None:
+def copy_working_tree(target: Path) -> None:
     """What git tracks or would, as it lies here."""
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, capture_output=True, check=True).stdout

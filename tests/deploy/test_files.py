@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.config import ENV_PREFIX, load_config
+from deploy.config import ENV_PREFIX
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
 
@@ -79,28 +79,6 @@ def test_wrong_hosts_are_refused_before_anything_starts(tmp_path: Path, hosts: s
     assert complaint in run_node_script(tmp_path, hosts)
 
 
-def test_compose_file() -> None:
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    service = compose["services"]["tandem"]
-    assert (ROOT / service["build"]["dockerfile"]).is_file()
-    assert service["ports"] == ["127.0.0.1:8000:8000"]
-    assert set(compose["volumes"]) == {mount.split(":")[0] for mount in service["volumes"]}
-    fields = {name.removeprefix(ENV_PREFIX).lower() for name in service["environment"]}
-    assert fields <= set(ServeConfig.__struct_fields__)
-    defaults = {
-        name: re.sub(r"\$\{\w+:-(.*)\}", r"\1", str(value)) for name, value in service["environment"].items()
-    }
-    assert load_config(environ=defaults).host == "0.0.0.0"
-
-
-def test_dockerfile_copies_and_runs_what_exists() -> None:
-    text = (ROOT / "deploy/Dockerfile").read_text()
-    instructions = [line.split()[0] for line in text.splitlines() if line and line[0].isupper()]
-    assert instructions[0] == "FROM" and instructions[-1] == "ENTRYPOINT"
-    assert 'ENTRYPOINT ["tandem", "serve"]' in text
-    assert "deploy/install.sh" in text
-
-
 def test_variables_in_cluster_file_are_options() -> None:
     for name in CLUSTER_FILES:
         variables = tandem_variables((ROOT / "deploy" / name).read_text())
@@ -108,7 +86,7 @@ def test_variables_in_cluster_file_are_options() -> None:
 
 
 def test_scripts_are_executable_and_parse() -> None:
-    for script in ("deploy/install.sh", "deploy/node.sh", "deploy/ray", ".ci/run"):
+    for script in ("deploy/install.sh", "deploy/node.sh", "deploy/container.sh", "deploy/ray", ".ci/run"):
         assert os.access(ROOT / script, os.X_OK), script
         subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
 

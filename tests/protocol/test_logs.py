@@ -38,7 +38,7 @@ def json_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 def test_json_has_what_a_line_is_about(capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr("debug", "json", "decode-0")
     before = datetime.now(UTC)
-    log.debug("request %s:\n%d", "abc", 3, extra={"request_id": "abc", "timing": {"queue_s": 0.5}})
+    log.debug("request %s:\n%d", "abc", 3, extra={"request_id": "abc", "timing": {"queue_s": 0.5}, "_ray": 1})
     (line,) = json_lines(capsys)
     assert before <= datetime.fromisoformat(line.pop("time")) <= datetime.now(UTC)
     assert line.pop("pid") > 0

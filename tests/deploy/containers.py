@@ -1,0 +1,168 @@
+"""Runs the services of docker-compose.yml without an engine: their commands, user, mounts and environment.
+
+Each container is made of namespaces, with an address of its own; its root file system is read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tests.cluster.hosts import ROOT, copy_working_tree, wait
+
+NETWORK = "10.78.0."
+START_S = 20.0
+KERNELS = Path.home() / ".cache" / "tandem"
+"""Those that this machine has built already."""
+COMPOSE = ROOT / "docker-compose.yml"
+
+
+def compose(environment: dict[str, str]) -> dict[str, Any]:
+    """The file with its variables filled in."""
+
+    def value(match: re.Match[str]) -> str:
+        return environment.get(match[1]) or match[2]
+
+    text = re.sub(r"\$\{(\w+):-(.*?)\}", value, COMPOSE.read_text())
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def of_dockerfile(instruction: str) -> str:
+    """The last one's argument."""
+    text = (ROOT / "deploy/Dockerfile").read_text()
+    return re.findall(rf"^{instruction} (.*)$", text, re.MULTILINE)[-1]
+
+
+class Container:
+    process: subprocess.Popen[bytes]
+    init: psutil.Process
+
+    def __init__(self, name: str, number: int, folder: Path) -> None:
+        self.name = name
+        self.address = f"{NETWORK}{number}"
+        self._folder = folder
+
+    def start(self, service: dict[str, Any]) -> None:
+        """It waits for its network."""
+        mounts = [_tmpfs(entry) for entry in service["tmpfs"]]
+        for volume in service["volumes"]:
+            source, target, *mode = volume.split(":")
+            path = self._folder / "volumes" / source
+            if not path.exists():
+                path.mkdir(parents=True, mode=0o700)
+                if source == "cache" and KERNELS.is_dir():
+                    shutil.copytree(KERNELS, path / "tandem")
+                for each in (path, *path.rglob("*")):
+                    os.chown(each, 1000, 1000)
+            mounts.append(f"bind {target} {path} {mode[0] if mode else 'rw'}")
+        (self._folder / f"{self.name}.mounts").write_text("\n".join(sorted(mounts, key=_target)) + "\n")
+        assert service["read_only"] and service["cap_drop"] == ["ALL"]
+        user = of_dockerfile("USER").partition(":")[0]
+        command = json.loads(of_dockerfile("ENTRYPOINT")) + service["command"]
+        script = str(Path(__file__).with_name("container.sh"))
+        namespaces = ["--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+        of_script = [self.name, str(self._folder), sys.prefix, user, *command]
+        self.log_path = self._folder / f"{self.name}.log"
+        with self.log_path.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*("setpriv", "--pdeathsig", "KILL", "unshare"), *namespaces, "bash", script, *of_script],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_image_environment() | {k: str(v or "") for k, v in service["environment"].items()},
+                start_new_session=True,
+            )
+        wait(lambda: bool(psutil.Process(self.process.pid).children()), START_S, lambda: self.log)
+        self.init = psutil.Process(self.process.pid).children()[0]
+        self.network("link", "set", "lo", "up")
+
+    def network(self, *command: str) -> None:
+        inside = ("nsenter", "-n", "-t", str(self.init.pid), "--", "ip", *command)
+        subprocess.run(inside, check=True, capture_output=True)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """As root, in the container."""
+        namespaces = ["nsenter", "-a", "-t", str(self.init.pid), "--"]
+        return subprocess.run([*namespaces, *command], capture_output=True, text=True, timeout=60)
+
+    def stop(self) -> None:
+        """As `docker stop` does. Returns when it has ended."""
+        self.init.send_signal(signal.SIGTERM)
+        self.process.wait(timeout=40)
+
+    def kill(self) -> None:
+        if hasattr(self, "process"):
+            with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
+                self.init.kill()
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+
+class Containers:
+    """Those of the services on one bridge, which is the first one's network device."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.services = compose(environment)["services"]
+        self._folder = folder
+        self.running: list[Container] = []
+        copy_working_tree(folder / "image")
+        (folder / "image" / ".venv").symlink_to(sys.prefix)
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{NETWORK}10 router\n")
+
+    def start(self, service: str) -> Container:
+        number = len(self.running)
+        container = Container(f"{service}-{number}", 10 + number, self._folder)
+        self.running.append(container)
+        container.start(self.services[service])
+        first = self.running[0]
+        if container is first:
+            first.network("link", "add", "eth0", "type", "bridge")
+        else:
+            port, pid = f"to-{number}", str(container.init.pid)
+            first.network("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
+            first.network("link", "set", port, "master", "eth0", "up")
+        container.network("address", "add", f"{container.address}/24", "dev", "eth0")
+        container.network("link", "set", "eth0", "up")
+        return container
+
+    def close(self) -> None:
+        for container in self.running:
+            container.kill()
+
+
+def _image_environment() -> dict[str, str]:
+    """What the Dockerfile sets, and where this machine has what the image has at /opt/tandem/.venv."""
+    return {
+        "PATH": "/opt/tandem/.venv/bin:/usr/local/bin:/usr/bin:/usr/sbin:/bin:/sbin",
+        "HOME": "/home/tandem",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": "/opt/tandem",
+        "LANG": "C.UTF-8",
+        "HOST_HOME": str(Path.home()),
+    }
+
+
+def _tmpfs(entry: str) -> str:
+    """Docker mounts them without `exec`."""
+    target, _, options = entry.partition(":")
+    return f"tmpfs {target} {','.join(filter(None, ['nosuid,nodev,noexec', options]))}"
+
+
+def _target(mount: str) -> str:
+    return mount.split()[1]
