@@ -32,8 +32,8 @@ from router.scaling.decide import ATTAINMENT, ScalingPolicy
 SLO = Slo(30.0, 0.15)
 MOST = Scenario("conditional", 8, 8)
 START_S = 30.0
-LARGER = 70.6 / 8.03
-"""Parameters of Llama 3.1 70B over those of 8B."""
+LARGER = 8.75
+"""70 B parameters over 8."""
 WINDOW_S = 3600.0
 _NUMBERS = 10**7
 """More than the hash ids of a trace."""

@@ -27,10 +27,13 @@ SHORT_S = 30.0
 """A burst counts as soon as chance does not explain it."""
 JUDGED_S = 300.0
 """Answers of this time, since the last change, tell of the SLO."""
-LEAST_MISSED = 3
+LEAST_MISSED = 2
 CHANCE = 3.0
 """Standard deviations that chance explains."""
+LONG = 1.5
+"""Standard deviations above the mean: prompts of this length are to be in time too."""
 ATTAINMENT = 0.95
+"""What is to be kept. One more worker comes when half of what it allows is missed, beyond chance."""
 LATE_CHANCE = 0.01
 """[share] Of prompts that may wait too long by the formula: the SLO has other ways to be missed."""
 MARGIN = 1.1
@@ -156,7 +159,9 @@ def _lacks(load: Load, workers: int, facts: ScalingFacts, seen: RoleLoad) -> str
     if busy > (BUSY_SHARE if facts.slo_ttft_s == inf else 0.95):
         return f"{workers} would compute prompts for {busy:.0%} of their time"
     if load.prompts > 0 and facts.slo_ttft_s < inf:
-        allowed_s = max(facts.slo_ttft_s - load.prompt_s * (1 + sqrt(load.spread)), facts.slo_ttft_s / 10)
+        allowed_s = max(
+            facts.slo_ttft_s - load.prompt_s * (1 + LONG * sqrt(load.spread)), facts.slo_ttft_s / 10
+        )
         late = late_share(workers, load.prompts, load.prompt_s * (1 + load.spread) / 2, allowed_s)
         if late > LATE_CHANCE:
             return f"at {workers} {late:.0%} of prompts would wait too long"
@@ -223,7 +228,7 @@ def _pressed(samples: tuple[Sample, ...], role: str, facts: ScalingFacts, since:
         wanted = min(ceil(load.backlog_s / allowed_s), load.have + ceil(load.workers / 4))
         return wanted, f"prompts of {load.backlog_s:.1f} s wait for {load.workers}"
     recent, _ = _passed(samples, role, since)
-    allowed = (1 - ATTAINMENT) * recent.judged
+    allowed = (1 - ATTAINMENT) / 2 * recent.judged
     if recent.missed >= LEAST_MISSED and recent.missed > allowed + sqrt(allowed):
         return load.have + 1, f"{recent.missed} of {recent.judged} missed their SLO"
     return 0, ""
