@@ -20,7 +20,6 @@ from engine.calibration import measure_steps
 from engine.check import check_request
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
-from engine.fingerprint import model_fingerprint
 from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.loader import LoadedModel, load_model
 from engine.outputs import Kept, keep_tokens, token_output
@@ -69,7 +68,7 @@ class Engine:
         self.config = config
         started = time.monotonic()
         loaded = load_model(config)
-        self.weights = model_fingerprint(loaded.model).hex()
+        self.weights = loaded.weights
         """Tells them from others of the same name."""
         backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         loaded = pack_model(loaded, config.compile, backend_class)

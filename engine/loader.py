@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from engine.attention import transformers_hook
 from engine.decoder.description import NativeModel
 from engine.errors import UnsupportedModelError
+from engine.fingerprint import model_fingerprint
 from engine.held import take
 from engine.pool_layout import Group
 from engine.probe import probe
@@ -37,6 +38,8 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
+    weights: str
+    """Tells them from others of the same name; taken before they are packed."""
     description: NativeModel | None = None
 
 
@@ -59,6 +62,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         vocab_size=text_config.vocab_size,
         max_model_len=choose_max_model_len(config.max_model_len, text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
+        weights=model_fingerprint(model).hex(),
     )
 
 
