@@ -203,7 +203,9 @@ def _has_autoscaler() -> bool:
 
     status = _internal_kv_get("__autoscaling_status")
     report = json.loads(status).get("autoscaler_report") if status else None
-    return report is not None and any(not name.startswith("node_") for name in report["active_nodes"])
+    return report is not None and any(
+        not name.startswith("node_") for name in report["node_type_mapping"].values()
+    )
 
 
 def _has_token() -> bool:
