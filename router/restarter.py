@@ -1,4 +1,7 @@
-"""The rolling restart: every worker's process ends and begins anew, one after the other, under load."""
+"""The rolling restart: every worker's process ends and begins anew, one after the other, under load.
+
+Who is alone in its role gets a successor of another name, which serves before it leaves.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ import time
 from dataclasses import dataclass, field
 
 from protocol.config import ServeConfig
-from protocol.roles import ROLES
 from router.drainer import Drainer
 from router.errors import ApiError
 from router.registry import Registry, Worker
+from router.scaling.scaler import Scaler
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +25,12 @@ GRACE_S = 5.0
 
 @dataclass
 class RestartReport:
-    """Which workers were restarted, and what became of the requests that they ran."""
+    """Which workers were restarted, who stands in for those that were alone in their role, and what became of
+    the requests that they ran.
+    """
 
     restarted: list[str] = field(default_factory=list)
+    successors: list[str] = field(default_factory=list)
     moved: int = 0
     redirected: int = 0
     placed_anew: int = 0
@@ -34,10 +40,11 @@ class RestartReport:
 class Restarter:
     """Runs on the event loop alone. One restart at a time."""
 
-    def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer) -> None:
+    def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer, scaler: Scaler) -> None:
         self._config = config
         self._registry = registry
         self._drainer = drainer
+        self._scaler = scaler
         self._runs = False
 
     async def restart(self) -> RestartReport:
@@ -48,7 +55,6 @@ class Restarter:
         """
         if self._runs:
             raise ApiError(409, "a restart is under way already")
-        self._check()
         self._runs = True
         began, report = time.monotonic(), RestartReport()
         try:
@@ -61,27 +67,28 @@ class Restarter:
         return report
 
     def _in_order(self) -> list[Worker]:
-        order = list(ROLES.values())
+        """Who may be refused a successor comes first, while nothing has changed."""
         workers = [worker for worker in self._registry if worker.live]
-        return sorted(workers, key=lambda worker: (order.index(worker.role), worker.key.worker_id))
+        return sorted(workers, key=lambda worker: (not self._is_alone(worker), worker.key.worker_id))
 
-    def _check(self) -> None:
-        """Without a decode worker nothing would run meanwhile."""
-        decode = [worker for worker in self._registry.live() if worker.role.purpose == "decode"]
-        if len(decode) < 2:
-            there = f"{decode[0].key.worker_id} is the only one" if decode else "there is none"
-            reason = f"a rolling restart needs two decode workers, and {there}"
-            raise ApiError(409, f"{reason}: restart the server, or give it --decode-replicas 2")
+    def _is_alone(self, worker: Worker) -> bool:
+        others = (other for other in self._registry if other is not worker and other.takes_requests)
+        return all(other.role != worker.role for other in others)
 
     async def _restart(self, worker: Worker, report: RestartReport) -> None:
         worker_id = worker.key.worker_id
         if self._registry.current_of(worker_id) is not worker or worker.draining:
             return  # it has died meanwhile and is new already, or leaves
-        drained = await (await self._drainer.restart(worker_id))
+        if self._is_alone(worker):
+            scaled = await self._scaler.scale({worker.role.name: 2})
+            report.successors += scaled.started
+            drained = await (await self._drainer.drain(worker_id))
+        else:
+            drained = await (await self._drainer.restart(worker_id))
+            await self._await_return(worker_id, report)
         report.moved += drained.moved
         report.redirected += drained.redirected
         report.placed_anew += drained.placed_anew
-        await self._await_return(worker_id, report)
         report.restarted.append(worker_id)
 
     async def _await_return(self, worker_id: str, report: RestartReport) -> None:

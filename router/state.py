@@ -85,8 +85,8 @@ class RouterState:
         self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
-        self.restarter = Restarter(config, self.registry, self.drainer)
         self.scaler = Scaler(config, self.registry, self.drainer)
+        self.restarter = Restarter(config, self.registry, self.drainer, self.scaler)
         self.autoscaler = Autoscaler(
             config, self.registry, self.metrics, self.scaler, self.drainer, self.placer.meter
         )

@@ -29,7 +29,10 @@ SCALED = (
 )
 
 
-RESTARTED = "ids of the workers `restarted`, `moved`, `redirected` and `placed_anew` requests, `seconds`"
+RESTARTED = (
+    "ids of the workers `restarted` and of `successors`, `moved`, `redirected` and `placed_anew` requests"
+    ", `seconds`"
+)
 
 
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):

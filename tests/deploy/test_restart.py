@@ -57,10 +57,11 @@ def test_all_workers_are_restarted_under_load(server: ServerProcess) -> None:
         seen = [future.result(60) for future in running]
     assert answer.status_code == 200, answer.text + server.log
     assert answer.json()["restarted"] == ["prefill-0", "decode-0", "decode-1"]
+    assert answer.json()["successors"] == ["prefill-1"], "it served before the only one left"
     assert again.status_code == 400
     for texts, text in zip(seen, expected, strict=True):
         assert texts and set(texts) == {text}
     after = server.workers()
-    assert after.keys() == before.keys()
+    assert after.keys() == {"prefill-1", "decode-0", "decode-1"}
     assert not {worker["pid"] for worker in before.values()} & {worker["pid"] for worker in after.values()}
     assert " E " not in server.log, server.log

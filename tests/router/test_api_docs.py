@@ -38,7 +38,7 @@ PATHS = {
     "/workers/{worker_id}/role": "post",
 }
 NEED_NO_BODY = {"/workers/{worker_id}/drain": 404, "/restart": 409}
-"""But a worker of that name, and two decode workers."""
+"""But a worker of that name, and a launcher that makes successors."""
 BODIES = [
     each
     for each in vars(openai_types).values()
