@@ -1,0 +1,208 @@
+"""Whether a server stays right and small through an operator's day, pressed into minutes.
+
+    python -m bench.soak [--rate 24] [--seconds 600] [--streams 1000] [options of tandem serve]
+
+The bundled model serves short completions that come at an even rate, while a worker is killed, a prefill and
+a decode worker change roles and back, and all are restarted in turn, again and again. `failed` counts those
+without an answer, `wrong` those whose text is not the one of the same request before all that. `growth` is
+by how many per cent the memory of each process that lived on grew after the first third (bytes of its own;
+workers are started anew all the time, so few of them are among these). Last, so many streams are held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import httpx
+import psutil
+
+from bench.own_server import serving
+
+WORKERS = [
+    "--prefill-replicas",
+    "2",
+    "--decode-replicas",
+    "2",
+    "--dtype",
+    "float32",
+    "--worker-timeout",
+    "10",
+]
+KINDS = 40
+"""Of requests: each comes again and again, so its right text is known."""
+SHORT, LONG = 24, 48
+EVENT_PAUSE_S = 5.0
+SAMPLE_S = 1.0
+MIB = 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rate", type=float, default=24.0)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--streams", type=int, default=1000)
+    options, serve_options = parser.parse_known_args()
+    with serving([*WORKERS, *serve_options]) as http:
+        soak = Soak(str(http.base_url))
+        print(json.dumps(asyncio.run(soak.measure(options.rate, options.seconds, options.streams))))
+
+
+def body(kind: int, tokens: int) -> dict[str, object]:
+    return {
+        "model": "tandem-code-10m",
+        "prompt": f"def function_{kind}(path):\n    # reads {kind} lines\n",
+        "max_tokens": tokens,
+        "temperature": 0.8,
+        "seed": kind,
+        "ignore_eos": True,
+    }
+
+
+@dataclass
+class Soak:
+    url: str
+    expected: dict[tuple[int, int], str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    memory: defaultdict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Of each process, when it had how many bytes of its own."""
+
+    async def measure(self, rate: float, seconds: float, streams: int) -> dict[str, object]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as client:
+            self._client = client
+            for kind in range(KINDS):
+                for tokens in (SHORT, LONG):
+                    self.expected[kind, tokens] = await self._text(kind, tokens)
+            storm = asyncio.create_task(self._operate())
+            sampler = asyncio.create_task(self._sample())
+            began = time.monotonic()
+            await self._load(rate, seconds)
+            storm.cancel()
+            sampler.cancel()
+            await asyncio.gather(storm, sampler, return_exceptions=True)
+            growth = self._growth(began + seconds / 3, began + seconds - 2 * SAMPLE_S)
+            held = await self._hold(streams)
+        return {
+            "seconds": seconds,
+            **self.counts,
+            "events": dict(self.events),
+            "growth": growth,
+            "held": held,
+        }
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def _load(self, rate: float, seconds: float) -> None:
+        began, running = time.monotonic(), []
+        for number in range(int(rate * seconds)):
+            await asyncio.sleep(max(began + number / rate - time.monotonic(), 0.0))
+            running.append(asyncio.create_task(self._ask(number % KINDS)))
+        await asyncio.gather(*running)
+
+    async def _ask(self, kind: int) -> None:
+        self.counts["requests"] += 1
+        try:
+            text = await self._text(kind, SHORT)
+        except (httpx.HTTPError, KeyError) as error:
+            self.counts["failed"] += 1
+            print(f"failed: {error!r}", file=sys.stderr)
+        else:
+            self.counts["wrong"] += text != self.expected[kind, SHORT]
+
+    async def _text(self, kind: int, tokens: int) -> str:
+        answer = await self._client.post("/v1/completions", json=body(kind, tokens))
+        answer.raise_for_status()
+        return str(answer.json()["choices"][0]["text"])
+
+    async def _hold(self, streams: int) -> dict[str, object]:
+        """Streams that are all there at once: each has begun before the first one ends."""
+        began, open_now, most = time.monotonic(), 0, 0
+        counts: Counter[str] = Counter()
+
+        async def follow(kind: int) -> None:
+            nonlocal open_now, most
+            text = ""
+            open_now += 1
+            most = max(most, open_now)
+            try:
+                request = self._client.stream(
+                    "POST", "/v1/completions", json=body(kind, LONG) | {"stream": True}
+                )
+                async with request as answer:
+                    answer.raise_for_status()
+                    async for line in answer.aiter_lines():
+                        if line.startswith("data: {"):
+                            text += json.loads(line[6:])["choices"][0]["text"]
+            except (httpx.HTTPError, KeyError) as error:
+                counts["failed"] += 1
+                print(f"failed: {error!r}", file=sys.stderr)
+            else:
+                counts["wrong"] += text != self.expected[kind, LONG]
+            open_now -= 1
+
+        await asyncio.gather(*(follow(number % KINDS) for number in range(streams)))
+        return {"streams": streams, "most_at_once": most, "seconds": time.monotonic() - began, **counts}
+
+    # --- what happens meanwhile -------------------------------------------------------------------
+
+    async def _operate(self) -> None:
+        for turn in itertools.count():
+            await asyncio.sleep(EVENT_PAUSE_S)
+            workers = await self._workers()
+            match turn % 3:
+                case 0:
+                    victim = sorted(workers)[turn % len(workers)]
+                    os.kill(workers[victim], signal.SIGKILL)
+                    self.events["kills"] += 1
+                case 1:
+                    await self._change("decode-1", "prefill")
+                    await self._change("decode-1", "decode")
+                case 2:
+                    answer = await self._client.post("/restart", json={})
+                    self.events["restarts" if answer.status_code == 200 else f"restart: {answer.text}"] += 1
+            while len(await self._workers()) < len(workers):
+                await asyncio.sleep(0.2)
+
+    async def _change(self, worker_id: str, role: str) -> None:
+        answer = await self._client.post(f"/workers/{worker_id}/role", json={"role": role})
+        self.events["role changes" if answer.status_code == 200 else f"role: {answer.text}"] += 1
+        await asyncio.sleep(1.0)
+
+    async def _workers(self) -> dict[str, int]:
+        answer = (await self._client.get("/workers")).json()["workers"]
+        return {worker["id"]: worker["pid"] for worker in answer if worker["lifecycle"] == "ready"}
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    async def _sample(self) -> None:
+        while True:
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    sample = time.monotonic(), process.memory_full_info().uss
+                    self.memory[f"{process.name()} {process.pid}"].append(sample)
+                except psutil.Error:
+                    continue
+            await asyncio.sleep(SAMPLE_S)
+
+    def _growth(self, since: float, until: float) -> dict[str, str]:
+        growth = {}
+        for process, samples in self.memory.items():
+            later = [size for at, size in samples if at >= since]
+            if samples[0][0] < since and samples[-1][0] >= until:
+                percent = 100.0 * (later[-1] / later[0] - 1)
+                growth[process] = f"{percent:+.1f} % to {later[-1] / MIB:.0f} MiB"
+        return growth
+
+
+if __name__ == "__main__":
+    main()
