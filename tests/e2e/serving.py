@@ -41,7 +41,9 @@ class HttpServing:
         self._thread = threading.Thread(target=self.router.run, kwargs={"on_start": started.set}, daemon=True)
         self._thread.start()
         assert started.wait(START_S)
-        self.http = httpx.Client(base_url=self.url, timeout=START_S)
+        key = self.config.api_key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=START_S)
         self.workers = {worker_id: self._start(worker_id, fault) for worker_id, fault in workers.items()}
         self.wait(
             lambda: len(self.worker_states()) == len(workers) and self.http.get("/ready").status_code == 200

@@ -223,9 +223,9 @@ def test_what_cannot_be_spared_stays(folder: Path) -> None:
 
 def test_operators_need_the_api_key(folder: Path) -> None:
     with HttpServing(folder, {"decode-0": "", "decode-1": ""}, api_key="secret") as serving:
-        assert serving.http.post("/workers/decode-0/drain").status_code == 401
-        headers = {"Authorization": "Bearer secret"}
-        assert serving.http.post("/workers/decode-0/drain", headers=headers).json()["id"] == "decode-0"
+        wrong = {"Authorization": "Bearer wrong"}
+        assert serving.http.post("/workers/decode-0/drain", headers=wrong).status_code == 401
+        assert serving.http.post("/workers/decode-0/drain").json()["id"] == "decode-0"
 
 
 def kept_prefix(serving: HttpServing) -> set[str]:
