@@ -41,8 +41,7 @@ class HttpServing:
         self._thread = threading.Thread(target=self.router.run, kwargs={"on_start": started.set}, daemon=True)
         self._thread.start()
         assert started.wait(START_S)
-        key = self.config.api_key
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key}" for key in self.config.api_keys[:1]}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=START_S)
         self.workers = {worker_id: self._start(worker_id, fault) for worker_id, fault in workers.items()}
         self.wait(
