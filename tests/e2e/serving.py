@@ -41,7 +41,8 @@ class HttpServing:
         self._thread = threading.Thread(target=self.router.run, kwargs={"on_start": started.set}, daemon=True)
         self._thread.start()
         assert started.wait(START_S)
-        headers = {"Authorization": f"Bearer {key}" for key in self.config.api_keys[:1]}
+        keys = self.config.api_keys
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=START_S)
         self.workers = {worker_id: self._start(worker_id, fault) for worker_id, fault in workers.items()}
         self.wait(
