@@ -27,16 +27,7 @@ import psutil
 
 from bench.own_server import serving
 
-WORKERS = [
-    "--prefill-replicas",
-    "2",
-    "--decode-replicas",
-    "2",
-    "--dtype",
-    "float32",
-    "--worker-timeout",
-    "10",
-]
+WORKERS = ["--prefill-replicas", "2", "--decode-replicas", "2", "--worker-timeout", "10"]
 KINDS = 40
 """Of requests: each comes again and again, so its right text is known."""
 SHORT, LONG = 24, 48
@@ -159,10 +150,12 @@ class Soak:
         for turn in itertools.count():
             await asyncio.sleep(EVENT_PAUSE_S)
             workers = await self._workers()
+            gone = ""
             match turn % 3:
                 case 0:
                     victim = sorted(workers)[turn % len(workers)]
                     os.kill(workers[victim], signal.SIGKILL)
+                    gone = victim
                     self.events["kills"] += 1
                 case 1:
                     await self._change("decode-1", "prefill")
@@ -170,8 +163,8 @@ class Soak:
                 case 2:
                     answer = await self._client.post("/restart", json={})
                     self.events["restarts" if answer.status_code == 200 else f"restart: {answer.text}"] += 1
-            while len(await self._workers()) < len(workers):
-                await asyncio.sleep(0.2)
+            while gone and (await self._workers()).get(gone, workers[gone]) == workers[gone]:
+                await asyncio.sleep(0.1)
 
     async def _change(self, worker_id: str, role: str) -> None:
         answer = await self._client.post(f"/workers/{worker_id}/role", json={"role": role})
