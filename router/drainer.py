@@ -38,12 +38,18 @@ class NextLife(NamedTuple):
 
 @dataclass
 class DrainReport:
-    """What became of the requests of a worker that has left, and how long that took."""
+    """What became of the requests of workers that have left, and how long that took."""
 
     moved: int = 0
     redirected: int = 0
     placed_anew: int = 0
     seconds: float = 0.0
+
+    def add(self, drained: DrainReport) -> None:
+        """Count the requests of one more worker."""
+        self.moved += drained.moved
+        self.redirected += drained.redirected
+        self.placed_anew += drained.placed_anew
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 from protocol.config import ServeConfig
-from router.drainer import Drainer
+from router.drainer import Drainer, DrainReport
 from router.errors import ApiError
 from router.registry import Registry, Worker
 from router.scaling.scaler import Scaler
@@ -24,17 +24,11 @@ GRACE_S = 5.0
 
 
 @dataclass
-class RestartReport:
-    """Which workers were restarted, who stands in for those that were alone in their role, and what became of
-    the requests that they ran.
-    """
+class RestartReport(DrainReport):
+    """Which workers were restarted, too, and who stands in for those that were alone in their role."""
 
     restarted: list[str] = field(default_factory=list)
     successors: list[str] = field(default_factory=list)
-    moved: int = 0
-    redirected: int = 0
-    placed_anew: int = 0
-    seconds: float = 0.0
 
 
 class Restarter:
@@ -86,9 +80,7 @@ class Restarter:
         else:
             drained = await (await self._drainer.restart(worker_id))
             await self._await_return(worker_id, report)
-        report.moved += drained.moved
-        report.redirected += drained.redirected
-        report.placed_anew += drained.placed_anew
+        report.add(drained)
         report.restarted.append(worker_id)
 
     async def _await_return(self, worker_id: str, report: RestartReport) -> None:

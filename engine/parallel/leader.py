@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from torch import Tensor
@@ -138,7 +138,7 @@ class LeadingRunner:
 
 
 @contextlib.contextmanager
-def _told(link: socket.socket, timeout_s: float):  # type: ignore[no-untyped-def]
+def _told(link: socket.socket, timeout_s: float) -> Iterator[None]:
     link.settimeout(timeout_s)
     try:
         yield

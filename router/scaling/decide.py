@@ -111,8 +111,8 @@ def decide(
     facts: ScalingFacts, policy: ScalingPolicy, state: ScalerState
 ) -> tuple[ScalingDecision | None, ScalerState]:
     """What to change, if anything, and what to remember until the next decision."""
-    since = facts.now - max(WINDOW_S, SHORT_S)
-    samples = (*(each for each in state.samples if each.at >= since), Sample(facts.now, facts.loads))
+    kept = (each for each in state.samples if each.at >= facts.now - WINDOW_S)
+    samples = (*kept, Sample(facts.now, facts.loads))
     targets, reasons, needs = {}, {}, dict(state.needs)
     spare: dict[str, bool] = {}
     for role, bounds in policy.ranges.items():

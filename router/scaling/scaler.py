@@ -25,15 +25,11 @@ MAX_GIVEN_UP = 1000
 
 
 @dataclass
-class ScaleReport:
-    """What has changed, and what became of the requests of those that left."""
+class ScaleReport(DrainReport):
+    """What has changed, too."""
 
     started: list[str] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
-    moved: int = 0
-    redirected: int = 0
-    placed_anew: int = 0
-    seconds: float = 0.0
 
 
 class Scaler:
@@ -70,9 +66,7 @@ class Scaler:
         drains = [asyncio.ensure_future(self._drain(worker_id)) for worker_id in answer.leaving]
         failures = await self._await_start(answer.started)
         for each in await asyncio.gather(*drains):
-            report.moved += each.moved
-            report.redirected += each.redirected
-            report.placed_anew += each.placed_anew
+            report.add(each)
         report.seconds = time.monotonic() - began
         if failures:
             raise ApiError(503, self._short(failures), code="no_worker")
