@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
+from tests.cluster.namespaces import START_S, Isolated, wait
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("unshare", "nsenter", "ip", "sshd", "rsync", "setpriv")
 NETWORK = "10.77.0."
-START_S = 20.0
 _USER_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -33,16 +32,12 @@ def why_not() -> str:
     return "" if done.returncode == 0 else f"making hosts: {done.stderr.strip()}"
 
 
-class Host:
-    """One host. It ends with this process, however that ends."""
-
-    process: subprocess.Popen[bytes]
-    init: psutil.Process
+class Host(Isolated):
+    """One host."""
 
     def __init__(self, name: str, number: int, folder: Path) -> None:
-        self.name = name
+        super().__init__(name, folder / f"{name}.log")
         self.address = f"{NETWORK}{number}"
-        self._log = folder / f"{name}.log"
         self._folder = folder / name
         self._folder.mkdir()
         for each in ("key", "key.pub"):
@@ -50,28 +45,9 @@ class Host:
 
     def start(self) -> None:
         """Power on. It waits for its network, and listens for SSH then."""
-        command = ["setpriv", "--pdeathsig", "KILL", "unshare"]
-        command += ["--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
-        command += [
-            "bash",
-            str(Path(__file__).with_name("host.sh")),
-            self.name,
-            str(self._folder),
-            sys.prefix,
-        ]
-        with self._log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={"PATH": _USER_PATH, "LANG": "C.UTF-8", "HOME": str(Path.home())},
-                start_new_session=True,
-            )
-        wait(lambda: bool(psutil.Process(self.process.pid).children()), START_S, f"host {self.name}")
-        self.init = psutil.Process(self.process.pid).children()[0]
-        self.network("link", "set", "lo", "up")
+        script = str(Path(__file__).with_name("host.sh"))
+        environment = {"PATH": _USER_PATH, "LANG": "C.UTF-8", "HOME": str(Path.home())}
+        self.launch(["bash", script, self.name, str(self._folder), sys.prefix], environment, cwd=ROOT)
 
     def wait_ready(self) -> None:
         wait(lambda: self.run("ss", "-Hltn", "sport", "=", ":22").stdout != "", START_S, lambda: self.log)
@@ -80,20 +56,9 @@ class Host:
     def is_up(self) -> bool:
         return self.process.poll() is None
 
-    def run(
-        self, *command: str, user: bool = False, timeout_s: float = 60
-    ) -> subprocess.CompletedProcess[str]:
-        """As root, or in a login shell of the user."""
-        inside = ["su", "-", "tandem", "-c", shlex.join(command)] if user else list(command)
-        namespaces = ["nsenter", "-a", "-t", str(self.init.pid), "--"]
-        return subprocess.run(
-            [*namespaces, *inside], capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-
-    def network(self, *command: str) -> None:
-        """Change the host's network with `ip`, before it has made its mounts too."""
-        inside = ("nsenter", "-n", "-t", str(self.init.pid), "--", "ip", *command)
-        subprocess.run(inside, check=True, capture_output=True)
+    def run_as_user(self, *command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """In a login shell of the cluster's user."""
+        return self.run("su", "-", "tandem", "-c", shlex.join(command), timeout_s=timeout_s)
 
     def processes(self) -> list[psutil.Process]:
         """All of the cluster's user that run."""
@@ -106,18 +71,6 @@ class Host:
 
     def read(self, path: str) -> str:
         return self.run("cat", path).stdout
-
-    def kill(self) -> None:
-        """All of its processes at once, and its network."""
-        if hasattr(self, "process"):
-            with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
-                self.init.kill()
-            self.process.kill()
-            self.process.wait()
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
 
 
 class Hosts:
@@ -156,15 +109,6 @@ class Hosts:
             self.laptop.network("link", "set", port, "master", "eth0", "up")
         host.network("address", "add", f"{host.address}/24", "dev", "eth0")
         host.network("link", "set", "eth0", "up")
-
-
-def wait(done: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline, (
-            f"not within {timeout_s:g} s: {what() if callable(what) else what}"
-        )
-        time.sleep(0.05)
 
 
 def _is_users(process: psutil.Process) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.cluster.hosts import NETWORK, ROOT, Host, Hosts, wait, why_not
+from tests.cluster.hosts import NETWORK, ROOT, Host, Hosts, why_not
+from tests.cluster.namespaces import wait
 from tests.cluster.streams import Stream
 
 WHY_NOT = why_not()
@@ -52,7 +53,7 @@ class Cluster:
 
     def _in_checkout(self, *command: str, timeout_s: float) -> None:
         script = 'cd ~/tandem && exec "$@"'
-        done = self.hosts.laptop.run("bash", "-c", script, "-", *command, user=True, timeout_s=timeout_s)
+        done = self.hosts.laptop.run_as_user("bash", "-c", script, "-", *command, timeout_s=timeout_s)
         assert done.returncode == 0, done.stdout + done.stderr + self.log
 
     @property
@@ -179,7 +180,7 @@ def end_ray(cluster: Cluster) -> None:
     """`tandem serve`, which has begun, ends with the cluster that it is in, and says why."""
     wait(lambda: "there is no room" in cluster.log, SERVES_S, lambda: cluster.log)
     pid = cluster.head.read(f"{HOME}/.tandem/serve.pid").strip()
-    cluster.head.run(f"{HOME}/tandem/.venv/bin/ray", "stop", user=True)
+    cluster.head.run_as_user(f"{HOME}/tandem/.venv/bin/ray", "stop")
     stopped = time.monotonic()
     wait(lambda: cluster.head.run("test", "-d", f"/proc/{pid}").returncode != 0, ENDS_S, lambda: cluster.log)
     print(f"`tandem serve` ended {time.monotonic() - stopped:.1f} s after Ray")

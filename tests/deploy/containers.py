@@ -5,24 +5,21 @@ Each container is made of namespaces, with an address of its own; its root file 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
-from tests.cluster.hosts import ROOT, copy_working_tree, wait
+from tests.cluster.hosts import ROOT, copy_working_tree
+from tests.cluster.namespaces import Isolated
 
 NETWORK = "10.78.0."
-START_S = 20.0
 KERNELS = Path.home() / ".cache" / "tandem"
 """Those that this machine has built already."""
 COMPOSE = ROOT / "docker-compose.yml"
@@ -45,12 +42,9 @@ def of_dockerfile(instruction: str) -> str:
     return re.findall(rf"^{instruction} (.*)$", text, re.MULTILINE)[-1]
 
 
-class Container:
-    process: subprocess.Popen[bytes]
-    init: psutil.Process
-
+class Container(Isolated):
     def __init__(self, name: str, number: int, folder: Path) -> None:
-        self.name = name
+        super().__init__(name, folder / f"{name}.log")
         self.address = f"{NETWORK}{number}"
         self._folder = folder
 
@@ -72,46 +66,14 @@ class Container:
         user = of_dockerfile("USER").partition(":")[0]
         command = json.loads(of_dockerfile("ENTRYPOINT")) + service["command"]
         script = str(Path(__file__).with_name("container.sh"))
-        namespaces = ["--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+        given = {name: str(value or "") for name, value in service["environment"].items()}
         of_script = [self.name, str(self._folder), sys.prefix, user, *command]
-        self.log_path = self._folder / f"{self.name}.log"
-        with self.log_path.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*("setpriv", "--pdeathsig", "KILL", "unshare"), *namespaces, "bash", script, *of_script],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_image_environment() | {k: str(v or "") for k, v in service["environment"].items()},
-                start_new_session=True,
-            )
-        wait(lambda: bool(psutil.Process(self.process.pid).children()), START_S, lambda: self.log)
-        self.init = psutil.Process(self.process.pid).children()[0]
-        self.network("link", "set", "lo", "up")
-
-    def network(self, *command: str) -> None:
-        inside = ("nsenter", "-n", "-t", str(self.init.pid), "--", "ip", *command)
-        subprocess.run(inside, check=True, capture_output=True)
-
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """As root, in the container."""
-        namespaces = ["nsenter", "-a", "-t", str(self.init.pid), "--"]
-        return subprocess.run([*namespaces, *command], capture_output=True, text=True, timeout=60)
+        self.launch(["bash", script, *of_script], _image_environment() | given)
 
     def stop(self) -> None:
         """As `docker stop` does. Returns when it has ended."""
         self.init.send_signal(signal.SIGTERM)
         self.process.wait(timeout=40)
-
-    def kill(self) -> None:
-        if hasattr(self, "process"):
-            with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
-                self.init.kill()
-            self.process.kill()
-            self.process.wait()
-
-    @property
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
 
 
 class Containers:

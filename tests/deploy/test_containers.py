@@ -16,7 +16,8 @@ import yaml
 
 from deploy.config import ENV_PREFIX, load_config
 from protocol.roles import ROLES
-from tests.cluster.hosts import wait, why_not
+from tests.cluster.hosts import why_not
+from tests.cluster.namespaces import wait
 from tests.deploy.containers import ROOT, Containers, compose, of_dockerfile
 
 WHY_NOT = why_not() or (

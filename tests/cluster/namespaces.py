@@ -1,0 +1,75 @@
+"""A process with namespaces of its own, as hosts and containers are made of on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+START_S = 20.0
+
+
+class Isolated:
+    """It has a network, mounts, processes and a name of its own, and ends with this process in any case."""
+
+    process: subprocess.Popen[bytes]
+    init: psutil.Process
+
+    def __init__(self, name: str, log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+
+    def launch(self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> None:
+        """Returns when it runs, with loopback alone."""
+        isolate = ["setpriv", "--pdeathsig", "KILL", "unshare"]
+        isolate += ["--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+        with self.log_path.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*isolate, *command],
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        wait(lambda: bool(psutil.Process(self.process.pid).children()), START_S, lambda: self.log)
+        self.init = psutil.Process(self.process.pid).children()[0]
+        self.network("link", "set", "lo", "up")
+
+    def network(self, *command: str) -> None:
+        """Change its network with `ip`, before it has made its mounts too."""
+        inside = ("nsenter", "-n", "-t", str(self.init.pid), "--", "ip", *command)
+        subprocess.run(inside, check=True, capture_output=True)
+
+    def run(self, *command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """As root, inside."""
+        namespaces = ["nsenter", "-a", "-t", str(self.init.pid), "--"]
+        return subprocess.run(
+            [*namespaces, *command], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+
+    def kill(self) -> None:
+        """All of its processes at once, and its network."""
+        if hasattr(self, "process"):
+            with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
+                self.init.kill()
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+
+def wait(done: Callable[[], bool], timeout_s: float, what: str | Callable[[], str]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, (
+            f"not within {timeout_s:g} s: {what() if callable(what) else what}"
+        )
+        time.sleep(0.05)
