@@ -1,12 +1,23 @@
-"""What the fork server imports, so that the workers and peers that tests start are there at once."""
+"""What the fork server imports and tries out, so that what tests start is there at once."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
+import torch
+
+from engine.engine import Engine
 from kvtransfer.transports.ucx.bindings import preload
+from protocol.config import ServeConfig
 from protocol.roles import ROLES
+from tests.worker.harness import tiny_config
+from tests.worker.tiny_model import write_tiny_llama
+from worker.setup import build_kernels, set_up_logging
 
 _IMPORTED = (
     "bench.transfer.sides",
@@ -15,11 +26,25 @@ _IMPORTED = (
     "tests.faults.sides",
     "tests.kvtransfer.transfer_sides",
     "tests.worker.child",
-    "transformers.models.llama.modeling_llama",
 )
 
 for module in (*_IMPORTED, *(role.loop.partition(":")[0] for role in ROLES.values())):
     importlib.import_module(module)
 preload()
+
+
+def try_out() -> None:
+    """What a process does once takes a third of a worker's start: Transformers makes a thousand patterns."""
+    torch.set_num_threads(1)  # a fork would not take more of them along
+    with TemporaryDirectory() as folder:
+        config = msgspec.convert(msgspec.to_builtins(tiny_config(Path(folder))), ServeConfig)
+        set_up_logging(config, "fork server")
+        write_tiny_llama(Path(folder))
+        build_kernels()
+        Engine(config).close()
+    assert threading.active_count() == 1, "a fork takes one thread along"
+
+
+try_out()
 gc.collect()
 gc.freeze()  # or each forked process would copy all of it as soon as it collects its own garbage

@@ -181,7 +181,8 @@ def test_a_full_decode_worker_is_left_for_another(
     cluster.run("r")
     assert cluster.tokens("r") == greedy(reference, prompt(150), NUM_TOKENS)
     assert computed(cluster, prefill) == 150
-    cluster.run("busy")
+    assert not cluster.finished("busy"), "it was full all the time"
+    cluster.abort("busy")
     cluster.wait_empty(prefill, decode, full)
 
 
