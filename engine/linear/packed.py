@@ -16,11 +16,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from native.build import BuildError, declare, load_library
 from native.openmp import gomp_parallel
 
-_PANEL = 64
+PANEL = 64
+"""Outputs that lie together, and are computed together."""
 
 
 @functools.cache
@@ -84,12 +86,13 @@ _packed_linear = torch.ops.tandem.packed_linear.default
 
 
 class PackedLinear(nn.Module):
-    """Replaces an nn.Linear. `weight` is bfloat16 [out / 64, in / 2, 64, 2], zero-padded."""
+    """Replaces a linear layer. `weight` is bfloat16 [out / 64, in / 2, 64, 2], zero-padded."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = nn.Parameter(pack(linear.weight.detach()), requires_grad=False)
+        weight = plain_weight(linear)
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(pack(weight.detach()), requires_grad=False)
         self.bias = linear.bias
 
     def rows(self, rows: range) -> PackedLinear:
@@ -105,20 +108,25 @@ class PackedLinear(nn.Module):
         return _packed_linear(x, self.weight, self.bias, self.out_features)
 
 
+def plain_weight(linear: nn.Linear | Conv1D) -> Tensor:
+    """[out_features, in_features], which GPT-2's layers have the other way round."""
+    return linear.weight.T if isinstance(linear, Conv1D) else linear.weight
+
+
 def pack(weight: Tensor) -> Tensor:
     """Weights [out_features, in_features] as the kernel reads them; in_features must be even."""
     out_features, in_features = weight.shape
-    panels = -(-out_features // _PANEL)
-    padded = weight.new_zeros((panels * _PANEL, in_features))
+    panels = -(-out_features // PANEL)
+    padded = weight.new_zeros((panels * PANEL, in_features))
     padded[:out_features] = weight
-    return padded.view(panels, _PANEL, in_features // 2, 2).transpose(1, 2).contiguous()
+    return padded.view(panels, PANEL, in_features // 2, 2).transpose(1, 2).contiguous()
 
 
 def packed_rows(packed: Tensor, rows: Sequence[range]) -> Tensor:
     """Some rows of packed weights, packed. It shares their memory where they are a range of whole panels."""
     first = rows[0]
-    if len(rows) == 1 and first.start % _PANEL == 0 and first.stop % _PANEL == 0:
-        return packed[first.start // _PANEL : first.stop // _PANEL]
+    if len(rows) == 1 and first.start % PANEL == 0 and first.stop % PANEL == 0:
+        return packed[first.start // PANEL : first.stop // PANEL]
     plain = packed.transpose(1, 2).reshape(-1, 2 * packed.shape[1])
     return pack(torch.cat([plain[each.start : each.stop] for each in rows]))
 
@@ -128,12 +136,12 @@ def pack_linears(model: nn.Module) -> int:
     count = 0
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear and _fits(child):
+            if type(child) in (nn.Linear, Conv1D) and _fits(child):
                 setattr(module, name, PackedLinear(child))
                 count += 1
     return count
 
 
-def _fits(linear: nn.Linear) -> bool:
+def _fits(linear: nn.Linear | Conv1D) -> bool:
     biases = linear.bias is None or linear.bias.dtype is torch.bfloat16
-    return linear.weight.dtype is torch.bfloat16 and linear.in_features % 2 == 0 and biases
+    return linear.weight.dtype is torch.bfloat16 and plain_weight(linear).shape[1] % 2 == 0 and biases
