@@ -1,6 +1,6 @@
 """What tensor parallelism costs or brings on one host: an engine of one process beside one of several ranks.
 
-    python -m bench.ranks [--model tandem-code-10m] [--size 2] [--threads 2] [--rounds 9]
+    python -m bench.ranks [--model tandem-code-10m] [--dtype auto] [--size 2] [--threads 2] [--rounds 9]
 
 Both have the same cores: `--threads` in one process, or divided among the ranks. They run in turn. Prints the
 medians of a decode step's time and of a prompt's, and the median of the rounds' ratios. Above 1 ranks are
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,6 +31,8 @@ from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
 from protocol.sampling import SamplingParams
 
+END_S = 30.0
+"""An engine's process ends within so many seconds of being told."""
 STEPS = 48
 WORK = {"decode, 1 row": (1, 16), "decode, 16 rows": (16, 16), "prompt, 480 tokens": (1, 480)}
 """Sequences, and the tokens of their prompts."""
@@ -38,9 +41,9 @@ WORK = {"decode, 1 row": (1, 16), "decode, 16 rows": (16, 16), "prompt, 480 toke
 def be_engine(config: ServeConfig, size: int, pipe: Connection) -> None:
     """Run a round whenever told, and send its times in seconds."""
 
-    def be_rank(ranks: Ranks, link: socket.socket, port: int) -> None:
+    def be_rank(ranks: Ranks, link: socket.socket) -> None:
         torch.set_num_threads(config.worker_threads or 1)
-        follow(config, ranks, link, port)
+        follow(config, ranks, link)
 
     leader = Leader(size, be_rank) if size > 1 else None
     torch.set_num_threads(config.worker_threads or 1)
@@ -83,38 +86,69 @@ def report(times: Sequence[Sequence[list[float]]]) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Compares one process with tensor-parallel ranks.")
-    parser.add_argument("--model", default="tandem-code-10m")
-    parser.add_argument("--size", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="of one process; the ranks divide them")
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for size in (1, arguments.size):
-        ours, theirs = context.Pipe()
+class Side:
+    """An engine of so many ranks, in a process of its own. Ends the program where that ends by itself."""
+
+    def __init__(self, size: int, arguments: argparse.Namespace) -> None:
         config = ServeConfig(
             model=bundled_path(arguments.model),
+            dtype=arguments.dtype,
             device="cpu",
             enable_prefix_caching=False,
             kv_cache_memory_bytes=256 << 20,
             worker_threads=max(1, arguments.threads // size),
         )
-        processes.append(context.Process(target=be_engine, args=(config, size, theirs), daemon=True))
-        processes[-1].start()
-        pipes.append(ours)
-        print(f"{size}: {ours.recv()}, {config.worker_threads} threads each", flush=True)
+        self._size = size
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=be_engine, args=(config, size, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        print(f"{size}: {self._answer()}, {config.worker_threads} threads each", flush=True)
+
+    def seconds(self) -> list[float]:
+        """Of each kind of work, in one more round."""
+        self._pipe.send(True)
+        answer: list[float] = self._answer()
+        return answer
+
+    def close(self) -> None:
+        self._pipe.send(False)
+        self._process.join(END_S)
+        if self._process.exitcode != 0:
+            self._fail()
+
+    def _answer(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            self._process.join(END_S)
+            self._fail()
+
+    def _fail(self) -> NoReturn:
+        code = self._process.exitcode
+        how = f"does not end within {END_S:g} s" if code is None else f"ended with exit code {code}"
+        raise SystemExit(f"bench.ranks: the engine of size {self._size} {how}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compares one process with tensor-parallel ranks.")
+    parser.add_argument("--model", default="tandem-code-10m")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--size", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of one process; the ranks divide them")
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    sides = [Side(size, arguments) for size in (1, arguments.size)]
     times: list[list[list[float]]] = [[], []]
     for _ in range(arguments.rounds):
-        for pipe, rounds in zip(pipes, times, strict=True):
-            pipe.send(True)
-            rounds.append(pipe.recv())
+        for side, rounds in zip(sides, times, strict=True):
+            rounds.append(side.seconds())
     report(times)
-    print(made_by(f"python -m bench.ranks --model {arguments.model} --size {arguments.size}"))
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send(False)
-        process.join()
+    options = (f"--{name} {getattr(arguments, name)}" for name in ("model", "dtype", "size", "threads"))
+    print(made_by(f"python -m bench.ranks {' '.join(options)}"))
+    for side in sides:
+        side.close()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from protocol.config import ServeConfig, flag_name, transport_names
 from protocol.errors import ConfigError
 from protocol.roles import ROLES
 
-_DIVIDED = ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size")
+_HEADS = ("num_attention_heads", "n_head")
+"""Fields of a `config.json` that say how many attention heads there are."""
 
 
 def check_ranks(config: ServeConfig) -> None:
@@ -26,10 +27,10 @@ def check_ranks(config: ServeConfig) -> None:
     if config.device == "cuda":
         refuse_ranks(config, "with --device cuda: ranks share a KV pool in the host's memory")
     if config.compile == "on":
-        refuse_ranks(config, "with --compile on: what ranks exchange takes longer than it saves")
+        refuse_ranks(config, "with --compile on: torch.compile knows nothing of what ranks exchange")
     model = _model_config(config)
     for flag, size in sizes:
-        for field in _DIVIDED:
+        for field in _HEADS:
             count = model.get(field)
             if isinstance(count, int) and count % size:
                 raise ConfigError(f"{flag}: {size} does not divide {field} of {config.model}, {count}")

@@ -79,7 +79,7 @@ def run_worker(
         )
         parts.engine = engine
         if leader is not None:
-            leader.watch(end_process)
+            leader.on_lost = end_process
         if not parts.role.holds_draft:
             parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
         engine.on_fetched = parts.wake.set

@@ -26,9 +26,7 @@ def fork_ranks(launch: Launch, on_fork: Callable[[str], None] = lambda name: Non
     return Leader(size, partial(_be_rank, launch, on_fork)) if size > 1 else None
 
 
-def _be_rank(
-    launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link: socket.socket, port: int
-) -> None:
+def _be_rank(launch: Launch, on_fork: Callable[[str], None], ranks: Ranks, link: socket.socket) -> None:
     """Signals that are for the whole server are for the worker to judge; its end is this process' end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -37,7 +35,7 @@ def _be_rank(
     set_up_logging(launch.config, name)
     set_up_threads(launch.config)
     build_kernels()
-    follow(launch.config, ranks, link, port)
+    follow(launch.config, ranks, link)
 
 
 def end_process() -> None:

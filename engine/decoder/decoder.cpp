@@ -61,7 +61,7 @@ class Decoder {
                 narrows = true, n = rows.num_logits;
                 keep_rows(rows, x, hidden), keep_rows(rows, attended, queries);
             }
-            gather(attended, n, queries, layer.output.in);
+            gather(attended, n, layer.qkv.first, queries, layer.output.in);
             multiply_whole(attended.data(), layer.output, product.data(), n, hidden);
             add_product(n);
             norm(layer.mlp_norm, n);
@@ -234,15 +234,19 @@ class Decoder {
         if (w.out == width) return multiply(in, w, out, n);
         part.resize(n * w.out);
         multiply(in, w, part.data(), n);
-        if (n) m.gather(part.data(), out, n, w.out);
+        gather(part.data(), out, n, w.first, w.out, width);
     }
 
     // Makes rows whole of which a rank has `own` values.
-    void gather(std::vector<bf16>& values, int64_t n, int64_t own, int64_t width) {
+    void gather(std::vector<bf16>& values, int64_t n, int64_t first, int64_t own, int64_t width) {
         if (own == width) return;
         part.swap(values);
         values.resize(n * width);
-        m.gather(part.data(), values.data(), n, own);
+        gather(part.data(), values.data(), n, first, own, width);
+    }
+
+    void gather(const bf16* from, bf16* whole, int64_t n, int64_t first, int64_t own, int64_t width) {
+        m.gather(m.ranks, from, whole, n, first * sizeof(bf16), own * sizeof(bf16), width * sizeof(bf16));
     }
 
     // Normalizes (where the model does) and rotates a row's queries and keys.
@@ -263,7 +267,7 @@ class Decoder {
             const bf16* gate = &gated[r * 2 * width];
             gate_row(gate, gate + width, width, &active[r * width]);
         });
-        gather(active, n, width, layer.down.in);
+        gather(active, n, layer.gate_up.first, width, layer.down.in);
         multiply_whole(active.data(), layer.down, product.data(), n, m.hidden);
     }
 

@@ -13,13 +13,14 @@ namespace {
 using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
 using BeginAttention = const char* (*)(void*, const Step*);
 using Attend = void (*)(void*, const Call*);
-// Puts the parts of rows that each rank has side by side: of this rank [rows, width], whole [rows, ranks * width].
-using Gather = void (*)(const bf16* part, bf16* whole, int64_t rows, int64_t width);
+// Makes rows whole of which each rank has some: `own` of their `width` bytes, from `first` on.
+using Gather = bool (*)(void* ranks, const bf16* part, bf16* whole, int64_t rows, int64_t first, int64_t own, int64_t width);
 
 // One product's packed weights, [out, in], and bias (null for none).
 struct Weights {
     const bf16 *values, *bias;
     int64_t in, out;
+    int64_t first;  // of a rank, whose weights have some of the outputs: where what it makes of them begins in a whole row
 };
 
 struct Layer {
@@ -51,7 +52,8 @@ struct Model {
     Attend attend;
     Parallel parallel;
     const Entry* entry;  // null for a whole model
-    Gather gather;       // of a rank, whose weights have some of the outputs; null where they have all
+    Gather gather;       // of a rank; it does nothing once a rank is lost
+    void* ranks;
 };
 
 struct Rows {

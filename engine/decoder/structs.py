@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from ctypes import CFUNCTYPE, Structure, c_double, c_int64, c_void_p
-
-GatherFunction = CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64)
+from ctypes import Structure, c_double, c_int64, c_void_p
 
 
 class WeightsArgs(Structure):
     _fields_ = (
         ("values", c_void_p),
         ("bias", c_void_p),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
+        *((name, c_int64) for name in ("inputs", "outputs", "first")),
     )
 
 
@@ -50,7 +47,7 @@ class ModelArgs(Structure):
         ("attention_scale", c_double),
         *(
             (name, c_void_p)
-            for name in ("attention", "linear", "begin", "attend", "parallel", "entry", "gather")
+            for name in ("attention", "linear", "begin", "attend", "parallel", "entry", "gather", "ranks")
         ),
     )
 

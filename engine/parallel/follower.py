@@ -11,8 +11,8 @@ import torch
 from engine.attention.select import select_backend
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel, load_model
-from engine.parallel.group import LostRankError, Ranks, join
-from engine.parallel.messages import Begin, Run, receive
+from engine.parallel.group import LostRankError, Ranks
+from engine.parallel.messages import READY, Begin, Run, receive
 from engine.parallel.runner import ShareRunner
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.select_forward import pack_model
@@ -20,7 +20,7 @@ from protocol.config import ServeConfig
 from protocol.handoff import SegmentInfo
 
 
-def follow(config: ServeConfig, ranks: Ranks, link: socket.socket, port: int) -> None:
+def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
     """Be a rank until rank 0 is gone. Raises what the engine raises for a model that it can't serve."""
     loaded = load_model(config)
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
@@ -31,7 +31,7 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket, port: int) ->
     layout = _layout(loaded, begin.segments, config.block_size)
     pool = KVPool(layout, begin.num_blocks, loaded.device, lambda _: memoryview(memory))
     runner = ShareRunner(config, loaded, pool, ranks, begin.hidden_layers)
-    join(ranks, port, None)
+    link.sendall(READY)
     runner.warm_up()
     while (step := receive(link, Run)) is not None:
         try:
@@ -51,7 +51,7 @@ def _map_pool(link: socket.socket) -> mmap.mmap | None:
         memory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size)
     finally:
         os.close(fds[0])
-    link.sendall(b"\0")
+    link.sendall(READY)
     return memory
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks, join
-from engine.parallel.messages import Begin, Run, encode, send
+from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
+from engine.parallel.messages import READY, Begin, Run, encode, send
 from engine.parallel.runner import ShareRunner
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
@@ -29,8 +29,11 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _POLLRDHUP = 0x2000
 
-Follow = Callable[[Ranks, socket.socket, int], None]
-"""Be one of the other ranks: with its place, its line to rank 0 and the port at which all meet."""
+_BUILD_S = 60.0
+"""A rank may have its runner so much later than rank 0."""
+
+Follow = Callable[[Ranks, socket.socket], None]
+"""Be one of the other ranks: with its place and its line to rank 0."""
 
 
 class Leader:
@@ -38,19 +41,19 @@ class Leader:
 
     def __init__(self, size: int, follow: Follow) -> None:
         """Forks them. This process must have one thread, which lives as long as the process."""
-        self.ranks = Ranks(0, size)
+        self.ranks = Ranks(size)
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called in a thread when a rank has ended before `close`."""
         self._closing = False
         self._links: list[socket.socket] = []
         self._pids: list[int] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        port = self._port = self._listener.getsockname()[1]
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             parent, pid = os.getpid(), os.fork()
             if pid == 0:
-                for inherited in (self._listener, ours, *self._links):
+                for inherited in (ours, *self._links):
                     inherited.close()
-                _follow(follow, parent, Ranks(rank, size), theirs, port)
+                _follow(follow, parent, self.ranks.other(rank), theirs)
             theirs.close()
             ours.settimeout(GATHER_TIMEOUT_S)
             self._links.append(ours)
@@ -62,11 +65,8 @@ class Leader:
         """
         for link in self._links:
             with _told(link, patience_s):
-                socket.send_fds(link, [b"\0"], [fd])
-        for link in self._links:
-            with _told(link, patience_s):
-                if not link.recv(1):
-                    raise LostRankError("a rank has ended while it started; see its log")
+                socket.send_fds(link, [READY], [fd])
+        self._await(patience_s)
 
     def runner(
         self, config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
@@ -75,7 +75,8 @@ class Leader:
         begin = Begin(len(pool.arenas[0]), pool.segments, hidden_layers)
         self.tell(encode(begin))
         own = ShareRunner(config, loaded, pool, self.ranks, hidden_layers)
-        join(self.ranks, self._port, self._listener.detach())
+        self._await(_BUILD_S)
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         return LeadingRunner(own, self)
 
     def tell(self, message: bytes) -> None:
@@ -84,27 +85,30 @@ class Leader:
             with _told(link, GATHER_TIMEOUT_S):
                 send(link, message)
 
-    def watch(self, on_lost: Callable[[], None]) -> None:
-        """Call `on_lost`, in a thread, when a rank has ended before `close`."""
+    def _await(self, patience_s: float) -> None:
+        for link in self._links:
+            with _told(link, patience_s):
+                if not link.recv(len(READY)):
+                    raise LostRankError("a rank has ended while it started; see its log")
 
-        def wait() -> None:
-            poll = select.poll()
-            for link in self._links:
-                poll.register(link, _POLLRDHUP)
-            poll.poll()
-            if not self._closing:
-                log.error("a rank of this worker has ended")
-                on_lost()
-
-        threading.Thread(target=wait, name="ranks", daemon=True).start()
+    def _watch(self) -> None:
+        poll = select.poll()
+        for link in self._links:
+            poll.register(link, _POLLRDHUP)
+        poll.poll()
+        if not self._closing:
+            log.error("a rank of this worker has ended")
+            self.ranks.give_up()
+            self.on_lost()
 
     def close(self) -> None:
-        """Let the other ranks end. Idempotent."""
+        """End the other ranks. Idempotent."""
         self._closing = True
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
         for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)  # also one that is stopped, or waits for the others
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         self._pids = []
@@ -146,12 +150,12 @@ def _told(link: socket.socket, timeout_s: float) -> Iterator[None]:
         raise LostRankError(f"a rank does not answer: {error}") from error
 
 
-def _follow(follow: Follow, parent: int, ranks: Ranks, link: socket.socket, port: int) -> NoReturn:
+def _follow(follow: Follow, parent: int, ranks: Ranks, link: socket.socket) -> NoReturn:
     """What follows in a forked process."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == parent:
-            follow(ranks, link, port)
+            follow(ranks, link)
     except BaseException:
         log.exception("rank %d failed", ranks.rank)
         os._exit(1)

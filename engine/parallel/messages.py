@@ -11,13 +11,16 @@ import msgspec
 from engine.rows import SequenceRows
 from protocol.handoff import SegmentInfo
 
+READY = b"\0"
+"""All that the others say to rank 0: they have the pool, and then, their runner."""
+
 _LENGTH = struct.Struct("<I")
 _Message = TypeVar("_Message")
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """All ranks are to build their runners over the pool, `num_blocks` of these segments, and to connect. The
-    pool's memory came before.
+    """All ranks are to build their runners over the pool, `num_blocks` of these segments, whose memory came
+    before.
     """
 
     num_blocks: int

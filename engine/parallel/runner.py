@@ -14,7 +14,8 @@ from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.parallel.decoder import DescriptionShare
 from engine.parallel.group import Ranks
-from engine.parallel.linear import model_share
+from engine.parallel.heads import Heads, OwnHeads, own_heads
+from engine.parallel.layers import model_share
 from engine.pool_layout import TARGET
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput, Runner
@@ -39,18 +40,20 @@ class ShareRunner:
         ranks: Ranks,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        """Raises UnsupportedModelError that names what can't be divided."""
-        check_heads(loaded, ranks.size)
-        layers = [_own_heads(layer, ranks) for layer in pool.layers(TARGET)]
+        """Raises UnsupportedModelError where the model's heads can't be divided among so many ranks, or
+        BuildError.
+        """
+        self._ranks = ranks
+        heads = _share_heads(loaded, ranks)
+        layers = [layer[:, :, :, heads.keys.start : heads.keys.stop] for layer in pool.layers(TARGET)]
         backend_class, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         backend: AttentionBackend = backend_class(layers, loaded.kv_group.arena)
-        self._description: DescriptionShare | None = None
         if loaded.description is not None:
-            self._description = DescriptionShare(loaded.description, ranks)
-            share = replace(loaded, description=self._description)
+            share = replace(loaded, description=DescriptionShare(loaded.description, heads, ranks))
         else:
             share = replace(loaded, model=model_share(loaded.model, ranks))
-        # What ranks exchange takes longer than what torch.compile saves.
+            backend = OwnHeads(backend, heads, ranks)
+        # Not compiled: torch.compile knows nothing of exchanges.
         self._runner: Runner = build_runner(share, backend, "off", hidden_layers)
         self.products = self._runner.products
         self.choice = f"{self._runner.choice}, on {ranks.size} ranks"
@@ -68,25 +71,16 @@ class ShareRunner:
     ) -> ForwardOutput:
         """As `Runner.run`. Raises LostRankError."""
         output = self._runner.run(batch, logit_rows, wants_hidden=wants_hidden, before=before)
-        if self._description is not None and self._description.lost is not None:
-            raise self._description.lost
+        self._ranks.check()
         return output
 
 
-def check_heads(loaded: LoadedModel, size: int) -> None:
-    """Raises UnsupportedModelError where the model's heads can't be divided among so many ranks."""
+def _share_heads(loaded: LoadedModel, ranks: Ranks) -> Heads:
     text_config = loaded.model.config.get_text_config(decoder=True)
-    heads = {
-        "attention heads": text_config.num_attention_heads,
-        "KV heads": loaded.kv_group.segments[0].num_kv_heads,
-    }
-    for name, count in heads.items():
-        if count % size:
-            model = loaded.model.config.model_type
-            raise UnsupportedModelError(f"{model}: {count} {name} cannot be divided among {size} ranks")
-
-
-def _own_heads(layer: Tensor, ranks: Ranks) -> Tensor:
-    """Of a layer's view of the pool."""
-    heads = ranks.own(layer.shape[3])
-    return layer[:, :, :, heads.start : heads.stop]
+    queries, keys = text_config.num_attention_heads, loaded.kv_group.segments[0].num_kv_heads
+    if queries % ranks.size:
+        model = loaded.model.config.model_type
+        raise UnsupportedModelError(
+            f"{model}: {queries} attention heads cannot be divided among {ranks.size} tensor-parallel ranks"
+        )
+    return own_heads(queries, keys, ranks)

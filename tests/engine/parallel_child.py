@@ -22,9 +22,9 @@ def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connecti
     """Send what the engine is and each request's tokens and log-probabilities, or why it can't start."""
     checked = msgspec.convert(config, ServeConfig)
 
-    def be_rank(ranks: Ranks, link: socket.socket, port: int) -> None:
+    def be_rank(ranks: Ranks, link: socket.socket) -> None:
         torch.set_num_threads(1)
-        follow(checked, ranks, link, port)
+        follow(checked, ranks, link)
 
     leader = Leader(size, be_rank) if size > 1 else None
     torch.set_num_threads(1)

@@ -4,29 +4,191 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
-from engine.errors import UnsupportedModelError
+from engine.attention import transformers_hook
+from engine.attention.select import select_backend
+from engine.kv_pool import KVPool
 from engine.linear.packed import PackedLinear, kernel_fault, pack, packed_rows
-from engine.parallel.group import Ranks
-from engine.parallel.linear import model_share
+from engine.loader import LoadedModel
+from engine.parallel import group
+from engine.parallel.group import Columns, LostRankError, Ranks
+from engine.parallel.heads import own_heads
+from engine.parallel.layers import model_share
 from engine.parallel.messages import Run, encode
+from engine.parallel.runner import ShareRunner
+from engine.pool_layout import TARGET, PoolLayout
+from engine.probe import probe
 from engine.rows import SequenceRows
+from engine.runner import Runner
+from engine.select_forward import build_runner, pack_model
 from protocol.messages import EngineRequest
-from tests.e2e.architectures import config_of, write_model
+from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model
 from tests.engine import parallel_child
 from tests.worker.harness import request, tiny_config
 
 ANSWER_S = 60.0
-NO_KERNEL = kernel_fault(torch.device("cpu"), torch.bfloat16)
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+NO_KERNEL = kernel_fault(CPU, torch.bfloat16)
 needs_kernel = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
+
+
+def steps() -> list[tuple[list[SequenceRows], list[int]]]:
+    """Prompts, one of them in two chunks, and decoding beside them; with the rows whose logits are wanted."""
+    first, second, third = ([(3 + 7 * i + j * j) % VOCAB_SIZE for j in range(40)] for i in range(3))
+    return [
+        (
+            [SequenceRows(first[:37], 0, [[5, 1, 2]]), SequenceRows(second[:20], 0, [[0, 3, 4]])],
+            [36, 56],
+        ),
+        (
+            [SequenceRows(first[37:38], 37, [[5, 1, 2]]), SequenceRows(second[20:], 20, [[0, 3, 4]])],
+            [0, 19, 20],
+        ),
+        ([SequenceRows(third[:1], 0, [[6]])], [0]),
+    ]
+
+
+def load(model_type: str, dtype: torch.dtype, compile: str = "off", **changes: Any) -> LoadedModel:
+    """A random model, packed."""
+    transformers_hook.register()
+    torch.manual_seed(11)
+    options = {"dtype": dtype, "attn_implementation": transformers_hook.NAME}
+    model = AutoModelForCausalLM.from_config(config_of(model_type, **changes), **options).eval()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    kv_group = probe(model, dtype, model.config.num_hidden_layers)
+    loaded = LoadedModel(model, CPU, dtype, kv_group, model.config.vocab_size, 512, [], "weights")
+    return pack_model(loaded, compile, select_backend(CPU, dtype)[0])
+
+
+def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
+    """Each step's logits and the pool's bytes, by one runner or by ranks that are threads here."""
+    pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK_SIZE), 7, CPU, None)
+    runners: list[Runner]
+    if size == 1:
+        backend = select_backend(CPU, loaded.dtype)[0](pool.layers(TARGET))
+        runners = [build_runner(loaded, backend, "off")]
+    else:
+        config, ranks = tiny_config(Path()), Ranks(size)
+        runners = [ShareRunner(config, loaded, pool, ranks.other(rank), ()) for rank in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        outputs = [list(threads.map(lambda runner: runner.run(*step), runners)) for step in steps()]  # noqa: B023
+    for step in outputs:
+        assert all(torch.equal(output.logits, step[0].logits) for output in step), "ranks agree"
+    return [step[0].logits for step in outputs], pool.arenas[0]
+
+
+@needs_kernel
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_ranks_have_the_bits_of_one_process(model_type: str) -> None:
+    loaded = load(model_type, torch.bfloat16)
+    expected, pool = run(loaded, 1)
+    for size in (2, 4):  # 4 are more than the KV heads of most
+        logits, shared = run(loaded, size)
+        assert all(map(torch.equal, logits, expected)), f"{size} ranks"
+        assert torch.equal(shared, pool), f"{size} ranks write the same KV"
+    assert len({int(row.argmax()) for step in expected for row in step}) > 2, "a test that cannot fail"
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (6, 1, 3), (6, 2, 3), (6, 3, 2), (12, 4, 6)]
+)
+def test_the_native_decoder_has_them_too(heads: int, kv_heads: int, size: int) -> None:
+    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": 200}
+    loaded = load("qwen2", torch.bfloat16, "auto", hidden_size=144, vocab_size=330, head_dim=16, **changes)
+    assert loaded.description is not None
+    expected, pool = run(loaded, 1)
+    logits, shared = run(loaded, size)
+    assert all(map(torch.equal, logits, expected))
+    assert torch.equal(shared, pool)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+def test_in_float32_they_differ_by_rounding(model_type: str) -> None:
+    loaded = load(model_type, torch.float32)
+    for logits, expected in zip(run(loaded, 4)[0], run(loaded, 1)[0], strict=True):
+        assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "size"), [(12, 4, 2), (12, 4, 3), (12, 4, 6), (12, 4, 12), (4, 4, 4), (8, 1, 4)]
+)
+def test_heads_are_shared_whole(queries: int, keys: int, size: int) -> None:
+    heads = [own_heads(queries, keys, Ranks(size, rank)) for rank in range(size)]
+    assert [query for own in heads for query in own.queries] == list(range(queries)), "each once"
+    for own in heads:
+        each = len(own.queries) // len(own.keys)
+        read = [query * keys // queries for query in own.queries]
+        assert read == [key for key in own.keys for _ in range(each)]
+
+
+def test_layers_are_shared_in_whole_panels_if_there_are_enough() -> None:
+    ranks = Ranks(3)
+    assert ranks.parts(330, 64) == [range(128), range(128, 256), range(256, 330)]
+    assert ranks.parts(100, 64) == [range(33), range(33, 66), range(66, 100)]
+    assert ranks.other(2).own(330, 64) == range(256, 330)
+
+
+def test_a_share_has_its_own_outputs_and_no_copies() -> None:
+    model = AutoModelForCausalLM.from_config(config_of("llama"))
+    share: Any = model_share(model, Ranks(2, 1))
+    whole = model.model.layers[1].mlp.down_proj.weight
+    part = share.model.layers[1].mlp.down_proj.part.weight
+    assert torch.equal(part, whole[32:])
+    assert part.data_ptr() == whole[32:].data_ptr()
+    assert type(model.model.layers[1].mlp.down_proj) is nn.Linear, "the whole model is as it was"
+
+
+def on_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
+    first = Ranks(size)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: work(first.other(rank)), range(size)))
+
+
+def test_gathers_of_any_shape_one_after_the_other() -> None:
+    shapes = [(1, 5), (3, 700), (900, 330), (2, 3, 40), (1, 100_000)] * 20
+    wholes = [torch.randn(shape) for shape in shapes]
+
+    def gather(ranks: Ranks) -> bool:
+        def is_right(whole: Tensor) -> bool:
+            own = ranks.own(whole.shape[-1])
+            columns = Columns(own, whole.shape[-1])
+            return torch.equal(ranks.gather(whole[..., own.start : own.stop], columns), whole)
+
+        return all(map(is_right, wholes))
+
+    assert on_ranks(3, gather) == [True] * 3
+
+
+def test_a_rank_that_does_not_come_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "GATHER_TIMEOUT_S", 0.05)
+    ranks = Ranks(2)
+    with pytest.raises(LostRankError):
+        ranks.gather(torch.ones(1, 4), Columns(range(4), 8))
+    with pytest.raises(LostRankError):
+        ranks.other(1).check()
+
+
+def test_nobody_waits_for_a_lost_rank() -> None:
+    ranks = Ranks(2)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(ranks.other(1).gather, torch.ones(1, 4), Columns(range(4), 8))
+        ranks.give_up()
+        with pytest.raises(LostRankError):
+            waiting.result(timeout=group.GATHER_TIMEOUT_S / 2)
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +227,17 @@ def answer(pipe: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "compile"),
+    ("dtype", "compile", "size"),
     [
-        ("float32", "off"),
-        pytest.param("bfloat16", "off", marks=needs_kernel),
-        pytest.param("bfloat16", "auto", marks=needs_kernel),
+        ("float32", "off", 2),
+        pytest.param("bfloat16", "off", 2, marks=needs_kernel),
+        pytest.param("bfloat16", "auto", 4, marks=needs_kernel),
     ],
 )
-def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile: str) -> None:
-    pipes = [start(folder, size, dtype=dtype, compile=compile) for size in (1, 2)]
-    (one, expected), (two, results) = map(answer, pipes)
-    assert two == f"{one}, on 2 ranks"
+def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile: str, size: int) -> None:
+    pipes = [start(folder, each, dtype=dtype, compile=compile) for each in (1, size)]
+    (one, expected), (several, results) = map(answer, pipes)
+    assert several == f"{one}, on {size} ranks"
     tokens, expected_tokens = [{k: r[::2] for k, r in each.items()} for each in (results, expected)]
     assert tokens == expected_tokens
     assert len({token for ids in tokens["0"] for token in ids}) > 4, "a test that cannot fail"
@@ -84,33 +246,8 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile:
         assert results["alone"] == results["3"], "with any batch"
 
 
-def test_a_model_that_no_rank_can_serve_is_refused(tmp_path: Path) -> None:
-    write_model("gpt2", tmp_path)
-    assert "gpt2: it has no tensor-parallel plan" in answer(start(tmp_path, 2))
-
-
-@pytest.mark.parametrize(
-    ("model_type", "size", "reason"),
-    [
-        ("olmo2", 2, "o_proj: the tensor-parallel plan's 'rowwise_split_input' is not supported"),
-        ("mixtral", 2, "experts: the tensor-parallel plan's 'moe_tp_experts' is not supported"),
-        ("llama", 5, "q_proj: its 64 outputs cannot be divided among 5 tensor-parallel ranks"),
-    ],
-)
-def test_what_cannot_be_divided_is_named(model_type: str, size: int, reason: str) -> None:
-    model = AutoModelForCausalLM.from_config(config_of(model_type))
-    with pytest.raises(UnsupportedModelError, match=f"{model_type}: model.layers.0.*{reason}"):
-        model_share(model, Ranks(1, size))
-
-
-def test_a_share_has_its_own_outputs_and_no_copies() -> None:
-    model = AutoModelForCausalLM.from_config(config_of("llama"))
-    share: Any = model_share(model, Ranks(1, 2))
-    whole = model.model.layers[1].mlp.down_proj.weight
-    part = share.model.layers[1].mlp.down_proj.part.weight
-    assert torch.equal(part, whole[32:])
-    assert part.data_ptr() == whole[32:].data_ptr()
-    assert type(model.model.layers[1].mlp.down_proj) is nn.Linear, "the whole model is as it was"
+def test_heads_that_cannot_be_divided_are_refused(folder: Path) -> None:
+    assert "llama: 4 attention heads cannot be divided among 3" in answer(start(folder, 3))
 
 
 def test_rows_of_packed_weights() -> None:
@@ -129,6 +266,16 @@ def test_a_packed_layer_with_some_of_its_outputs() -> None:
     x = torch.randn(3, 32, dtype=torch.bfloat16)
     whole = PackedLinear(linear)
     assert torch.equal(whole.rows(range(48, 96))(x), whole(x)[:, 48:])
+
+
+@needs_kernel
+def test_a_packed_layer_of_gpt2() -> None:
+    linear = Conv1D(96, 32).to(torch.bfloat16)
+    nn.init.normal_(linear.bias)
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    packed = PackedLinear(linear)
+    assert (packed.in_features, packed.out_features) == (32, 96)
+    assert torch.allclose(packed(x), linear(x), atol=1e-2, rtol=1e-2)
 
 
 def test_a_step_travels_as_it_is() -> None:

@@ -1,0 +1,71 @@
+"""Which attention heads a rank computes, and its part of the attention of a model that hands over all."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.attention.interface import AttentionBackend, AttentionMetadata
+from engine.parallel.group import Columns, Ranks
+
+
+class Heads(NamedTuple):
+    """A rank's attention heads, and the KV heads that they read, of which each serves equally many here."""
+
+    queries: range
+    keys: range
+
+
+def own_heads(queries: int, keys: int, ranks: Ranks) -> Heads:
+    """Of so many attention heads and KV heads. Where there are more ranks than KV heads, several ranks have
+    the same one: each writes the same values to its place in the pool, and has some of its attention heads.
+    """
+    group = queries // keys
+    if ranks.size <= keys:
+        own = ranks.own(keys)
+        return Heads(range(own.start * group, own.stop * group), own)
+    key = ranks.rank * keys // ranks.size
+    sharing = [rank for rank in range(ranks.size) if rank * keys // ranks.size == key]
+    place = sharing.index(ranks.rank)
+    first, last = (key * group + end * group // len(sharing) for end in (place, place + 1))
+    return Heads(range(first, last), range(key, key + 1))
+
+
+class OwnHeads:
+    """An `AttentionBackend` over the pool's own KV heads: attends with the rank's own heads, and gathers."""
+
+    def __init__(self, backend: AttentionBackend, heads: Heads, ranks: Ranks) -> None:
+        self.name, self.block_size, self.arena = backend.name, backend.block_size, backend.arena
+        self._backend = backend
+        self._heads = heads
+        self._ranks = ranks
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        self._backend.begin_step(metadata)
+
+    def forward(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """As `AttentionBackend.forward`, of all heads. Raises LostRankError."""
+        queries, keys = (slice(heads.start, heads.stop) for heads in self._heads)
+        attended = self._backend.forward(
+            layer,
+            query[:, queries],
+            key[:, keys],
+            value[:, keys],
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+        _, count, size = query.shape
+        columns = Columns(range(queries.start * size, queries.stop * size), count * size)
+        return self._ranks.gather(attended.flatten(1), columns).view(query.shape)

@@ -1,0 +1,95 @@
+"""A rank's share of a Transformers model: some outputs of each linear layer, and some of the experts.
+
+Whatever a model does between its layers, each rank does with whole rows. So any model that the engine serves
+can be shared, and no layer has to know of it.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.linear.packed import PANEL, PackedLinear, plain_weight
+from engine.parallel.group import Columns, Ranks
+
+
+class LinearShare(nn.Module):
+    """The outputs of a linear layer that one rank computes. All of them get all outputs."""
+
+    def __init__(self, part: nn.Module, columns: Columns, ranks: Ranks) -> None:
+        super().__init__()
+        self.part = part
+        self.columns, self.ranks = columns, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ranks.gather(self.part(x), self.columns)
+
+
+class ExpertsShare(nn.Module):
+    """The experts of a layer that one rank has. Each of them computes what it would among all experts, for
+    the same rows, and results are summed as Transformers' `grouped_mm` sums them: with the same bits.
+    """
+
+    def __init__(self, whole: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.own = ranks.own(whole.num_experts)
+        self.part = copy.copy(whole)
+        self.part._parameters = {
+            name: nn.Parameter(weight[self.own.start : self.own.stop], requires_grad=False)
+            for name, weight in whole.named_parameters(recurse=False)
+        }
+        self.part.num_experts = len(self.own)
+        self.part._is_expert_parallel = True  # it leaves out what is for an expert of this number or above
+        parts = ranks.parts(whole.num_experts)
+        self.owners = torch.tensor([rank for rank, part in enumerate(parts) for _ in part])
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Of rows [rows, hidden size], with the numbers of their experts, [rows, k], and how these count."""
+        (rows, chosen), width = top_k_index.shape, hidden_states.shape[1]
+        experts = top_k_index.reshape(-1, 1)  # each row once for each of its experts
+        is_own = (experts >= self.own.start) & (experts < self.own.stop)
+        places = torch.where(is_own, experts - self.own.start, len(self.own))
+        part = self.part(hidden_states.repeat_interleave(chosen, 0), places, is_own.to(hidden_states.dtype))
+        first = self.ranks.rank * width
+        results = self.ranks.gather(part, Columns(range(first, first + width), self.ranks.size * width))
+        owners = self.owners[experts.flatten()]
+        results = results.view(rows * chosen, self.ranks.size, width)[torch.arange(rows * chosen), owners]
+        results = (results * top_k_weights.reshape(-1, 1)).view(rows, chosen, width)
+        return results.sum(1).to(hidden_states.dtype)
+
+
+def model_share(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
+    """The model as this rank runs it. It has no copies of weights that lie together in the whole model, and
+    what it doesn't know it runs whole.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    share = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for path, module in list(share.named_modules()):
+        if type(module) in (nn.Linear, PackedLinear, Conv1D):
+            share.set_submodule(path, _linear_share(module, ranks))
+        elif getattr(module, "num_experts", 0) >= ranks.size and hasattr(module, "_is_expert_parallel"):
+            share.set_submodule(path, ExpertsShare(module, ranks))
+    return share
+
+
+def _linear_share(module: nn.Linear | PackedLinear | Conv1D, ranks: Ranks) -> nn.Module:
+    count = module.out_features if isinstance(module, PackedLinear) else len(plain_weight(module))
+    if count < ranks.size:
+        return module
+    own = ranks.own(count, PANEL)
+    part = module.rows(own) if isinstance(module, PackedLinear) else _rows(module, own)
+    return LinearShare(part, Columns(own, count), ranks)
+
+
+def _rows(module: nn.Linear | Conv1D, own: range) -> nn.Linear:
+    weight = plain_weight(module)
+    part = nn.Linear(weight.shape[1], len(own), bias=module.bias is not None, device="meta")
+    part.weight = nn.Parameter(weight[own.start : own.stop], requires_grad=False)
+    if module.bias is not None:
+        part.bias = nn.Parameter(module.bias[own.start : own.stop], requires_grad=False)
+    return part
