@@ -5,7 +5,6 @@ Who is alone in its role gets a successor of another name, which serves before i
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
@@ -17,10 +16,6 @@ from router.registry import Registry, Worker
 from router.scaling.scaler import Scaler
 
 logger = logging.getLogger(__name__)
-
-LOOK_INTERVAL_S = 0.02
-GRACE_S = 5.0
-"""Beyond --start-timeout: the launcher gives up on a worker first, and tries again."""
 
 
 @dataclass
@@ -79,16 +74,10 @@ class Restarter:
             drained = await (await self._drainer.drain(worker_id))
         else:
             drained = await (await self._drainer.restart(worker_id))
-            await self._await_return(worker_id, report)
+            lacking = await self._scaler.await_serving([worker_id], self._config.start_timeout)
+            if lacking:
+                done = ", ".join(report.restarted) or "none"
+                reason = f"worker {worker_id} did not come back: {lacking[worker_id]}"
+                raise ApiError(503, f"{reason}; restarted before it: {done}", code="no_worker")
         report.add(drained)
         report.restarted.append(worker_id)
-
-    async def _await_return(self, worker_id: str, report: RestartReport) -> None:
-        deadline = time.monotonic() + self._config.start_timeout + GRACE_S
-        while time.monotonic() < deadline:
-            worker = self._registry.current_of(worker_id)
-            if worker is not None and worker.takes_requests:
-                return
-            await asyncio.sleep(LOOK_INTERVAL_S)
-        done = ", ".join(report.restarted) or "none"
-        raise ApiError(503, f"worker {worker_id} did not come back; restarted before it: {done}")

@@ -60,17 +60,34 @@ class Scaler:
         if answer.refusal:
             message = f"{answer.field}: {answer.refusal}"
             raise ApiError(409, message, param=answer.field or None, code="cannot_scale")
-        for worker_id in answer.started:
-            self._given_up.pop(worker_id, None)
         report = ScaleReport(started=answer.started, drained=answer.leaving)
         drains = [asyncio.ensure_future(self._drain(worker_id)) for worker_id in answer.leaving]
-        failures = await self._await_start(answer.started)
+        timeout_s = self._config.scale_timeout + self._config.start_timeout
+        lacking = await self.await_serving(answer.started, timeout_s)
         for each in await asyncio.gather(*drains):
             report.add(each)
         report.seconds = time.monotonic() - began
-        if failures:
-            raise ApiError(503, self._short(failures), code="no_worker")
+        if lacking:
+            raise ApiError(503, self._short(lacking), code="no_worker")
         return report
+
+    async def await_serving(self, worker_ids: Sequence[str], timeout_s: float) -> dict[str, str]:
+        """Returns when each of them serves, or is given up, or after somewhat more than that time: why which
+        ones do not serve.
+        """
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        for worker_id in worker_ids:
+            self._given_up.pop(worker_id, None)
+        while True:
+            worker_ids = [each for each in worker_ids if not self._serves(each)]
+            if time.monotonic() > deadline or self._given_up.keys() >= set(worker_ids):
+                late = f"it was not ready within {timeout_s:g} s"
+                return {each: self._given_up.get(each, late) for each in worker_ids}
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    def _serves(self, worker_id: str) -> bool:
+        worker = self._registry.current_of(worker_id)
+        return worker is not None and worker.takes_requests
 
     async def _drain(self, worker_id: str) -> DrainReport:
         """A worker that dies meanwhile has left too."""
@@ -80,26 +97,11 @@ class Scaler:
             logger.warning("worker %s was to be drained: %s", worker_id, error)
             return DrainReport()
 
-    async def _await_start(self, worker_ids: Sequence[str]) -> list[str]:
-        """Why some of them do not serve."""
-        deadline = time.monotonic() + self._config.scale_timeout + self._config.start_timeout + GRACE_S
-        waited = dict.fromkeys(worker_ids)
-        failures: list[str] = []
-        while waited:
-            for worker_id in list(waited):
-                worker = self._registry.current_of(worker_id)
-                if worker is not None and worker.takes_requests:
-                    del waited[worker_id]
-                elif worker_id in self._given_up or time.monotonic() > deadline:
-                    del waited[worker_id]
-                    failures.append(f"{worker_id}: {self._given_up.get(worker_id, 'it has not registered')}")
-            await asyncio.sleep(LOOK_INTERVAL_S if waited else 0)
-        return failures
-
-    def _short(self, failures: Sequence[str]) -> str:
+    def _short(self, lacking: Mapping[str, str]) -> str:
         there = Counter(worker.role.name for worker in self._registry if worker.takes_requests)
         runs = ", ".join(f"{count} {role}" for role, count in sorted(there.items()))
-        return f"not all workers could be started: {'; '.join(failures)}. What runs goes on: {runs}"
+        reasons = "; ".join(f"{worker_id}: {reason}" for worker_id, reason in lacking.items())
+        return f"not all workers could be started: {reasons}. What runs goes on: {runs}"
 
 
 def least_worth(workers: Registry) -> list[Worker]:

@@ -1,0 +1,69 @@
+"""The rolling restart: in which order, who gets a successor, and what a worker that stays away costs."""
+
+from __future__ import annotations
+
+import pytest
+from router_clients import eventually, post
+
+from router.scaling.interface import ScaleAnswer
+
+
+@pytest.fixture
+def start(make_router, monkeypatch):
+    """A router with workers of these ids."""
+    monkeypatch.setattr("router.scaling.scaler.GRACE_S", 0.0)
+
+    def start(*worker_ids, **options):
+        router = make_router(**options)
+        for worker_id in worker_ids:
+            router.add_worker(worker_id, worker_id.partition("-")[0])
+        eventually(lambda: len(router.server.state.registry.live()) == len(worker_ids))
+        return router
+
+    return start
+
+
+def come_back(router, worker_id):
+    """As the launcher has it: a new process of that name once the old one is let go."""
+    old = next(worker for worker in router.workers if worker.worker_id == worker_id)
+    assert old.has_left.wait(10)
+    router.kill(old)
+    router.add_worker(worker_id, old.role)
+
+
+def test_who_is_alone_gets_a_successor_before_it_leaves(start, pool):
+    router = start("decode-0")
+    asked = []
+
+    def scale(request):
+        asked.append(request.targets)
+        pool.submit(router.add_worker, "decode-1")
+        return ScaleAnswer(started=["decode-1"])
+
+    router.server.on_scale(scale)
+    answer = router.http.post("/restart", json={}).json()
+    assert (answer["restarted"], answer["successors"], asked) == (["decode-0"], ["decode-1"], [{"decode": 2}])
+    assert [worker.key.worker_id for worker in router.server.state.registry.live()] == ["decode-1"]
+    assert post(router, max_tokens=3).status_code == 200
+
+
+def test_without_room_for_a_successor_nothing_changes(start):
+    router = start("decode-0", "prefill-0", "prefill-1")
+    router.server.on_scale(lambda request: ScaleAnswer(refusal="the nodes take at most 1", field="decode"))
+    answer = router.http.post("/restart", json={})
+    assert (answer.status_code, "the nodes take at most 1" in answer.text) == (409, True)
+    assert len(router.server.state.registry.live()) == 3
+
+
+def test_a_worker_that_stays_away_ends_the_restart(start, pool):
+    router = start("decode-0", "decode-1", "decode-2", start_timeout=1.0)
+    restart = pool.submit(router.http.post, "/restart", json={})
+    come_back(router, "decode-0")
+    again = router.http.post("/restart", json={})
+    assert (again.status_code, "a restart is under way already" in again.text) == (409, True)
+    answer = restart.result(20)
+    assert answer.status_code == 503
+    reason = "worker decode-1 did not come back: it was not ready within 1 s; restarted before it: decode-0"
+    assert reason in answer.text
+    live = {worker.key.worker_id for worker in router.server.state.registry.live()}
+    assert live == {"decode-0", "decode-2"}, "its turn had not come"
