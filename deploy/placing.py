@@ -63,11 +63,11 @@ class Placing:
             return False
         distrusted = {node_id for node_id, since in self._distrusted.items() if now - since < DISTRUST_S}
         held = {
-            node.node_id: [other.role.name for other in self.on(node) if other is not slot]
-            for node in self.nodes
+            node.node_id: [other.place for other in self.on(node) if other is not slot] for node in self.nodes
         }
         ranks = self._config.num_ranks(slot.role)
         slot.node = choose(slot.role.name, self.nodes, held, distrusted, ranks)
+        slot.placed_as = slot.role.name if slot.node is not None else None
         return slot.node is not None
 
     def on(self, node: Node) -> list[Slot]:
@@ -96,7 +96,7 @@ class Placing:
 
     def free(self, slot: Slot) -> None:
         """The slot's worker needs its place no more. Raises `RayError`."""
-        group, slot.group, slot.node = slot.group, None, None
+        group, slot.group, slot.node, slot.placed_as = slot.group, None, None, None
         if group is not None:
             remove_placement_group(group)
 

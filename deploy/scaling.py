@@ -67,11 +67,12 @@ def refused(
         return min(targets, default=""), f"worker {changing} changes its role; ask again after that"
     if may_grow:
         return "", ""
-    wanted = Counter(slot.role.name for slot in slots if not slot.leaves)
-    had = wanted.copy()
-    wanted.update({role: count - had[role] for role, count in targets.items()})
+    had = Counter(slot.role.name for slot in slots if not slot.leaves)
+    places = _places(slots)
+    more = {role: count - had[role] for role, count in targets.items()}
+    places.update(more)
     for role, count in targets.items():
-        most = most_of(role, nodes, wanted, config)
+        most = count + most_of(role, nodes, places, config) - places[role]
         if count > max(most, had[role]):
             return role, f"the nodes take at most {max(most, 0)} beside the other workers, got {count}"
     return "", ""
@@ -106,8 +107,13 @@ def least_of(role: RoleSpec, config: ServeConfig) -> int:
     return 0 if role.needs_disaggregation and not config.disaggregation else 1
 
 
+def _places(slots: Sequence[Slot]) -> Counter[str]:
+    """How many places for workers of each role are taken; one that changes its role keeps its place."""
+    return Counter(slot.place for slot in slots if not slot.leaves)
+
+
 def most_of(role: str, nodes: Sequence[Node], wanted: Mapping[str, int], config: ServeConfig) -> int:
-    """How many workers of a role these nodes take beside those that are wanted of others."""
+    """How many places for workers of a role these nodes have beside those that are wanted of others."""
     places = Counter[str]()
     for node in nodes:
         places.update(node.roles)
@@ -135,14 +141,14 @@ def room(slots: Sequence[Slot], config: ServeConfig, nodes: Sequence[Node], may_
     """How many more workers of each role there could be."""
     if may_grow:
         return dict.fromkeys(ROLES, MAX_WORKERS)
-    wanted = Counter(slot.role.name for slot in slots if not slot.leaves)
-    return {role: max(most_of(role, nodes, wanted, config) - wanted[role], 0) for role in ROLES}
+    taken = _places(slots)
+    return {role: max(most_of(role, nodes, taken, config) - taken[role], 0) for role in ROLES}
 
 
 def wanted_bundles(slots: Sequence[Slot], nodes: Sequence[Node]) -> list[dict[str, float]]:
-    """What Ray's autoscaler is to have nodes for: a place for each worker that stays. Where nodes without
+    """What Ray's autoscaler is to have nodes for: the place of each worker that stays. Where nodes without
     roles are, workers take their GPUs or cores.
     """
     shared = [node for node in nodes if node.cores and not node.roles]
     own = {"GPU": 1.0} if any(node.gpus for node in shared) else {"CPU": 1.0}
-    return [own if shared else {slot.role.name: 1.0} for slot in slots if not slot.leaves]
+    return [own if shared else {slot.place: 1.0} for slot in slots if not slot.leaves]

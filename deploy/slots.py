@@ -33,6 +33,8 @@ class Slot:
     role: RoleSpec
     incarnation: str = ""
     node: Node | None = None
+    placed_as: str | None = None
+    """The role that it took a place on its node as, which it keeps when it changes its own."""
     group: Any = None
     """The placement group that holds the worker's place on its node."""
     actor: Any = None
@@ -59,6 +61,11 @@ class Slot:
     """When a router was last told that it may leave or change."""
     dismissed_at: float | None = None
     """When the router had no more use for it: it ends by itself."""
+
+    @property
+    def place(self) -> str:
+        """The role whose place on a node it has, or is to get."""
+        return self.placed_as or self.role.name
 
     @property
     def stays_to_decode(self) -> bool:

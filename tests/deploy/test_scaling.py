@@ -122,6 +122,19 @@ def test_nodes_that_may_come_are_waited_for():
     assert len(wanted_bundles(slots, HOSTS)) == 3
 
 
+def test_a_worker_that_has_changed_its_role_keeps_its_place():
+    config = ServeConfig(decode_replicas=3)
+    slots = ready(config)
+    assert room(slots, config, HOSTS, False) == {"prefill": 0, "decode": 0, "draft": 0}
+    slots[3].placed_as, slots[3].role = "decode", ROLES["prefill"]
+    assert room(slots, config, HOSTS, False) == {"prefill": 0, "decode": 0, "draft": 0}
+    assert "at most 2 beside the other workers, got 3" in ask(slots, config, HOSTS, decode=3).refusal
+    assert "at most 2 beside the other workers, got 3" in ask(slots, config, HOSTS, prefill=3).refusal
+    assert wanted_bundles(slots, HOSTS) == [{"prefill": 1.0}, *[{"decode": 1.0}] * 3]
+    shared = room(ready(config), config, LAPTOP, False)
+    assert room(slots, config, LAPTOP, False) == shared
+
+
 def test_the_room_that_is_left():
     config = ServeConfig(speculative_config=DRAFTS, draft_replicas=1)
     slots = ready(config)
