@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from signal import SIGKILL
 from typing import Any
 
@@ -77,9 +77,9 @@ class Supervisor:
         self._announced = False
         self._slots = make_slots(config)
         self._placing = Placing(config, cluster, self._slots)
-        self._no_node_until = 0.0
-        """No node came for a worker in its time: until then none is counted on."""
-        self._told: tuple[Collection[str], Mapping[str, int]] | None = None
+        self._no_room_until: dict[str, float] = {}
+        """A worker of the role was given up: until then there is no room for one more."""
+        self._told: tuple[Mapping[str, str], Mapping[str, int]] | None = None
         router.on_leave(self._let_go, self._renew)
         router.on_scale(self._scale)
 
@@ -94,7 +94,7 @@ class Supervisor:
             while not self._stop.is_set():
                 self._watch()
         finally:
-            self._router.expect((), {})
+            self._router.expect({}, {})
             if not self._cluster.has_died:
                 self._cluster.ask_for([])
                 self._end_all()
@@ -140,7 +140,6 @@ class Supervisor:
     def _wait_for_nodes(self, slots: Sequence[Slot], now: float) -> None:
         """Say what is waited for. Raises `StartUpError` when the first start takes too long."""
         for slot in [slot for slot in slots if self._waits_too_long(slot, now)]:
-            self._no_node_until = now + self._config.scale_timeout
             limit = f"{self._config.scale_timeout:g} s (--scale-timeout)"
             self._give_up(slot, f"{self._placing.shortage([slot], now)} after {limit}")
         waiting = [slot for slot in slots if slot in self._slots]
@@ -160,6 +159,7 @@ class Supervisor:
     def _give_up(self, slot: Slot, reason: str) -> None:
         """A worker that was added cannot be started: what runs goes on."""
         log.error("worker %s is given up: %s", slot.worker_id, reason)
+        self._no_room_until[slot.role.name] = time.monotonic() + self._config.scale_timeout
         self._forget(slot)
         self._router.gave_up(slot.worker_id, reason)
 
@@ -318,11 +318,14 @@ class Supervisor:
 
     def _set_expected(self) -> None:
         """Tell the router whom requests may wait for, and how many more workers there could be."""
-        kept = [slot for slot in self._slots if not slot.leaves and not slot.role.holds_draft]
+        kept = [slot for slot in self._slots if not slot.leaves]
         hopeful = (slot for slot in kept if slot.failures < MAX_FAILED_STARTS or slot.ready_since)
-        names = [slot.worker_id for slot in hopeful]
-        may_grow = self._cluster.may_grow and time.monotonic() > self._no_node_until
-        told = names, room(self._slots, self._config, self._placing.nodes, may_grow)
+        roles = {slot.worker_id: slot.role.name for slot in hopeful}
+        found = room(self._slots, self._config, self._placing.nodes, self._cluster.may_grow)
+        now = time.monotonic()
+        for role in [role for role, until in self._no_room_until.items() if now < until]:
+            found[role] = 0
+        told = roles, found
         if told != self._told:
             self._told = told
             self._router.expect(*told)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from protocol.messages import Register, WorkerState
@@ -129,8 +129,8 @@ class Registry:
         self.model: ModelFacts | None = None
         self.known_purposes: set[Task] = set()
         """Of every worker that has ever registered."""
-        self.expected: Collection[str] = ()
-        """The ids of the workers that the launcher keeps running, and starts anew when they die."""
+        self.expected: Mapping[str, str] = {}
+        """The workers that the launcher keeps running, and starts anew when they die: roles by their ids."""
         self._last_sweep = time.monotonic()
 
     def __iter__(self) -> Iterator[Worker]:
@@ -141,9 +141,10 @@ class Registry:
         return [w for w in self._workers.values() if w.takes_requests and not w.role.holds_draft]
 
     def awaited(self) -> list[str]:
-        """The ids of the workers that are not ready now but will be."""
+        """The ids of the workers that are not ready for requests now but will be."""
         ready = {worker.key.worker_id for worker in self.live()}
-        return [worker_id for worker_id in self.expected if worker_id not in ready]
+        takers = (worker_id for worker_id, role in self.expected.items() if not ROLES[role].holds_draft)
+        return [worker_id for worker_id in takers if worker_id not in ready]
 
     def named(self, worker_id: str) -> Worker:
         """The worker's current incarnation; KeyError where there is none."""

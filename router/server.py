@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType, MappingProxyType
 
@@ -102,11 +102,11 @@ class RouterServer:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.state.registry.mark_dead, worker_id, incarnation, reason)
 
-    def expect(self, worker_ids: Collection[str], room: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Thread-safe: these workers are kept running, so requests may wait for them; there could be so many
-        more of each role.
+    def expect(self, roles: Mapping[str, str], room: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Thread-safe: workers with these ids and roles are kept running, so requests may wait for them;
+        there could be so many more of each role.
         """
-        self.state.registry.expected, self.state.autoscaler.room = worker_ids, room
+        self.state.registry.expected, self.state.autoscaler.room = roles, room
 
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
         """What the launcher is asked and told of workers that are drained; as for `Drainer`."""

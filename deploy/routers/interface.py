@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from router.scaling.interface import ScaleAnswer, ScaleRequest
@@ -19,7 +19,7 @@ class Routers(Protocol):
 
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None: ...
 
-    def expect(self, worker_ids: Collection[str], room: Mapping[str, int]) -> None: ...
+    def expect(self, roles: Mapping[str, str], room: Mapping[str, int]) -> None: ...
 
     def on_leave(
         self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]

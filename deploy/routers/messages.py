@@ -29,11 +29,11 @@ class WorkerDied(msgspec.Struct, frozen=True, tag="died"):
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
-    """These workers are kept running, so requests may wait for them. `room`: how many more of each role there
-    could be.
+    """Workers with these ids and roles are kept running, so requests may wait for them. `room`: how many more
+    of each role there could be.
     """
 
-    worker_ids: list[str]
+    roles: dict[str, str]
     room: dict[str, int]
 
 

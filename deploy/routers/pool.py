@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -87,12 +87,14 @@ class RouterPool:
         self.worker_endpoints = [f"tcp://{link_host}:{place.link_port}" for place in self._ports.places]
         self.url = http_url(config, config.host, self._ports.port)
         self._selector = selectors.DefaultSelector()
-        self._expected = Expect([], {})
+        self._expected = Expect({}, {})
         self._let_go: Callable[[str, bool], str] = lambda worker_id, for_good: ""
         self._renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
         self._scale: Callable[[ScaleRequest], ScaleAnswer] = lambda request: ScaleAnswer(
             refusal="the server is starting", field=min(request.targets, default="")
         )
+        self._past: Demand = {}
+        """Of routers that have ended: without it, what all ask for would seem to fall."""
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
 
@@ -101,8 +103,8 @@ class RouterPool:
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
         self._tell(WorkerDied(worker_id, incarnation, reason))
 
-    def expect(self, worker_ids: Collection[str], room: Mapping[str, int]) -> None:
-        self._expected = Expect(list(worker_ids), dict(room))
+    def expect(self, roles: Mapping[str, str], room: Mapping[str, int]) -> None:
+        self._expected = Expect(dict(roles), dict(room))
         self._tell(self._expected)
 
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
@@ -199,7 +201,8 @@ class RouterPool:
                     router.ready = router.was_ready = True
                     router.send(self._expected)
                 if self._config.autoscale and router is next(each for each in self._routers if each.ready):
-                    router.send(Lead(sum_of(each.demand for each in self._routers if each is not router)))
+                    others = (each.demand for each in self._routers if each is not router)
+                    router.send(Lead(sum_of((self._past, *others))))
             case Leaves(worker_id, for_good):
                 router.send(LetGo(worker_id, self._let_go(worker_id, for_good)))
             case Renews(worker_id, role, incarnation):
@@ -244,3 +247,4 @@ class RouterPool:
         self._selector.unregister(router.control)
         router.control.close()
         router.process, router.control, router.ready, router.workers = None, None, False, {}
+        self._past, router.demand = sum_of((self._past, router.demand)), {}

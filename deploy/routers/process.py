@@ -97,8 +97,8 @@ class _Control:
         match msgspec.msgpack.decode(data, type=ToRouter):  # type: ignore[arg-type]
             case WorkerDied(worker_id, incarnation, reason):
                 self._server.mark_dead(worker_id, incarnation, reason)
-            case Expect(worker_ids, room):
-                self._server.expect(worker_ids, room)
+            case Expect(roles, room):
+                self._server.expect(roles, room)
             case Lead(demand):
                 self._server.state.autoscaler.step(demand)
             case LetGo(worker_id, refusal):

@@ -7,8 +7,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
@@ -26,12 +27,14 @@ logger = logging.getLogger(__name__)
 MAX_SHOWN = 100
 
 
-class ScalingEvent(NamedTuple):
-    """A decision at a time [s since 1970], and how many workers each of its roles had."""
+@dataclass
+class ScalingEvent:
+    """A decision at a time [s since 1970], how many workers each of its roles had, and why it failed."""
 
     at: float
     decision: ScalingDecision
     had: dict[str, int]
+    failure: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         decision = self.decision
@@ -42,6 +45,7 @@ class ScalingEvent(NamedTuple):
             "had": self.had,
             "reasons": dict(decision.reasons),
             "changes_role": None if change is None else {"from": change[0], "to": change[1]},
+            "failure": self.failure,
         }
 
 
@@ -70,6 +74,8 @@ class Autoscaler:
         self._policy = ScalingPolicy(config.autoscale or {}, config.scale_down_after)
         self._state = ScalerState()
         self._due = 0.0
+        self._changes_role = False
+        """A worker is between two roles, and counts for none."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: deque[ScalingEvent] = deque(maxlen=MAX_SHOWN)
         self.room: Mapping[str, int] = {}
@@ -81,7 +87,7 @@ class Autoscaler:
     def step(self, others: Demand) -> None:
         """To be called a few times a second, with the demand of all other routers."""
         now = time.monotonic()
-        if now < self._due or not self._policy.ranges or self._registry.model is None:
+        if now < self._due or not self._policy.ranges or self._registry.model is None or self._changes_role:
             return
         self._due = now + INTERVAL_S
         demand = sum_of((self._meter.demand, others))
@@ -99,46 +105,49 @@ class Autoscaler:
     def _load(self, role: str, demand: Demand) -> RoleLoad:
         known = {worker.key.worker_id: worker for worker in self._registry}
         serving = [worker for worker in known.values() if worker.role.name == role and worker.takes_requests]
-        coming = sum(
-            each not in known and each.rpartition("-")[0] == role for each in self._registry.expected
-        )
+        expected = self._registry.expected.items()
+        coming = sum(its_role == role and worker_id not in known for worker_id, its_role in expected)
         return role_load(serving, coming, demand.get(role, RoleDemand()), self._config.max_num_seqs)
 
     def _carry_out(self, decision: ScalingDecision, loads: dict[str, RoleLoad]) -> None:
         had = {role: loads[role].have for role in decision.reasons}
-        self._events.append(ScalingEvent(time.time(), decision, had))
+        event = ScalingEvent(time.time(), decision, had)
+        self._events.append(event)
         for role, reason in decision.reasons.items():
             wanted = decision.targets.get(role, had[role] + 1)
             logger.info("%s workers: %d instead of %d: %s", role, wanted, had[role], reason)
         if decision.changes_role is not None:
             self._metrics.scaled(decision.changes_role[1], "change")
-            self._begin(self._change_role(*decision.changes_role))
+            self._begin(self._change_role(*decision.changes_role), event)
             return
         for role, wanted in decision.targets.items():
             self._metrics.scaled(role, "up" if wanted > had[role] else "down")
-        self._begin(self._scale(decision))
+        self._begin(self._scaler.scale(decision.targets), event)
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _begin(self, work: Coroutine[Any, Any, Any], event: ScalingEvent) -> None:
+        task = asyncio.ensure_future(self._carried_out(work, event))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _scale(self, decision: ScalingDecision) -> None:
+    async def _carried_out(self, work: Coroutine[Any, Any, Any], event: ScalingEvent) -> None:
         try:
-            await self._scaler.scale(decision.targets)
+            await work
         except ApiError as error:
-            self._failed(error)
+            event.failure = error.message
+            self._metrics.scaling_failed()
+            logger.warning("the number of workers is not what was decided: %s", error.message)
 
     async def _change_role(self, giver: str, taker: str) -> None:
         able = [each for each in least_worth(self._registry) if each.takes_requests]
         worker = next((each for each in able if each.role.name == giver), None)
         if worker is None:
-            return
+            raise ApiError(409, f"no {giver} worker is left to change its role")
+        worker_id = worker.key.worker_id
+        self._changes_role = True
         try:
-            await (await self._drainer.change_role(worker.key.worker_id, ROLES[taker]))
-        except ApiError as error:
-            self._failed(error)
-
-    def _failed(self, error: ApiError) -> None:
-        self._metrics.scaling_failed()
-        logger.warning("the number of workers stays: %s", error)
+            await (await self._drainer.change_role(worker_id, ROLES[taker]))
+            lacking = await self._scaler.await_serving([worker_id], self._config.start_timeout)
+        finally:
+            self._changes_role = False
+        if lacking:
+            raise ApiError(503, f"worker {worker_id}: {lacking[worker_id]}, as a {taker} worker")

@@ -239,16 +239,17 @@ def _within_room(
 ) -> ScalingDecision | None:
     """As far as the nodes take it; else a worker that a role can spare changes its own."""
     targets, reasons = dict(decision.targets), dict(decision.reasons)
+    taken = 0
     for role, wanted in decision.targets.items():
-        have, room = facts.loads[role].have, max(facts.room.get(role, 0), 0)
-        if wanted <= have + room:
-            continue
-        targets[role] = have + room
-        if room > 0:
+        have = facts.loads[role].have
+        gets = min(wanted - have, max(facts.room.get(role, 0) - taken, 0))
+        taken += max(gets, 0)
+        targets[role] = have + gets
+        if gets:
             continue
         del targets[role]
         for other, bounds in policy.ranges.items():
-            can_give = spare[other] and facts.loads[other].have > bounds.least
+            can_give = spare[other] and facts.loads[other].workers > bounds.least
             if other != role and can_give and not {other, role} & {"draft"}:
                 reason = {role: f"{reasons[role]}; no node takes more, and {other} can spare one"}
                 return ScalingDecision({}, reason, (other, role))

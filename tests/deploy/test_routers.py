@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 import pytest
 
+from deploy.routers.messages import MAX_MESSAGE_BYTES, Expect, Lead, Report, ToRouter
+from deploy.routers.pool import RouterPool
 from deploy.routers.ports import RouterPorts
+from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.scaling import WorkerRange
+from router.demand import RoleDemand
 from router.server import bind_http
 from tests.deploy.server_process import ServerProcess, read_events
 
@@ -97,3 +105,39 @@ def test_a_second_server_is_refused_the_routers_port() -> None:
             pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{ports.port}"),
         ):
             RouterPorts(ServeConfig(port=ports.port, router_replicas=2), "127.0.0.1")
+
+
+def test_one_router_scales_for_all() -> None:
+    """The first one, by what is asked of all; the next one when it ends, and what was asked still counts."""
+    config = ServeConfig(port=0, router_replicas=2, autoscale={"decode": WorkerRange(1, 4)})
+    pool = RouterPool(config, ClusterKeys.generate(), "127.0.0.1")
+    with closing(pool._ports):
+        ends = []
+        for router in pool._routers:
+            router.control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            pool._selector.register(router.control, 1, router)
+            router.process = SimpleNamespace(kill=lambda: None, wait=lambda: None)  # type: ignore[assignment]
+            ends.append(end)
+
+        def answers_to(index: int, prompts: int) -> list[Any]:
+            """What the router is sent when it reports that so many prompts were asked for."""
+            report = Report({}, {"decode": RoleDemand(prompts=prompts)})
+            ends[index].send(msgspec.msgpack.encode(report))
+            pool._read(pool._routers[index])
+            ends[index].setblocking(False)
+            answers = []
+            while True:
+                try:
+                    answers.append(msgspec.msgpack.decode(ends[index].recv(MAX_MESSAGE_BYTES), type=ToRouter))
+                except BlockingIOError:
+                    return answers
+
+        assert answers_to(1, 5) == [Expect({}, {}), Lead({})], "the other one has not begun"
+        assert answers_to(0, 3) == [Expect({}, {}), Lead({"decode": RoleDemand(prompts=5)})]
+        assert answers_to(1, 7) == []
+        pool._on_end(pool._routers[0], "it was killed")
+        assert answers_to(1, 8) == [Lead({"decode": RoleDemand(prompts=3)})]
+        for end in ends:
+            end.close()
+        pool._bury(pool._routers[1])
+        pool._selector.close()

@@ -81,8 +81,9 @@ def test_a_worker_that_nobody_told_to_leave_stays(for_good: bool) -> None:
     supervisor._config, supervisor._slots = config, make_slots(config)
     supervisor._cluster = SimpleNamespace(is_local=False, may_grow=False)
     supervisor._placing, supervisor._told = SimpleNamespace(nodes=[]), None
+    supervisor._no_room_until = {}
     supervisor._router = SimpleNamespace(
-        silence_of=lambda *worker: 0.0, expect=lambda names, room: expected.append(names)
+        silence_of=lambda *worker: 0.0, expect=lambda roles, room: expected.append(list(roles))
     )
     before = time.monotonic()
     assert supervisor._let_go("decode-0", for_good) == ""

@@ -80,7 +80,7 @@ def test_the_cluster_shows_load_costs_and_links(router, pool):
 
 def test_requests_under_way_show_their_stage_and_workers(router, pool):
     """One after the other in each stage: it waits, its prompt is computed, handed over, and decoded."""
-    router.server.expect(["prefill-0", "decode-0"])
+    router.server.expect({"prefill-0": "prefill", "decode-0": "decode"})
     prefill, decode = make_pair(router, rejected_per_step=2, tokens_per_step=3)
     future = pool.submit(post, router, max_tokens=40)
     assert future.result(5).status_code == 200

@@ -235,7 +235,7 @@ def test_the_command_prints_findings_or_json(make_router) -> None:
 
 def test_refused_and_parked_requests_are_seen(make_router, pool) -> None:
     router = make_router(max_queued_requests=3)
-    router.server.expect(["decode-0"])
+    router.server.expect({"decode-0": "decode"})
     lose(router, router.add_worker("decode-0"))
     eventually(lambda: router.http.get("/ready").status_code == 503)
     waiting = [pool.submit(post, router, max_tokens=3) for _ in range(3)]

@@ -24,7 +24,7 @@ def content(response) -> dict:
 def router(make_router):
     """Its launcher keeps two workers running."""
     router = make_router()
-    router.server.expect(["prefill-0", "decode-0"])
+    router.server.expect({"prefill-0": "prefill", "decode-0": "decode"})
     return router
 
 
@@ -79,7 +79,7 @@ def test_ready_tells_the_truth(router, pool):
 
 def test_the_deadline_holds_for_parked_requests(make_router, pool):
     router = make_router(request_timeout=0.6)
-    router.server.expect(["decode-0"])
+    router.server.expect({"decode-0": "decode"})
     lose(router, router.add_worker("decode-0"))
     eventually(lambda: router.http.get("/ready").status_code == 503)
     asked = time.monotonic()
@@ -90,7 +90,7 @@ def test_the_deadline_holds_for_parked_requests(make_router, pool):
 
 def test_the_timeout_is_not_restarted_by_a_new_placement(make_router, pool):
     router = make_router(request_timeout=30.0)
-    router.server.expect(["decode-0"])
+    router.server.expect({"decode-0": "decode"})
     first = router.add_worker("decode-0")
     first.stall_after = 3
     future = pool.submit(post, router, **FIELDS)
@@ -105,7 +105,7 @@ def test_the_timeout_is_not_restarted_by_a_new_placement(make_router, pool):
 
 def test_the_queue_limit_holds_for_parked_requests(make_router, pool):
     router = make_router(max_queued_requests=2)
-    router.server.expect(["decode-0"])
+    router.server.expect({"decode-0": "decode"})
     lose(router, router.add_worker("decode-0"))
     eventually(lambda: router.http.get("/ready").status_code == 503)
     waiting = [pool.submit(post, router, max_tokens=3) for _ in range(2)]
@@ -123,7 +123,7 @@ def test_when_the_launcher_gives_up_what_is_parked_fails(router, pool):
     eventually(lambda: emitted(router) == [3])
     lose(router, worker)
     eventually(lambda: parked(router) == 1)
-    router.server.expect([])
+    router.server.expect({})
     response = future.result(5)
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     later = post(router, max_tokens=3)
@@ -141,7 +141,7 @@ def test_a_client_that_leaves_is_no_longer_waited_for(router):
 
 def test_a_silent_worker_that_speaks_again_gets_what_is_parked(make_router, pool, expected):
     router = make_router(worker_timeout=0.5)
-    router.server.expect(["decode-0"])
+    router.server.expect({"decode-0": "decode"})
     worker = router.add_worker("decode-0")
     worker.stall_after = 7
     future = pool.submit(post, router, **FIELDS)
@@ -156,7 +156,7 @@ def test_a_silent_worker_that_speaks_again_gets_what_is_parked(make_router, pool
 def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool):
     """What exceeds its batch waits for the others, as long as there are others to come."""
     router = make_router(max_num_seqs=2)
-    router.server.expect(["decode-0", "decode-1"])
+    router.server.expect({"decode-0": "decode", "decode-1": "decode"})
     lose(router, router.add_worker("decode-0"))
     eventually(lambda: router.http.get("/ready").status_code == 503)
     futures = [pool.submit(post, router, max_tokens=3) for _ in range(6)]
@@ -173,7 +173,7 @@ def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool
 
 def test_first_come_first_served(make_router, pool):
     router = make_router(max_num_seqs=1)
-    router.server.expect(["decode-0", "decode-1"])
+    router.server.expect({"decode-0": "decode", "decode-1": "decode"})
     lose(router, router.add_worker("decode-0"))
     eventually(lambda: router.http.get("/ready").status_code == 503)
     futures = []
@@ -204,7 +204,7 @@ def test_room_at_the_only_worker_is_used_as_soon_as_it_is_there(make_router, poo
     """While others are awaited, and without waiting for the next sweep."""
     monkeypatch.setattr("router.state.SWEEP_INTERVAL_S", 60.0)
     router = make_router(max_num_seqs=1)
-    router.server.expect(["decode-0", "decode-1"])
+    router.server.expect({"decode-0": "decode", "decode-1": "decode"})
     lose(router, router.add_worker("decode-0"))
     eventually(lambda: router.http.get("/ready").status_code == 503)
     futures = [pool.submit(post, router, max_tokens=2) for _ in range(5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from math import exp, inf
 from types import SimpleNamespace
@@ -180,11 +181,25 @@ def test_where_no_node_takes_more_a_role_that_can_spare_a_worker_gives_it():
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}], "as many as there is room for"
 
 
+def test_roles_share_the_room_that_is_left():
+    day = Day(room=1)
+    day.prefill = day.prefill._replace(backlog_s=30.0)
+    day.decode = day.decode._replace(rows=110.0)
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}], "a launcher refuses more as a whole"
+
+
 def test_counters_of_a_router_that_was_started_anew_are_no_demand():
     assert RoleDemand(prompts=3, prompt_s=1.0) - RoleDemand(prompts=10, prompt_s=5.0) == RoleDemand()
 
 
-def test_a_router_has_its_decisions_carried_out_and_shows_them(make_router, pool):
+@pytest.fixture
+def often(monkeypatch):
+    """Routers decide again and again, and give up soon."""
+    monkeypatch.setattr("router.scaling.autoscaler.INTERVAL_S", 0.05)
+    monkeypatch.setattr("router.scaling.scaler.GRACE_S", 0.0)
+
+
+def test_a_router_has_its_decisions_carried_out_and_shows_them(make_router, pool, often):
     """Its worker says that each token of the prompt takes seconds."""
     router = make_router(autoscale={"decode": WorkerRange(1, 4)})
     asked = []
@@ -195,7 +210,7 @@ def test_a_router_has_its_decisions_carried_out_and_shows_them(make_router, pool
 
     router.server.on_scale(scale)
     worker = router.add_worker("decode-0", costs=StepCosts(token_s=10.0))
-    router.server.expect(["decode-0"], {"decode": 3})
+    router.server.expect({"decode-0": "decode"}, {"decode": 3})
     eventually(lambda: router.server.state.autoscaler._state.samples)
     worker.hold.set()
     answer = pool.submit(post, router, max_tokens=3)
@@ -209,6 +224,48 @@ def test_a_router_has_its_decisions_carried_out_and_shows_them(make_router, pool
     assert router.metric("tandem_scaling_decisions_total", role="decode", direction="up") >= 1
     assert router.metric("tandem_workers_wanted", role="decode") >= 2
     assert router.server.state.placer.meter.demand["decode"].prompts == 1
+
+
+def test_a_decision_that_fails_says_so(make_router, often):
+    router = make_router(autoscale={"decode": WorkerRange(1, 2)})
+
+    def scale(request):
+        router.server.gave_up("decode-1", "there is no room for decode-1 after 3 s (--scale-timeout)")
+        return ScaleAnswer(started=["decode-1"])
+
+    router.server.on_scale(scale)
+    router.add_worker("decode-0", costs=StepCosts(token_s=10.0))
+    router.server.expect({"decode-0": "decode"}, {"decode": 1})
+    eventually(lambda: router.server.state.autoscaler._state.samples)
+    assert post(router, max_tokens=3).status_code == 200
+    eventually(lambda: router.metric("tandem_scaling_failures_total"))
+    failure = router.http.get("/decisions").json()["scaling"][-1]["failure"]
+    assert "decode-1: there is no room for decode-1 after 3 s (--scale-timeout)" in failure
+    assert failure.endswith("What runs goes on: 1 decode")
+    assert post(router, max_tokens=3).status_code == 200
+
+
+def test_a_worker_between_two_roles_is_waited_for(make_router, often):
+    """Until it serves in its new one it counts for none, and all would still seem to lack a worker."""
+    router = make_router(autoscale=dict.fromkeys(("prefill", "decode"), WorkerRange(1, 3)), start_timeout=1.0)
+    decodes = {f"decode-{index}": router.add_worker(f"decode-{index}") for index in range(3)}
+    router.add_worker("prefill-0", "prefill", peers=decodes, costs=StepCosts(token_s=10.0))
+    router.server.expect({name: name.partition("-")[0] for name in (*decodes, "prefill-0")})
+    autoscaler = router.server.state.autoscaler
+    eventually(lambda: autoscaler._state.samples)
+    assert post(router, max_tokens=3).status_code == 200
+    eventually(lambda: any(worker.has_left.is_set() for worker in decodes.values()))
+    eventually(lambda: autoscaler._due < time.monotonic() - 0.2)
+    (event,) = router.http.get("/decisions").json()["scaling"]
+    assert (event["changes_role"], event["failure"]) == ({"from": "decode", "to": "prefill"}, None)
+    (changed,) = (name for name, worker in decodes.items() if worker.has_left.is_set())
+    router.kill(decodes[changed])
+    router.add_worker(changed, "prefill", peers=decodes)
+    eventually(lambda: len(autoscaler.latest()) == 2)
+    eventually(lambda: autoscaler.latest()[0].failure is not None)
+    assert "it was not ready within 1 s, as a prefill worker" in autoscaler.latest()[0].failure
+    assert autoscaler.latest()[1].failure is None
+    assert sum(worker.has_left.is_set() for worker in decodes.values()) == 2
 
 
 def test_what_more_workers_would_not_help_tells_nothing(make_router):

@@ -31,7 +31,7 @@ def refused(router, reason: str) -> float:
 @pytest.mark.parametrize("policy", ["least_loaded", "cost"])
 def test_a_predicted_miss_is_refused_and_clears_by_itself(make_router, pool, policy):
     router = make_router(placement=policy)
-    router.server.expect(["decode-0", "decode-1"])
+    router.server.expect({"decode-0": "decode", "decode-1": "decode"})
     worker = router.add_worker(costs=HALF_SECOND_TOKENS)
     worker.hold.set()
     running = [pool.submit(ask, router, ttft="1")]

@@ -120,7 +120,7 @@ def test_a_chat_has_spans_too(make_router):
 
 def test_a_request_that_lost_its_worker_and_waited(make_router, pool):
     router = make_router()
-    router.server.expect(["prefill-0", "decode-0"])
+    router.server.expect({"prefill-0": "prefill", "decode-0": "decode"})
     prefill, decode = make_pair(router)
     decode.stall_after = 7
     running = pool.submit(post, router, max_tokens=20, return_timing=True)
