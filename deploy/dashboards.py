@@ -233,7 +233,11 @@ DASHBOARDS: dict[str, list[Panel]] = {
             "ops",
             {"collapsed: {{method}}": rate("spec_acceptance_collapsed_total", "method")}
             | counters(
-                {"lost draft": "spec_decode_lost_drafts_total", "lost worker": "draft_workers_lost_total"}
+                {
+                    "lost draft": "spec_decode_lost_drafts_total",
+                    "refused draft": "spec_decode_refused_drafts_total",
+                    "lost worker": "draft_workers_lost_total",
+                }
             ),
         ),
     ],

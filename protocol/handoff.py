@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.speculation import METHODS
+from protocol.speculation import CUSTOM, METHODS
 
 MANIFEST_VERSION = 2
 
@@ -41,7 +41,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     dtype: Annotated[str, Meta(max_length=32)]
-    shape: Annotated[tuple[int, ...], Meta(max_length=8)]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=8)]
     kind: Annotated[str, Meta(max_length=32)] = "paged"
     arena: ArenaIndex = 0
     quantization: Annotated[str, Meta(max_length=32)] = "none"
@@ -139,8 +139,9 @@ def _check_draft(draft: DraftState, num_tokens: int, feature_size: int) -> None:
     if draft.kind == "rebuild":
         _check_equal(draft, REBUILD, "draft.")
         return
-    if draft.method not in METHODS:
-        raise ManifestMismatchError("draft.method", f"one of {', '.join(METHODS)}", draft.method)
+    known = (*METHODS, CUSTOM)
+    if draft.method not in known:
+        raise ManifestMismatchError("draft.method", f"one of {', '.join(known)}", draft.method)
     if draft.num_tokens > num_tokens:
         raise ManifestMismatchError("draft.num_tokens", f"at most {num_tokens}", draft.num_tokens)
     lengths = [0] + [feature_size * itemsize for itemsize in _ITEM_SIZES]

@@ -236,6 +236,7 @@ REPORTED = (
     _counter("spec_decode_steps_total", "Steps with drafts to verify (`yes`) and without (`no`).", "drafts"),
     _counter("spec_decode_verify_seconds_total", "Time of forwards that verified drafts, with the sampling."),
     _counter("spec_decode_lost_drafts_total", "Requests that lost the drafter's state in their hand-off."),
+    _counter("spec_decode_refused_drafts_total", "Drafts of a custom drafter that could not be run."),
     _counter(
         "spec_acceptance_collapsed_total", "Falls below half of the usual acceptance.", "method", "origin"
     ),

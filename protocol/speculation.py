@@ -12,8 +12,11 @@ from protocol.bounded import Count, Seconds
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.fields import FieldError, to_struct
 
-Method = Literal["draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle"]
+Method = Literal["draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "custom"]
 METHODS: tuple[Method, ...] = ("draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle")
+"""Those that come with Tandem."""
+CUSTOM: Literal["custom"] = "custom"
+"""By a drafter of the deployment's own."""
 WEIGHTLESS: tuple[Method, ...] = ("ngram", "suffix", "lookahead")
 """Methods that need no weights: a request may ask for them whatever the deployment's method is."""
 
@@ -27,7 +30,7 @@ MAX_TREE_NODES = 63
 """With the sequence's last token as root, one bit each of a 64-bit mask."""
 
 REMOTE: Literal["remote"] = "remote"
-Source = Literal["draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "remote"]
+Source = Literal["draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "custom", "remote"]
 """Where drafts come from: a method of the decode worker's own, or a draft worker; statistics are by it."""
 
 REMOTE_METHODS: tuple[Method, ...] = ("draft_model",)
@@ -53,6 +56,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     together, and at most 1,048,576 tokens of them in up to 40 MiB; 0 keeps none.
     `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
     Without `decode_workers_draft` draft workers alone have the draft: one that doesn't fit beside the model.
+    `drafter` names the class of the method `custom` as `module:name`, to be made from this config, the
+    server's and the model: a `speculation.drafter.Drafter`.
     """
 
     method: Method
@@ -64,6 +69,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tree_nodes: Annotated[int, Meta(ge=1, le=MAX_TREE_NODES)] = 24
     prefill: Literal["auto", "carry", "rebuild"] = "auto"
     decode_workers_draft: bool = True
+    drafter: str | None = None
 
     prompt_lookup_min: Positive = 2
     prompt_lookup_max: Positive = 5
@@ -139,7 +145,7 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_NODES)] = 0
-    methods: Annotated[list[MethodState], Meta(max_length=len(METHODS) + 1)] = []
+    methods: Annotated[list[MethodState], Meta(max_length=len(METHODS) + 2)] = []
     step_time: StepTimeState = StepTimeState()
     draft_answers: Annotated[dict[str, Seconds], Meta(max_length=256)] = {}
 
@@ -184,6 +190,11 @@ def _check(config: SpeculativeConfig) -> None:
             "prompt_lookup_min",
             f"{config.prompt_lookup_min} exceeds prompt_lookup_max={config.prompt_lookup_max}",
         )
+    if (config.drafter is None) == (config.method == CUSTOM):
+        is_needed = "needs one, as module:name" if config.method == CUSTOM else "has none"
+        raise FieldError("drafter", f"the method {config.method} {is_needed}")
+    if config.drafter is not None and ":" not in config.drafter:
+        raise FieldError("drafter", f"must be module:name, got {config.drafter!r}")
     if config.tree and config.method not in MODEL_METHODS:
         raise FieldError("tree", f"the method {config.method} drafts no tree")
     if config.model is not None and config.method not in MODEL_METHODS:
@@ -201,10 +212,11 @@ def check_request_speculation(asked: RequestSpeculation | None, deployed: Specul
     if asked is None or not asked.enabled or asked.method is None or asked.method in WEIGHTLESS:
         return
     if deployed is None or deployed.method != asked.method:
+        what = "a drafter" if asked.method == CUSTOM else "weights"
         serves = "none" if deployed is None else f"{deployed.method!r}"
         raise InvalidRequestError(
             "speculative.method",
-            f"{asked.method!r} needs weights that this server has not loaded; it has {serves}, and "
+            f"{asked.method!r} needs {what} that this server has not loaded; it has {serves}, and "
             f"{', '.join(WEIGHTLESS)} need none",
         )
 

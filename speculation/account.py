@@ -81,6 +81,12 @@ class Account:
         lost = "request %s: the draft's state that came along is of no use: %s"
         logger.warning(lost, request_id, why, extra={"request_id": request_id})
 
+    def refused_draft(self, why: str) -> None:
+        """A drafter of the deployment's own drafted what cannot be run. It is said once."""
+        if not self._rare["spec_decode_refused_drafts_total"]:
+            logger.warning("drafts of --speculative-config's drafter are dropped: %s", why)
+        self._rare["spec_decode_refused_drafts_total"] += 1
+
     def counters(self) -> dict[str, float]:
         counters: dict[str, float] = dict(self._rare)
         for drafts, count in self._steps.copy().items():

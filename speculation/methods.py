@@ -39,6 +39,10 @@ def build_drafter(
             from speculation.eagle.drafter import EagleDrafter
 
             return EagleDrafter(options, config, loaded)
+        case "custom":
+            from speculation.custom import custom_drafter
+
+            return custom_drafter(options, config, loaded)
 
 
 def draft_shape(method: Source, options: SpeculativeConfig) -> Shape:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.draft import Outcome, Verdict
+from engine.draft import Draft, Outcome, Verdict
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import Segment
@@ -21,6 +21,7 @@ from engine.speculator import MakeRoom
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import (
+    CUSTOM,
     REMOTE,
     WEIGHTLESS,
     RequestClass,
@@ -34,6 +35,7 @@ from speculation.collapse import CollapseWatch
 from speculation.control.calibration import measure_reading, measure_target
 from speculation.control.controller import DraftController
 from speculation.control.planner import SpeculatingRequest
+from speculation.custom import problem
 from speculation.drafter import Computed, Drafter
 from speculation.methods import build_drafter, draft_shape, most_drafted
 from speculation.remote import RemoteDrafter
@@ -199,13 +201,26 @@ class BatchSpeculator:
                 if missed := self._unread.of(sequence):
                     drafter.observe(missed)
             rooms = [self._rooms[sequence][0] for sequence in sequences]
-            for sequence, draft in zip(sequences, drafter.propose(sequences, rooms), strict=True):
+            drafts = drafter.propose(sequences, rooms)
+            if method == CUSTOM:
+                drafts = self._runnable(drafts, rooms)
+            for sequence, draft in zip(sequences, drafts, strict=True):
                 sequence.draft = draft
             self._drafted_at = time.perf_counter()
             seconds = self._drafted_at - started
             self._account.drafted(method, seconds)
             requests = [self._rooms[sequence][1] for sequence in sequences]
             self._controller.estimator.drafted(method, requests, rooms, seconds)
+
+    def _runnable(self, drafts: Sequence[Draft | None], rooms: Sequence[int]) -> list[Draft | None]:
+        """Those that the step can run: another one would end it for all requests."""
+        runnable: list[Draft | None] = []
+        for draft, room in zip(drafts, rooms, strict=True):
+            why = "" if draft is None else problem(draft, room, self._loaded.vocab_size)
+            if why:
+                self._account.refused_draft(why)
+            runnable.append(None if why else draft)
+        return runnable
 
     def verify(self, sequences: Sequence[SequenceState], logits: Tensor) -> list[Verdict]:
         return verify(self._options.verification, sequences, logits, self._sampler)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pkgutil
 from dataclasses import dataclass
 
 from protocol.errors import ConfigError
+from protocol.named import named
 from protocol.roles import Task
 from router.placement.by_cost import cheapest_decode, cheapest_prefill, place_by_cost, split, whole
 from router.placement.cluster import Cluster
@@ -103,10 +103,7 @@ def _rule(flag: str, name: str) -> Rule:
                 f"{flag}: unknown policy {name!r}; known: {', '.join(RULES)}, and module:name of your own"
             )
         return RULES[name]
-    try:
-        rule: Rule = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{flag}: there is no {name}: {error}") from error
+    rule: Rule = named(name, flag)
     if not callable(rule):
         raise ConfigError(f"{flag}: {name} is no function")
     return rule

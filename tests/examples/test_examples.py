@@ -1,4 +1,4 @@
-"""Each example runs, against one server that uses the example of a placement policy."""
+"""Each example runs, against one server that uses those of a placement policy and of a drafter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,6 +18,11 @@ from tests.worker.tiny_model import VOCAB_SIZE, write_tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
+SPECULATIVE = {
+    "method": "custom",
+    "drafter": "examples.custom_drafter:LastFollower",
+    "num_speculative_tokens": 3,
+}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
@@ -32,8 +38,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         model,
         folder / "log",
         "--no-disaggregation",
+        "--decode-replicas",
+        "2",
         "--placement",
-        "examples.custom_policy:by_session",
+        "examples.custom_policy:long_apart",
+        "--speculative-config",
+        json.dumps(SPECULATIVE),
         "--chat-template",
         str(template),
     )
@@ -69,7 +79,27 @@ def test_batch(server: ServerProcess, tmp_path: Path) -> None:
     )
 
 
+def complete(server: ServerProcess, prompt: list[int], **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 32, "return_token_ids": True, **fields}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
 def test_custom_policy(server: ServerProcess) -> None:
-    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-session-id": "a"}, timeout=30)
-    assert answer.status_code == 200
+    """By what requests cost, an idle worker would be chosen in turn."""
+    for length in (8, 8, 200, 8, 200):
+        complete(server, [5, 6] * (length // 2), max_tokens=1)
+    decisions = httpx.get(f"{server.url}/decisions?limit=5", timeout=30).json()["decisions"]
+    names = [decision["chosen"]["workers"]["decode"] for decision in reversed(decisions)]
+    assert names == [f"decode-{place}" for place in (0, 0, 1, 0, 1)]
+
+
+def test_custom_drafter(server: ServerProcess) -> None:
+    """The text repeats itself, as only some tokens are allowed."""
+    asked = {"temperature": 0, "allowed_token_ids": [5, 6, 7], "ignore_eos": True}
+    drafted = complete(server, [5, 6, 7], **asked)
+    plain = complete(server, [5, 6, 7], **asked, speculative={"enabled": False})
+    assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
+    details = [answer["usage"]["completion_tokens_details"] for answer in (drafted, plain)]
+    assert details[0]["accepted_prediction_tokens"] > 0 == details[1]["accepted_prediction_tokens"]

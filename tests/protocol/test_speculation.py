@@ -65,7 +65,8 @@ def test_flag_environment_and_file_say_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_value_is_blamed_on_where_it_came_from(sources: dict, source: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{source}: method: must be one of 'draft_model'.*got 'x'"):
+    expected = f"^{source}: method: must be one of 'custom', 'draft_model'.*got 'x'"
+    with pytest.raises(ConfigError, match=expected):
         load_config(**{"environ": {}, **sources})
 
 
@@ -102,6 +103,11 @@ def test_a_bad_entry_of_the_file_is_blamed_on_it(tmp_path: Path) -> None:
         ({"lookahead_ngram": 8, "lookahead_window": 16}, "lookahead_window: .* is 147, at most 63 rows"),
         ({"model": 3}, "model: must be a string, got 3"),
         ({"model": "x"}, "model: the method ngram has none"),
+        ({"drafter": "a:B"}, "drafter: the method ngram has none"),
+        ({"method": "custom"}, "drafter: the method custom needs one, as module:name"),
+        ({"method": "custom", "drafter": "a.B"}, "drafter: must be module:name, got 'a.B'"),
+        ({"method": "custom", "drafter": 3}, "drafter: must be a string, got 3"),
+        ({"method": "custom", "drafter": "a:B", "tree": True}, "tree: the method custom drafts no tree"),
         ({"num_spec_tokens": 3}, "num_spec_tokens: there is no such field; is num_speculative_tokens meant?"),
         ({"quantization": "x"}, "quantization: there is no such field; there are method, model, "),
     ],

@@ -95,6 +95,7 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
     "ngram": lambda given: given.deploy(method="ngram"),
     "suffix": lambda given: given.deploy(method="suffix"),
     "lookahead": lambda given: given.deploy(method="lookahead"),
+    "custom": lambda given: given.deploy(method="custom", drafter="examples.custom_drafter:LastFollower"),
     "scripted chain": lambda given: given.script(
         scripted.sometimes_right(given.answers, 0.7, VOCAB_SIZE), given.num_tokens
     ),

@@ -1,0 +1,108 @@
+"""Drafters of a deployment's own: which are taken, and what becomes of drafts that no step can run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from engine.draft import Draft
+from engine.engine import Engine
+from engine.sequence import SequenceState
+from protocol.errors import ConfigError
+from protocol.speculation import SpeculativeConfig
+from speculation.custom import problem
+from speculation.drafter import Drafter
+from speculation.speculator import speculate
+from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens
+
+HERE = "tests.speculation.test_custom"
+
+
+class WrongDrafter(Drafter):
+    """Drafts what no step can run, and now and then what one can."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._made = 0
+
+    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
+        self._made += 1
+        kinds = [
+            Draft([5] * (counts[0] + 1)),
+            Draft([VOCAB_SIZE]),
+            Draft([-1]),
+            Draft([]),
+            Draft([5, 6], parents=[-1]),
+            Draft([5, 6], parents=[1, -1]),
+            Draft([5]),
+        ]
+        return [kinds[self._made % len(kinds)] for _ in sequences]
+
+
+def no_drafter(*arguments: Any) -> str:
+    return "none"
+
+
+@pytest.fixture
+def deployed(pair: tuple[Path, Path]) -> Callable[[str], Engine]:
+    def make(drafter: str) -> Engine:
+        asked = SpeculativeConfig(method="custom", drafter=drafter, num_speculative_tokens=3)
+        return Engine(small_config(pair[0], speculative_config=asked), speculate=speculate)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("drafter", "why"),
+    [
+        ("nowhere:Drafter", "there is no nowhere:Drafter: No module named 'nowhere'"),
+        (f"{HERE}:Missing", "there is no .*: module .* has no attribute 'Missing'"),
+        ("examples.custom drafter:X", "there is no examples.custom drafter:X"),
+        (f"{HERE}:HERE", "is neither a class nor a function"),
+        (f"{HERE}:no_drafter", "makes a str, and no speculation.drafter.Drafter"),
+    ],
+)
+def test_what_is_no_drafter_is_refused(deployed: Callable[[str], Engine], drafter: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--speculative-config: drafter: .*{why}"):
+        deployed(drafter)
+
+
+def test_what_no_step_can_run_is_dropped(
+    deployed: Callable[[str], Engine], pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = [ask(f"r{i}", prompt_of(20, i), 24, ignore_eos=True) for i in range(2)]
+    plain = tokens(run(Engine(small_config(pair[0])), requests))
+    engine = deployed(f"{HERE}:WrongDrafter")
+    assert tokens(run(engine, requests)) == plain
+    assert engine._speculator is not None
+    assert engine._speculator.counters()["spec_decode_refused_drafts_total"] > 10
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line for line in lines if "are dropped" in line] == lines[:1]
+
+
+@pytest.mark.parametrize(
+    ("draft", "why"),
+    [
+        (Draft([1, 2]), ""),
+        (Draft([1, 2, 3], parents=[-1, -1, 0]), ""),
+        (Draft([1, 2], probes=[0b11, 0b101]), ""),
+        (Draft([1, 2, 3, 4]), "it has 4 tokens, where 1 to 3 were asked for"),
+        (Draft([]), "it has 0 tokens, where 1 to 3 were asked for"),
+        (Draft([9, 10]), "the token 10 is not among the model's 10"),
+        (Draft([1, 2], parents=[-1]), "it has 2 nodes and 1 parents"),
+        (Draft([1, 2], parents=[-1, 1]), "a node does not come after its parent"),
+        (Draft([1], parents=[-2]), "a node does not come after its parent"),
+    ],
+)
+def test_what_is_wrong_with_a_draft_is_said(draft: Draft, why: str) -> None:
+    assert problem(draft, 3, 10) == why
