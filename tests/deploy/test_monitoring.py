@@ -14,10 +14,29 @@ import yaml
 
 from deploy.dashboards import DASHBOARDS, FOLDER, render
 from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, PREFIX, REPORTED, ROUTER, WORKER
+from tests.deploy.record_series import recorded
 
 PROMETHEUS = FOLDER.parents[1] / "prometheus"
 PROMETHEUS_LABELS = {"instance", "job"}
 OF_PROMETHEUS = {"up": PROMETHEUS_LABELS}
+_WORKER = 'worker="decode-0", role="decode"'
+_PAIR = f'{_WORKER}, peer="decode-1", transport="tcp"'
+SELDOM = (
+    'tandem_request_failures_total{kind="timeout"}',
+    'tandem_handoff_takeovers_total{reason="no_worker"}',
+    'tandem_kv_events_dropped_total{reason="gap"}',
+    'tandem_role_fallbacks_total{missing="prefill"}',
+    f"tandem_kv_leases_lost_total{{{_WORKER}}}",
+    f'tandem_kv_transfer_errors_total{{{_PAIR}, kind="lost"}}',
+    f"tandem_kv_transfer_fallbacks_total{{{_PAIR}}}",
+    f"tandem_kv_transfer_recoveries_total{{{_PAIR}}}",
+    f"tandem_kv_transfer_resent_pieces_total{{{_PAIR}}}",
+    f'tandem_spec_acceptance_collapsed_total{{{_WORKER}, method="ngram", origin="computed"}}',
+    f"tandem_spec_decode_lost_drafts_total{{{_WORKER}}}",
+    f"tandem_spec_decode_refused_drafts_total{{{_WORKER}}}",
+)
+"""What a server that is well has nothing of."""
+SELECTOR = re.compile(rf"{PREFIX}\w+(?:{{[^}}]*}})?")
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is missing: apt-get install prometheus"
 )
@@ -129,6 +148,47 @@ def test_prometheus_reads_its_configuration_and_each_query(tmp_path: Path) -> No
     path = tmp_path / "panels.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": records}]}))
     promtool("check", "rules", str(path))
+
+
+@needs_promtool
+def test_each_query_finds_something(tmp_path: Path) -> None:
+    """In what a real server told: what joins two series, or asks for a label's value, can match."""
+    panels = {query.replace("$__rate_interval", "1m").replace("$worker", ".+") for _, _, query in queries()}
+    selectors = {found for rule in rules() for found in SELECTOR.findall(rule["expr"])}
+    told = [*recorded(), *SELDOM, 'up{job="tandem"}']
+    counted = re.compile(r"_(total|sum|count|bucket)$")
+    steps = {name: "0+1x20" if counted.search(name.partition("{")[0]) else "1x20" for name in told}
+    case = {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": values} for name, values in steps.items()],
+        "promql_expr_test": [
+            {
+                "expr": f"count({query}) > bool 0",
+                "eval_time": "5m",
+                "exp_samples": [{"labels": "{}", "value": 1}],
+            }
+            for query in sorted(panels | selectors)
+        ],
+    }
+    path = tmp_path / "recorded.yml"
+    path.write_text(json.dumps({"rule_files": [], "evaluation_interval": "15s", "tests": [case]}))
+    promtool("test", "rules", str(path))
+
+
+def test_what_is_taken_as_told_is_what_there_is() -> None:
+    """Otherwise: python -m tests.deploy.record_series"""
+    told = PROMETHEUS_LABELS | {"model_name"}
+    for series in (*recorded(), *SELDOM):
+        name, labels = series.partition("{")[0], set(re.findall(r'(\w+)="', series))
+        assert labels == EXPOSED.get(name, set()) - told, series
+
+
+def test_alerts_see_the_first_event_too() -> None:
+    """What begins with 1 does not rise: `increase` sees nothing, unless the counter is there before."""
+    there = {name.partition("{")[0] for name in recorded()}
+    for rule in rules():
+        for name in re.findall(rf"increase\(({PREFIX}\w+)", rule["expr"]):
+            assert name in there or re.search(rf"unless {name}\S* offset", rule["expr"]), rule["alert"]
 
 
 def promtool(*arguments: str) -> None:
