@@ -49,7 +49,7 @@ class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
     role: Annotated[str, Meta(description="`prefill` or `decode`, not `draft`, which is another model.")]
 
 
-_Number = Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
+_Number = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": MAX_WORKERS})]
 
 
 class ScaleBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,6 +93,9 @@ def worker_operations(state: RouterState) -> list[Operation]:
             raise ApiError(
                 400, f"name one role at least: {', '.join(ROLES)}", code="missing_required_parameter"
             )
+        for name, count in targets.items():
+            if not 0 <= count <= MAX_WORKERS:
+                raise InvalidRequestError(name, f"must be from 0 to {MAX_WORKERS}, got {count}")
         report = await asyncio.shield(asyncio.ensure_future(state.scaler.scale(targets)))
         return _json({**asdict(report), "seconds": round(report.seconds, 3)})
 

@@ -71,7 +71,7 @@ def test_workers_come_and_go_under_requests(server: ServerProcess) -> None:
         assert all(asker.result(60) > 0 for asker in askers)
     refused = {
         ("--decode", "0"): "decode: must be at least 1, got 0",
-        ("--decode", "-2"): "decode: expected int >= 0",
+        ("--decode", "-2"): "decode: must be from 0 to 4096, got -2",
         ("--decode", "many"): "--decode: must be a whole number of workers, got 'many'",
         ("--prefill", "4000"): "prefill: the nodes take at most",
         ("--draft", "1"): "draft: needs --speculative-config",

@@ -74,8 +74,8 @@ def test_a_number_of_workers_that_cannot_be_changes_nothing(router):
     for body, status, reason in (
         ({"decode": 2}, 409, "decode: these workers were not started by a launcher"),
         ({"decode": "two"}, 400, "decode: expected int"),
-        ({"decode": -1}, 400, "decode: expected int >= 0"),
-        ({"decode": 5000}, 400, "decode: expected int <= 4096"),
+        ({"decode": -1}, 400, "decode: must be from 0 to 4096, got -1"),
+        ({"decode": 5000}, 400, "decode: must be from 0 to 4096, got 5000"),
         ({"cook": 1}, 400, "cook"),
         ({}, 400, "name one role at least: prefill, decode, draft"),
     ):
