@@ -314,8 +314,8 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     how long that had all of it before its first step began.
     """
 
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
+    queue_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
     decode_queue_s: Seconds = 0.0
     transfer: TransferTiming | None = None
 

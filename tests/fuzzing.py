@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hypothesis
+import msgspec
 import psutil
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,12 +21,28 @@ SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 GROWTH_BYTES = 64 * 2**20
 """What a long run may add to this process' memory after its first tenth."""
 
+_keys = st.text(max_size=8) | st.just("x" * 3000)
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.just("x" * 3000),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_keys, inner, max_size=4),
     max_leaves=8,
 )
 """What JSON can say, and more."""
+
+_SIZES = [0, 1, 7, 9, 31, 33, 64, 65, 128, 129, 512, 513, 4096, 4097, 50_000]
+_NUMBERS = [-(2**63), -1, 0, 1, 4, 5, 15, 16, 2**16, 2**31 - 1, 2**31, 2**62 - 1, 2**62, 2**64 - 1]
+_EDGES: dict[type, list[Any]] = {
+    int: _NUMBERS,
+    float: [0.0, -1.0, 1.5, 1e9, 1.1e9, float("inf"), float("nan")],
+    str: ["x" * size for size in _SIZES],
+    bytes: [b"x" * size for size in _SIZES],
+}
+_ANY_EDGE = [None, True, [], {}, *(value for values in _EDGES.values() for value in values)]
 
 
 def fuzz(check: Callable[[Any], None], strategy: st.SearchStrategy[Any], examples: int) -> None:
@@ -58,3 +75,46 @@ def damaged(draw: st.DrawFn, whole: Sequence[bytes]) -> bytes:
     if draw(st.booleans()):
         del raw[draw(st.integers(0, len(raw))) :]
     return bytes(raw) + draw(st.sampled_from([b"", b"\0", b"\xff" * 9]))
+
+
+def each_edge(message: bytes) -> Iterator[bytes]:
+    """This msgpack message with each of its values replaced by all that is at the edge of what may be."""
+    yield from map(msgspec.msgpack.encode, _replaced(msgspec.msgpack.decode(message)))
+
+
+def _replaced(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | dict):
+        for place in list(value) if isinstance(value, dict) else range(len(value)):
+            for other in _replaced(value[place]):
+                changed = value.copy()
+                changed[place] = other
+                yield changed
+    if isinstance(value, list):
+        yield value * 20
+    yield from _EDGES.get(type(value), _ANY_EDGE)
+
+
+def too_deep(message: bytes) -> bytes:
+    """This msgpack message, a short map or list, with one item more, of 60,000 lists in each other."""
+    is_map = message[0] >> 4 == 8
+    assert is_map or message[0] >> 4 == 9
+    return bytes([message[0] + 1]) + message[1:] + b"\xa5later" * is_map + b"\x91" * 60_000 + b"\xc0"
+
+
+@st.composite
+def altered(draw: st.DrawFn, whole: Sequence[bytes]) -> bytes:
+    """One of these msgpack messages with up to three values at the edge of what may be, or of other types."""
+    value = msgspec.msgpack.decode(draw(st.sampled_from(list(whole))))
+    for _ in range(draw(st.integers(1, 3))):
+        value = draw(_altered(value))
+    return msgspec.msgpack.encode(value)
+
+
+@st.composite
+def _altered(draw: st.DrawFn, value: Any) -> Any:
+    if isinstance(value, list | dict) and value and draw(st.integers(0, 7)):
+        place = draw(st.sampled_from(list(value) if isinstance(value, dict) else range(len(value))))
+        other = value.copy()
+        other[place] = draw(_altered(value[place]))
+        return other
+    return draw(st.sampled_from(_EDGES.get(type(value), _ANY_EDGE)) | st.sampled_from(_ANY_EDGE))

@@ -73,7 +73,7 @@ Segments = Annotated[list[SegmentInfo], Meta(max_length=8)]
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Sender to receiver: who calls and whom, what its pool holds, and its layout on the wire."""
 
-    version: int
+    version: Number
     nonce: Nonce
     transport: Id
     worker_id: Id

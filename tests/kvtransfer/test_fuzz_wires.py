@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from kvtransfer.framing.messages import Ack, Answer, Challenge, Hello, Piece, Pr
 from kvtransfer.interface import Completed
 from protocol.errors import ProtocolError
 from protocol.handoff import SegmentInfo
-from tests.fuzzing import SECONDS, damaged, fuzz
+from tests.fuzzing import SECONDS, altered, damaged, each_edge, fuzz, too_deep
 from tests.kvtransfer.test_leases import runs
 from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool, wait_until
 
@@ -42,32 +43,74 @@ MESSAGES = [
     Piece(1, "lease", 0, 1, runs((5, 0, 2), (9, 2, 1)), True, checksum=b"12345678"),
     Ack(1, "checksum mismatch", True),
 ]
+PLAIN = [encode(message) for message in MESSAGES]
+FRAMES = [frame(message) for message in PLAIN]
+BYTES = {
+    "nonce": range(32, 33),
+    "mac": range(32, 33),
+    "checksum": range(8, 9),
+    "body": range(4097),
+    "runs": range(12 * 4096 + 1),
+}
+"""How many each field may have."""
+
+
+def check_bounds(field: str, value: Any) -> None:
+    """What a decoded message may hold, whatever came."""
+    match value:
+        case msgspec.Struct():
+            for name in value.__struct_fields__:
+                check_bounds(name, getattr(value, name))
+        case int():
+            assert 0 <= value < (16 if field == "arena" else 2**62), field
+            assert field != "num_parts" or 1 <= value <= 4
+        case float():
+            assert 0 <= value <= 1e9, field
+        case bytes():
+            assert len(value) in BYTES[field], field
+        case str():
+            assert len(value) <= (512 if field in ("error", "reason") else 128), field
+            assert value or not field.endswith(("id", "incarnation", "transport")), field
+        case list() | tuple():
+            assert len(value) <= 8, field
+            for item in value:
+                check_bounds("item", item)
+
+
+def check_decoded(example: tuple[int, bytes]) -> None:
+    place, raw = example
+    kind = type(MESSAGES[place])
+    try:
+        message = decode(raw, kind)
+    except ProtocolError:
+        return
+    check_bounds("", message)
+    assert decode(encode(message), kind) == message
+
+
+def test_what_is_decoded_is_within_bounds() -> None:
+    for place, raw in enumerate(PLAIN):
+        for changed in (*each_edge(raw), too_deep(raw)):
+            check_decoded((place, changed))
 
 
 def test_fuzz_the_decoders() -> None:
-    def check(example: tuple[int, bytes]) -> None:
-        index, raw = example
-        kind = type(MESSAGES[index])
-        try:
-            message = decode(raw, kind)
-        except ProtocolError:
-            return
-        assert decode(encode(message), kind) == message
-
-    raws = damaged([encode(message) for message in MESSAGES]) | st.binary(max_size=200)
-    fuzz(check, st.tuples(st.integers(0, len(MESSAGES) - 1), raws), examples=500)
+    places = st.sampled_from(range(len(MESSAGES)))
+    any_bytes = damaged(PLAIN) | st.binary(max_size=200)
+    fitting = places.flatmap(lambda place: st.tuples(st.just(place), altered([PLAIN[place]])))
+    fuzz(check_decoded, st.tuples(places, any_bytes) | fitting, examples=400)
 
 
 def test_fuzz_frames() -> None:
     def check(raw: bytes) -> None:
         try:
-            frame_length(raw[:4])
+            assert frame_length(raw[:4]) <= 64 * 1024
             payload = unframe(bytearray(raw))
         except ProtocolError:
             return
         assert frame(bytes(payload)) == raw
 
-    fuzz(check, damaged([frame(encode(message)) for message in MESSAGES]), examples=500)
+    fuzz(check, damaged(FRAMES) | st.binary(min_size=4, max_size=8), examples=500)
 
 
 def test_fuzz_strangers(closing: Closing, transport: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -84,9 +127,8 @@ def test_fuzz_strangers(closing: Closing, transport: str, caplog: pytest.LogCapt
         finally:
             raw.close()
 
-    frames = damaged([frame(encode(message)) for message in MESSAGES])
-    broken = damaged([encode(message) for message in MESSAGES]).map(frame)
-    fuzz(check, st.lists(frames | broken, min_size=1, max_size=3), examples=60)
+    broken = (damaged(PLAIN) | altered(PLAIN)).map(frame)
+    fuzz(check, st.lists(damaged(FRAMES) | broken, min_size=1, max_size=3), examples=60)
     assert len(caplog.records) <= 1 + SECONDS / 5
     check_all_is_well(closing, receiver, transport)
 
@@ -114,7 +156,8 @@ def test_fuzz_a_sender_with_the_key(
             raw.close()
 
     rest = st.sampled_from([b"", b"\xee" * 100, b"\xee" * 3 * 4096 + b"good", b"\xee" * 20_000])
-    fuzz(check, st.tuples(damaged([encode(piece)]), rest), examples=40)
+    pieces = damaged([encode(piece)]) | altered([encode(piece)])
+    fuzz(check, st.tuples(pieces, rest), examples=40)
     wait_until(lambda: not any("kv-receive" in thread.name for thread in threading.enumerate()))
     assert not any(receiver.pool.buffer[:4096]) and not any(receiver.pool.buffer[4 * 4096 :])
     check_all_is_well(closing, receiver, transport)

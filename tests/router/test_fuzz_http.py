@@ -7,6 +7,7 @@ import re
 import socket
 from typing import Any
 
+import httpx
 from hypothesis import strategies as st
 from router_clients import eventually, is_idle
 
@@ -84,6 +85,20 @@ def test_any_bytes(router) -> None:
     check_all_is_well(router)
 
 
+def check_error(answer: httpx.Response) -> None:
+    """It is OpenAI's, fits its status, and is short, whatever it cites."""
+    error = answer.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error["type"] == {404: "not_found_error"}.get(answer.status_code, "invalid_request_error")
+    assert error["code"]
+    assert 0 < len(error["message"]) < 1100 and len(error["param"] or "") < 1100
+
+
+def test_what_errors_cite_of_a_request_is_cut(router) -> None:
+    for fields in ({"model": "x" * 3000}, {"speculative": {"x" * 3000: 1}}):
+        check_error(router.http.post("/v1/completions", json={"prompt": "hello", **fields}))
+
+
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     path = draw(st.sampled_from(sorted(BODIES)))
@@ -99,7 +114,7 @@ def test_any_value_in_any_field(router) -> None:
         answer = router.http.post(path, content=raw)
         assert answer.status_code < 500, answer.text
         if answer.status_code != 200:
-            assert answer.json()["error"]["message"]
+            check_error(answer)
 
     fuzz(check, bodies(), examples=150)
     check_all_is_well(router)

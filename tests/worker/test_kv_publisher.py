@@ -23,7 +23,7 @@ from tests.fuzzing import fuzz
 from tests.worker.harness import request
 from tests.worker.light_loop import small_engine
 from tests.worker.tiny_model import VOCAB_SIZE
-from worker.kv_publisher import MAX_REQUEST_BYTES, KvPublisher, open_publisher, place_of
+from worker.kv_publisher import END_OF_REPLAY, MAX_REQUEST_BYTES, KvPublisher, open_publisher, place_of
 
 TOPIC = "kv@decode-1@model"
 FREE = "tcp://127.0.0.1:0"
@@ -235,10 +235,25 @@ def test_fuzz_who_asks_for_what_was_missed(engine: Engine, closing: contextlib.E
     large.disable_monitor()
     large.close()
 
-    def check(frames: list[bytes]) -> None:
-        consumer.dealer.send_multipart(frames)
+    fit = 0
 
-    fuzz(check, st.lists(st.binary(max_size=20) | st.just(b""), min_size=1, max_size=4), examples=100)
-    while consumer.dealer.poll(100):
-        consumer.dealer.recv_multipart()
+    def check(frames: list[bytes]) -> None:
+        nonlocal fit
+        consumer.dealer.send_multipart(frames)
+        if len(frames) == 2 and len(frames[1]) == 8:
+            fit += 1
+            assert consumer.dealer.poll(WAIT_MS)
+            assert consumer.dealer.recv_multipart() == [b"", b"", END_OF_REPLAY, b""]
+
+    frame = st.binary(max_size=20) | st.binary(min_size=7, max_size=9) | st.just(b"")
+    fuzz(check, st.lists(frame, min_size=1, max_size=4), examples=100)
+    assert fit
+    log = engine.blocks.watch()
+    engine.add(request("r", [5] * 40, max_tokens=1))
+    while engine.has_work():
+        engine.step()
+    publisher.publish(log.take())
+    consumer.follow(1)
+    consumer.next = 0
     consumer.replay()
+    assert consumer.next == 1, "an answer that nobody should have got came first"
