@@ -15,7 +15,7 @@ serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--p
 	exec $(BIN)/tandem serve $(ARGS)
 
 test: lint  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" to choose)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: .venv/.installed-test  ## Run ruff, mypy and the import rules
 	$(BIN)/ruff check .

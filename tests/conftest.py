@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 
 import pytest
@@ -9,25 +10,52 @@ from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 STARTS_RAY = (
+    "tests/deploy/test_restart.py",
+    "tests/deploy/test_routers.py",
+    "tests/deploy/test_scale.py",
     "tests/deploy/test_serve.py",
     "tests/e2e/test_object_store_serving.py",
+    "tests/examples/test_examples.py",
     "tests/kvtransfer/test_object_store.py",
 )
 """One after the other: Rays that start at the same moment may choose the same ports."""
 
 FIRST = (
-    "tests/cluster/test_ray_up.py",
     "ray",
-    "tests/e2e/test_failover.py",
+    "tests/cluster/test_ray_up.py",
     "tests/e2e/test_speculation.py",
-    "tests/e2e/test_drain.py",
-    "tests/statistics/test_rejection_sampling.py",
+    "tests/e2e/test_failover.py",
     "tests/faults/test_schedules.py",
+    "tests/statistics/test_rejection_sampling.py",
     "tests/faults/test_freezes.py",
+    "tests/e2e/test_drain.py",
     "tests/faults/test_networks.py",
+    "tests/deploy/test_template.py",
+    "tests/worker/test_prefill_redirect.py",
+    "tests/faults/test_wires.py",
+    "tests/speculation/test_token_equality.py",
+    "tests/e2e/test_kill_storm.py",
     "tests/e2e/test_token_equality.py",
+    "tests/e2e/test_draft_worker.py",
+    "tests/worker/test_worker_speculation.py",
+    "tests/bench/test_bench_speculate.py",
+    "tests/planner/test_calibration.py",
+    "tests/faults/test_whole_requests.py",
+    "tests/statistics/test_kv_wire_accuracy.py",
+    "tests/bench/test_bench_transfer.py",
+    "tests/router/test_slow_clients.py",
+    "tests/statistics/test_non_anticipation.py",
+    "tests/e2e/test_doctor.py",
+    "tests/engine/test_attention_build.py",
+    "tests/speculation/test_run_ahead.py",
+    "tests/e2e/test_fairness.py",
+    "tests/e2e/test_tensor_parallel.py",
+    "tests/e2e/test_timeouts.py",
+    "tests/engine/test_tiers_properties.py",
+    "tests/engine/test_block_manager_properties.py",
+    "tests/e2e/test_placement.py",
 )
-"""What takes longest begins first, so that it does not end last and alone."""
+"""What takes longest (`--durations`) begins first, or it ends last and alone; then what has most tests."""
 
 
 class ByModule(LoadScopeScheduling):
@@ -54,3 +82,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByModule:
 def pytest_collection_finish() -> None:
     """Once all modules are imported, of which one may name what it needs alone: there is one fork server."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
+    gc.collect()
+    gc.freeze()  # or each collection would go through all tests and libraries, for a third of a second
