@@ -27,6 +27,7 @@ from protocol.config import (
 )
 from protocol.errors import ConfigError
 from protocol.kv_events import parse_kv_events_config, port_of
+from protocol.ports import worker_ports
 from protocol.roles import ROLES
 from protocol.scaling import parse_autoscale
 from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
@@ -121,6 +122,7 @@ def _check_together(config: ServeConfig) -> None:
         raise ConfigError("--kv-transports: name at least one transport")
     if config.api_key_file is not None and not read_key_file(config.api_key_file):
         raise ConfigError(f"--api-key-file: {config.api_key_file} has no key: `tandem key add` makes one")
+    worker_ports(config)
     _check_http_tls(config)
     _check_tls(config)
     _check_tiers(config)

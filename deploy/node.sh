@@ -9,7 +9,8 @@
 #   CLUSTER_HOSTS   what each host is for, as in "10.0.0.10 10.0.0.11=prefill:1 10.0.0.12=decode:2,draft:1": its
 #                  address, and how many workers of which role it takes. A head without roles takes none.
 #                  Without this, Ray chooses the address, and the host takes workers of any role.
-#   RAY_PORT       Ray's first port (6379). It takes this and the next five, and those from +21 to +120.
+#   RAY_PORT       Ray's first port (6379). It takes this and the next five, and those from +21 to +120;
+#                  `tandem serve` and its workers those from +121 to +220 (TANDEM_WORKER_PORTS).
 #
 # Ray asks for a token (~/.ray/auth_token, or the file RAY_AUTH_TOKEN_PATH), and `tandem serve` for an API key (~/.tandem/api_key) unless
 # TANDEM_API_KEY has one. The head makes both; the token must be the same on all hosts.
@@ -87,6 +88,7 @@ serve)
         TANDEM_API_KEY=$(<"$api_key")
         export TANDEM_API_KEY
     fi
+    export TANDEM_WORKER_PORTS=${TANDEM_WORKER_PORTS:-$((port + 121))-$((port + 220))}
     cd "$here"
     (umask 077; exec setsid "$python" -m deploy serve --ray-address auto >"$serve_log" 2>&1 </dev/null) &
     echo $! >"$serve_pid"

@@ -21,6 +21,7 @@ from kvtransfer.transports.transport import Transport
 from messaging.wake import Wake
 from protocol.handoff import Extent
 from protocol.messages import TransferOffer
+from protocol.ports import ANY_PORT
 
 logger = logging.getLogger("tandem.kvtransfer")
 
@@ -32,10 +33,11 @@ class Receiver:
     """Receives blocks into `pool` under leases, over every transport of `transports` at once.
 
     The caller opened the transports, and closes them. `key` is the cluster's 32-byte transfer key, `host` the
-    address to listen on, as peers reach it. `on_event` is called from an I/O thread whenever `poll` has
-    something new; it must not block. A connection that stops in the middle of a piece is dropped after
-    `progress_timeout_s` seconds. A sender without a connection gets `reconnect_grace_s` seconds to come back
-    over another wire before its leases fail. `pairs` gets what came from each peer.
+    address to listen on, as peers reach it, on one of `ports` for each transport. `on_event` is called from
+    an I/O thread whenever `poll` has something new; it must not block. A connection that stops in the middle
+    of a piece is dropped after `progress_timeout_s` seconds. A sender without a connection gets
+    `reconnect_grace_s` seconds to come back over another wire before its leases fail. `pairs` gets what came
+    from each peer.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Receiver:
         incarnation: str,
         transports: Sequence[Transport],
         host: str,
+        ports: Sequence[int] = ANY_PORT,
         on_event: Callable[[], None],
         progress_timeout_s: float = 30.0,
         handshake_timeout_s: float = 5.0,
@@ -77,7 +80,7 @@ class Receiver:
         self._listeners: dict[int, tuple[socket.socket, Transport]] = {}
         self.offers: list[TransferOffer] = []
         for transport in transports:
-            listener, address = transport.listen(host)
+            listener, address = transport.listen(host, ports)
             listener.setblocking(False)
             self._listeners[listener.fileno()] = (listener, transport)
             self.offers.append(

@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 
 import msgspec
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from messaging.ports import bind_one
 from protocol.codec import MAX_MESSAGE_BYTES
+from protocol.ports import ANY_PORT
 
 
 class ClusterKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,19 +61,31 @@ def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKe
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, host: str, port: int = 0
+    context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, host: str, ports: Sequence[int] = ANY_PORT
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A ROUTER socket on a port of `host`, or on a free one (0); returns it with its endpoint."""
+    """A ROUTER socket on one of these ports of `host`; returns it with its endpoint.
+
+    Raises `ConfigError` where they are all taken, OSError where `host` can't be bound.
+    """
     router = context.socket(zmq.ROUTER)
     _limit(router)
     router.curve_server = True
     router.curve_publickey = keys.server_public
     router.curve_secretkey = keys.server_secret
     router.router_handover = True
-    if port:
-        router.bind(f"tcp://{host}:{port}")
-    else:
-        port = router.bind_to_random_port(f"tcp://{host}")
+
+    def bind(port: int) -> int:
+        try:
+            router.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"cannot listen on {host}:{port}: {error}") from error
+        return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    try:
+        port = bind_one(ports, bind)
+    except BaseException:
+        router.close(linger=0)
+        raise
     return router, f"tcp://{host}:{port}"
 
 

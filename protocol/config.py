@@ -140,6 +140,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         _doc("Nodes of the Ray cluster to spread workers over, for which a start waits 30 seconds at most."),
     ] = 1
     worker_host: Annotated[str | None, _doc("Address that workers bind; default: their node's.")] = None
+    worker_ports: Annotated[
+        str | None,
+        _doc("Ports that workers and routers listen on for each other, as in 6500-6599; default: any."),
+    ] = None
     worker_threads: Annotated[
         PositiveInt | None,
         _doc("CPU threads per worker; default: its share of the host's cores, and of idle workers'."),

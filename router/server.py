@@ -19,6 +19,7 @@ from messaging.sockets import ClusterKeys
 from messaging.tls import http_tls
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.ports import router_ports
 from router.app import build_app
 from router.connection import HEAD_TIMEOUT_S, Connections, HttpConnection, raise_file_limit
 from router.errors import ApiError
@@ -68,9 +69,9 @@ class RouterServer:
             self._http_socket = bind_http(config.host, config.port)
         try:
             if place is None:
-                self.state = RouterState(config, keys, link_host)
+                self.state = RouterState(config, keys, link_host, router_ports(config))
             else:
-                self.state = RouterState(config, keys, link_host, place.link_port, place.router_id)
+                self.state = RouterState(config, keys, link_host, [place.link_port], place.router_id)
         except BaseException:
             self._close_http()
             raise

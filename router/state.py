@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from protocol.messages import (
     WorkerState,
     WorkerToRouter,
 )
+from protocol.ports import ANY_PORT
 from protocol.version import protocol_problem
 from router.api_keys import ApiKeys
 from router.bodies import Bodies
@@ -63,7 +65,7 @@ class RouterState:
         config: ServeConfig,
         keys: ClusterKeys,
         link_host: str = "127.0.0.1",
-        link_port: int = 0,
+        link_ports: Sequence[int] = ANY_PORT,
         router_id: str = "router-0",
     ) -> None:
         self.config = config
@@ -78,7 +80,7 @@ class RouterState:
         self.metrics = Metrics(config.model_name, self.registry)
         self.keys = ApiKeys(config, self.metrics)
         self.tracing = _tracing(config, self.metrics)
-        self.link = WorkerLink(keys, link_host, self.metrics, link_port)
+        self.link = WorkerLink(keys, link_host, self.metrics, link_ports)
         shared = (config, self.journal, self.registry, self.metrics, self.link.send)
         self.kv_feed = KvFeed(self.registry, self.metrics, self.link.send)
         self.metrics.num_indexed_blocks.set_function(lambda: len(self.kv_feed.index))

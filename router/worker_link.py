@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -14,6 +14,7 @@ from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, introduction, worker_to_router
 from protocol.errors import ProtocolError
 from protocol.messages import Introduced, Register, WorkerToRouter
+from protocol.ports import ANY_PORT
 from protocol.version import PROTOCOL
 from router.metrics import Metrics
 from router.registry import Worker
@@ -27,11 +28,13 @@ MAX_MESSAGES_PER_TURN = 64
 class WorkerLink:
     """A ROUTER socket, bound at once, read by the event loop from `attach()` on."""
 
-    def __init__(self, keys: ClusterKeys, host: str, metrics: Metrics, port: int = 0) -> None:
+    def __init__(
+        self, keys: ClusterKeys, host: str, metrics: Metrics, ports: Sequence[int] = ANY_PORT
+    ) -> None:
         self._metrics = metrics
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = start_authenticator(self._context, keys)
-        self._socket, self.endpoint = bind_router(self._context, keys, host, port)
+        self._socket, self.endpoint = bind_router(self._context, keys, host, ports)
         self._socket.router_mandatory = True
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[WorkerToRouter | Introduced], None] | None = None

@@ -10,6 +10,7 @@ from messaging.sockets import bind_router, give_way, start_authenticator
 from protocol.codec import encode, peer_request
 from protocol.errors import ProtocolError
 from protocol.messages import PeerReply, PeerRequest
+from protocol.ports import worker_ports
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,8 @@ class PeerSocket:
     def __init__(self, parts: WorkerParts) -> None:
         self._counters = parts.counters
         self._authenticator = start_authenticator(parts.context, parts.keys)
-        self.socket, self.endpoint = bind_router(parts.context, parts.keys, parts.host)
+        ports = worker_ports(parts.config)
+        self.socket, self.endpoint = bind_router(parts.context, parts.keys, parts.host, ports)
 
     def receive(self) -> list[tuple[bytes, PeerRequest]]:
         """All requests that have arrived; never waits."""

@@ -23,6 +23,7 @@ from messaging.tls import tls_files
 from native.build import build_all
 from protocol.config import ServeConfig, transport_names
 from protocol.logs import log_to_stderr
+from protocol.ports import worker_ports
 from speculation.draft_model import check_draft, draft_config
 from speculation.remote import RemoteDrafter
 from speculation.run_ahead import run_ahead
@@ -120,5 +121,6 @@ def open_wires(
         checksum=config.kv_checksum,
         tls=tls_files(config),
         carrier=carrier,
+        ports=worker_ports(config),
     )
     return open_transports(transport_names(config), pool, name, options, pairs)

@@ -6,6 +6,7 @@ from collections import Counter
 
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
+from protocol.ports import worker_ports
 from worker.parts import WorkerParts
 
 
@@ -29,6 +30,7 @@ def open_transfers(parts: WorkerParts) -> tuple[Sender, Receiver]:
         incarnation=parts.incarnation,
         transports=parts.wires,
         host=parts.host,
+        ports=worker_ports(parts.config),
         pairs=parts.pairs,
         on_event=parts.wake.set,
     )

@@ -7,10 +7,14 @@ connections to those alone that listen. So a router that is started anew finds i
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
+from functools import partial
 
+from messaging.ports import bind_one
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.ports import router_ports
 from router.server import RouterPlace, bind_http
 
 _TRIES = 20
@@ -22,7 +26,8 @@ class RouterPorts:
     def __init__(self, config: ServeConfig, link_host: str) -> None:
         self._kept = contextlib.ExitStack()
         self.port = self._keep_http(config)
-        links = [_keep(link_host, 0) for _ in range(config.router_replicas)]
+        keep_link = partial(_keep_link, link_host)
+        links = [bind_one(router_ports(config), keep_link) for _ in range(config.router_replicas)]
         for link in links:
             self._kept.callback(link.close)
         self.places = [
@@ -51,6 +56,13 @@ class RouterPorts:
                 self._kept = kept.pop_all()
                 return port
         raise AssertionError
+
+
+def _keep_link(host: str, port: int) -> socket.socket:
+    try:
+        return _keep(host, port)
+    except ConfigError as error:
+        raise OSError(errno.EADDRINUSE, str(error)) from error
 
 
 def _keep(host: str, port: int) -> socket.socket:

@@ -17,6 +17,7 @@ from kvtransfer.transports.tls import TlsTransport
 from kvtransfer.transports.transport import Transport
 from messaging.tls import TlsFiles
 from protocol.config import KV_TRANSPORTS
+from protocol.ports import ANY_PORT
 
 logger = logging.getLogger("tandem.kvtransfer")
 
@@ -26,7 +27,7 @@ class TransportOptions:
     """`tcp_streams`: connections per pair. `wire_dtype`: how `tcp` carries values, `auto` for as they are.
 
     `checksum` is what the sender's pieces will carry, `tls` makes `tcp` encrypt, `carrier` is what
-    `object_store` needs.
+    `object_store` needs, UCX itself listens on one of `ports`.
     """
 
     tcp_streams: int = 1
@@ -34,6 +35,7 @@ class TransportOptions:
     checksum: Mode = "off"
     tls: TlsFiles | None = None
     carrier: Carrier | None = None
+    ports: Sequence[int] = ANY_PORT
 
 
 def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOptions) -> Transport:
@@ -45,7 +47,7 @@ def _open(transport: str, pool: RegisteredPool, name: str, options: TransportOpt
 
             if pool.device is not None and options.checksum != "off":
                 raise TransferError("it sends from a GPU's memory, and checksums are made on the host")
-            return UcxTransport(pool, name)
+            return UcxTransport(pool, name, options.ports)
         case "tcp":
             wire_segments(pool.segments, options.wire_dtype)  # raises LayoutError where that can't be
             if options.tls is not None:

@@ -14,6 +14,7 @@ import os
 import secrets
 import select
 import socket
+from collections.abc import Sequence
 
 from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices
 from kvtransfer.blocks.gather import Gather, compiled
@@ -24,6 +25,7 @@ from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases.gate import WriteGate
 from kvtransfer.transports.transport import PieceReader, PieceWriter, Transport
 from protocol.errors import ProtocolError
+from protocol.ports import ANY_PORT
 
 _SLICE_BYTES = 4 * 1024 * 1024
 """Bytes that are copied between two looks at the gate: well under a millisecond."""
@@ -62,7 +64,7 @@ class ShmTransport(Transport):
     def __init__(self) -> None:
         compiled()  # now, not in the first piece
 
-    def listen(self, host: str) -> tuple[socket.socket, str]:
+    def listen(self, host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
         address = f"tandem-kv-{secrets.token_hex(16)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind("\0" + address)

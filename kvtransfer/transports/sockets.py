@@ -5,16 +5,31 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Sequence
+
+from messaging.ports import bind_one
+from protocol.ports import ANY_PORT
 
 _DEAD_AFTER_MS = 30_000
 
 
-def listen_tcp(host: str) -> tuple[socket.socket, str]:
-    """A listening socket on a free port of `host`, and its address."""
+def listen_tcp(host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
+    """A listening socket on one of these ports of `host`, and its address."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind(address)
-    listener.listen(128)
+
+    def listen(port: int) -> socket.socket:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # A range is too small for ports that rest for a minute after their connections.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, port != 0)
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    listener = bind_one(ports, listen)
     return listener, "{}:{}".format(*listener.getsockname()[:2])
 
 

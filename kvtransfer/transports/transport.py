@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, views
@@ -17,6 +18,7 @@ from kvtransfer.interface import RegisteredPool
 from kvtransfer.leases.gate import WriteGate
 from kvtransfer.transports.sockets import connect_tcp, listen_tcp
 from messaging.wake import Wake
+from protocol.ports import ANY_PORT
 
 MAX_IN_FLIGHT = 3
 """Pieces sent and not acknowledged, at most. It bounds memory in transit, and how long an abort waits."""
@@ -82,9 +84,12 @@ class Transport(ABC):
     wire_dtype = "auto"
     """How values travel: `auto` as they lie in the pool, or quantized (`layout.wire_segments`)."""
 
-    def listen(self, host: str) -> tuple[socket.socket, str]:
-        """A listening socket, and the address at which peers reach it."""
-        return listen_tcp(host)
+    def listen(self, host: str, ports: Sequence[int] = ANY_PORT) -> tuple[socket.socket, str]:
+        """A listening socket, and the address at which peers reach it.
+
+        Raises `ConfigError` where all ports are taken.
+        """
+        return listen_tcp(host, ports)
 
     def connect(self, address: str) -> socket.socket:
         """Begin to connect, without blocking."""

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -477,7 +477,7 @@ class Process:
 def _pin(wire: Transport, address: str) -> None:
     """Let a transport listen at a given address, where a predecessor did or a successor will."""
 
-    def listen(host: str) -> tuple[socket.socket, str]:
+    def listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
         if wire.name == "shm":
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind("\0" + address)

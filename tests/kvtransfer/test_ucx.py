@@ -57,6 +57,18 @@ def test_blocks_arrive_wherever_they_are_wanted(closing: Closing, tls: str) -> N
     assert sender.ask("block_digests") == theirs
 
 
+def test_it_listens_on_the_ports_that_it_is_given() -> None:
+    """But on loopback, where UCX has a further port."""
+    code = (
+        "import psutil; from kvtransfer.transports.ucx.agent import Agent; "
+        "agent = Agent('ports-1', ports=range(20_000, 30_000)); "
+        "print(*(each.laddr.port for each in psutil.Process().net_connections('inet'))); agent.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    listening = list(map(int, done.stdout.split()))
+    assert sum(20_000 <= port < 30_000 for port in listening) >= len(listening) - 1 > 0
+
+
 def test_a_large_pool_in_small_blocks(closing: Closing) -> None:
     options = {"num_blocks": 4096, "block_bytes": 16 * 1024}
     sender, receiver = pair(closing, "all", **options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.transports.ucx.bindings import bindings
 from protocol.errors import ProtocolError
+from protocol.ports import ANY_PORT
 
 Indices = npt.NDArray[np.int32]
 
@@ -105,10 +106,10 @@ class Agent:
     After `close`, releasing calls have no effect and all others raise AgentClosedError.
 
     `name` must never be used again by any agent of the cluster. With `on_this_host` UCX listens on loopback
-    alone.
+    alone, otherwise on one of `ports` at each of the host's addresses.
     """
 
-    def __init__(self, name: str, *, on_this_host: bool = False) -> None:
+    def __init__(self, name: str, *, on_this_host: bool = False, ports: Sequence[int] = ANY_PORT) -> None:
         self.name = name
         self._nixl = bindings()
         self._errors = _errors_of(self._nixl)
@@ -124,7 +125,8 @@ class Agent:
         try:
             self._agent = self._nixl.nixlAgent(name, config)
             parameters, _ = self._agent.getPluginParams("UCX")
-            engine_config = ENGINE_CONFIG + (",NET_DEVICES=lo" if on_this_host else "")
+            listen = ",NET_DEVICES=lo" if on_this_host else f",TCP_PORT_RANGE={ports[0]}-{ports[-1]}"
+            engine_config = ENGINE_CONFIG + listen
             self._backend = self._agent.createBackend("UCX", {**parameters, "engine_config": engine_config})
         except self._errors as error:
             chosen = os.environ.get("UCX_TLS", "all")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvtransfer.blocks.device import settle
@@ -29,6 +30,7 @@ from kvtransfer.transports.ucx.orphans import OrphanedReads
 from kvtransfer.transports.ucx.reader import UcxReader
 from kvtransfer.transports.ucx.words import ConnectionWord, Words
 from protocol.errors import ProtocolError
+from protocol.ports import ANY_PORT
 
 _NO_READ = (
     "UCX cannot read from the sender by RDMA, cuda_ipc or cma ({error}); "
@@ -75,9 +77,9 @@ class UcxTransport(Transport):
     parts_at_once = PARTS_AT_ONCE
     reaches_devices = True
 
-    def __init__(self, pool: RegisteredPool, name: str) -> None:
+    def __init__(self, pool: RegisteredPool, name: str, ports: Sequence[int] = ANY_PORT) -> None:
         self._pool = pool  # its memory must outlive the agent
-        self._agent = Agent(f"{name}-{secrets.token_hex(8)}", on_this_host=self.same_host)
+        self._agent = Agent(f"{name}-{secrets.token_hex(8)}", on_this_host=self.same_host, ports=ports)
         self._orphans = OrphanedReads(self._agent)
         self._words = Words()
         try:
