@@ -1,4 +1,4 @@
-"""Hosts in network namespaces of their own, joined by a router whose links can be cut."""
+"""Hosts in network namespaces of their own, joined by a router whose links can be slowed and cut."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from bench.packet_relay import DEVICE
 
 _CLONE_NEWNET = 0x40000000
 _FOLDER = Path("/run/netns")
+_CHECKOUT = Path(__file__).resolve().parents[1]
+_RELAYED = "100"
+"""The router's table of routes to a packet relay."""
 
 
 def enter(network: str) -> None:
@@ -26,8 +33,12 @@ def enter(network: str) -> None:
         os.close(descriptor)
 
 
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+
+
 def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20).stdout
+    return _run("ip", *arguments)
 
 
 def _free_subnet() -> int:
@@ -39,13 +50,16 @@ def _free_subnet() -> int:
 class Network:
     """Namespaces `left` and `right`, and with `joined` this process's own too; `close` removes them.
 
-    `cut` loses every packet from one of them to another and tells nobody, `unplug` takes a link down.
+    `cut` loses every packet from one of them to another and tells nobody, `unplug` takes a link down. Packets
+    have `mtu` bytes at most.
     """
 
-    def __init__(self, joined: bool = False) -> None:
+    def __init__(self, joined: bool = False, mtu: int = 1500) -> None:
         name, self._subnet = f"tnd{secrets.token_hex(3)}", _free_subnet()
-        self._own_wire = f"{name}3"
+        self._mtu = str(mtu)
+        self._wires = [f"{name}{number}" for number in (1, 2, 3)]
         self._router, self.left, self.right = f"{name}m", f"{name}l", f"{name}r"
+        self._leads_through_relay = False
         self.hosts = {self.left: self._host(1), self.right: self._host(2), "": self._host(3)}
         try:
             for network in (self._router, self.left, self.right):
@@ -53,7 +67,7 @@ class Network:
                 _ip("-n", network, "link", "set", "lo", "up")
             _ip("netns", "exec", self._router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
             for number, network in enumerate([self.left, self.right, *([""] if joined else [])], 1):
-                self._join(number, network, f"{name}{number}")
+                self._join(number, network, self._wires[number - 1])
         except BaseException:
             self.close()
             raise
@@ -70,8 +84,59 @@ class Network:
     def plug_in(self, network: str) -> None:
         _ip("-n", self._router, "link", "set", self._port(network), "up")
 
+    @contextlib.contextmanager
+    def slowed(self, rate: str) -> Iterator[None]:
+        """Left and right send no more than this, in the words of `tc`, as in "1gbit"."""
+        ends = list(zip((self.left, self.right), self._wires, strict=False))
+        for network, wire in ends:
+            shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "20ms"]
+            _run("tc", "-n", network, "qdisc", "add", "dev", wire, *shape)
+        yield
+        for network, wire in ends:
+            _run("tc", "-n", network, "qdisc", "del", "dev", wire, "root")
+
+    @contextlib.contextmanager
+    def relayed(self, delay_s: float, loss: float = 0.0) -> Iterator[Callable[[], int]]:
+        """Between left and right packets come `delay_s` later each way, and a share of them never.
+
+        The relay ends with the context, or by the function that this yields, which says how many were lost.
+        """
+        program = [sys.executable, "-m", "bench.packet_relay", str(delay_s), str(loss), self._mtu]
+        relay = subprocess.Popen(
+            ["ip", "netns", "exec", self._router, *program],
+            cwd=_CHECKOUT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+        def end() -> int:
+            return int(relay.communicate(timeout=20)[0])
+
+        assert relay.stdout is not None
+        try:
+            if relay.stdout.readline() != "ready\n":
+                raise RuntimeError("the packet relay does not start")
+            self._lead_through_relay()
+            yield end
+        finally:
+            if relay.poll() is None:
+                end()
+
+    def _lead_through_relay(self) -> None:
+        """What comes from there goes on as ever. When the relay's device is gone, all does."""
+        _ip("-n", self._router, "route", "add", "default", "dev", DEVICE, "table", _RELAYED)
+        if self._leads_through_relay:
+            return
+        self._leads_through_relay = True
+        add = ["-n", self._router, "rule", "add"]
+        _ip(*add, "iif", DEVICE, "lookup", "main", "priority", "5")
+        ends = self.hosts[self.left], self.hosts[self.right]
+        for source, target in (ends, ends[::-1]):
+            _ip(*add, "from", source, "to", target, "lookup", _RELAYED, "priority", "20")
+
     def close(self) -> None:
-        subprocess.run(["ip", "link", "del", self._own_wire], capture_output=True, timeout=20)
+        subprocess.run(["ip", "link", "del", self._wires[2]], capture_output=True, timeout=20)
         for network in (self.left, self.right, self._router):
             subprocess.run(["ip", "netns", "del", network], capture_output=True, timeout=20)
 
@@ -84,7 +149,8 @@ class Network:
     def _join(self, number: int, network: str, wire: str) -> None:
         inside = ["-n", network] if network else []
         subnet = f"10.222.{self._subnet + number}"
-        _ip("-n", self._router, "link", "add", f"to{number}", "type", "veth", "peer", "name", wire)
+        peer = ["type", "veth", "peer", "name", wire, "mtu", self._mtu]
+        _ip("-n", self._router, "link", "add", f"to{number}", "mtu", self._mtu, *peer)
         _ip("-n", self._router, "link", "set", wire, "netns", network or str(os.getpid()))
         _ip("-n", self._router, "addr", "add", f"{subnet}.1/24", "dev", f"to{number}")
         _ip(*inside, "addr", "add", f"{subnet}.2/24", "dev", wire)
