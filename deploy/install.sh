@@ -80,7 +80,7 @@ if ! has_gpu && [ -z "${TANDEM_TORCH_SPEC:-}" ] && .venv/bin/python -m pip list 
 fi
 
 # Tests that need a program which is not there are skipped, and say so.
-has_programs() { [ -x /usr/bin/chromium ] && [ -x /usr/sbin/sshd ] && type -P ip rsync promtool >/dev/null; }
+has_programs() { [ -x /usr/bin/chromium ] && [ -x /usr/sbin/sshd ] && type -P ip rsync iperf3 promtool >/dev/null; }
 install_promtool() {
     # Of the package this program alone: the whole of it would start a server.
     local folder
@@ -91,8 +91,8 @@ install_promtool() {
 }
 install_programs() { apt-get -qq update && apt-get -qq install --yes --no-install-recommends "$@"; }
 if [ "$extras" = test ] && ! has_programs; then
-    echo "install: Chromium, for the tests of the page; SSH's server, rsync and ip, for those of a cluster; promtool"
-    { DEBIAN_FRONTEND=noninteractive install_programs chromium openssh-server rsync iproute2 &&
+    echo "install: Chromium, for the tests of the page; SSH's server, rsync, ip and iperf3, for those of a cluster; promtool"
+    { DEBIAN_FRONTEND=noninteractive install_programs chromium openssh-server rsync iproute2 iperf3 &&
         { command -v promtool || install_promtool; }; } >/dev/null 2>&1 ||
         echo "install: some are not to be had; these tests are skipped"
 fi

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from bench.transfer.figures import Figure
     from bench.transfer.growth import Point
 
-ROWS = ("shm", "tcp", "tls", "ucx", "object_store", "messages", "idle", "int8", "delay")
-DEFAULT_ROWS = ",".join(name for name in ROWS if name != "delay")
+ROWS = ("shm", "tcp", "tls", "ucx", "object_store", "messages", "idle", "int8", "link", "delay")
+DEFAULT_ROWS = ",".join(name for name in ROWS if name not in ("link", "delay"))
 
 
 def transfer(
@@ -27,7 +27,8 @@ def transfer(
 ) -> None:
     """Measure KV transfers against what the machine can do, in ratios taken in the same run.
 
-    `delay` prefills prompts of 4096 tokens with the shape of a 0.6B model: minutes for each round.
+    `link` makes two hosts of network namespaces: it needs root, and iperf3. `delay` prefills prompts of 4096
+    tokens with the shape of a 0.6B model: minutes for each round.
     """
     from bench.transfer.figures import as_table, write_figures
     from bench.transfer.rows import MEASURES

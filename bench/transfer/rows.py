@@ -8,6 +8,7 @@ from bench.transfer.accuracy import int8
 from bench.transfer.delay import delay
 from bench.transfer.figures import Figure
 from bench.transfer.idle import idle
+from bench.transfer.link import link
 from bench.transfer.messages import messages
 from bench.transfer.nixl import ucx
 from bench.transfer.raw import shm, tcp, tls
@@ -28,5 +29,6 @@ MEASURES: dict[str, Callable[[int], Iterator[Figure]]] = {
     "messages": messages,
     "idle": idle,
     "int8": int8,
+    "link": link,
     "delay": delay,
 }

@@ -20,7 +20,7 @@ from kvtransfer import Completed, Failed, PoolMemory, Receiver, RegisteredPool, 
 from kvtransfer.blocks.memory import map_peer_pool
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.tcp import TcpTransport
-from protocol.handoff import Extent
+from protocol.handoff import Extent, SegmentInfo
 from protocol.messages import PeerAddress
 
 KEY = bytes(32)
@@ -44,11 +44,14 @@ class Side:
         num_blocks: int,
         name: str,
         options: TransportOptions = TransportOptions(),
+        segments: tuple[SegmentInfo, ...] = (),
+        host: str = "127.0.0.1",
     ) -> None:
         self.name = name
+        self.host = host
         self.memory = PoolMemory(block_bytes * num_blocks)
         np.frombuffer(self.memory.buffer, dtype=np.uint8).fill(1)  # touches every page
-        self.pool = RegisteredPool(self.memory.buffer, block_bytes, num_blocks, memory_fd=self.memory.fd)
+        self.pool = RegisteredPool(self.memory.buffer, block_bytes, num_blocks, segments, self.memory.fd)
         self.address = address_of(self.memory.buffer)
         self.transports = open_transports(list(transports), self.pool, name, options)
         self.stream = socket.socket()
@@ -72,10 +75,10 @@ class ReceivingSide(Side):
             worker_id=self.name,
             incarnation=self.name,
             transports=self.transports,
-            host="127.0.0.1",
+            host=self.host,
             on_event=lambda: None,
         )
-        self._listener, self._raw_address = TcpTransport().listen("127.0.0.1")
+        self._listener, self._raw_address = TcpTransport().listen(self.host)
 
     def close(self) -> None:
         self.receiver.close()

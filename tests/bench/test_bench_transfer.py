@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.transfer import growth, raw, rows
+from bench.transfer import growth, link, raw, rows
 from bench.transfer.figures import Figure, ratio_figure
 from bench.transfer.growth import Point
 from bench.transfer.process import Remote
@@ -63,6 +63,16 @@ def test_the_wires_beyond_move_their_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     figures = [*rows.MEASURES["tls"](1), *rows.MEASURES["object_store"](1)]
     assert [figure.what.split(",")[0] for figure in figures] == ["TLS", "object_store"]
     assert all(figure.value > 0 for figure in figures)
+
+
+@pytest.mark.slow
+def test_a_link_between_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := link.why_not():
+        pytest.skip(reason)
+    monkeypatch.setattr(link, "PROMPT_TOKENS", 32)
+    plain, packed = rows.MEASURES["link"](1)
+    assert "iperf3" in plain.baseline and plain.value > 0
+    assert "with int8" in packed.what and packed.value > 1
 
 
 class Failing:
