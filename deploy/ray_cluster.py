@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -134,7 +136,8 @@ class RayCluster:
         else:
             options["address"] = self._address
         try:
-            ray.init(**options)
+            with _bare_head():
+                ray.init(**options)
         except Exception as error:
             where = f"--ray-address {self._address}: cannot join Ray" if self._address else "cannot start Ray"
             raise RayStartError(f"{where}: {error}") from error
@@ -187,6 +190,28 @@ class RayCluster:
     def remove_files(self) -> None:
         if self._directory is not None:
             self._directory.remove()
+
+
+@contextlib.contextmanager
+def _bare_head() -> Iterator[None]:
+    """Let `ray.init` start no autoscaler and no server for web pages, which it does even without a dashboard.
+
+    A cluster of our own never grows, and nobody looks at it but us. Ray has no option for that.
+    """
+    from ray._private import node
+
+    class BareHead(node.Node):  # type: ignore[misc]
+        def start_monitor(self) -> None:
+            """No autoscaler."""
+
+        def start_api_server(self, **_: Any) -> None:
+            """No web pages."""
+
+    plain, node.Node = node.Node, BareHead
+    try:
+        yield
+    finally:
+        node.Node = plain
 
 
 def object_store_bytes(config: ServeConfig) -> int:
