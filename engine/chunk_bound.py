@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
-from protocol.costs import StepCosts
+from protocol.costs import StepCosts, itl_bound
 
 
 class ChunkBound:
@@ -16,12 +17,15 @@ class ChunkBound:
         self._costs, self._budget_s, self._least = costs, itl_budget_s, least_tokens
         self._left_s: float | None = None
 
-    def begin(self, rows: int, context: int) -> None:
-        """A step that decodes so many sequences, which attend to `context` tokens in all."""
+    def begin(self, rows: int, context: int, slo_tpot_s: float = inf) -> None:
+        """A step that decodes so many sequences, which attend to `context` tokens in all. The strictest of
+        their clients asks for `slo_tpot_s`.
+        """
         if not rows or not self._budget_s:
             self._left_s = None
             return
-        self._left_s = self._costs().chunk_seconds(rows, context, self._budget_s)
+        budget_s = itl_bound(self._budget_s, slo_tpot_s)
+        self._left_s = self._costs().chunk_seconds(rows, context, budget_s)
 
     def tokens(self, wanted: int, before: int) -> int:
         """So many of the `wanted` tokens of a prompt, after `before` others, still fit; 0 if none do."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import time
 from dataclasses import dataclass, field
+from math import inf
 
 from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
@@ -137,7 +138,9 @@ class Scheduler:
         running = sorted(self.running, key=lambda running: running.num_uncomputed > 1)
         if self._bound is not None:
             rows = [sequence for sequence in running if sequence.num_uncomputed == 1]
-            self._bound.begin(len(rows), sum([sequence.num_computed for sequence in rows]))
+            context = sum([sequence.num_computed for sequence in rows])
+            strictest_s = min([sequence.request.slo_tpot_s for sequence in rows], default=inf)
+            self._bound.begin(len(rows), context, strictest_s)
         for sequence in running:
             if budget == 0:
                 break

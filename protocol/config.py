@@ -184,7 +184,7 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(ge=0, le=3600),
         _doc(
             "Seconds that a step may take to compute part of a prompt while others decode; 0: no bound."
-            " At most 0.8 of --slo-tpot."
+            " At most 0.8 of --slo-tpot, and of the x-slo-tpot-ms of those."
         ),
     ] = 0.02
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 64

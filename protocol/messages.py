@@ -7,6 +7,7 @@ be used without further checks of its shape. What decode workers and draft worke
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Literal
 
 import msgspec
@@ -60,7 +61,8 @@ class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate. `output_token_ids` were emitted before, by a worker that is gone.
 
-    Without a `draft_plan` the worker that decodes it drafts as the deployment and the request say.
+    Without a `draft_plan` the worker that decodes it drafts as the deployment and the request say. Beside it
+    steps that compute prompts keep `slo_tpot_s`, the time per output token that its client asks for.
     """
 
     request_id: Id
@@ -69,6 +71,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: TokenIds = []
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     timeout_s: Seconds = 600.0
+    slo_tpot_s: Annotated[float, Meta(gt=0)] = inf
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     speculation: RequestSpeculation | None = None
     draft_plan: DraftPlan | None = None

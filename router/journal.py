@@ -205,6 +205,7 @@ class LiveRequest:
             output_token_ids=self.output_token_ids,
             priority=self.generation.priority,
             timeout_s=timeout_s,
+            slo_tpot_s=self.generation.slo_tpot_s,
             cache_salt=self.generation.cache_salt,
             speculation=self.generation.speculation,
             draft_plan=self.draft_plan,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
+from protocol.costs import itl_bound
 from router.placement.cluster import Cluster
 from router.placement.interface import LinkSpeed, RequestFacts, WorkerSnapshot
 
@@ -97,9 +98,10 @@ def _most_beside_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
     costs = worker.costs_now
     if costs.itl_budget_s <= 0:
         return inf
+    bound_s = itl_bound(costs.itl_budget_s, request.slo_tpot_s)
     rows, context = worker.rows + 1, worker.context_tokens + request.num_tokens
     least_s = costs.chunks_s(LEAST_CHUNK, 0, LEAST_CHUNK)
-    beside_s = max(costs.chunk_seconds(rows, context, costs.itl_budget_s), least_s)
+    beside_s = max(costs.chunk_seconds(rows, context, bound_s), least_s)
     full_s = (costs.decode_s(rows, context) + beside_s) / max(costs.tokens_per_row, 1.0)
     return beside_s if full_s * (1 + FULL_MARGIN) <= request.slo_tpot_s else inf
 

@@ -24,6 +24,17 @@ def test_a_step_keeps_within_its_budget():
         assert chunks.is_full and chunks.tokens(512, 0) == 0
 
 
+def test_who_asks_for_less_than_the_budget_bounds_the_step():
+    chunks = bound(0.05)
+    for slo_tpot_s, seconds in ((0.03, 0.024), (0.05, 0.04), (0.0625, 0.05), (1.0, 0.05)):
+        chunks.begin(8, 0, slo_tpot_s)
+        count = chunks.tokens(512, 0)
+        assert COSTS.decode_s(8, 0) + COSTS.chunks_s(count, 0, 512) == pytest.approx(seconds, rel=0.01)
+    without = bound(0.0)
+    without.begin(8, 0, 0.03)
+    assert without.tokens(512, 0) == 512, "the operator wants no bound"
+
+
 def test_small_prompts_share_a_step():
     chunks = bound(0.05)
     chunks.begin(rows=8, context=0)

@@ -233,6 +233,18 @@ def test_a_prompt_beside_decoding_keeps_within_the_budget(
     assert tokens(outputs["long"]) == greedy(reference, prompt_of(240, seed=1), 8)
 
 
+def test_a_prompt_keeps_within_the_slo_of_who_decodes_beside_it(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(max_num_batched_tokens=512, itl_budget=0.01)
+    costs = StepCosts(step_s=1e-3, row_s=0.0, context_s=0.0, token_s=9e-3 / 50, attention_s=0.0)
+    engine._times.latest = costs
+    engine.add(ask("strict", prompt_of(20), max_tokens=3, slo_tpot_s=0.0055))
+    engine.add(ask("lax", prompt_of(20, seed=1), slo_tpot_s=0.1))
+    engine.step()
+    engine.add(ask("long", prompt_of(240, seed=2), slo_tpot_s=0.001))
+    assert [engine.step().num_tokens for _ in range(3)] == [2 + 18, 2 + 18, 1 + 50]
+    run(engine)
+
+
 def test_lower_priority_values_run_first(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(max_num_seqs=1)
     for name, priority in (("late", 5), ("early", -5), ("middle", 0)):

@@ -74,6 +74,7 @@ def test_a_slow_batch_takes_nobody_who_asks_for_more(make_router, pool):
     eventually(lambda: refused(router, "slo_tpot") == 1)
     running.append(pool.submit(ask, router, tpot="2500"))
     eventually(lambda: len(worker.generated) == 2)
+    assert [request.slo_tpot_s for request in worker.generated] == [1.2, 2.5], "it keeps to that as well"
     worker.hold.clear()
     assert sorted(future.result(5).status_code for future in running) == [200, 200, 429]
 
@@ -163,6 +164,52 @@ def test_prompts_slow_decoding_by_no_more_than_the_itl_budget():
     assert verdict([there, prefill("p0")], facts(**few, slo_tpot_s=0.025), "least_loaded") is None
     others.costs = StepCosts(step_s=5e-3, row_s=0.0, context_s=0.0, token_s=1e-3, attention_s=0.0)
     assert verdict([others], facts(**few, slo_tpot_s=0.025)) is not None, "nothing bounds them"
+
+
+def test_prompts_slow_who_asks_for_less_than_the_itl_budget_by_no_more_than_that():
+    """Ten prompts of 0.1 s come meanwhile; they get as long as decoding does, 5 ms, in any case."""
+    costs = StepCosts(step_s=5e-3, row_s=0.0, context_s=0.0, token_s=1e-4, attention_s=0.0, itl_budget_s=0.02)
+    others = decode("d0", costs=costs, rows=10, requests=10, context_tokens=10_000, computed_tokens=10_000)
+    few = {"num_tokens": 1000, "output_tokens": 11, "mean_output_tokens": 11}
+    for asked_s in (0.025, 0.02, 0.0106):
+        assert verdict([others], facts(**few, slo_tpot_s=asked_s)) is None
+    found = verdict([others], facts(**few, slo_tpot_s=0.0101))
+    assert found is not None and found.missed == "slo_tpot"
+
+
+SLOW = StepCosts(step_s=0.0, row_s=0.01, context_s=0.0, token_s=0.01, attention_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "tokens_ahead", "retry_s", "helps"),
+    [
+        (6.0, 1000, 5.0, True),
+        (10.0, 1000, 1.0, True),
+        (0.5, 1000, 10.0, False),
+        (6.0, 10**7, 3600.0, True),
+    ],
+)
+def test_a_first_token_in_time_is_said_to_be_possible_when_so_much_of_the_queue_is_gone(
+    asked_s, tokens_ahead, retry_s, helps
+):
+    """A second alone, ten behind the prompt that is there."""
+    worker = decode("d0", costs=SLOW, prefill_tokens=tokens_ahead, prompts=1, requests=1)
+    request = facts(num_tokens=100, output_tokens=1, slo_ttft_s=asked_s)
+    found = verdict([worker], request)
+    assert found is not None and found.missed == "slo_ttft"
+    assert (found.retry_after_s, found.waiting_helps) == (pytest.approx(retry_s, rel=0.01), helps)
+
+
+def test_a_batch_is_said_to_be_fast_enough_when_so_much_of_it_has_ended():
+    """51 tokens at 0.11 s, until an idle worker takes 0.01 s for each: 0.06 s are half-way."""
+    worker = decode("d0", costs=SLOW, rows=10, requests=10)
+    request = {"num_tokens": 0, "output_tokens": 51}
+    found = verdict([worker], facts(**request, slo_tpot_s=0.06))
+    assert found is not None and found.missed == "slo_tpot" and found.waiting_helps
+    assert found.retry_after_s == pytest.approx(0.5 * 50 * 0.11, rel=0.05)
+    hopeless = verdict([worker], facts(**request, slo_tpot_s=0.005))
+    assert hopeless is not None and not hopeless.waiting_helps
+    assert hopeless.retry_after_s == pytest.approx(50 * 0.11)
 
 
 def test_time_that_has_passed_counts():
