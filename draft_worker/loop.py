@@ -83,7 +83,11 @@ class DraftLoop(WorkerLoop):
         """A draft worker has no wires."""
 
     def peer_gone(self, peer: bytes) -> None:
-        """Nobody wants drafts for what it ran there: who goes on with it opens it anew."""
+        """Nobody wants drafts for what it ran there: who goes on with it opens it anew.
+
+        What it has sent before comes first, or that would open requests which nobody ends.
+        """
+        self.take_peer_requests()
         for request in [request for request in self.requests if request.target == peer]:
             self.counters.add("draft_requests_orphaned_total")
             self._end(request)

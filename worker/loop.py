@@ -249,11 +249,7 @@ class WorkerLoop(ABC):
 
     def _handle_peers(self, events: dict[object, int]) -> None:
         if self.inbox.socket in events:
-            for identity, request in self.inbox.receive():
-                if isinstance(request, Fetch):
-                    self._on_fetch(identity, request)
-                else:
-                    self.on_peer_request(identity, request)
+            self.take_peer_requests()
         for peer, reply in self.peers.receive(events):
             match reply:
                 case Lent():
@@ -262,6 +258,14 @@ class WorkerLoop(ABC):
                     self._fetcher.on_refused(reply.request_id, reply.lease_id, reply.reason)
                 case _:
                     self.on_peer_reply(peer, reply)
+
+    def take_peer_requests(self) -> None:
+        """All that have arrived."""
+        for identity, request in self.inbox.receive():
+            if isinstance(request, Fetch):
+                self._on_fetch(identity, request)
+            else:
+                self.on_peer_request(identity, request)
 
     def _on_fetch(self, identity: bytes, message: Fetch) -> None:
         if message.incarnation != self.parts.incarnation:

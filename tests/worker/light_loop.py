@@ -159,13 +159,18 @@ class FakeSender:
 
 
 class FakeInbox:
-    """Keeps the replies, with the identity of whom they are for."""
+    """Keeps the replies, with the identity of whom they are for. What has `arrived` is to be received."""
 
     endpoint = "tcp://127.0.0.1:9"
 
     def __init__(self, socket: int) -> None:
         self.socket = socket
         self.replies: list[tuple[bytes, PeerReply]] = []
+        self.arrived: list[tuple[bytes, PeerRequest]] = []
+
+    def receive(self) -> list[tuple[bytes, PeerRequest]]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     def reply(self, identity: bytes, message: PeerReply) -> None:
         self.replies.append((identity, message))

@@ -259,6 +259,26 @@ def test_what_a_lost_decode_worker_had_is_freed_at_once(
     assert drafter.counter("draft_requests_opened_total") == 3
 
 
+def test_what_a_lost_decode_worker_had_sent_before_revives_nothing(
+    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+) -> None:
+    """It has not been read yet when the news comes."""
+    lost, inbox = decodes[0], drafter.light.inbox
+    network = Network(decodes, [drafter])
+    lost.generate(ask("a", prompt_of(25), 80, ignore_eos=True), remote_plan())
+    for _ in range(5):
+        network.turn()
+    lost.generate(ask("b", prompt_of(25, 1), 80, ignore_eos=True), remote_plan())
+    for _ in range(2):
+        lost.step()
+    inbox.arrived = [(lost.identity, message) for _, message in lost.light.peers.sent]
+    drafter.tell_gone(address("a", lost.incarnation))
+    drafter.loop.handle({inbox.socket: 1})
+    assert drafter.counter("draft_requests_opened_total") == 2
+    assert is_empty(drafter)
+    assert is_empty(drafter)
+
+
 def test_a_decode_worker_that_leaves_tells_what_ended_last(begin: Callable[..., Drafted]) -> None:
     one = begin(100)
     one.turn(5)
