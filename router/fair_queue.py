@@ -77,23 +77,21 @@ class FairQueue(Generic[Item]):
     def head(self) -> Item:
         """Whose turn it is. It keeps its turn until it is taken or removed."""
         flows = self._turns[min(self._turns)]
-        if len(flows) > 1:
-            turns = math.ceil(min(flow.missing for flow in flows.values()) / QUANTUM)
-            for flow in flows.values():
-                flow.deficit += max(turns - 1, 0) * QUANTUM
+        turns = math.ceil(min(flow.missing for flow in flows.values()) / QUANTUM)
+        for flow in flows.values():  # turns in which nobody could go
+            flow.deficit += max(turns - 1, 0) * QUANTUM
         while True:
             key, flow = next(iter(flows.items()))
-            if len(flows) == 1 or flow.missing <= 0:
+            if flow.missing <= 0:
                 return flow.oldest
             flow.deficit += QUANTUM
             flows[key] = flows.pop(key)
 
     def take(self, item: Item) -> None:
-        """It goes: its key pays. Alone, a key pays nothing, as it takes nothing from others."""
+        """It goes: its key pays."""
         priority, key = self._places[item]
-        flows = self._turns[priority]
-        if len(flows) > 1:
-            flows[key].deficit -= flows[key].costs[item]
+        flow = self._turns[priority][key]
+        flow.deficit -= flow.costs[item]
         self.remove(item)
 
     def overtaken(self, key: str, priority: int, cost: float) -> float:
@@ -101,14 +99,15 @@ class FairQueue(Generic[Item]):
         count = 0.0
         for level, flows in self._turns.items():
             before = cost + (flows[key].total if key in flows else 0.0)
-            for other, flow in flows.items():
+            for flow in flows.values():
                 if level > priority:
                     count += len(flow.costs)
-                elif level == priority and other != key and flow.total > before:
+                elif level == priority and flow.total > before:
                     count += len(flow.costs) * (1 - before / flow.total)
         return count
 
     def _start(self, flows: dict[str, _Flow[Item]], key: str) -> None:
+        """While a key was alone it took nothing from others: what it saved or owes begins anew."""
         owned = {other: self._sent(other) for other in (key, *flows)}
         least = min(owned.values())
         flows[key] = _Flow(deficit=least - owned[key])

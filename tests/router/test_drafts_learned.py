@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from math import inf, nan
+from math import exp, inf, nan
 
 import pytest
 
@@ -100,6 +100,19 @@ def test_what_was_seen_counts_for_other_loads_and_the_nearest_one_counts():
     assert seen.correction(own, 4) == seen.correction(own, 64) == 0.5
     assert seen.correction(other, 4) == 0.5, "as long as nothing is known of it"
     seen.note(other, 64, 64.0, seen=300.0, predicted=100.0)
-    seen.note(own, 64, 0.1, seen=900.0, predicted=1.0)
-    assert seen.correction(own, 64) == 0.5, "that was too short"
+    seen.note(own, 64, 10.0, seen=900.0, predicted=1.0)
+    assert seen.correction(own, 64) == 0.5, "that was too short, for one of 64"
+    assert (seen.knows(own, 4), seen.knows(own, 64), seen.knows(other, 4)) == (True, False, False)
     assert seen.correction(other, 1) == 3.0
+    for rows, tokens in ((1, 10.0), (6, 20.0), (16, 30.0)):
+        seen.note(own, rows, rows, seen=tokens, predicted=10.0)
+    nearest = {1: 1.0, 4: 0.5, 5: 2.0, 6: 2.0, 11: 3.0, 16: 3.0, 64: 3.0}
+    assert {rows: seen.correction(own, rows) for rows in nearest} == nearest
+
+
+def test_what_was_seen_long_ago_fades():
+    seen, own = SeenRates(), DraftMaker("draft_model")
+    for seconds, gain in ((1000.0, 1.0), (4.0, 2.0)):
+        for _ in range(round(seconds)):
+            seen.note(own, 1, 1.0, seen=gain * 100.0, predicted=100.0)
+    assert seen.correction(own, 1) == pytest.approx(2 - exp(-4 / 8), rel=0.02)

@@ -137,6 +137,61 @@ def test_nothing_is_lost_or_doubled() -> None:
     assert not queue._turns
 
 
+def test_keys_alternate_as_finely_as_small_requests_allow() -> None:
+    queue = queue_of()
+    for index in range(6):
+        for key in (0, 1):
+            queue.add(f"{key} {index}", key, 0, 32)
+    assert [item[0] for item in drain(queue)] == list("010101010101")
+
+
+def test_a_cost_beyond_all_bounds_takes_no_more_turns() -> None:
+    queue = queue_of()
+    for key in (0, 1):
+        queue.add(f"{key}", key, 0, 1e15)
+    assert drain(queue) == ["0", "1"]
+
+
+def test_turns_are_those_of_the_plain_algorithm() -> None:
+    """Turn by turn, as its authors wrote it; the queue skips turns in which nobody goes."""
+    rng = random.Random(3)
+    queue = queue_of()
+    flows: dict[int, list[tuple[str, float]]] = {}
+    deficits: dict[int, float] = {}
+
+    def head() -> tuple[int, str, float]:
+        while True:
+            key, flow = next(iter(flows.items()))
+            if len(flows) == 1 or flow[0][1] <= deficits[key]:
+                return key, *flow[0]
+            deficits[key] += QUANTUM
+            flows[key] = flows.pop(key)
+
+    for index in range(4000):
+        what = rng.random()
+        if what < 0.5 or not flows:
+            key, cost = rng.randrange(4), rng.choice([1.0, QUANTUM, rng.expovariate(1 / 300)])
+            queue.add(str(index), key, 0, cost)
+            if key not in flows:
+                flows[key], deficits[key] = [], 0.0
+                if len(flows) == 2:
+                    deficits = dict.fromkeys(flows, 0.0)
+            flows[key].append((str(index), cost))
+            continue
+        key, item, cost = head()
+        assert queue.head() == item
+        if what < 0.9:
+            queue.take(item)
+            deficits[key] -= cost if len(flows) > 1 else 0.0
+        else:
+            key = rng.choice(sorted(flows))
+            item, _ = rng.choice(flows[key])
+            queue.remove(item)
+        flows[key] = [each for each in flows[key] if each[0] != item]
+        if not flows[key]:
+            del flows[key]
+
+
 def test_how_many_a_request_would_overtake() -> None:
     queue = queue_of()
     for index in range(10):
@@ -146,3 +201,5 @@ def test_how_many_a_request_would_overtake() -> None:
     assert queue.overtaken(key=1, priority=0, cost=100) == 19
     assert queue.overtaken(key=1, priority=0, cost=2000) == 10
     assert queue.overtaken(key=1, priority=2, cost=100) == 0
+    queue.add("own", 2, 0, 300)
+    assert queue.overtaken(key=2, priority=0, cost=100) == pytest.approx(10 * 0.6 + 10), "its own comes first"

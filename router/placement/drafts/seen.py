@@ -20,7 +20,7 @@ LEAST_S = 0.25
 
 
 class _Sums(NamedTuple):
-    """Of tokens, and of the seconds of the worker that brought them."""
+    """Of tokens, and of the seconds of the worker that brought them, which are never forgotten."""
 
     seen: float = 0.0
     predicted: float = 0.0
@@ -32,17 +32,17 @@ class SeenRates:
 
     def __init__(self) -> None:
         self._sums: defaultdict[DraftMaker, dict[int, _Sums]] = defaultdict(dict)
-        self._latest: DraftMaker | None = None
+        self._latest = DraftMaker()
 
     def note(self, place: DraftMaker, rows: float, seconds: float, seen: float, predicted: float) -> None:
         """One of `rows` requests that decoded for so long brought `seen` tokens instead of `predicted`."""
-        if seconds <= 0 or not (isfinite(predicted) and predicted > 0):
+        if not (isfinite(predicted) and predicted > 0):
             return
-        share = seconds / max(rows, 1.0)
+        share = seconds / rows
         by_load = self._sums[place]
         before, kept = by_load.get(_bucket(rows), _Sums()), exp(-share / MEMORY_S)
         by_load[_bucket(rows)] = _Sums(
-            kept * before.seen + seen, kept * before.predicted + predicted, kept * before.seconds + share
+            kept * before.seen + seen, kept * before.predicted + predicted, before.seconds + share
         )
         self._latest = place
 
@@ -55,7 +55,7 @@ class SeenRates:
         """What to multiply a prediction by. As of the nearest load; of a place that was not tried, as of the
         one that was seen last.
         """
-        for known in (self._sums.get(place), self._sums.get(self._latest) if self._latest else None):
+        for known in (self._sums.get(place), self._sums.get(self._latest)):
             if known and (found := _nearest(known, _bucket(rows))) is not None:
                 return found
         return 1.0
