@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from math import inf
+from types import SimpleNamespace
 
 import pytest
 from router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
+from protocol.config import ServeConfig
 from protocol.messages import DraftPlan
 from protocol.speculation import SpeculativeConfig
+from router import draft_planner
+from router.draft_planner import DraftPlanner
 from router.placement.drafts import seen, trials
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
 
@@ -232,6 +236,76 @@ def test_requests_that_are_handed_over_are_planned_anew_once_they_decode(make_ro
     eventually(lambda: decode.replans)
     assert decode.replans[0].plan.at.worker_id == "draft-0"
     assert running.result().status_code == 200 and not prefill.replans
+
+
+def test_drafts_follow_a_request_to_another_decode_worker(make_router, predictions_stand, pool):
+    router = make_router(speculative_config=DRAFTS)
+    add_drafter(router)
+    known = {"speculation": speculation(**COSTLY_HERE), "step_s": 0.005}
+    prefill, decode = make_pair(router, **known)
+    prefill.keep.set()
+    running = pool.submit(post, router, max_tokens=LONG)
+    eventually(lambda: prefill.held)
+
+    def drafting() -> list[tuple[str, int]]:
+        return [(each["decode"], each["requests"]) for each in router.http.get("/cluster").json()["drafts"]]
+
+    assert drafting() == [("decode-0", 1)]
+    prefill.peers["decode-1"] = other = router.add_worker("decode-1", **known)
+    prefill.keep.clear()
+    lose(router, decode)
+    eventually(lambda: drafting() == [("decode-1", 1)])
+    assert running.result().status_code == 200
+    assert not other.replans, "its plan holds there, too"
+    eventually(lambda: is_idle(router))
+
+
+def test_a_decode_worker_counts_its_own_requests_once(make, pool):
+    """A draft worker's other requests are those of other decode workers."""
+    router, _ = make(COSTLY_HERE)
+    add_drafter(router)
+    running = begin(router, pool, 2)
+    planner = router.server.state.placer.drafts
+    request = next(iter(router.server.state.journal))
+    known = router.server.state.registry.named
+    own, another = (planner._drafters(known(name), request) for name in ("decode-0", "draft-0"))
+    router.add_worker("decode-1", speculation=speculation(**COSTLY_HERE))
+    eventually(lambda: router.server.state.registry.current_of("decode-1"))
+    others = planner._drafters(known("decode-1"), request)
+    assert ([each.others for each in own], another, [each.others for each in others]) == ([0], [], [2])
+    assert all(future.result().status_code == 200 for future in running)
+
+
+def test_a_draft_worker_that_drains_counts_as_lost(make, pool):
+    router, decode = make(COSTLY_HERE)
+    add_drafter(router)
+    running = begin(router, pool)
+    worker = router.server.state.registry.named("draft-0")
+    router.server._loop.call_soon_threadsafe(router.server.state.registry.drain, worker)
+    eventually(lambda: decode.replans)
+    assert decode.replans[0].plan.at is None
+    assert router.metric("tandem_draft_replans_total", reason="lost") == 1
+    assert running[0].result().status_code == 200
+
+
+def test_a_sweep_that_takes_long_goes_on_where_it_stopped(monkeypatch):
+    now, looked_at = 0.0, []
+    monkeypatch.setattr(draft_planner, "time", SimpleNamespace(monotonic=lambda: now))
+
+    class Slow(DraftPlanner):
+        def _reconsider(self, request):
+            nonlocal now
+            now += 0.6 * draft_planner.SWEEP_S
+            looked_at.append(request)
+
+    journal = list("abcde")
+    planner = Slow(ServeConfig(model="m"), journal, None, None, None, None)
+    for _ in range(4):
+        planner.sweep()
+    assert "".join(looked_at) == "abcdeab"
+    del journal[1:]
+    planner.sweep()
+    assert looked_at[-1] == "a"
 
 
 def test_it_is_shown(make, caplog):

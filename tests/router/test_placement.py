@@ -21,6 +21,7 @@ from router.placement.interface import (
     LinkSpeed,
     Placement,
     PolicyState,
+    Prediction,
     Refusal,
     RequestFacts,
     WorkerSnapshot,
@@ -253,6 +254,130 @@ def test_who_is_busy_or_too_slow_for_the_slo_is_not_asked_for_a_trial():
     slow = msgspec.structs.replace(COSTS, step_s=3 * COSTS.step_s)
     assert asked([decode("good"), decode("slow", costs=slow, requests=1, rows=1)], 2000)["slow"] == 0
     assert asked([decode("good"), decode("slow", costs=slow)], 2000, facts(slo_tpot_s=4e-3))["slow"] == 0
+
+
+# --- each term of the cost, by hand ---------------------------------------------------------------
+
+
+def prediction(workers: list[WorkerSnapshot], names: tuple[str, ...] = ("d",), **changes: Any) -> Prediction:
+    """Of the option with these workers, whatever is chosen."""
+    found = placed("cost", workers, facts(**changes))
+    return next(
+        option.predicted
+        for option in found.options
+        if tuple(option.workers.values()) == names and option.predicted is not None
+    )
+
+
+STEP_S = COSTS.step_s
+"""Of a worker that decodes nothing."""
+
+
+def test_prompts_ahead_are_waited_for_one_by_one() -> None:
+    """Three of 600 tokens in all; each attends to half of its 200 tokens on average."""
+    waiting = decode("d", prefill_tokens=600, prompts=3, requests=3)
+    assert prediction([waiting]).queue_s == pytest.approx(3 * (STEP_S + 200 * (1e-4 + 1e-8 * 100)))
+    assert prediction([decode("d", requests=3)]).queue_s == 0
+    pair = [prefill("p", prefill_tokens=600, prompts=3, requests=3), decode("d")]
+    assert prediction(pair, ("p", "d")).queue_s == prediction([waiting]).queue_s
+
+
+def test_only_tokens_that_are_not_cached_are_computed_and_they_attend_to_those_that_are() -> None:
+    found = prediction([decode("d")], cached_tokens={"d": 100})
+    assert found.prefill_s == pytest.approx(STEP_S + 156 * (1e-4 + 1e-8 * (100 + 78)))
+    assert prediction([decode("d")], cached_tokens={"d": 999}).prefill_s == pytest.approx(
+        STEP_S + 1e-4, rel=0.1
+    )
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_what_decodes() -> None:
+    """1,024 tokens are two steps; each decodes the rows as well, which are held up by the tokens alone."""
+    there = decode("d", rows=4, requests=4, context_tokens=1000)
+    tokens_s = 1024 * (1e-4 + 1e-8 * 512)
+    step_s = STEP_S + 4 * 1e-4 + 1000 * 1e-7
+    found = prediction([there], num_tokens=1024)
+    assert found.prefill_s == pytest.approx(2 * step_s + tokens_s)
+    assert found.delay_s == pytest.approx(4 * tokens_s)
+    chunk_s = decode("d", costs=msgspec.structs.replace(COSTS, chunk_s=5e-3))
+    assert prediction([chunk_s], num_tokens=1024).prefill_s == pytest.approx(2 * (STEP_S + 5e-3) + tokens_s)
+
+
+def test_beside_rows_chunks_are_as_small_as_the_itl_budget_says() -> None:
+    """What the rest of 8 ms holds is 59 tokens after a mean of 512 others."""
+    costs = msgspec.structs.replace(COSTS, itl_budget_s=8e-3)
+    rows = {"rows": 1, "requests": 1}
+    step_s, tokens_s = STEP_S + 1e-4, 1024 * (1e-4 + 1e-8 * 512)
+    found = prediction([decode("d", costs=costs, **rows)], num_tokens=1024)
+    chunk = costs.fitting_tokens(8e-3 - step_s, 512)
+    assert 50 < chunk < 60
+    assert found.prefill_s == pytest.approx(math.ceil(1024 / chunk) * step_s + tokens_s)
+    tiny = msgspec.structs.replace(costs, itl_budget_s=1e-6, token_s=1e-3)
+    found = prediction([decode("d", costs=tiny, **rows)], num_tokens=1024)
+    assert found.prefill_s == pytest.approx(64 * step_s + 1024 * (1e-3 + 1e-8 * 512)), "a block at least"
+    alone = prediction([decode("d", costs=costs)], num_tokens=1024)
+    assert alone.prefill_s == pytest.approx(2 * STEP_S + tokens_s), "nobody decodes"
+
+
+def test_a_fetch_takes_both_workers_steps_and_the_wire() -> None:
+    """The 1,024 tokens that the other one has more."""
+    holder = decode("h", rows=4, requests=4, context_tokens=1000, links={"d": LinkSpeed(3e-3, 1e9)})
+    found = prediction([decode("d"), holder], num_tokens=2000, cached_tokens={"h": 1536, "d": 512})
+    steps_s = STEP_S + (STEP_S + 4e-4 + 1e-4)
+    assert found.fetch_s == pytest.approx(steps_s + 3e-3 + 1024 * 8192 / 1e9)
+    assert found.prefill_s == pytest.approx(STEP_S + 464 * (1e-4 + 1e-8 * (1536 + 232)))
+
+
+def test_a_hand_off_is_what_no_chunk_hides_and_the_step_that_runs() -> None:
+    """12 MB: a fast wire still has the last chunk to move, a slow one much of all of them."""
+
+    def handoff_s(bytes_per_s: float, latency_s: float = 0.0, **changes: Any) -> float:
+        first = prefill("p", links={"d": LinkSpeed(latency_s, bytes_per_s)})
+        return prediction(
+            [first, decode("d", rows=4, requests=4)], ("p", "d"), num_tokens=1500, **changes
+        ).handoff_s
+
+    running_s = STEP_S + 4e-4
+    prefill_s = 3 * STEP_S + 1500 * (1e-4 + 1e-8 * 750)
+    assert handoff_s(1e9) == pytest.approx(512 * 8192 / 1e9 + running_s)
+    assert handoff_s(1e9, 0.1) == pytest.approx(0.1 + 512 * 8192 / 1e9 + running_s)
+    assert handoff_s(2e7) == pytest.approx(1500 * 8192 / 2e7 - prefill_s + running_s)
+    assert handoff_s(1e9, cached_tokens={"d": 1400}) == pytest.approx(100 * 8192 / 1e9 + running_s)
+    assert handoff_s(0.0) == pytest.approx(running_s), "never used: it is taken for free"
+
+
+def test_decoding_pays_for_its_batch_and_slows_it() -> None:
+    """127 steps with one row more, whose context is 256 tokens and half of those to come."""
+    found = prediction([decode("d", rows=4, requests=4, context_tokens=1000)])
+    step_s = STEP_S + 5e-4 + (1000 + 256 + 127 / 2) * 1e-7
+    assert found.decode_s == pytest.approx(127 * step_s)
+    assert found.slowdown_s == pytest.approx(4 * 127 * (1e-4 + (256 + 127 / 2) * 1e-7))
+    drafting = decode("d", costs=msgspec.structs.replace(COSTS, tokens_per_row=2.0))
+    assert prediction([drafting]).decode_s == pytest.approx(
+        127 / 2 * (STEP_S + 1e-4 + (256 + 127 / 2) * 1e-7)
+    )
+
+
+def test_who_only_decodes_shares_its_steps_with_prompts_that_wait_there() -> None:
+    pair = [prefill("p"), decode("d", prefill_tokens=400, prompts=2, requests=2)]
+    waiting_s = 2 * 200 * (1e-4 + 1e-8 * 100)
+    without = prediction([prefill("p"), decode("d")], ("p", "d")).decode_s
+    assert prediction(pair, ("p", "d")).decode_s == pytest.approx(without + waiting_s)
+    assert prediction(pair).decode_s == pytest.approx(without), "whole, they are in its queue"
+
+
+def test_room_for_the_kv_is_waited_for_as_long_as_what_must_end_first() -> None:
+    """183 tokens more than there is room for, of 4,000 that run: that share of an answer's time."""
+    load = {"rows": 4, "requests": 4, "context_tokens": 4000, "kv_tokens": 10_000}
+    found = prediction([decode("d", kv_usage=0.98, **load)])
+    assert found.room_s == pytest.approx(183 / 4000 * found.decode_s)
+    assert prediction([decode("d", kv_usage=0.9, **load)]).room_s == 0
+    packed = prediction([decode("d", kv_usage=0.98, **load)], num_tokens=9000)
+    assert packed.room_s == pytest.approx(packed.decode_s), "all of it must end"
+    full = {"rows": 4, "requests": 4, "context_tokens": 9900, "kv_tokens": 10_000}
+    assert prediction([decode("d", **full)]).room_s > 0, "what is on its way counts, too"
+    assert prediction([decode("d", kv_usage=1.0, **(full | {"kv_tokens": 0}))]).room_s == 0, (
+        "nothing is known"
+    )
 
 
 # --- workers of one host --------------------------------------------------------------------------

@@ -56,8 +56,8 @@ class Day:
             )
             facts = ScalingFacts(
                 self.now,
-                {"prefill": self.prefill, "decode": self.decode},
-                {"prefill": self.room, "decode": self.room},
+                {"prefill": self.prefill, "decode": self.decode, "draft": self.decode},
+                {"prefill": self.room, "decode": self.room, "draft": self.room},
                 self.slo_ttft_s,
                 self.slo_tpot_s,
             )
@@ -186,6 +186,107 @@ def test_roles_share_the_room_that_is_left():
     day.prefill = day.prefill._replace(backlog_s=30.0)
     day.decode = day.decode._replace(rows=110.0)
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}], "a launcher refuses more as a whole"
+
+
+def test_a_burst_counts_once_chance_does_not_explain_it():
+    """After a quarter of an hour at one prompt in five seconds."""
+    for rate, decided in ((0.6, []), (4.0, [{"prefill": 4}])):
+        day = Day(roles=("prefill",), bounds=WorkerRange(2, 8))
+        day.pass_s(900, rate=0.2)
+        assert targets(day.pass_s(30, rate=rate))[-1:] == decided
+
+
+def test_demand_of_long_ago_is_forgotten():
+    day = Day(prefill=RoleLoad(3, costs=COSTS, demand=RoleDemand()), roles=("prefill",))
+    assert day.pass_s(900, rate=2.0) == [], "three are needed"
+    assert day.pass_s(100) == [], "on average, they still are"
+    assert {"prefill": 1} in targets(day.pass_s(1200))
+
+
+def test_prompts_of_very_different_lengths_need_more_workers():
+    def with_spread(longest: float) -> Day:
+        day = Day(roles=("prefill",), slo_ttft_s=6.0)
+        for _ in range(60):
+            for prompt_s in (2 - longest, longest):
+                day.pass_s(INTERVAL_S, rate=1.2, prompt_s=prompt_s)
+        return day
+
+    assert with_spread(1.0).pass_s(INTERVAL_S) == []
+    assert len(with_spread(1.9).state.changed_at) == 1
+
+
+def test_without_an_slo_workers_are_to_be_busy_for_four_fifths_of_their_time():
+    for rate, decided in ((1.4, []), (1.8, [{"prefill": 3}])):
+        day = Day(slo_ttft_s=inf, roles=("prefill",))
+        assert targets(day.pass_s(60, rate=rate))[:1] == decided
+
+
+def test_without_an_slo_prompts_may_wait_for_five_seconds():
+    for backlog_s, decided in ((9.9, []), (10.1, [{"prefill": 3}])):
+        day = Day(slo_ttft_s=inf, roles=("prefill",))
+        day.prefill = day.prefill._replace(backlog_s=backlog_s)
+        assert targets(day.pass_s(INTERVAL_S)) == decided
+
+
+def test_a_queue_brings_a_quarter_more_workers_at_a_time():
+    day = Day(prefill=RoleLoad(8, costs=COSTS, demand=RoleDemand(), backlog_s=1000.0), roles=("prefill",))
+    day.bounds = WorkerRange(1, 50)
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 10}]
+    day.prefill = day.prefill._replace(workers=10)
+    assert day.pass_s(25) == [], "what they do is not seen yet"
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 13}]
+    day.prefill = day.prefill._replace(workers=50, backlog_s=1e6)
+    assert day.pass_s(60) == [], "there are to be no more"
+
+
+def test_one_miss_tells_nothing_and_those_before_the_last_change_are_over():
+    day = Day(roles=("prefill",))
+    day.pass_s(60)
+    day.answers(1, 1)
+    assert day.pass_s(INTERVAL_S) == []
+    day.answers(2, 2)
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}]
+    day.prefill = day.prefill._replace(workers=3)
+    assert day.pass_s(120) == [], "nobody has missed it since"
+    day.answers(4, 4)
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 4}]
+
+
+def test_misses_are_judged_for_five_minutes():
+    day = Day(roles=("prefill",), bounds=WorkerRange(2, 2))
+    day.pass_s(60)
+    day.answers(10, 10)
+    assert day.pass_s(60) == [], "no more are allowed"
+    day.bounds = WorkerRange(2, 8)
+    assert day.pass_s(INTERVAL_S) != []
+    late = Day(roles=("prefill",), bounds=WorkerRange(2, 2))
+    late.pass_s(60)
+    late.answers(10, 10)
+    late.pass_s(310)
+    late.bounds = WorkerRange(2, 8)
+    assert late.pass_s(INTERVAL_S) == []
+
+
+def test_a_draft_worker_does_not_change_its_role_nor_does_the_last_one():
+    day = Day(room=0, roles=("draft", "prefill"))
+    day.decode = RoleLoad(3, costs=COSTS, demand=RoleDemand())
+    day.prefill = day.prefill._replace(backlog_s=30.0)
+    assert day.pass_s(INTERVAL_S) == [], "it is another model"
+    day = Day(room=0, bounds=WorkerRange(3, 8))
+    day.decode = day.decode._replace(workers=3)
+    day.prefill = day.prefill._replace(workers=3, backlog_s=50.0)
+    assert day.pass_s(INTERVAL_S) == [], "three are to stay"
+
+
+def test_after_a_change_of_role_both_are_left_alone_for_a_while():
+    day = Day(room=0)
+    day.decode = day.decode._replace(workers=4)
+    day.prefill = day.prefill._replace(backlog_s=30.0)
+    assert day.pass_s(INTERVAL_S)[0].changes_role == ("decode", "prefill")
+    day.decode = day.decode._replace(workers=3)
+    day.prefill = day.prefill._replace(workers=3)
+    assert day.pass_s(25) == []
+    assert day.pass_s(INTERVAL_S)[0].changes_role == ("decode", "prefill")
 
 
 def test_counters_of_a_router_that_was_started_anew_are_no_demand():
