@@ -68,6 +68,7 @@ start_ray() {
 case ${1:-} in
 head)
     own_options head
+    [ ! -f ~/ray_bootstrap_config.yaml ] || (cd "$here" && "$python" -m deploy.cluster_file ~/ray_bootstrap_config.yaml)
     mkdir -p -m 700 ~/.ray ~/.tandem ~/.local/bin
     [ -s "$token" ] || (umask 077; secret >"$token")
     ln -sf "$here/deploy/ray" ~/.local/bin/ray # `ray down` runs a bare `ray stop`

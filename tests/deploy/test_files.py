@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
+from deploy.cluster_file import check_cluster_file
 from deploy.config import ENV_PREFIX
 from protocol.config import ServeConfig
 from protocol.roles import ROLES
@@ -77,6 +79,23 @@ def run_node_script(tmp_path: Path, hosts: str) -> str:
 )
 def test_wrong_hosts_are_refused_before_anything_starts(tmp_path: Path, hosts: str, complaint: str) -> None:
     assert complaint in run_node_script(tmp_path, hosts)
+
+
+def test_a_cluster_file_with_an_unknown_role_starts_no_head(tmp_path: Path) -> None:
+    """Of the file for clouds, as `ray up` lays it on the head. That with the roles there are is taken."""
+    text = (ROOT / "deploy/cluster-cloud.yaml").read_text()
+    check_cluster_file(text)
+    wrong = text.replace("resources: {draft: 1}", "resources: {cook: 1}")
+    assert wrong != text
+    (tmp_path / "ray_bootstrap_config.yaml").write_text(wrong)
+    folder = tmp_path / "checkout" / "deploy"
+    shutil.copytree(ROOT / "deploy", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "checkout" / ".venv").symlink_to(sys.prefix)
+    environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([folder / "node.sh", "head"], env=environment, capture_output=True, text=True)
+    complaint = "node.sh: available_node_types: draft: resources: 'cook' is none of CPU, GPU, TPU, memory, "
+    assert done.returncode == 1 and done.stderr.startswith(complaint), done
+    assert not (tmp_path / ".ray").exists(), "nothing was made"
 
 
 def test_variables_in_cluster_file_are_options() -> None:
