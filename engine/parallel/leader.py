@@ -76,8 +76,12 @@ class Leader:
         self.tell(encode(begin))
         own = ShareRunner(config, loaded, pool, self.ranks, hidden_layers)
         self._await(_BUILD_S)
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        self.watch()
         return LeadingRunner(own, self)
+
+    def watch(self) -> None:
+        """From now on gathers fail, and `on_lost` is called, when a rank has ended."""
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def tell(self, message: bytes) -> None:
         """Raises LostRankError."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import socket
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch
 
 from engine.engine import Engine
 from engine.parallel.follower import follow
-from engine.parallel.group import Ranks
+from engine.parallel.group import GATHER_TIMEOUT_S, Columns, LostRankError, Ranks
 from engine.parallel.leader import Leader
 from kvtransfer.blocks.memory import PoolMemory
 from protocol.config import ServeConfig
@@ -48,6 +52,30 @@ def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connecti
     _finish(engine, results)
     pipe.send((engine.start_up["forward"], results))
     engine.close()
+
+
+def lose_a_rank(pipe: Connection) -> None:
+    """Send whether the loss of an idle rank is seen, and what a gather says then; once all others were ended,
+    of which one is stopped.
+    """
+    pids = multiprocessing.SimpleQueue()
+
+    def be_rank(ranks: Ranks, link: socket.socket) -> None:
+        pids.put(os.getpid())
+        link.recv(1)
+
+    leader, lost = Leader(3, be_rank), threading.Event()
+    leader.on_lost = lost.set
+    leader.watch()
+    os.kill(pids.get(), signal.SIGKILL)
+    os.kill(pids.get(), signal.SIGSTOP)
+    is_seen, reason = lost.wait(GATHER_TIMEOUT_S / 2), ""
+    try:
+        leader.ranks.gather(torch.ones(1), Columns(range(1), 3))
+    except LostRankError as error:
+        reason = str(error)
+    leader.close()
+    pipe.send((is_seen, reason))
 
 
 def _finish(engine: Engine, results: dict[str, list[Any]]) -> None:

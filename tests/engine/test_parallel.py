@@ -209,16 +209,18 @@ def requests() -> list[EngineRequest]:
     return [alone, *batch]
 
 
-def start(folder: Path, size: int, **options: Any) -> Any:
-    """Begin a run; the pipe's end that gets its answer."""
+def in_child(work: Callable[..., None], *arguments: Any) -> Any:
+    """Begin it in a process of one thread; the pipe's end that gets its answer."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
-    encoded = [msgspec.msgpack.encode(each) for each in requests()]
-    config = msgspec.to_builtins(tiny_config(folder, **options))
-    process = context.Process(target=parallel_child.run, args=(config, size, encoded, theirs), daemon=True)
-    process.start()
+    context.Process(target=work, args=(*arguments, theirs), daemon=True).start()
     theirs.close()
     return ours
+
+
+def start(folder: Path, size: int, **options: Any) -> Any:
+    encoded = [msgspec.msgpack.encode(each) for each in requests()]
+    return in_child(parallel_child.run, msgspec.to_builtins(tiny_config(folder, **options)), size, encoded)
 
 
 def answer(pipe: Any) -> Any:
@@ -244,6 +246,10 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile:
     if dtype == "bfloat16":  # torch's products in float32 have other bits for a part of the outputs
         assert results == expected, "the log-probabilities have the same bits"
         assert results["alone"] == results["3"], "with any batch"
+
+
+def test_the_loss_of_an_idle_rank_is_seen() -> None:
+    assert answer(in_child(parallel_child.lose_a_rank)) == (True, "a rank does not answer")
 
 
 def test_heads_that_cannot_be_divided_are_refused(folder: Path) -> None:
