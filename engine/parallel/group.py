@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from native.build import declare, load_library
-from protocol.errors import TandemError
+from native.build import BuildError, declare, load_library
+from protocol.errors import ConfigError, TandemError
 
 GATHER_TIMEOUT_S = 10.0
 """A rank that another one waits for longer is lost. They do the same work at the same time."""
@@ -43,8 +43,11 @@ class ExchangeArgs(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Raises BuildError."""
-    library = load_library(Path(__file__).parent / "exchange.cpp", ExchangeArgs)
+    """Raises ConfigError where it cannot be had."""
+    try:
+        library = load_library(Path(__file__).parent / "exchange.cpp", ExchangeArgs)
+    except BuildError as error:
+        raise ConfigError(f"a tensor-parallel size above 1 needs a C++ compiler: {error}") from error
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     declare(library, "tandem_gather", ctypes.c_bool, *[pointer] * 3, *[number] * 4)
     declare(library, "tandem_is_lost", ctypes.c_bool, pointer)
@@ -78,10 +81,7 @@ class Ranks:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Of the exchange and of its function that gathers, for native callers. They ask `check` afterwards.
-
-        Raises BuildError.
-        """
+        """Of the exchange and its function that gathers, for native callers. They ask `check` afterwards."""
         gather = ctypes.cast(_library().tandem_gather, ctypes.c_void_p).value
         return ctypes.addressof(self._exchange), gather or 0
 

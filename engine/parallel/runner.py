@@ -40,9 +40,7 @@ class ShareRunner:
         ranks: Ranks,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        """Raises UnsupportedModelError where the model's heads can't be divided among so many ranks, or
-        BuildError.
-        """
+        """Raises UnsupportedModelError where the model's heads can't be divided among so many ranks."""
         self._ranks = ranks
         heads = _share_heads(loaded, ranks)
         layers = [layer[:, :, :, heads.keys.start : heads.keys.stop] for layer in pool.layers(TARGET)]
