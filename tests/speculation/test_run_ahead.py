@@ -25,11 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def plain(model: Path) -> Engine:
-    return Engine(small_config(model, enable_prefix_caching=False))
-
-
 def continuation(plain: Engine, output: list[int], count: int) -> list[int]:
     """What the model says after the prompt and this much output."""
     request = ask("plain", PROMPT, len(output) + count, **SAMPLING)
@@ -45,12 +40,18 @@ def draft(engine: Engine) -> list[int]:
     return engine.drafted("a")
 
 
-@pytest.mark.parametrize("compiled", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("forward", "options"),
+    [("native decoder", {"compile": "auto", "dtype": "bfloat16"}), ("eager", {})],
+    ids=["native", "eager"],
+)
 def test_what_is_drafted_after_any_tokens_is_as_if_drafted_afresh(
-    model: Path, plain: Engine, compiled: str
+    model: Path, forward: str, options: dict[str, Any]
 ) -> None:
     """With the native decoder several tokens come in a step, without it one."""
-    engine = Engine(small_config(model, compile=compiled), speculate=run_ahead)
+    plain = Engine(small_config(model, enable_prefix_caching=False, **options))
+    engine = Engine(small_config(model, **options), speculate=run_ahead)
+    assert engine.start_up["forward"].startswith(forward)
     rng, given = random.Random(5), list[int]()
     engine.add(ask("a", PROMPT, 200, **SAMPLING), hold_at=len(PROMPT) + 9)
     for _ in range(24):
