@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -46,8 +47,8 @@ def build_app(state: RouterState) -> Envelope:
         *doctor_operations(state),
         *worker_operations(state),
     ]
-    operations += page_operations(state.config.model_name, lambda: description)
-    description = openapi(operations, state.keys.are_needed)
+    describe = cache(lambda: openapi(operations, state.keys.are_needed))
+    operations += page_operations(state.config.model_name, describe)
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
     router = Router(routes, redirect_slashes=False)
 
