@@ -77,7 +77,9 @@ class HttpServing:
         for worker in self.workers.values():
             if worker.process.is_alive() and worker.process.pid is not None:
                 os.kill(worker.process.pid, signal.SIGCONT)
-            worker.stop()
+            worker.tell_to_stop()  # all of them, so that they end side by side
+        for worker in self.workers.values():
+            worker.join()
         self.http.close()
 
     def worker_states(self) -> dict[str, dict[str, Any]]:

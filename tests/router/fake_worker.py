@@ -249,7 +249,7 @@ class FakeWorker:
                     socket.send(raw)
             for job in adopted:
                 self.jobs[job.request.request_id] = job
-            poller.poll(1)
+            poller.poll(1 if self.jobs else 5)  # ms; what the test says is looked at each time
             for line, socket in enumerate(self._sockets):
                 while socket.poll(0):
                     self._receive(router_to_worker.decode(socket.recv()), line)

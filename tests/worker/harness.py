@@ -114,9 +114,12 @@ class RunningWorker:
     def used_blocks(self) -> int:
         return self.state.total_blocks - self.state.free_blocks - self.state.cached_blocks
 
-    def stop(self) -> None:
+    def tell_to_stop(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._ours.send("stop")
+
+    def stop(self) -> None:
+        self.tell_to_stop()
         self.join()
 
     def ended_when_told(self) -> str:
@@ -172,7 +175,9 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for worker in self.workers:
-            worker.stop()
+            worker.tell_to_stop()  # all of them, so that they end side by side
+        for worker in self.workers:
+            worker.join()
         self.close()
 
     def close(self) -> None:
