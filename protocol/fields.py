@@ -71,6 +71,8 @@ def _expected(kind: inspect.Type) -> str:
             return "an integer" + _limits(kind.ge, kind.le)
         case inspect.FloatType():
             return "a finite number" + _limits(kind.ge, kind.le)
+        case inspect.StrType(pattern=str(pattern)):
+            return f"a string that matches {pattern}"
         case inspect.BoolType():
             return "true or false"
         case _:

@@ -18,6 +18,7 @@ from msgspec import Meta
 from messaging.private_files import read_private
 from protocol.config import MAX_API_KEYS, PositiveInt, flag_name
 from protocol.errors import ConfigError
+from protocol.fields import FieldError, to_struct
 
 FLAG = flag_name("api_key_file")
 PREFIX = "tandem-"
@@ -82,9 +83,10 @@ def add_key(path: str, **fields: str | int | bool | None) -> str:
     key = PREFIX + secrets.token_urlsafe(32)
     given = {name: value for name, value in fields.items() if value is not None}
     try:
-        entry = msgspec.convert({**given, "sha256": hash_of(key)}, KeyEntry)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"a key cannot have this: {error}") from None
+        entry = to_struct({**given, "sha256": hash_of(key)}, KeyEntry)
+    except FieldError as error:
+        where = "NAME" if error.field == "name" else flag_name(error.field)
+        raise ConfigError(f"{where}: {error.message}") from None
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

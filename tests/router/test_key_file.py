@@ -129,6 +129,20 @@ def test_adding_refuses_what_it_could_not_read(tmp_path):
     assert Path(path).read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"name": ""}, "NAME: must be a string that matches .*, got ''"),
+        ({"requests_per_minute": -1}, "--requests-per-minute: must be an integer of at least 1, got -1"),
+        ({"priority": 1001}, "--priority: must be an integer from -1000 to 1000, got 1001"),
+    ],
+)
+def test_what_a_key_cannot_have_is_named(tmp_path, fields, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        add_key(str(tmp_path / "keys"), **{"name": "a", **fields})
+    assert not (tmp_path / "keys").exists()
+
+
 def test_a_line_is_what_the_docs_show():
     line = msgspec.json.encode(KeyEntry(name="alice", sha256="0" * 64, requests_per_minute=60)).decode()
     assert line == '{"name":"alice","sha256":"' + "0" * 64 + '","requests_per_minute":60}'
