@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 """What Ray reads when it is imported, and what its processes inherit."""
+
+CONNECT_S = 5.0
 
 _LEAST_STORE_BYTES = 80 * 1024 * 1024
 """Somewhat more than Ray's own least."""
@@ -83,8 +86,8 @@ class RayCluster:
         """
         if self._address is None:
             return "127.0.0.1"
-        host = urlsplit(f"//{self._address.removeprefix('ray://')}").hostname
-        if host == "auto":
+        address = self._address.removeprefix("ray://")
+        if address == "auto":
             self._set_environment()
             from ray._private.services import get_ray_address_from_environment
 
@@ -93,11 +96,14 @@ class RayCluster:
                 raise RayStartError(
                     "--ray-address auto: no Ray runs on this host; `ray start` it, or join one"
                 )
-            host = urlsplit(f"//{running}").hostname
+            address = running
         try:
-            return address_towards(host or "")
-        except OSError as error:
-            raise RayStartError(f"--ray-address {self._address}: cannot reach {host}: {error}") from error
+            place = urlsplit(f"//{address}")
+            if place.port is not None:  # Ray itself tries for minutes
+                socket.create_connection((place.hostname, place.port), CONNECT_S).close()
+            return address_towards(place.hostname or "")
+        except (OSError, ValueError) as error:
+            raise RayStartError(f"--ray-address {self._address}: cannot reach {address}: {error}") from error
 
     def _set_environment(self) -> None:
         for name, value in _ENVIRONMENT.items():

@@ -1,8 +1,14 @@
-"""Which node takes the next worker."""
+"""Which node takes the next worker, and which cluster it is of."""
 
 from __future__ import annotations
 
+import socket
+
+import pytest
+
 from deploy.nodes import Node, choose
+from deploy.ray_cluster import RayCluster, RayStartError
+from protocol.config import ServeConfig
 
 
 def node(name: str, cores: int = 4, gpus: float = 0.0, **roles: int) -> Node:
@@ -57,3 +63,12 @@ def test_a_worker_of_several_ranks_goes_where_each_has_a_core() -> None:
     held = {"b": ["decode"] * 3}
     chosen = [choose("decode", nodes, held, (), ranks) for ranks in (1, 2, 4, 8)]
     assert [each.node_id for each in chosen if each is not None] == ["a", "a", "b", "a"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "ray://127.0.0.1:{port}", "127.0.0.1:many"])
+def test_an_address_where_no_ray_listens_is_named_at_once(address: str) -> None:
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        asked = address.format(port=bound.getsockname()[1])
+        with pytest.raises(RayStartError, match=f"^--ray-address {asked}: cannot reach "):
+            RayCluster(ServeConfig(ray_address=asked)).link_host()
