@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from protocol.errors import TandemError
 from worker.cores import host_cores
 
 log = logging.getLogger(__name__)
+
+_BOOTSTRAP = Path.home() / "ray_bootstrap_config.yaml"
 
 _RAY_PROCESSES = ("gcs_server", "raylet")
 
@@ -229,14 +232,29 @@ def object_store_bytes(config: ServeConfig) -> int:
 
 
 def _has_autoscaler() -> bool:
-    """Whether Ray may add nodes. In a cluster of fixed nodes it names a type after each of them."""
+    """Whether Ray may add nodes. In a cluster that nobody configured it names a type after each node."""
     from ray.experimental.internal_kv import _internal_kv_get
 
     status = _internal_kv_get("__autoscaling_status")
     report = json.loads(status).get("autoscaler_report") if status else None
-    return report is not None and any(
-        not name.startswith("node_") for name in report["node_type_mapping"].values()
-    )
+    if report is None:
+        return False
+    types = {name for name in report["node_type_mapping"].values() if not name.startswith("node_")}
+    return not types <= fixed_types(_BOOTSTRAP)
+
+
+@functools.cache
+def fixed_types(path: Path) -> frozenset[str]:
+    """Types of nodes of which there are never more than now, by the file that `ray up` leaves on the head:
+    hosts of one's own are all one type, whose least is its most.
+    """
+    import yaml
+
+    try:
+        types = yaml.safe_load(path.read_text())["available_node_types"]
+    except FileNotFoundError:
+        return frozenset()
+    return frozenset(name for name, of in types.items() if of.get("min_workers", 0) == of.get("max_workers"))
 
 
 def _has_token() -> bool:

@@ -31,6 +31,7 @@ ENDS_S = 10.0
 STREAMS = 8
 TOKENS = 400
 HOME = "/home/tandem"
+NAMED_PORTS = {8000, *range(6379, 6385), *range(6400, 6600)}
 
 
 class Cluster:
@@ -61,10 +62,12 @@ class Cluster:
         """What `tandem serve` has said."""
         return self.head.read(f"{HOME}/tandem-serve.log")
 
-    def get(self, path: str, key: str | None = None) -> tuple[int, Any]:
-        """Status and body."""
+    def get(self, path: str, key: str | None = None, body: Any = None) -> tuple[int, Any]:
+        """Status and body; with a body of our own, of a POST."""
         header = f"Authorization: Bearer {key or self.key}"
         command = ["curl", "-sS", "-m", "10", "-w", "\n%{http_code}", "-H", header, self.url + path]
+        if body is not None:
+            command += ["-H", "content-type: application/json", "-d", json.dumps(body)]
         body, _, status = self.hosts.laptop.run(*command).stdout.rpartition("\n")
         return int(status), json.loads(body) if body else None
 
@@ -146,6 +149,16 @@ def check_what_serves(cluster: Cluster) -> None:
     assert all(process.nice() == 0 for host in (prefill, decode) for process in host.processes())
     assert "UCX" not in log and "nixl" not in log.lower()
     assert "Traceback" not in log and " E deploy" not in log
+    status, refusal = cluster.get("/scale", body={"decode": 3})
+    assert status == 409 and "the nodes take at most 2" in str(refusal)
+    for host in cluster.hosts.others:
+        assert [port for port in host.ports() if not is_named(port)] == []
+
+
+def is_named(address: str) -> bool:
+    """Whether docs/cluster.md names a port, or nobody else reaches it."""
+    host, _, port = address.rpartition(":")
+    return host in ("127.0.0.1", "[::1]") or int(port) in NAMED_PORTS
 
 
 def lose_a_node(cluster: Cluster, expected: list[Stream]) -> None:

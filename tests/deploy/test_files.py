@@ -33,7 +33,7 @@ def test_cluster_files_are_what_ray_expects(name: str) -> None:
     config = yaml.safe_load((ROOT / "deploy" / name).read_text())
     util.validate_config(util.prepare_config(config))
     assert [line for line in config["head_start_ray_commands"] if line.endswith("node.sh serve")]
-    assert config["file_mounts"] == {"~/tandem": "."} and "/.venv" in config["rsync_exclude"]
+    assert config["file_mounts"] == {"~/tandem": "deploy/.."} and "/.venv" in config["rsync_exclude"]
 
 
 def test_cloud_nodes_have_a_type_for_each_role() -> None:
