@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 Make = Callable[..., RemoteSide]
 NUM_BLOCKS, BLOCK_BYTES = 64, 1024 * 1024
-PROMPT_S = 3.0
+PROMPT_S = 10.0
 
 
 @pytest.fixture(scope="module")

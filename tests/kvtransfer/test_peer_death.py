@@ -15,7 +15,8 @@ from tests.kvtransfer.test_leases import runs
 from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool, moved, wait_until
 
 Closing = Callable[[Any], Any]
-PROMPT_S = 2.0  # under a second on an idle machine
+PROMPT_S = 10.0
+"""Under a second on an idle machine; who notices no death waits 30 s for progress."""
 
 
 def pool(seed: int) -> Any:
