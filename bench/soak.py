@@ -2,8 +2,9 @@
 
     python -m bench.soak [--rate 24] [--seconds 600] [--streams 1000] [options of tandem serve]
 
-The bundled model serves short completions that come at an even rate, while a worker is killed, a prefill and
-a decode worker change roles and back, and all are restarted in turn, again and again. `failed` counts those
+The bundled model serves short completions that come at an even rate, while a worker is killed, a decode
+worker changes its role and back, all are restarted in turn, and one more decode worker comes and one leaves,
+again and again. `failed` counts those
 without an answer, `wrong` those whose text is not the one of the same request before all that. `growth` is
 by how many per cent the memory of each process that lived on grew after the first third (bytes of its own;
 workers are started anew all the time, so few of them are among these). Last, so many streams are held.
@@ -27,7 +28,8 @@ import psutil
 
 from bench.own_server import serving
 
-WORKERS = ["--prefill-replicas", "2", "--decode-replicas", "2", "--worker-timeout", "10"]
+DECODE_WORKERS = 2
+WORKERS = ["--prefill-replicas", "2", "--decode-replicas", str(DECODE_WORKERS)]
 KINDS = 40
 """Of requests: each comes again and again, so its right text is known."""
 SHORT, LONG = 24, 48
@@ -80,7 +82,9 @@ class Soak:
             await self._load(rate, seconds)
             storm.cancel()
             sampler.cancel()
-            await asyncio.gather(storm, sampler, return_exceptions=True)
+            for ended in await asyncio.gather(storm, sampler, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    raise ended
             growth = self._growth(began + seconds / 3, began + seconds - 2 * SAMPLE_S)
             held = await self._hold(streams)
         return {
@@ -151,24 +155,27 @@ class Soak:
             await asyncio.sleep(EVENT_PAUSE_S)
             workers = await self._workers()
             gone = ""
-            match turn % 3:
+            match turn % 4:
                 case 0:
                     victim = sorted(workers)[turn % len(workers)]
                     os.kill(workers[victim], signal.SIGKILL)
                     gone = victim
                     self.events["kills"] += 1
                 case 1:
-                    await self._change("decode-1", "prefill")
-                    await self._change("decode-1", "decode")
+                    changed = max(worker_id for worker_id in workers if "decode" in worker_id)
+                    for role in ("prefill", "decode"):
+                        await self._ask_for("role changes", f"/workers/{changed}/role", {"role": role})
                 case 2:
-                    answer = await self._client.post("/restart", json={})
-                    self.events["restarts" if answer.status_code == 200 else f"restart: {answer.text}"] += 1
+                    await self._ask_for("restarts", "/restart", {})
+                case 3:
+                    for count in (DECODE_WORKERS + 1, DECODE_WORKERS):
+                        await self._ask_for("scalings", "/scale", {"decode": count})
             while gone and (await self._workers()).get(gone, workers[gone]) == workers[gone]:
                 await asyncio.sleep(0.1)
 
-    async def _change(self, worker_id: str, role: str) -> None:
-        answer = await self._client.post(f"/workers/{worker_id}/role", json={"role": role})
-        self.events["role changes" if answer.status_code == 200 else f"role: {answer.text}"] += 1
+    async def _ask_for(self, name: str, path: str, body: dict[str, object]) -> None:
+        answer = await self._client.post(path, json=body)
+        self.events[name if answer.status_code == 200 else f"{name}: {answer.text}"] += 1
         await asyncio.sleep(1.0)
 
     async def _workers(self) -> dict[str, int]:
