@@ -17,7 +17,7 @@ from protocol.speculation import SpeculativeConfig
 from tests.worker.harness import Cluster, RunningWorker, tiny_config
 
 MODELS = Path(BUNDLED_MODEL).parent
-NUM_PROMPTS = 4
+NUM_PROMPTS = 2
 NUM_TOKENS = 48
 TEMPERATURES = (0.0, 0.8)
 HEADS = {"medusa": "tandem-code-10m-medusa", "eagle": "tandem-code-10m-eagle3"}
