@@ -1,0 +1,1 @@
+"""Lessons in how language models are served, each one file that runs."""

@@ -1,0 +1,165 @@
+"""Speculation: something cheap drafts, the model verifies all drafts in one step, and no token changes.
+
+    python -m labs.speculation
+
+`decode` is the loop, `verify` the rule that keeps the model's distribution (Leviathan et al., 2023; Chen et
+al., 2023). A sweep over the number of drafts K shows where it pays, beside what the share of accepted drafts
+and their cost let one expect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from labs.decoding import DRAFT, TARGET, Cache, Llama, common_prefix, read_prompt
+
+CAPACITY = 1024
+Drafter = Callable[[list[int], int], tuple[list[int], Tensor]]
+"""At most K tokens that may follow a text, and what each was drawn from: [drafts, vocabulary]."""
+
+
+def chances(logits: Tensor, temperature: float) -> Tensor:
+    """What the next token is drawn from. At temperature 0 the most likely one has chance 1."""
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    return (logits / temperature).softmax(-1)
+
+
+def draw(weights: Tensor) -> int:
+    return int(torch.multinomial(weights, 1))
+
+
+class DraftModel:
+    """Draws drafts one by one from a smaller model, with a cache of its own."""
+
+    def __init__(self, model: Llama, temperature: float) -> None:
+        self._model, self._temperature = model, temperature
+        self._cache, self._cached = Cache(model, CAPACITY), list[int]()
+
+    def __call__(self, text: list[int], count: int) -> tuple[list[int], Tensor]:
+        # Refused drafts are overwritten. The last token is always computed, for its logits.
+        self._cache.length = min(common_prefix(self._cached, text), len(text) - 1)
+        self._cached, origins = list(text), []
+        for _ in range(count):
+            logits = self._cache.compute(self._model, self._cached[self._cache.length :])
+            origins.append(chances(logits[-1], self._temperature))
+            self._cached.append(draw(origins[-1]))
+        return self._cached[len(text) :], torch.stack(origins)
+
+
+def look_up(text: list[int], count: int, suffix: int = 2) -> tuple[list[int], Tensor]:
+    """What followed the last tokens where they stood before (prompt lookup). It costs next to nothing."""
+    drafts: list[int] = []
+    for start in range(len(text) - suffix - 1, -1, -1):
+        if text[start : start + suffix] == text[-suffix:]:
+            drafts = text[start + suffix :][:count]
+            break
+    return drafts, F.one_hot(torch.tensor(drafts, dtype=torch.long), 4096).float()
+
+
+def verify(drafts: list[int], drawn_from: Tensor, target: Tensor) -> list[int]:
+    """The tokens that a step commits: accepted drafts, and one more of the target's.
+
+    `target`: [drafts + 1, vocabulary]. A draft is accepted with chance min(1, p / q). Instead of the first
+    that is not, a token is drawn from what the target has more than the draft. That is a draw from p.
+    """
+    for index, draft in enumerate(drafts):
+        p, q = target[index], drawn_from[index]
+        if torch.rand(()) >= p[draft] / q[draft]:
+            return [*drafts[:index], draw((p - q).clamp(min=0))]
+    return [*drafts, draw(target[-1])]
+
+
+@dataclass
+class Run:
+    """`tried` drafts were looked at by the target: the accepted ones, and each step's first that was not."""
+
+    tokens: list[int]
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    tried: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.tried if self.tried else 0.0
+
+
+def decode(
+    model: Llama, prompt: list[int], count: int, drafter: Drafter, num_drafts: int, temperature: float
+) -> Run:
+    """Decode at least `count` tokens, with up to `num_drafts` drafts a step."""
+    cache, text = Cache(model, CAPACITY), list(prompt)
+    cache.compute(model, prompt[:-1])
+    run = Run(tokens=[])
+    start = time.perf_counter()
+    while len(text) < len(prompt) + count:
+        before_draft = time.perf_counter()
+        drafts, drawn_from = drafter(text, num_drafts) if num_drafts else ([], torch.empty(0))
+        run.draft_seconds += time.perf_counter() - before_draft
+        target = chances(cache.compute(model, [text[-1], *drafts]), temperature)
+        committed = verify(drafts, drawn_from, target)
+        text += committed
+        cache.length = len(text) - 1  # forget the refused ones
+        run.steps += 1
+        run.drafted += len(drafts)
+        run.accepted += len(committed) - 1
+        run.tried += min(len(committed), len(drafts))
+    run.seconds, run.tokens = time.perf_counter() - start, text[len(prompt) :]
+    return run
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Tokens a step if each draft is accepted with this chance: 1 + a + a^2 + ... + a^K."""
+    return sum(acceptance**index for index in range(num_drafts + 1))
+
+
+def expected_speed(acceptance: float, num_drafts: int, draft_cost: float) -> float:
+    """Over no speculation, if many rows cost what one does. `draft_cost`: of a draft, in steps."""
+    return expected_tokens(acceptance, num_drafts) / (1 + num_drafts * draft_cost)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8], help="each K to try")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    options = parser.parse_args()
+    target = Llama(TARGET)
+    prompt = read_prompt(Tokenizer.from_file(str(TARGET / "tokenizer.json")), 256)
+    draft_model = DraftModel(Llama(DRAFT), options.temperature)
+    drafters: dict[str, Drafter] = {"1 M model": draft_model, "prompt lookup": look_up}
+
+    decode(target, prompt, 16, look_up, 0, options.temperature)  # warm up
+    plain = decode(target, prompt, options.tokens, look_up, 0, options.temperature)
+    step = plain.seconds / plain.steps
+    print(f"Without drafts: {step * 1e3:.2f} ms per token")
+    print(
+        f"{'':14}{'K':>3}{'accepted':>10}{'tokens/step':>13}{'expected':>10}{'cost':>7}{'speed':>7}{'expected':>10}"
+    )
+    for name, drafter in drafters.items():
+        for count in options.drafts:
+            run = decode(target, prompt, options.tokens, drafter, count, options.temperature)
+            cost = run.draft_seconds / max(run.drafted, 1) / step
+            speed = step / (run.seconds / len(run.tokens))
+            print(
+                f"{name:14}{count:3}{run.acceptance:10.0%}{len(run.tokens) / run.steps:13.2f}"
+                f"{expected_tokens(run.acceptance, count):10.2f}{cost:7.2f}{speed:7.2f}"
+                f"{expected_speed(run.acceptance, count, cost):10.2f}"
+            )
+            if options.temperature == 0 and run.tokens[: options.tokens] != plain.tokens[: options.tokens]:
+                raise RuntimeError(f"{name} changed the text")
+
+
+if __name__ == "__main__":
+    main()
