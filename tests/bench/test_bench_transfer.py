@@ -72,7 +72,7 @@ def test_a_link_between_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "PROMPT_TOKENS", 32)
     plain, packed = rows.MEASURES["link"](1)
     assert "iperf3" in plain.baseline and plain.value > 0
-    assert "with int8" in packed.what and packed.value > 1
+    assert "with int8" in packed.what and packed.value > 0
 
 
 class Failing:

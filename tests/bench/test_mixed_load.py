@@ -20,15 +20,14 @@ async def test_streams_and_long_prompts_are_measured_apart(start_server):
         length = len(json.loads(request.body)["prompt"])
         lengths.append(length)
         if length == 700:
-            await asyncio.sleep(4 * STALL_S)
+            await asyncio.sleep(20 * STALL_S)
         await stream(writer, [token("a"), token("b"), token("c", "length"), DONE], STALL_S)
 
     options = parse(
         ["x=", "--model", "m", "--long-len", "700", "--seconds", "0.5", "--rate", "4", "--streams", "3"]
     )
     found = await measure(Target(await start_server(serve), "m"), options, seed=1)
-    assert STALL_S <= found.gap_s < 3 * STALL_S
-    assert 4 * STALL_S <= found.ttft_s < 8 * STALL_S
+    assert STALL_S <= found.gap_s < 20 * STALL_S <= found.ttft_s
     assert lengths.count(700) == 2 and lengths.count(64) >= 3
 
 

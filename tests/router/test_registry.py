@@ -122,7 +122,7 @@ def test_an_unknown_role_is_refused():
 
 def test_who_is_awaited():
     recorder = Recorder()
-    recorder.registry.expected = ["v", "w"]
+    recorder.registry.expected = {"v": "decode", "w": "decode"}
     assert recorder.registry.awaited() == ["v", "w"]
     worker = recorder.register("one")
     assert recorder.registry.awaited() == ["v"]
