@@ -1,0 +1,64 @@
+"""A linear layer's quantized weights, whatever checkpoint or rounding they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class CodeFormat(Enum):
+    """What a code of `QuantizedWeight` is. Names are those of `--quantization`."""
+
+    INT8 = "int8"  # -128 to 127
+    INT4 = "int4"  # 0 to 15; 8 is zero where there are no zero points
+    FP8 = "fp8"  # float8_e4m3fn
+    MXFP4 = "mxfp4"  # the sixteen values of E2M1, by their index
+
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""OCP Microscaling Formats, section 5.3.3."""
+
+INT4_ZERO = 8
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """`codes` is [out_features, in_features]: int8 for INT8, uint8 for INT4 and MXFP4, float8_e4m3fn for FP8.
+
+    `scales` is float32 [out_features, in_features / group_size], and so is `zeros`, if there are zero points
+    (INT4 alone). Where `permutation` is given, column k of the codes multiplies input `permutation[k]`
+    (int64 [in_features]): GPTQ's `desc_act`, sorted by group.
+    """
+
+    format: CodeFormat
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    permutation: Tensor | None = None
+
+    @property
+    def group_size(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def dequantized(self) -> Tensor:
+        """float32 [out_features, in_features], columns in the order of the inputs."""
+        values = self._values()
+        if self.zeros is not None:
+            values = values - self.zeros.repeat_interleave(self.group_size, dim=1)
+        weight = values * self.scales.repeat_interleave(self.group_size, dim=1)
+        if self.permutation is None:
+            return weight
+        ordered = torch.empty_like(weight)
+        ordered[:, self.permutation] = weight
+        return ordered
+
+    def _values(self) -> Tensor:
+        if self.format is CodeFormat.MXFP4:
+            return torch.tensor(E2M1_VALUES)[self.codes.long()]
+        values = self.codes.to(torch.float32)
+        if self.format is CodeFormat.INT4 and self.zeros is None:
+            return values - INT4_ZERO
+        return values
