@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import pack
+from engine.linear.quantized import QuantizedLinear
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -27,6 +28,8 @@ def unfit(model: PreTrainedModel) -> str | None:
     rope_type = model.model.rotary_emb.rope_type
     if rope_type not in ROPE_TYPES:
         return f"its rotary embedding is of type {rope_type}"
+    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        return "its layers are quantized"
     return None
 
 

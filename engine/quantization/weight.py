@@ -57,7 +57,7 @@ class QuantizedWeight:
 
     def _values(self) -> Tensor:
         if self.format is CodeFormat.MXFP4:
-            return torch.tensor(E2M1_VALUES)[self.codes.long()]
+            return torch.tensor(E2M1_VALUES, device=self.codes.device)[self.codes.long()]
         values = self.codes.to(torch.float32)
         if self.format is CodeFormat.INT4 and self.zeros is None:
             return values - INT4_ZERO

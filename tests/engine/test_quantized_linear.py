@@ -1,0 +1,91 @@
+"""Linear layers with quantized weights: the dequantized product, in every format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.linear.quantized import QuantizedLinear
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+
+
+def make_weight(
+    format: CodeFormat,
+    inputs: int = 256,
+    outputs: int = 70,
+    group: int | None = None,
+    zeros: bool = False,
+    permuted: bool = False,
+) -> QuantizedWeight:
+    """Random codes, scales near those of a trained layer; `group` None: one scale for each output."""
+    torch.manual_seed(inputs + outputs)
+    groups = 1 if group is None else inputs // group
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    if format is CodeFormat.INT8:
+        codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    elif format is CodeFormat.FP8:
+        codes = torch.randn(outputs, inputs).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return QuantizedWeight(
+        format,
+        codes,
+        torch.rand(outputs, groups) * 0.02 + 0.001,
+        torch.randint(0, 17, (outputs, groups)).float() if zeros else None,
+        torch.randperm(inputs) if permuted else None,
+    )
+
+
+def dequantized_by_hand(weight: QuantizedWeight) -> Tensor:
+    """Element by element, as the format's definition reads; float64 [out_features, in_features]."""
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    outputs, inputs = weight.codes.shape
+    result = torch.zeros(outputs, inputs, dtype=torch.float64)
+    for n in range(outputs):
+        for k in range(inputs):
+            group = k // weight.group_size
+            value = float(weight.codes[n, k])
+            if weight.format is CodeFormat.MXFP4:
+                value = magnitudes[int(value) % 8] * (-1 if value >= 8 else 1)
+            elif weight.format is CodeFormat.INT4:
+                value -= 8 if weight.zeros is None else float(weight.zeros[n, group])
+            place = k if weight.permutation is None else int(weight.permutation[k])
+            result[n, place] = value * float(weight.scales[n, group])
+    return result
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize(
+    ("format", "group", "zeros"),
+    [
+        (CodeFormat.INT8, None, False),
+        (CodeFormat.INT4, 32, False),
+        (CodeFormat.INT4, 32, True),
+        (CodeFormat.FP8, None, False),
+        (CodeFormat.MXFP4, 32, False),
+    ],
+)
+def test_a_layer_computes_with_the_dequantized_weight(
+    format: CodeFormat, group: int | None, zeros: bool, permuted: bool
+) -> None:
+    weight = make_weight(format, 64, 9, group, zeros, permuted)
+    bias = torch.randn(9)
+    x = torch.randn(3, 64)
+    expected = x.double() @ dequantized_by_hand(weight).T + bias
+    torch.testing.assert_close(QuantizedLinear(weight, bias)(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"scales": torch.ones(9, 3)}, r"scales \[9, 3\] do not fit codes \[9, 64\]"),
+        ({"scales": torch.ones(8, 2)}, r"scales \[8, 2\] do not fit codes \[9, 64\]"),
+        ({"zeros": torch.ones(9, 1)}, r"zeros \[9, 1\] do not fit scales \[9, 2\]"),
+        ({"permutation": torch.arange(63)}, r"permutation \[63\] does not fit 64 inputs"),
+        ({"bias": torch.ones(8)}, r"bias \[8\] does not fit 9 outputs"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, Tensor], reason: str) -> None:
+    weight = make_weight(CodeFormat.INT4, 64, 9, 32)
+    parts = vars(weight) | {name: value for name, value in changes.items() if name != "bias"}
+    with pytest.raises(ValueError, match=reason):
+        QuantizedLinear(QuantizedWeight(**parts), changes.get("bias"))
