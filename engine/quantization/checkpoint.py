@@ -1,0 +1,60 @@
+"""The published layouts of quantized checkpoints, by the `quant_method` of their `quantization_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engine.errors import UnsupportedModelError
+from engine.quantization.awq import Awq
+from engine.quantization.compressed_tensors import CompressedTensors, Scheme
+from engine.quantization.fp8 import Fp8
+from engine.quantization.gptq import Gptq
+from engine.quantization.stored import StoredLayer
+from engine.quantization.weight import QuantizedWeight
+
+
+class Layout(Protocol):
+    """How a checkpoint stores its quantized linear layers."""
+
+    def config(self, unquantized: Sequence[str] = ()) -> dict[str, Any]:
+        """The `quantization_config` of config.json. Linear layers `unquantized` were left as they were."""
+
+    def is_stored(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these are of a quantized layer. Names are without the layer's."""
+
+    def read(self, layer: StoredLayer) -> QuantizedWeight:
+        """Raises UnsupportedModelError, naming a tensor."""
+
+    def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The layer's tensors, without its bias; names are without the layer's."""
+
+
+_PARSE: dict[Any, Callable[[Mapping[str, Any]], Layout]] = {
+    "awq": Awq.parse,
+    "gptq": Gptq.parse,
+    "compressed-tensors": CompressedTensors.parse,
+    "fp8": Fp8.parse,
+}
+
+
+def parse_layout(config: Mapping[str, Any]) -> Layout:
+    """Of a `quantization_config`. Raises UnsupportedModelError, naming the field."""
+    method = config.get("quant_method")
+    if method not in _PARSE:
+        raise UnsupportedModelError(
+            f"quantization_config: quant_method is {method!r}, not one of {', '.join(_PARSE)}"
+        )
+    return _PARSE[method](config)
+
+
+def int8_layout() -> Layout:
+    """int8 with a scale for each output."""
+    return CompressedTensors.of(Scheme("int-quantized"))
+
+
+def fp8_layout() -> Layout:
+    """FP8 E4M3 with a scale for each output."""
+    return CompressedTensors.of(Scheme("float-quantized"))

@@ -1,0 +1,278 @@
+"""The layouts of compressed-tensors, which llm-compressor writes: a configuration for each group of layers.
+
+Activations stay as they are, whatever the checkpoint says of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import UnsupportedModelError
+from engine.quantization import words
+from engine.quantization.fp8 import is_float8
+from engine.quantization.stored import (
+    GROUP_SIZES,
+    StoredLayer,
+    block_scales,
+    block_shape,
+    choice,
+    float8_codes,
+    order_by_group,
+    row_scales,
+)
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+
+logger = logging.getLogger("tandem.engine")
+
+_E8M0_BIAS = 127
+_E8M0_NAN = 255
+_MX_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of some layers are stored: `format` is the library's name for it."""
+
+    format: str
+    bits: int = 8
+    symmetric: bool = True
+    group_size: int | None = None
+    """None: a scale for each output, or one for all."""
+    block: tuple[int, int] | None = None
+
+    @classmethod
+    def parse(cls, format: str, weights: Mapping[str, Any]) -> Scheme:
+        kind = choice(weights, "type", ("int", "float"), "int")
+        if format == "naive-quantized":
+            format = f"{kind}-quantized"
+        if format not in _READ:
+            raise UnsupportedModelError(
+                f"quantization_config: format is {format!r}, not one of {', '.join(_READ)}"
+            )
+        bits = choice(weights, "num_bits", _BITS[format])
+        symmetric = choice(
+            weights, "symmetric", (True, False) if format == "pack-quantized" else (True,), True
+        )
+        strategy = choice(weights, "strategy", _STRATEGIES[format])
+        if strategy == "block":
+            return cls(format, bits, symmetric, None, block_shape(weights, "block_structure"))
+        if strategy == "group":
+            return cls(format, bits, symmetric, choice(weights, "group_size", GROUP_SIZES))
+        return cls(format, bits, symmetric)
+
+    def weights(self) -> dict[str, Any]:
+        """Inverse of `parse`."""
+        is_int = self.format in ("pack-quantized", "int-quantized")
+        strategy = "block" if self.block else "group" if self.group_size else "channel"
+        return {
+            "num_bits": self.bits,
+            "type": "int" if is_int else "float",
+            "symmetric": self.symmetric,
+            "strategy": strategy,
+            "group_size": self.group_size,
+            "block_structure": None if self.block is None else list(self.block),
+            "dynamic": False,
+        }
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
+    """Targets (names or classes of layers, or `re:` and a pattern of names), and how they are stored."""
+
+    @classmethod
+    def of(cls, scheme: Scheme) -> CompressedTensors:
+        """Every linear layer alike."""
+        return cls(((("Linear",), scheme),))
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> CompressedTensors:
+        choice(config, "quantization_status", ("compressed", None))
+        for field in ("sparsity_config", "transform_config"):
+            part = config.get(field) or {}
+            if part and part.get("format") != "dense":
+                raise UnsupportedModelError(f"quantization_config: {field} is not supported")
+        groups = config.get("config_groups") or {}
+        if not groups:
+            raise UnsupportedModelError("quantization_config: config_groups is missing")
+        schemes = []
+        for name, group in groups.items():
+            if not isinstance(group, Mapping) or not group.get("weights"):
+                raise UnsupportedModelError(f"quantization_config: config_groups.{name} has no weights")
+            format = group.get("format") or config.get("format")
+            schemes.append((tuple(group.get("targets", ())), Scheme.parse(str(format), group["weights"])))
+        if config.get("kv_cache_scheme"):
+            logger.warning("quantization_config: kv_cache_scheme is ignored")
+        return cls(tuple(schemes))
+
+    def config(self, unquantized: Sequence[str] = ()) -> dict[str, Any]:
+        """The `quantization_config` of config.json. Linear layers `unquantized` were left as they were."""
+        groups = {
+            f"group_{number}": {
+                "targets": list(targets),
+                "weights": scheme.weights(),
+                "input_activations": _activations(scheme),
+                "output_activations": None,
+                "format": scheme.format,
+            }
+            for number, (targets, scheme) in enumerate(self.schemes)
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.schemes[0][1].format,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(unquantized),
+        }
+
+    def is_stored(self, tensors: Mapping[str, Tensor]) -> bool:
+        return is_float8(tensors) or not tensors.keys().isdisjoint(("weight_packed", "weight_scale"))
+
+    def read(self, layer: StoredLayer) -> QuantizedWeight:
+        """Raises UnsupportedModelError, naming a tensor."""
+        scheme = self._scheme(layer.name)
+        return _READ[scheme.format](layer, scheme)
+
+    def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Of a weight in the first scheme."""
+        scheme = self.schemes[0][1]
+        return _WRITE[scheme.format](weight, scheme)
+
+    def _scheme(self, name: str) -> Scheme:
+        for fits in (_is_named, lambda target, _: target == "Linear"):
+            for targets, scheme in self.schemes:
+                if any(fits(target, name) for target in targets):
+                    return scheme
+        raise UnsupportedModelError(f"{name}: is quantized, but no target in config_groups fits it")
+
+
+def _is_named(target: str, name: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], name) is not None
+    return target == name
+
+
+def _activations(scheme: Scheme) -> dict[str, Any] | None:
+    """What other engines do with the inputs: they have kernels for codes of 8 bits by such codes alone."""
+    if scheme.format not in ("int-quantized", "float-quantized"):
+        return None
+    kind = scheme.weights()["type"]
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def _read_packed(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
+    rows, columns = layer.out_features, layer.in_features
+    size = layer.group_size(scheme.group_size or columns)
+    groups, per_word = columns // size, 32 // scheme.bits
+    shape = layer.tensors.get("weight_shape")
+    if shape is not None and shape.tolist() != [rows, columns]:
+        raise layer.wrong("weight_shape", f"is {shape.tolist()}, not {[rows, columns]}")
+    packed = layer.take("weight_packed", (torch.int32,), (rows, -(-columns // per_word)))
+    codes = words.unpack(packed, scheme.bits)[:, :columns]
+    scales = layer.scales("weight_scale", (rows, groups)).contiguous()
+    permutation = order_by_group(layer, "weight_g_idx", groups) if "weight_g_idx" in layer.tensors else None
+    if permutation is not None:
+        codes = codes[:, permutation]
+    if scheme.bits == 8:
+        return QuantizedWeight(CodeFormat.INT8, words.move_zero(codes), scales, None, permutation)
+    zeros = None if scheme.symmetric else _packed_zeros(layer, groups)
+    return QuantizedWeight(CodeFormat.INT4, codes.contiguous(), scales, zeros, permutation)
+
+
+def _packed_zeros(layer: StoredLayer, groups: int) -> Tensor:
+    """float32 [out_features, groups]. Older files have them as int8, from -8, without packing."""
+    rows, suffix = layer.out_features, "weight_zero_point"
+    if suffix in layer.tensors and layer.tensors[suffix].dtype is torch.int8:
+        return layer.take(suffix, (torch.int8,), (rows, groups)).to(torch.float32) + 8
+    packed = layer.take(suffix, (torch.int32,), (-(-rows // 8), groups))
+    return words.unpack(packed.T, 4)[:, :rows].T.to(torch.float32).contiguous()
+
+
+def _write_packed(weight: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
+    assert weight.permutation is None
+    codes = weight.codes if scheme.bits == 4 else words.move_zero(weight.codes)
+    tensors = {
+        "weight_packed": words.pack(codes, scheme.bits),
+        "weight_scale": weight.scales,
+        "weight_shape": torch.tensor(weight.codes.shape),
+    }
+    if not scheme.symmetric:
+        zeros = weight.zeros if weight.zeros is not None else torch.full_like(weight.scales, 8)
+        tensors["weight_zero_point"] = words.pack(zeros.T.to(torch.uint8), 4).T.contiguous()
+    return tensors
+
+
+def _read_ints(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
+    rows, columns = layer.out_features, layer.in_features
+    codes = layer.take("weight", (torch.int8,), (rows, columns))
+    zeros = layer.tensors.get("weight_zero_point")
+    if zeros is not None and zeros.any():
+        raise layer.wrong(
+            "weight_zero_point", "has zero points of 8 bits other than 0: symmetric must be true"
+        )
+    if scheme.group_size is None:
+        return QuantizedWeight(CodeFormat.INT8, codes, row_scales(layer, "weight_scale"))
+    groups = columns // layer.group_size(scheme.group_size)
+    return QuantizedWeight(CodeFormat.INT8, codes, layer.scales("weight_scale", (rows, groups)))
+
+
+def _read_floats(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
+    codes = float8_codes(layer)
+    if scheme.block is not None:
+        return QuantizedWeight(CodeFormat.FP8, codes, block_scales(layer, "weight_scale", scheme.block))
+    return QuantizedWeight(CodeFormat.FP8, codes, row_scales(layer, "weight_scale"))
+
+
+def _write_plain(weight: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
+    assert scheme.block is None and weight.permutation is None
+    return {"weight": weight.codes, "weight_scale": weight.scales}
+
+
+def _read_mxfp4(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
+    rows, columns = layer.out_features, layer.in_features
+    groups = columns // layer.group_size(_MX_GROUP)
+    packed = layer.take("weight_packed", (torch.uint8,), (rows, columns // 2))
+    exponents = layer.take("weight_scale", (torch.uint8,), (rows, groups))
+    if (exponents == _E8M0_NAN).any():
+        raise layer.wrong("weight_scale", "has scales that are NaN")
+    scales = torch.exp2(exponents.to(torch.float32) - _E8M0_BIAS)
+    return QuantizedWeight(CodeFormat.MXFP4, words.unpack_pairs(packed), scales)
+
+
+def _write_mxfp4(weight: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
+    """Scales are powers of two."""
+    exponents = torch.log2(weight.scales).round() + _E8M0_BIAS
+    return {"weight_packed": words.pack_pairs(weight.codes), "weight_scale": exponents.to(torch.uint8)}
+
+
+_READ = {
+    "pack-quantized": _read_packed,
+    "int-quantized": _read_ints,
+    "float-quantized": _read_floats,
+    "mxfp4-pack-quantized": _read_mxfp4,
+}
+_WRITE = {
+    "pack-quantized": _write_packed,
+    "int-quantized": _write_plain,
+    "float-quantized": _write_plain,
+    "mxfp4-pack-quantized": _write_mxfp4,
+}
+_BITS = {
+    "pack-quantized": (4, 8),
+    "int-quantized": (8,),
+    "float-quantized": (8,),
+    "mxfp4-pack-quantized": (4,),
+}
+_STRATEGIES = {
+    "pack-quantized": ("channel", "group"),
+    "int-quantized": ("tensor", "channel", "group"),
+    "float-quantized": ("tensor", "channel", "block"),
+    "mxfp4-pack-quantized": ("group",),
+}

@@ -1,0 +1,70 @@
+"""FP8 E4M3 with a scale per 128 x 128 weights, as DeepSeek-V3 and Qwen3 are published, or for a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.quantization.stored import (
+    StoredLayer,
+    block_scales,
+    block_shape,
+    choice,
+    float8_codes,
+    row_scales,
+)
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+"""What weights are multiplied by, under either name."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    block: tuple[int, int] | None = (128, 128)
+    """Outputs and inputs with one scale; None: those of a layer have one."""
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> Fp8:
+        choice(config, "fmt", ("e4m3", None))
+        field = "weight_block_size"
+        return cls(None if config.get(field) is None else block_shape(config, field))
+
+    def config(self, unquantized: Sequence[str] = ()) -> dict[str, Any]:
+        """The `quantization_config` of config.json. Linear layers `unquantized` were left as they were."""
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": None if self.block is None else list(self.block),
+            "modules_to_not_convert": list(unquantized) or None,
+        }
+
+    def is_stored(self, tensors: Mapping[str, Tensor]) -> bool:
+        return is_float8(tensors) or not tensors.keys().isdisjoint(_SCALES)
+
+    def read(self, layer: StoredLayer) -> QuantizedWeight:
+        """Raises UnsupportedModelError, naming a tensor."""
+        suffix = next((name for name in _SCALES if name in layer.tensors), _SCALES[0])
+        codes = float8_codes(layer)
+        if self.block is None:
+            return QuantizedWeight(CodeFormat.FP8, codes, row_scales(layer, suffix))
+        return QuantizedWeight(CodeFormat.FP8, codes, block_scales(layer, suffix, self.block))
+
+    def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The weight's scales are alike within each block."""
+        assert weight.format is CodeFormat.FP8
+        rows, columns = self.block or weight.codes.shape
+        scales = weight.scales[::rows, :: max(1, columns // weight.group_size)]
+        return {
+            "weight": weight.codes,
+            "weight_scale_inv": scales.contiguous() if self.block else scales.reshape(()).clone(),
+        }
+
+
+def is_float8(tensors: Mapping[str, Tensor]) -> bool:
+    return "weight" in tensors and tensors["weight"].dtype is torch.float8_e4m3fn

@@ -1,0 +1,135 @@
+"""The tensors that a checkpoint stores for one linear layer, and what every layout checks about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import UnsupportedModelError
+
+GROUP_SIZES = (32, 64, 128)
+"""Inputs with a scale of their own, in layouts that have groups."""
+WHOLE_ROW = -1
+"""A group size: one scale for each output."""
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """`tensors` are those of the checkpoint whose names begin with `name` and a dot, without these."""
+
+    name: str
+    out_features: int
+    in_features: int
+    tensors: Mapping[str, Tensor]
+
+    def take(self, suffix: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
+        """Raises UnsupportedModelError if it is missing, or its shape or dtype is wrong."""
+        tensor = self.tensors.get(suffix)
+        if tensor is None:
+            raise self.wrong(suffix, "is missing")
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(_dtype_name(dtype) for dtype in dtypes)
+            raise self.wrong(suffix, f"is {_dtype_name(tensor.dtype)}, not {allowed}")
+        if tuple(tensor.shape) not in shapes:
+            allowed = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise self.wrong(suffix, f"has shape {list(tensor.shape)}, not {allowed}")
+        return tensor
+
+    def scales(self, suffix: str, *shapes: tuple[int, ...]) -> Tensor:
+        """float32, finite."""
+        scales = self.take(suffix, FLOATS, *shapes).to(torch.float32)
+        if not scales.isfinite().all():
+            raise self.wrong(suffix, f"has {int((~scales.isfinite()).sum())} scales that are NaN or infinite")
+        return scales
+
+    def group_size(self, configured: int) -> int:
+        """Raises UnsupportedModelError if groups of this size do not fill a row."""
+        if configured == WHOLE_ROW:
+            return self.in_features
+        if self.in_features % configured:
+            raise UnsupportedModelError(
+                f"{self.name}: {self.in_features} inputs are no multiple of the group size {configured}"
+            )
+        return configured
+
+    def wrong(self, suffix: str, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.name}.{suffix}: {what}")
+
+
+def order_by_group(layer: StoredLayer, suffix: str, groups: int) -> Tensor | None:
+    """The inputs sorted by the group that a tensor puts them in, int64 [in_features]; None if they are."""
+    group_of = layer.take(suffix, (torch.int32, torch.int64), (layer.in_features,)).long()
+    outside = group_of[(group_of < 0) | (group_of >= groups)]
+    if len(outside):
+        raise layer.wrong(suffix, f"has group {int(outside[0])}, not 0 to {groups - 1}")
+    sizes = group_of.bincount(minlength=groups)
+    unequal = sizes != layer.in_features // groups
+    if unequal.any():
+        group = int(unequal.nonzero()[0])
+        raise layer.wrong(
+            suffix, f"has {int(sizes[group])} inputs in group {group}, not {layer.in_features // groups}"
+        )
+    permutation = group_of.argsort(stable=True)
+    return None if permutation.equal(torch.arange(layer.in_features)) else permutation
+
+
+def row_scales(layer: StoredLayer, suffix: str) -> Tensor:
+    """One scale for the layer, or one for each output, as float32 [out_features, 1]."""
+    rows = layer.out_features
+    scales = layer.scales(suffix, (rows, 1), (rows,), (1,), (), (1, 1))
+    return scales.reshape(-1, 1).expand(rows, 1).contiguous()
+
+
+def block_scales(layer: StoredLayer, suffix: str, block: tuple[int, int]) -> Tensor:
+    """Scales of blocks of outputs and inputs, as float32 [out_features, groups]: groups fill a row."""
+    rows, columns = block
+    shape = -(-layer.out_features // rows), -(-layer.in_features // columns)
+    scales = layer.scales(suffix, shape).repeat_interleave(rows, dim=0)[: layer.out_features]
+    size = layer.in_features if shape[1] == 1 else math.gcd(layer.in_features, columns)
+    if size < GROUP_SIZES[0] < layer.in_features:
+        raise layer.wrong(
+            suffix,
+            f"has blocks of {columns} inputs, {layer.in_features} in all: not a multiple of {GROUP_SIZES[0]}",
+        )
+    return scales[:, torch.arange(0, layer.in_features, size) // columns].contiguous()
+
+
+def float8_codes(layer: StoredLayer) -> Tensor:
+    """The layer's `weight`, finite float8_e4m3fn [out_features, in_features]."""
+    codes = layer.take("weight", (torch.float8_e4m3fn,), (layer.out_features, layer.in_features))
+    if ((codes.view(torch.uint8) & 127) == 127).any():
+        raise layer.wrong("weight", "has values that are NaN")
+    return codes
+
+
+def block_shape(config: Mapping[str, Any], field: str) -> tuple[int, int]:
+    """Outputs and inputs of a block: a list, or as in "128x128". Raises UnsupportedModelError."""
+    value = config.get(field)
+    sizes = value.split("x") if isinstance(value, str) else value
+    try:
+        rows, columns = map(int, sizes or ())
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if min(rows, columns) < 1:
+        raise UnsupportedModelError(f"quantization_config: {field} is {value!r}, not two sizes")
+    return rows, columns
+
+
+def choice(config: Mapping[str, Any], field: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+    """A field of a `quantization_config`. Raises UnsupportedModelError if its value isn't `allowed`."""
+    value = config.get(field, default)
+    if value not in allowed:
+        listed = ", ".join(map(str, allowed))
+        raise UnsupportedModelError(f"quantization_config: {field} is {value!r}, not one of {listed}")
+    return value
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

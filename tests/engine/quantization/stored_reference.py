@@ -1,0 +1,25 @@
+"""The layers in `reference/`, which `make_reference.py` has made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from engine.quantization.stored import StoredLayer
+
+FOLDER = Path(__file__).parent / "reference"
+NAMES = sorted(path.stem for path in FOLDER.iterdir())
+
+
+def load_reference(name: str) -> tuple[dict[str, Any], StoredLayer, Tensor]:
+    """The `quantization_config`, the layer, and what its library dequantizes it to."""
+    with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
+        config = json.loads(file.metadata()["quantization_config"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    dequantized = tensors.pop("dequantized")
+    stored = {key.removeprefix("layer."): tensor for key, tensor in tensors.items()}
+    return config, StoredLayer("layer", *dequantized.shape, stored), dequantized

@@ -1,0 +1,179 @@
+"""Each published layout, packed by the library that defines it, is read to the last bit, and written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import UnsupportedModelError
+from engine.quantization.checkpoint import fp8_layout, int8_layout, parse_layout
+from engine.quantization.stored import StoredLayer
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+from tests.engine.quantization.stored_reference import NAMES, load_reference
+
+FORMATS = {"fp8": CodeFormat.FP8, "mxfp4": CodeFormat.MXFP4}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reads_what_the_library_reads(name: str) -> None:
+    config, layer, dequantized = load_reference(name)
+    layout = parse_layout(config)
+    assert layout.is_stored(layer.tensors)
+    weight = layout.read(layer)
+    expected = CodeFormat.INT8 if "int8" in name else FORMATS.get(name.partition("_")[0], CodeFormat.INT4)
+    assert weight.format is expected
+    assert (weight.zeros is None) is ("asymmetric" not in name and name != "awq")
+    assert (weight.permutation is None) is (name not in WITH_PERMUTATION)
+    assert weight.scales.dtype is torch.float32
+    assert weight.codes.is_contiguous() and weight.scales.is_contiguous()
+    assert weight.dequantized().to(dequantized.dtype).equal(dequantized)
+
+
+WITH_PERMUTATION = ("gptq_v1_desc_act", "gptq_v2_asymmetric_desc_act", "gptq_v1_int8")
+WRITTEN = [name for name in NAMES if name != "fp8_compressed_blocks"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_writes_what_it_reads(name: str) -> None:
+    config, layer, _ = load_reference(name)
+    layout = parse_layout(config)
+    assert parse_layout(layout.config(["lm_head"])) == layout
+    weight = layout.read(layer)
+    written = layout.write(weight)
+    again = layout.read(replace(layer, tensors=written))
+    assert again.dequantized().equal(weight.dequantized())
+    for suffix in written.keys() & {
+        "qweight",
+        "qzeros",
+        "g_idx",
+        "scales",
+        "weight_packed",
+        "weight_zero_point",
+    }:
+        assert written[suffix].equal(layer.tensors[suffix]), suffix
+
+
+@pytest.mark.parametrize("layout", [int8_layout(), fp8_layout()])
+def test_writes_a_scale_for_each_output(layout: Any) -> None:
+    is_int = layout == int8_layout()
+    values = torch.arange(-64, 64).reshape(2, 64)
+    weight = QuantizedWeight(
+        CodeFormat.INT8 if is_int else CodeFormat.FP8,
+        values.to(torch.int8 if is_int else torch.float8_e4m3fn),
+        torch.tensor([[0.1], [0.3]]),
+    )
+    read = layout.read(StoredLayer("layer", 2, 64, layout.write(weight)))
+    assert read.dequantized().equal(weight.dequantized())
+
+
+def changed(name: str, suffix: str, change: Any) -> tuple[dict[str, Any], StoredLayer]:
+    """A layer with one tensor made worse by `change`, or left out if that is None."""
+    config, layer, _ = load_reference(name)
+    tensors = dict(layer.tensors)
+    tensor = tensors.pop(suffix)
+    if change is not None:
+        tensors[suffix] = change(tensor.clone())
+    return config, replace(layer, tensors=tensors)
+
+
+def with_first(value: float) -> Any:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "change", "message"),
+    [
+        ("awq", "scales", None, "layer.scales: is missing"),
+        ("awq", "qzeros", None, "layer.qzeros: is missing"),
+        ("awq", "qweight", lambda t: t[:, :2], r"layer.qweight: has shape \[64, 2\], not \[64, 4\]"),
+        ("awq", "qweight", lambda t: t.to(torch.int16), "layer.qweight: is int16, not int32"),
+        ("awq", "scales", with_first(torch.nan), "layer.scales: has 1 scales that are NaN or infinite"),
+        ("gptq_v1", "scales", with_first(torch.inf), "layer.scales: has 1 scales that are NaN or infinite"),
+        ("gptq_v1_desc_act", "g_idx", with_first(2), "layer.g_idx: has group 2, not 0 to 1"),
+        ("gptq_v1_desc_act", "g_idx", with_first(-1), "layer.g_idx: has group -1, not 0 to 1"),
+        ("gptq_v1_desc_act", "g_idx", torch.zeros_like, "layer.g_idx: has 64 inputs in group 0, not 32"),
+        ("gptq_v1_desc_act", "g_idx", None, "layer.g_idx: is missing"),
+        ("gptq_v1_int8", "qzeros", with_first(0), "layer.qzeros: has zero points of 8 bits other than 128"),
+        (
+            "packed_int4",
+            "weight_shape",
+            lambda t: t + 1,
+            r"layer.weight_shape: is \[33, 65\], not \[32, 64\]",
+        ),
+        ("packed_int4_asymmetric", "weight_zero_point", None, "layer.weight_zero_point: is missing"),
+        ("int8", "weight_scale", None, "layer.weight_scale: is missing"),
+        ("fp8_channel", "weight", with_first(torch.nan), "layer.weight: has values that are NaN"),
+        (
+            "fp8_blocks",
+            "weight_scale_inv",
+            lambda t: t[:1],
+            r"weight_scale_inv: has shape \[1, 2\], not \[2, 2\]",
+        ),
+        ("mxfp4", "weight_scale", with_first(255), "layer.weight_scale: has scales that are NaN"),
+    ],
+)
+def test_refuses_a_layer_by_its_tensor(name: str, suffix: str, change: Any, message: str) -> None:
+    config, layer = changed(name, suffix, change)
+    with pytest.raises(UnsupportedModelError, match=message):
+        parse_layout(config).read(layer)
+
+
+def test_refuses_groups_that_do_not_fill_a_row() -> None:
+    config, layer, _ = load_reference("awq")
+    with pytest.raises(UnsupportedModelError, match="layer: 64 inputs are no multiple of the group size 128"):
+        parse_layout({**config, "group_size": 128}).read(layer)
+
+
+def group(**weights: Any) -> dict[str, Any]:
+    config, _, _ = load_reference("packed_int4")
+    given = config["config_groups"]["group_0"]
+    return {**config, "config_groups": {"group_0": {**given, "weights": {**given["weights"], **weights}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes', not one of awq, gptq"),
+        ({"quant_method": "awq", "bits": 3, "group_size": 128}, "bits is 3, not one of 4"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 48},
+            "group_size is 48, not one of 32, 64, 128, -1",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "version is 'gemv'"),
+        ({"quant_method": "gptq", "bits": 2, "group_size": 128}, "bits is 2, not one of 4, 8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\], not two sizes"),
+        ({**group(), "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized', not one of"),
+        ({**group(), "config_groups": {}}, "config_groups is missing"),
+        ({**group(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
+        (group(num_bits=3), "num_bits is 3, not one of 4, 8"),
+        (group(group_size=16), "group_size is 16, not one of 32, 64, 128"),
+    ],
+)
+def test_refuses_a_configuration_by_its_field(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"quantization_config: .*{message}"):
+        parse_layout(config)
+
+
+def test_a_layer_has_the_scheme_of_the_target_that_names_it() -> None:
+    config, layer, dequantized = load_reference("packed_int4")
+    groups = {
+        "other": group(num_bits=8)["config_groups"]["group_0"],
+        "this": config["config_groups"]["group_0"],
+    }
+    for target in ("layer", "re:la.*r$"):
+        mixed = {**config, "config_groups": {**groups, "this": {**groups["this"], "targets": [target]}}}
+        assert parse_layout(mixed).read(layer).dequantized().to(dequantized.dtype).equal(dequantized)
+    alone = {**config, "config_groups": {"this": {**groups["this"], "targets": ["re:no"]}}}
+    with pytest.raises(
+        UnsupportedModelError, match="layer: is quantized, but no target in config_groups fits"
+    ):
+        parse_layout(alone).read(layer)
