@@ -1,8 +1,8 @@
 """Makes `reference/`: one small layer in each layout, packed and dequantized by the library that defines it.
 
-Run it where AutoAWQ 0.2.9, GPTQModel 7.7.0 and compressed-tensors 0.20.0 can be imported: their Python code is
-enough. Each file has the layer's tensors as a checkpoint would (`layer.*`), the library's `dequantized` weight,
-[out_features, in_features], and as metadata the `quantization_config` of config.json.
+Run it where AutoAWQ 0.2.9, GPTQModel 7.7.0 and compressed-tensors 0.20.0 can be imported: their Python code
+is enough. Each file has the layer's tensors as a checkpoint would (`layer.*`), the library's `dequantized`
+weight, [out_features, in_features], and as metadata the `quantization_config` of config.json.
 """
 
 from __future__ import annotations
