@@ -16,6 +16,7 @@ from engine.fingerprint import model_fingerprint
 from engine.held import take
 from engine.pool_layout import Group
 from engine.probe import probe
+from engine.quantized_checkpoint import load_quantized, quantization_config
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
@@ -134,6 +135,8 @@ def _load_weights(
         if config.load_format == "dummy":
             torch.manual_seed(DUMMY_SEED)
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **options)
+        elif quantization_config(hf_config) is not None:
+            model = load_quantized(config.model, config.revision, hf_config, dtype, options)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 config.model, config=hf_config, revision=config.revision, dtype=dtype, **options

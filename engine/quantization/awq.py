@@ -48,6 +48,12 @@ class Awq:
     def is_stored(self, tensors: Mapping[str, Tensor]) -> bool:
         return not tensors.keys().isdisjoint(("qweight", "qzeros", "scales"))
 
+    def shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+        if "qweight" not in tensors:
+            return None
+        columns, width = tensors["qweight"].shape
+        return width * 8, columns
+
     def read(self, layer: StoredLayer) -> QuantizedWeight:
         """Raises UnsupportedModelError, naming a tensor."""
         size = layer.group_size(self.group_size)

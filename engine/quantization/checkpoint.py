@@ -25,6 +25,9 @@ class Layout(Protocol):
     def is_stored(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether these are of a quantized layer. Names are without the layer's."""
 
+    def shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+        """Outputs and inputs of the layer that these are of; None if the tensor that tells is missing."""
+
     def read(self, layer: StoredLayer) -> QuantizedWeight:
         """Raises UnsupportedModelError, naming a tensor."""
 

@@ -133,7 +133,21 @@ class CompressedTensors:
         }
 
     def is_stored(self, tensors: Mapping[str, Tensor]) -> bool:
-        return is_float8(tensors) or not tensors.keys().isdisjoint(("weight_packed", "weight_scale"))
+        is_int8 = "weight" in tensors and tensors["weight"].dtype is torch.int8
+        stored = not tensors.keys().isdisjoint(("weight_packed", "weight_scale"))
+        return stored or is_int8 or is_float8(tensors)
+
+    def shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+        if "weight_shape" in tensors:
+            rows, columns = tensors["weight_shape"].tolist()
+        elif "weight" in tensors:
+            rows, columns = tensors["weight"].shape
+        elif "weight_packed" in tensors:
+            rows, octets = tensors["weight_packed"].shape
+            columns = 2 * octets
+        else:
+            return None
+        return rows, columns
 
     def read(self, layer: StoredLayer) -> QuantizedWeight:
         """Raises UnsupportedModelError, naming a tensor."""

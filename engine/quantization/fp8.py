@@ -47,6 +47,12 @@ class Fp8:
     def is_stored(self, tensors: Mapping[str, Tensor]) -> bool:
         return is_float8(tensors) or not tensors.keys().isdisjoint(_SCALES)
 
+    def shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+        if "weight" not in tensors:
+            return None
+        rows, columns = tensors["weight"].shape
+        return rows, columns
+
     def read(self, layer: StoredLayer) -> QuantizedWeight:
         """Raises UnsupportedModelError, naming a tensor."""
         suffix = next((name for name in _SCALES if name in layer.tensors), _SCALES[0])

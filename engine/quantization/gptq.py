@@ -66,6 +66,12 @@ class Gptq:
     def is_stored(self, tensors: Mapping[str, Tensor]) -> bool:
         return not tensors.keys().isdisjoint(("qweight", "qzeros", "scales", "g_idx"))
 
+    def shape(self, tensors: Mapping[str, Tensor]) -> tuple[int, int] | None:
+        if "qweight" not in tensors:
+            return None
+        height, rows = tensors["qweight"].shape
+        return rows, height * 32 // self.bits
+
     def read(self, layer: StoredLayer) -> QuantizedWeight:
         """Raises UnsupportedModelError, naming a tensor."""
         groups = layer.in_features // layer.group_size(self.group_size)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """uint8 [rows, codes] of int32 [rows, words]."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = _compact(words).view(torch.uint8)
     if bits == 8:
         return octets
     return unpack_pairs(octets)
@@ -19,7 +19,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     missing = -codes.shape[1] % (32 // bits)
     codes = torch.nn.functional.pad(codes, (0, missing))
     octets = codes if bits == 8 else pack_pairs(codes)
-    return octets.contiguous().view(torch.int32)
+    return _compact(octets).view(torch.int32)
 
 
 def unpack_pairs(octets: Tensor) -> Tensor:
@@ -38,5 +38,10 @@ INT8_ZERO = 128
 
 def move_zero(codes: Tensor) -> Tensor:
     """int8 of uint8 that have 128 for zero, and the other way round."""
-    flipped = codes.contiguous().view(torch.uint8) ^ INT8_ZERO
+    flipped = _compact(codes).view(torch.uint8) ^ INT8_ZERO
     return flipped if codes.dtype is torch.int8 else flipped.view(torch.int8)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """With the strides of its shape, which `contiguous` leaves as they are where a size is 1."""
+    return tensor.clone(memory_format=torch.contiguous_format)

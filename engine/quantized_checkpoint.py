@@ -1,0 +1,130 @@
+"""Loads checkpoints whose linear layers are quantized, without the packages that made them.
+
+Transformers loads the rest as it always does. Where it gets a quantized layer's weight, it gets a placeholder
+without memory, and a `QuantizedLinear` takes the layer's place afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.errors import UnsupportedModelError
+from engine.linear.packed import plain_weight
+from engine.linear.quantized import QuantizedLinear
+from engine.quantization.checkpoint import Layout, parse_layout
+from engine.quantization.files import read_tensors
+from engine.quantization.stored import StoredLayer
+from engine.quantization.weight import QuantizedWeight
+
+logger = logging.getLogger("tandem.engine")
+
+
+def quantization_config(hf_config: Any) -> dict[str, Any] | None:
+    """What config.json says of a quantized checkpoint; None if it isn't one."""
+    return getattr(hf_config, "quantization_config", None) or None
+
+
+def load_quantized(
+    model: str, revision: str | None, hf_config: Any, dtype: torch.dtype, options: Mapping[str, Any]
+) -> PreTrainedModel:
+    """The model on the CPU, made with Transformers' `options`.
+
+    Raises UnsupportedModelError, naming a tensor or a field of the configuration, or ConfigError.
+    """
+    method = quantization_config(hf_config) or {}
+    layout = parse_layout(method)
+    plain_config = copy.deepcopy(hf_config)
+    del plain_config.quantization_config
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(plain_config, dtype=dtype, **options)
+    rest, weights = _split(read_tensors(model, revision), layout, empty)
+    loaded = _load_rest(empty, rest)
+    for name, weight in weights.items():
+        loaded.set_submodule(name, QuantizedLinear(weight, loaded.get_submodule(name).bias))
+    logger.info(
+        "%s checkpoint: %d linear layers stay quantized; their inputs are not",
+        method["quant_method"],
+        len(weights),
+    )
+    _take_generation_config(loaded, model, revision)
+    return loaded
+
+
+def _split(
+    tensors: Mapping[str, Tensor], layout: Layout, empty: PreTrainedModel
+) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
+    """What Transformers loads, with placeholders, and the weights of the model's quantized linear layers.
+
+    Layers that the model doesn't have as such are experts that lie together there: they are dequantized.
+    """
+    linears = {name: module for name, module in empty.named_modules() if type(module) in (nn.Linear, Conv1D)}
+    rest: dict[str, Tensor] = {}
+    weights: dict[str, QuantizedWeight] = {}
+    dequantized = 0
+    for name, stored in _by_layer(tensors).items():
+        if not layout.is_stored(stored):
+            rest.update({f"{name}.{suffix}" if name else suffix: each for suffix, each in stored.items()})
+            continue
+        if "bias" in stored:
+            rest[f"{name}.bias"] = stored["bias"]
+        if name in linears:
+            outputs, inputs = plain_weight(linears[name]).shape
+            weights[name] = layout.read(StoredLayer(name, outputs, inputs, stored))
+            rest[f"{name}.weight"] = torch.zeros((), dtype=empty.dtype).expand(linears[name].weight.shape)
+        else:
+            rest[f"{name}.weight"] = _dequantized(name, stored, layout).to(empty.dtype)
+            dequantized += 1
+    if dequantized:
+        logger.warning(
+            "%d quantized layers that the model fuses, such as experts, are dequantized", dequantized
+        )
+    return rest, weights
+
+
+def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        layer, _, suffix = name.rpartition(".")
+        layers[layer][suffix] = tensor
+    return layers
+
+
+def _dequantized(name: str, stored: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    shape = layout.shape(stored)
+    if shape is None:
+        raise UnsupportedModelError(
+            f"{name}: its quantized weight is missing beside {', '.join(sorted(stored))}"
+        )
+    return layout.read(StoredLayer(name, *shape, stored)).dequantized()
+
+
+def _load_rest(empty: PreTrainedModel, tensors: Mapping[str, Tensor]) -> PreTrainedModel:
+    for name, wanted in empty.state_dict().items():
+        if name in tensors and tensors[name].shape != wanted.shape:
+            raise UnsupportedModelError(
+                f"{name}: has shape {list(tensors[name].shape)}, not {list(wanted.shape)}"
+            )
+        if name in tensors and not tensors[name].is_floating_point():
+            raise UnsupportedModelError(f"{name}: is {tensors[name].dtype}, and has no scales")
+    loaded, info = type(empty).from_pretrained(
+        None, config=empty.config, state_dict=dict(tensors), dtype=empty.dtype, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        raise UnsupportedModelError(f"{min(info['missing_keys'])}: is missing")
+    return loaded
+
+
+def _take_generation_config(loaded: PreTrainedModel, model: str, revision: str | None) -> None:
+    try:
+        loaded.generation_config = GenerationConfig.from_pretrained(model, revision=revision)
+    except OSError:
+        return  # it has none: what the configuration says stays

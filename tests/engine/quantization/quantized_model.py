@@ -1,0 +1,153 @@
+"""Small random models on disk in each published layout, and the models that they stand for."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine.quantization.awq import Awq
+from engine.quantization.checkpoint import Layout, fp8_layout, int8_layout
+from engine.quantization.compressed_tensors import CompressedTensors, Scheme
+from engine.quantization.fp8 import Fp8
+from engine.quantization.gptq import Gptq
+from engine.quantization.weight import E2M1_VALUES, INT4_ZERO, CodeFormat, QuantizedWeight
+
+GROUP = 32
+
+LAYOUTS: dict[str, tuple[Layout, CodeFormat, int | None]] = {
+    "awq": (Awq(GROUP), CodeFormat.INT4, GROUP),
+    "gptq": (Gptq(4, GROUP, desc_act=True), CodeFormat.INT4, GROUP),
+    "gptq_int8": (Gptq(8, -1), CodeFormat.INT8, None),
+    "packed_int4": (
+        CompressedTensors.of(Scheme("pack-quantized", 4, group_size=GROUP)),
+        CodeFormat.INT4,
+        GROUP,
+    ),
+    "int8": (int8_layout(), CodeFormat.INT8, None),
+    "fp8": (fp8_layout(), CodeFormat.FP8, None),
+    "fp8_blocks": (Fp8((16, 32)), CodeFormat.FP8, GROUP),
+    "mxfp4": (
+        CompressedTensors.of(Scheme("mxfp4-pack-quantized", 4, group_size=32)),
+        CodeFormat.MXFP4,
+        GROUP,
+    ),
+}
+"""By name: the layout, what its codes are, and inputs with one scale (None: a whole row)."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def write_quantized(
+    folder: Path,
+    model_type: str,
+    name: str,
+    shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **shape: Any,
+) -> PreTrainedModel:
+    """Writes a model of that layout, the rest in `dtype`; returns what it dequantizes to, in float32."""
+    torch.manual_seed(7)
+    layout = LAYOUTS[name][0]
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **shape})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.save_pretrained(folder)
+    dense = copy.deepcopy(model)
+    tensors = {path: tensor.to(dtype) for path, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            del tensors[f"{path}.weight"]
+            dense.get_submodule(path).weight.data = _store(tensors, name, path, module.weight.detach())
+        elif path.endswith(".experts"):
+            _store_experts(tensors, name, path, dense.get_submodule(path))
+    config.quantization_config = layout.config(["lm_head"])
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    save_shards(folder, tensors, shards)
+    return dense.eval()
+
+
+def _store(tensors: dict[str, Tensor], name: str, path: str, dense: Tensor) -> Tensor:
+    """Quantizes a layer's weight; returns what it dequantizes to."""
+    layout, format, group_size = LAYOUTS[name]
+    weight = round_to_nearest(dense, format, group_size)
+    if name == "gptq":
+        weight = permuted(weight)
+    tensors.update(
+        {f"{path}.{suffix}": tensor.contiguous() for suffix, tensor in layout.write(weight).items()}
+    )
+    return weight.dequantized()
+
+
+def _store_experts(tensors: dict[str, Tensor], name: str, path: str, experts: nn.Module) -> None:
+    """One by one, as they are published; `experts` gets what they dequantize to."""
+    for fused in ("gate_up_proj", "down_proj"):
+        del tensors[f"{path}.{fused}"]
+    for number in range(experts.num_experts):
+        gate, up = experts.gate_up_proj.data[number].chunk(2)
+        for projection, dense in (("gate", gate), ("up", up), ("down", experts.down_proj.data[number])):
+            dense[:] = _store(tensors, name, f"{path}.{number}.{projection}_proj", dense.clone())
+
+
+def save_shards(folder: Path, tensors: dict[str, Tensor], shards: int) -> None:
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return
+    places = {name: f"model-{number % shards}.safetensors" for number, name in enumerate(sorted(tensors))}
+    for file in set(places.values()):
+        part = {name: tensors[name] for name in places if places[name] == file}
+        save_file(part, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int | None) -> QuantizedWeight:
+    """Scales that each layout can store: of float16, of a 16 x 32 block, or powers of two."""
+    parts = weight.unflatten(1, (-1, group_size or weight.shape[1]))
+    most = parts.abs().amax(-1)
+    if format is CodeFormat.MXFP4:
+        scales = torch.exp2(torch.log2(most / 6).ceil())
+        values = torch.tensor(E2M1_VALUES)
+        codes = ((parts / scales[..., None])[..., None] - values).abs().argmin(-1).to(torch.uint8)
+        return QuantizedWeight(format, codes.flatten(1), scales)
+    if format is CodeFormat.FP8:
+        if group_size:
+            most = most.unflatten(0, (-1, 16)).amax(1).repeat_interleave(16, 0)
+        scales = most / 448
+        return QuantizedWeight(format, (parts / scales[..., None]).to(torch.float8_e4m3fn).flatten(1), scales)
+    limit = 7 if format is CodeFormat.INT4 else 127
+    scales = (most / limit).half().float()
+    codes = (parts / scales[..., None]).round().clamp(-limit, limit).flatten(1)
+    if format is CodeFormat.INT4:
+        return QuantizedWeight(format, (codes + INT4_ZERO).to(torch.uint8), scales)
+    return QuantizedWeight(format, codes.to(torch.int8), scales)
+
+
+def permuted(weight: QuantizedWeight) -> QuantizedWeight:
+    """Its columns now multiply other inputs."""
+    inputs = weight.codes.shape[1]
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+    # Within a group, inputs are in their order, as a reader of `g_idx` finds them.
+    order = order.unflatten(0, (-1, weight.group_size)).sort(dim=1).values.flatten()
+    return QuantizedWeight(weight.format, weight.codes, weight.scales, weight.zeros, order)

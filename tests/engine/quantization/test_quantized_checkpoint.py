@@ -1,0 +1,154 @@
+"""Quantized checkpoints load as models whose logits are those of the dequantized weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.errors import UnsupportedModelError
+from engine.linear.quantized import QuantizedLinear
+from engine.loader import LoadedModel, load_model
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from tests.engine.quantization.quantized_model import LAYOUTS, write_quantized
+
+TOKENS = torch.tensor([[5, 9, 250, 3, 77, 8]])
+
+
+def load(folder: Path, dtype: Any = "float32") -> LoadedModel:
+    return load_model(ServeConfig(model=str(folder), device="cpu", dtype=dtype))
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return model(TOKENS).logits
+
+
+def num_quantized(loaded: LoadedModel) -> int:
+    return sum(isinstance(module, QuantizedLinear) for module in loaded.model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "per_layer"),
+    [
+        *((name, "llama", 7) for name in LAYOUTS),
+        ("awq", "qwen2", 7),
+        ("gptq", "qwen3", 7),
+        ("awq", "phi3", 4),
+    ],
+)
+def test_logits_are_those_of_the_dequantized_weights(
+    tmp_path: Path, name: str, model_type: str, per_layer: int
+) -> None:
+    dense = write_quantized(tmp_path, model_type, name)
+    loaded = load(tmp_path)
+    assert num_quantized(loaded) == 2 * per_layer
+    assert loaded.eos_token_ids == [0]
+    torch.testing.assert_close(logits(loaded.model), logits(dense), rtol=1e-5, atol=1e-5)
+
+
+def test_reads_shards_and_keeps_biases_and_tied_embeddings(tmp_path: Path) -> None:
+    shape = {"attention_bias": True, "tie_word_embeddings": True}
+    dense = write_quantized(tmp_path, "llama", "packed_int4", shards=3, **shape)
+    loaded = load(tmp_path)
+    model = loaded.model
+    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert model.model.layers[0].self_attn.q_proj.bias is not None
+    torch.testing.assert_close(logits(model), logits(dense), rtol=1e-5, atol=1e-5)
+
+
+def test_float16_checkpoints_run_in_bfloat16(tmp_path: Path) -> None:
+    dense = write_quantized(tmp_path, "llama", "awq", dtype=torch.float16)
+    loaded = load(tmp_path, "auto")
+    assert loaded.dtype is torch.bfloat16
+    assert loaded.model.get_input_embeddings().weight.dtype is torch.bfloat16
+    expected = logits(dense)
+    error = (logits(loaded.model).float() - expected).square().mean().sqrt()
+    assert error < 0.05 * expected.square().mean().sqrt()
+
+
+def test_experts_that_the_model_fuses_are_dequantized(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    dense = write_quantized(tmp_path, "qwen3_moe", "awq", **experts)
+    loaded = load(tmp_path)
+    assert num_quantized(loaded) == 2 * 4, "attention"
+    torch.testing.assert_close(logits(loaded.model), logits(dense), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_told_from_other_quantizations_of_the_same_model(tmp_path: Path) -> None:
+    found = {}
+    for name in ("awq", "packed_int4", "int8", "fp8"):
+        (tmp_path / name).mkdir()
+        write_quantized(tmp_path / name, "llama", name)
+        found[name] = load(tmp_path / name).weights
+    assert found["awq"] == found["packed_int4"], "the same weights, stored otherwise"
+    assert len(set(found.values())) == 3
+
+
+PROJ = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("awq", {f"{PROJ}.scales": None}, f"{PROJ}.scales: is missing"),
+        (
+            "awq",
+            {f"{PROJ}.qweight": lambda t: t[:64]},
+            rf"{PROJ}.qweight: has shape \[64, 8\], not \[96, 8\]",
+        ),
+        ("gptq", {f"{PROJ}.g_idx": lambda t: t + 1}, f"{PROJ}.g_idx: has group 3, not 0 to 2"),
+        (
+            "int8",
+            {f"{PROJ}.weight_scale": lambda t: t / 0},
+            f"{PROJ}.weight_scale: has 64 scales that are NaN",
+        ),
+        ("int8", {f"{PROJ}.weight_scale": None}, f"{PROJ}.weight_scale: is missing"),
+        ("int8", {f"{PROJ}.weight_scale": None, f"{PROJ}.weight": None}, f"{PROJ}.weight: is missing"),
+        ("awq", {"model.norm.weight": None}, "model.norm.weight: is missing"),
+        ("awq", {"model.norm.weight": lambda t: t[:3]}, r"model.norm.weight: has shape \[3\], not \[64\]"),
+        (
+            "awq",
+            {"lm_head.weight": lambda t: t.to(torch.int8)},
+            "lm_head.weight: is torch.int8, and has no scales",
+        ),
+    ],
+)
+def test_refuses_by_the_tensor(tmp_path: Path, name: str, change: dict[str, Any], message: str) -> None:
+    write_quantized(tmp_path, "llama", name)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for tensor, make in change.items():
+        old = tensors.pop(tensor)
+        if make is not None:
+            tensors[tensor] = make(old).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(tmp_path)
+
+
+def test_refuses_an_unknown_method(tmp_path: Path) -> None:
+    write_quantized(tmp_path, "llama", "awq")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["quant_method"] = "bitsandbytes"
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="quant_method is 'bitsandbytes', not one of awq, gptq"):
+        load(tmp_path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    write_quantized(tmp_path, "llama", "awq", shards=2)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"--model: .* lacks model-1.safetensors"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match=r"--model: .* has neither model.safetensors nor"):
+        load(tmp_path)
