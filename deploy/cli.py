@@ -366,6 +366,47 @@ def speculate_train(
         train(options, Console())
 
 
+@app.command("quantize")
+def quantize_model(
+    method: Annotated[
+        Literal["awq", "gptq", "int8", "fp8"], typer.Option(help="How to round; awq and gptq calibrate.")
+    ],
+    model: Annotated[str, typer.Option(help="Local folder or hub id.")],
+    output: Annotated[Path, typer.Option(help="Folder for the quantized model.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help='Text: a file, a folder of files, or JSONL with a "text" in each line.'),
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Text to measure on. Default: a twentieth of the data.")
+    ] = None,
+    bits: Annotated[int | None, typer.Option(help="Of a weight. Default: 4 for awq and gptq.")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale, for awq and gptq. Default: 128.")
+    ] = None,
+    desc_act: Annotated[
+        bool, typer.Option("--desc-act", help="gptq: round the inputs with the largest activations first.")
+    ] = False,
+    samples: Annotated[int, typer.Option(min=2, help="Windows of text to calibrate with.")] = 128,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=32, help="Tokens in a window. Default: 512.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Chooses the windows.")] = 0,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+) -> None:
+    """Quantize a model's linear layers, block by block, and measure it before and after.
+
+    Run it again to go on with a run that was stopped.
+    """
+    given = dict(locals())
+    from rich.console import Console
+
+    from quantization.command import QuantizeOptions, quantize
+
+    with _failures():
+        quantize(QuantizeOptions(**given), Console())
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PRODUCT = (
     *("protocol", "messaging", "native", "engine", "speculation", "kvtransfer", "worker", "prefill_worker"),
-    *("decode_worker", "draft_worker", "router", "planner", "deploy", "models", "training"),
+    *("decode_worker", "draft_worker", "router", "planner", "deploy", "models", "training", "quantization"),
 )
 MODULES = {
     "pickle",

@@ -12,14 +12,19 @@ VOCAB_SIZE = 257
 END = 0
 
 
-def write_tiny_model(folder: Path) -> None:
-    """Its tokens are bytes. The layers are weak beside the embeddings, so that it repeats itself soon."""
+def write_tiny_tokenizer(folder: Path) -> None:
+    """Its tokens are bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<|end|>": END} | {symbol: index for index, symbol in enumerate(alphabet, start=1)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+
+
+def write_tiny_model(folder: Path) -> None:
+    """The layers are weak beside the embeddings, so that it repeats itself soon."""
+    write_tiny_tokenizer(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,

@@ -1,0 +1,1 @@
+"""`tandem quantize`: calibrated quantization of a model, block by block, into a published layout."""

@@ -1,0 +1,268 @@
+"""Runs a model block by block on calibration text, with the activations of one block alone in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from protocol.errors import ConfigError
+
+_SAME = 1e-2
+"""Of the root mean square: how far a replayed block may be off in the model's dtype."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear layers of a block that read the same tensor: their names, in the order in which they run.
+
+    `norm` is the module that wrote this tensor, if it has one weight for each channel.
+    """
+
+    linears: tuple[str, ...]
+    norm: str | None = None
+
+
+@dataclass
+class Moments:
+    """Of a group's inputs x over all calibration tokens: the sums of x x^T, float32 [in, in], and of |x|."""
+
+    products: Tensor
+    magnitudes: Tensor
+    tokens: int = 0
+
+    @classmethod
+    def of_width(cls, width: int, device: torch.device) -> Moments:
+        return cls(torch.zeros(width, width, device=device), torch.zeros(width, device=device))
+
+    def add(self, inputs: Tensor) -> None:
+        rows = inputs.detach().flatten(0, -2).to(torch.float32)
+        self.products.addmm_(rows.T, rows)
+        self.magnitudes += rows.abs().sum(0)
+        self.tokens += len(rows)
+
+    @property
+    def mean_magnitudes(self) -> Tensor:
+        return self.magnitudes / max(1, self.tokens)
+
+    def divided(self, scales: Tensor) -> Moments:
+        """Those of x / scales."""
+        products = self.products / scales / scales.unsqueeze(1)
+        return Moments(products, self.magnitudes / scales, self.tokens)
+
+
+def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The decoder blocks and their list's name in the model. Raises `ConfigError`."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise ConfigError(f"--model: {model.config.model_type} has no list of its {count} decoder blocks")
+
+
+def linears(block: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A block's arguments beside the hidden states, and what it took and gave, [1, length, hidden]."""
+
+    arguments: dict[str, Any]
+    hidden: Tensor
+    output: Tensor
+
+
+@dataclass
+class Calibration:
+    """The hidden states before block `position`, one [1, length, hidden] for each window of tokens."""
+
+    blocks: nn.ModuleList
+    hidden: list[Tensor]
+    head_dim: int
+    value_width: int
+    """Of the values of attention, all heads."""
+    _arguments: list[dict[str, Any]]
+    position: int = field(default=0, init=False)
+
+    @classmethod
+    @torch.inference_mode()
+    def begin(cls, model: PreTrainedModel, windows: Tensor) -> Calibration:
+        """`windows` int64 [n, length], two at least.
+
+        Raises `ConfigError` for a model whose blocks cannot be run one by one.
+        """
+        _, blocks = find_blocks(model)
+        rows = windows.to(model.device).split(1)
+        first, second = _record(model, blocks, rows[0]), _record(model, blocks, rows[1])
+        begun = cls(blocks, [], *_values_shape(model), [call.arguments for call in first])
+        hidden = second[0].hidden
+        for index, call in enumerate(second):
+            if not call.output.isfinite().all():
+                raise ConfigError(f"--model: the output of block {index} is not finite on the text of --data")
+            hidden = begun._run(index, hidden)
+            if not _close(hidden, call.output):
+                raise ConfigError(
+                    f"--model: block {index} of {model.config.model_type} depends on more than the hidden "
+                    "states before it, so it cannot be calibrated; --method int8 and fp8 need no calibration"
+                )
+        begun.hidden = [_embed(model, blocks, row) for row in rows]
+        return begun
+
+    @property
+    def block(self) -> nn.Module:
+        return self.blocks[self.position]
+
+    def probe(self) -> Tensor:
+        """The block's output for the first window."""
+        return self._run(self.position, self.hidden[0])
+
+    def advance(self) -> None:
+        """Go on to the next block with what this one gives as it now is."""
+        self.hidden = [self._run(self.position, each) for each in self.hidden]
+        self.position += 1
+
+    def groups(self) -> list[Group]:
+        """All linear layers of the block. What the first window does not run forms groups of one."""
+        inputs: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
+
+        def note(module: nn.Module, given: tuple[Tensor, ...], output: Any) -> None:
+            if isinstance(module, nn.Linear):
+                inputs.setdefault(names[module], given[0])
+            elif isinstance(output, Tensor) and _has_weight_per_channel(module, output):
+                outputs[names[module]] = output
+
+        names = {module: name for name, module in self.block.named_modules()}
+        with ExitStack() as stack:
+            for module in names:
+                stack.callback(module.register_forward_hook(note).remove)
+            self.probe()
+        return _grouped(linears(self.block), inputs, outputs)
+
+    def moments(self, groups: Iterable[Group]) -> dict[Group, Moments]:
+        """Of the inputs that the block as it now is gives to these groups.
+
+        Raises `ConfigError` where they are not finite.
+        """
+        modules = linears(self.block)
+        found = {}
+        with ExitStack() as stack:
+            for group in groups:
+                module = modules[group.linears[0]]
+                found[group] = Moments.of_width(module.in_features, module.weight.device)
+                hook = module.register_forward_pre_hook(
+                    lambda _, given, moments=found[group]: moments.add(given[0])
+                )
+                stack.callback(hook.remove)
+            for hidden in self.hidden:
+                self._run(self.position, hidden)
+        for group, moments in found.items():
+            if not moments.products.isfinite().all():
+                raise ConfigError(
+                    f"--model: {group.linears[0]} of block {self.position} gets inputs that are not finite"
+                )
+        return found
+
+    def _run(self, index: int, hidden: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return _first(self.blocks[index](hidden, **self._arguments[index]))
+
+
+def _values_shape(model: PreTrainedModel) -> tuple[int, int]:
+    """The size of a head, and of all heads of the values."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return head_dim, head_dim * (getattr(config, "num_key_value_heads", None) or heads)
+
+
+def _grouped(
+    modules: dict[str, nn.Linear], inputs: dict[str, Tensor], outputs: dict[str, Tensor]
+) -> list[Group]:
+    members: list[tuple[Tensor, list[str]]] = []
+    for name, given in inputs.items():
+        for tensor, names in members:
+            if tensor is given:
+                names.append(name)
+                break
+        else:
+            members.append((given, [name]))
+    norms = [
+        next((name for name, output in outputs.items() if output is tensor), None) for tensor, _ in members
+    ]
+    groups = [Group(tuple(names), norm) for (_, names), norm in zip(members, norms, strict=True)]
+    return groups + [Group((name,)) for name in modules if name not in inputs]
+
+
+def _has_weight_per_channel(module: nn.Module, output: Tensor) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.shape == output.shape[-1:]
+
+
+def _record(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) -> list[_Call]:
+    """Each block's call in a forward of the whole model."""
+    given: list[tuple[dict[str, Any], Tensor]] = []
+    outputs: list[Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append(_split(args, kwargs))
+
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(
+                block.register_forward_hook(lambda _, __, output: outputs.append(_first(output))).remove
+            )
+        model(input_ids=tokens, use_cache=False)
+    return [_Call(*call, output) for call, output in zip(given, outputs, strict=True)]
+
+
+class _ReachedError(Exception):
+    """The first block was called."""
+
+
+def _embed(model: PreTrainedModel, blocks: Sequence[nn.Module], tokens: Tensor) -> Tensor:
+    """The hidden states that the first block gets."""
+    found = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(_split(args, kwargs)[1])
+        raise _ReachedError
+
+    with _hooked(blocks[0], stop):
+        try:
+            model(input_ids=tokens, use_cache=False)
+        except _ReachedError:
+            return found[0]
+    raise ConfigError(f"--model: {model.config.model_type} does not run its first decoder block")
+
+
+@contextmanager
+def _hooked(block: nn.Module, hook: Any) -> Iterator[None]:
+    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """A block's other arguments and its hidden states."""
+    if args:
+        return kwargs, args[0]
+    return {name: value for name, value in kwargs.items() if name != "hidden_states"}, kwargs["hidden_states"]
+
+
+def _first(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _close(hidden: Tensor, other: Tensor) -> bool:
+    difference = (hidden.float() - other.float()).square().mean().sqrt()
+    return bool(difference <= _SAME * other.float().square().mean().sqrt())

@@ -1,0 +1,66 @@
+"""GPTQ: rounds a layer's weights column by column, and has the later columns make up for the error.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022),
+algorithm 1. A block of its lazy updates is a group here, so that each group's grid is found when the weights
+have all updates of the groups before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.quantization.weight import QuantizedWeight
+from quantization import grid
+
+DAMPING = 0.01
+"""Of the mean of the Hessian's diagonal, added to it."""
+
+
+def quantize(
+    weight: Tensor, hessian: Tensor, bits: int, group_size: int, desc_act: bool = False
+) -> QuantizedWeight:
+    """`weight` float32 [out, in]; `hessian` float32 [in, in]: the sum of x x^T over the inputs of the layer.
+
+    With `desc_act` the columns whose inputs are largest come first, and groups follow this order.
+    """
+    permutation = hessian.diagonal().argsort(descending=True, stable=True) if desc_act else None
+    if permutation is not None:
+        weight, hessian = weight[:, permutation], hessian[permutation][:, permutation]
+    factor = _factor(hessian)
+    left = weight.clone()
+    codes = torch.empty_like(left)
+    grids = []
+    for start in range(0, weight.shape[1], group_size):
+        end = start + group_size
+        columns = left[:, start:end]
+        grids.append(grid.symmetric(columns, bits))
+        codes[:, start:end], errors = _round_group(columns, grids[-1], factor[start:end, start:end])
+        left[:, end:] -= errors @ factor[start:end, end:]
+    whole = grid.Grid(
+        bits, torch.cat([each.scales for each in grids], 1), torch.cat([each.zeros for each in grids], 1)
+    )
+    return grid.to_weight(codes, whole, permutation)
+
+
+def _factor(hessian: Tensor) -> Tensor:
+    """U, upper, with U^T U the inverse of the damped Hessian. Inputs that were always 0 are damped alone."""
+    scale = hessian.diagonal().mean()
+    damping = DAMPING * scale if scale > 0 else torch.ones_like(scale)
+    identity = torch.eye(len(hessian), device=hessian.device)
+    # Backwards, the Hessian's own factor is the inverse of what is looked for: nothing is inverted twice.
+    lower = torch.linalg.cholesky((hessian + damping * identity).flip(0, 1))
+    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+
+
+def _round_group(columns: Tensor, group: grid.Grid, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and each column's error over its diagonal entry; both [out, group]."""
+    columns = columns.clone()
+    codes, errors = torch.empty_like(columns), torch.empty_like(columns)
+    for place in range(columns.shape[1]):
+        column = columns[:, place : place + 1]
+        codes[:, place : place + 1] = group.codes(column)
+        error = (column - group.rounded(column)) / factor[place, place]
+        columns[:, place + 1 :] -= error @ factor[place : place + 1, place + 1 :]
+        errors[:, place : place + 1] = error
+    return codes, errors

@@ -1,0 +1,77 @@
+"""Grids of integer codes for groups of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+
+STORED_SCALES = torch.float16
+"""What AWQ's and GPTQ's checkpoints hold. Codes are chosen for scales that have been rounded to it."""
+
+_LEAST_SCALE = float(torch.finfo(STORED_SCALES).tiny)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values `scales * (code - zeros)`, for codes from 0 to 2**bits - 1.
+
+    `scales` and `zeros` are float32 and broadcast with the weights that they are for.
+    """
+
+    bits: int
+    scales: Tensor
+    zeros: Tensor
+
+    def codes(self, weight: Tensor) -> Tensor:
+        """The nearest ones: float32, of the weight's shape."""
+        return (weight / self.scales + self.zeros).round().clamp(0, 2**self.bits - 1)
+
+    def values(self, codes: Tensor) -> Tensor:
+        return (codes - self.zeros) * self.scales
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        return self.values(self.codes(weight))
+
+
+def symmetric(weight: Tensor, bits: int) -> Grid:
+    """One grid for each row of the last dimension, whose middle code is 0."""
+    highest = weight.abs().amax(-1, keepdim=True)
+    scales = _stored(2 * highest / (2**bits - 1))
+    return Grid(bits, scales, torch.full_like(scales, 2 ** (bits - 1)))
+
+
+def spanning(weight: Tensor, bits: int, clip: float | Tensor = 1.0) -> Grid:
+    """One grid for each row of the last dimension, from its least to its highest value, and 0 between them.
+
+    Values beyond `clip` times the largest magnitude are cut off.
+    """
+    bound = weight.abs().amax(-1, keepdim=True) * clip
+    highest = torch.minimum(weight.amax(-1, keepdim=True).clamp(min=0), bound)
+    lowest = torch.maximum(weight.amin(-1, keepdim=True).clamp(max=0), -bound)
+    scales = _stored((highest - lowest) / (2**bits - 1))
+    return Grid(bits, scales, (-lowest / scales).round().clamp(0, 2**bits - 1))
+
+
+def in_groups(weight: Tensor, group_size: int) -> Tensor:
+    """[rows, columns] as [rows, groups, group_size]."""
+    return weight.unflatten(-1, (-1, group_size))
+
+
+def to_weight(codes: Tensor, grid: Grid, permutation: Tensor | None = None) -> QuantizedWeight:
+    """`codes` [out, in], float32; the grid's scales and zeros [out, groups]."""
+    middle = 2 ** (grid.bits - 1)
+    is_symmetric = bool((grid.zeros == middle).all())
+    if grid.bits == 8:
+        return QuantizedWeight(
+            CodeFormat.INT8, (codes - middle).to(torch.int8), grid.scales, None, permutation
+        )
+    zeros = None if is_symmetric else grid.zeros
+    return QuantizedWeight(CodeFormat.INT4, codes.to(torch.uint8), grid.scales, zeros, permutation)
+
+
+def _stored(scales: Tensor) -> Tensor:
+    return scales.clamp(min=_LEAST_SCALE).to(STORED_SCALES).to(torch.float32)

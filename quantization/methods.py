@@ -1,0 +1,103 @@
+"""Quantizes one block of a model in place, by each method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+from quantization import awq, gptq
+from quantization.calibration import Calibration, linears
+from quantization.folding import find_fold
+from quantization.recipe import Recipe
+
+Quantized = dict[str, QuantizedWeight]
+"""By the names of a block's linear layers, in its order."""
+
+_FP8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
+
+
+def calibrate_block(recipe: Recipe, calibration: Calibration, log: Callable[[str], None]) -> Quantized:
+    """Its block then computes with the dequantized weights. `log` hears what could not be done."""
+    if recipe.method == "awq":
+        return _awq_block(recipe, calibration, log)
+    return _gptq_block(recipe, calibration)
+
+
+def round_block(recipe: Recipe, block: nn.Module) -> Quantized:
+    """To nearest, with one scale for each output channel."""
+    round_row = _int8 if recipe.method == "int8" else _fp8
+    return {name: _replace(layer, round_row(layer)) for name, layer in linears(block).items()}
+
+
+def put(block: nn.Module, quantized: Quantized) -> None:
+    """Have the block compute with these weights."""
+    layers = linears(block)
+    for name, weight in quantized.items():
+        _replace(layers[name], weight)
+
+
+def _awq_block(recipe: Recipe, calibration: Calibration, log: Callable[[str], None]) -> Quantized:
+    assert recipe.group_size is not None
+    layers = linears(calibration.block)
+    groups = calibration.groups()
+    moments = calibration.moments(groups)
+    for group in groups:
+        fold = find_fold(calibration, groups, group)
+        if fold is None:
+            log(f"{', '.join(group.linears)}: not scaled, as no module before can take the scales")
+            continue
+        weights = [layers[name].weight.float() for name in group.linears]
+        found = moments[group]
+        inputs = fold.pooled(found.mean_magnitudes)
+        scales = awq.search_scales(
+            weights, found.products, inputs, fold.index, recipe.bits, recipe.group_size
+        )
+        fold.apply(calibration.block, scales)
+        moments[group] = found.divided(scales[fold.index])
+    products = {name: moments[group].products for group in groups for name in group.linears}
+    return {
+        name: _replace(
+            layer, awq.quantize(layer.weight.float(), products[name], recipe.bits, recipe.group_size)
+        )
+        for name, layer in layers.items()
+    }
+
+
+def _gptq_block(recipe: Recipe, calibration: Calibration) -> Quantized:
+    """Each group sees the inputs that the groups before give with their quantized weights."""
+    assert recipe.group_size is not None
+    layers = linears(calibration.block)
+    quantized = {}
+    for group in calibration.groups():
+        hessian = calibration.moments([group])[group].products
+        for name in group.linears:
+            weight = gptq.quantize(
+                layers[name].weight.float(), hessian, recipe.bits, recipe.group_size, recipe.desc_act
+            )
+            quantized[name] = _replace(layers[name], weight)
+    return quantized
+
+
+@torch.no_grad()
+def _replace(layer: nn.Linear, weight: QuantizedWeight) -> QuantizedWeight:
+    layer.weight.copy_(weight.dequantized())
+    return weight
+
+
+def _int8(layer: nn.Linear) -> QuantizedWeight:
+    weight = layer.weight.float()
+    scales = _row_scales(layer, 127)
+    return QuantizedWeight(CodeFormat.INT8, (weight / scales).round().to(torch.int8), scales)
+
+
+def _fp8(layer: nn.Linear) -> QuantizedWeight:
+    scales = _row_scales(layer, _FP8_MAX)
+    codes = (layer.weight.float() / scales).clamp(-_FP8_MAX, _FP8_MAX)
+    return QuantizedWeight(CodeFormat.FP8, codes.to(torch.float8_e4m3fn), scales)
+
+
+def _row_scales(layer: nn.Linear, highest: float) -> torch.Tensor:
+    return (layer.weight.float().abs().amax(1, keepdim=True) / highest).clamp(min=1e-12)

@@ -1,0 +1,72 @@
+"""AWQ's scales and ranges do less to outputs than rounding alone; grids of codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantization import awq, grid
+
+OUTPUTS, INPUTS, GROUP = 48, 128, 32
+
+
+def case() -> tuple[Tensor, Tensor, Tensor]:
+    """A weight, the moments of its inputs, of which a few are much larger, and their mean magnitude."""
+    torch.manual_seed(0)
+    inputs = torch.randn(500, INPUTS)
+    inputs[:, ::20] *= 12
+    return torch.randn(OUTPUTS, INPUTS), inputs.T @ inputs, inputs.abs().mean(0)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    groups = grid.in_groups(weight, GROUP)
+    return grid.spanning(groups, 4).rounded(groups).flatten(1)
+
+
+def test_scales_do_less_to_the_outputs() -> None:
+    weight, moments, inputs = case()
+    scales = awq.search_scales([weight], moments, inputs, torch.arange(INPUTS), 4, GROUP)
+    by_awq = awq.output_error(rounded(weight * scales) / scales - weight, moments)
+    assert by_awq < 0.5 * awq.output_error(rounded(weight) - weight, moments)
+
+
+def test_channels_that_share_a_scale_get_the_same() -> None:
+    weight, moments, inputs = case()
+    index = torch.arange(INPUTS) % 64
+    scales = awq.search_scales([weight], moments, inputs[:64] + inputs[64:], index, 4, GROUP)
+    assert scales.shape == (64,)
+    assert scales.isfinite().all() and (scales > 0).all()
+
+
+def test_even_inputs_need_no_scales() -> None:
+    weight, _, _ = case()
+    index = torch.arange(INPUTS)
+    scales = awq.search_scales([weight], torch.eye(INPUTS), torch.ones(INPUTS), index, 4, GROUP)
+    assert torch.equal(scales, torch.ones(INPUTS))
+
+
+def test_ranges_do_less_to_the_outputs() -> None:
+    weight, moments, _ = case()
+    weight[::3, ::GROUP] *= 2.5
+    quantized = awq.quantize(weight, moments, 4, GROUP)
+    clipped = awq.output_error(quantized.dequantized() - weight, moments)
+    assert clipped < 0.95 * awq.output_error(rounded(weight) - weight, moments)
+    assert quantized.zeros is not None and quantized.group_size == GROUP
+
+
+def test_a_range_holds_zero_and_what_is_beyond_the_clip_is_cut() -> None:
+    weight = torch.tensor([[3.0, 4.0, 5.0, 6.0]])
+    positive = grid.spanning(weight, 4)
+    assert positive.rounded(torch.zeros(1, 4)).abs().max() == 0
+    assert torch.allclose(positive.rounded(weight), weight, atol=0.21)
+    assert grid.spanning(weight, 4, clip=0.5).rounded(weight).max() <= 3.001
+
+
+def test_scales_are_those_that_a_file_holds() -> None:
+    weight, _, _ = case()
+    groups = grid.in_groups(weight * torch.logspace(-8, 2, OUTPUTS).unsqueeze(1), GROUP)
+    for made in (grid.symmetric(groups, 4), grid.spanning(groups, 4)):
+        assert torch.equal(made.scales, made.scales.half().float())
+        assert (made.scales > 0).all() and made.scales.isfinite().all()
+    zero = torch.zeros(2, 1, GROUP)
+    assert grid.spanning(zero, 4).rounded(zero).eq(0).all()

@@ -1,0 +1,140 @@
+"""A model block by block: what its layers are given, and where their inputs' scales can go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPTNeoXConfig, Phi3Config, PreTrainedModel
+
+from protocol.errors import ConfigError
+from quantization import methods
+from quantization.calibration import Calibration, Group, linears
+from quantization.folding import Fold, find_fold
+from quantization.recipe import Recipe
+from tests.quantization.tiny import tiny_config, tiny_model, windows
+
+LLAMA_LIKE = [
+    Group(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
+    Group(("self_attn.o_proj",)),
+    Group(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
+    Group(("mlp.down_proj",)),
+]
+SMALL = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+
+
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(input_ids=windows(), use_cache=False).logits
+
+
+def begin(model: PreTrainedModel) -> Calibration:
+    return Calibration.begin(model, windows())
+
+
+def test_blocks_one_by_one_are_the_model() -> None:
+    model = tiny_model()
+    whole = model.model(input_ids=windows(), use_cache=False).last_hidden_state
+    calibration = begin(model)
+    for _ in range(2):
+        calibration.advance()
+    after = model.model.norm(torch.cat(calibration.hidden))
+    assert torch.allclose(after, whole, atol=1e-5)
+
+
+def test_groups_are_the_layers_that_read_the_same() -> None:
+    assert begin(tiny_model()).groups() == LLAMA_LIKE
+
+
+def test_a_layer_that_the_text_does_not_reach_stands_alone() -> None:
+    model = tiny_model()
+    model.model.layers[0].spare = nn.Linear(64, 64)
+    assert begin(model).groups() == [*LLAMA_LIKE, Group(("spare",))]
+
+
+def test_moments_are_of_all_inputs() -> None:
+    model = tiny_model()
+    calibration = begin(model)
+    group = LLAMA_LIKE[0]
+    found = calibration.moments([group])[group]
+    block = model.model.layers[0]
+    inputs = block.input_layernorm(model.model.embed_tokens(windows())).flatten(0, 1)
+    assert found.tokens == len(inputs)
+    assert torch.allclose(found.products, inputs.T @ inputs, rtol=1e-4, atol=1e-2)
+    assert torch.allclose(found.mean_magnitudes, inputs.abs().mean(0), rtol=1e-5)
+    scales = torch.rand(64) + 0.5
+    scaled = inputs / scales
+    assert torch.allclose(found.divided(scales).products, scaled.T @ scaled, rtol=1e-4, atol=1e-2)
+
+
+def test_scales_go_where_the_function_stays() -> None:
+    model = tiny_model()
+    before = logits(model)
+    calibration = begin(model)
+    groups = calibration.groups()
+    folds = [find_fold(calibration, groups, group) for group in groups]
+    assert torch.equal(logits(model), before)
+    assert [fold and fold.module for fold in folds] == [
+        "input_layernorm",
+        "self_attn.v_proj",
+        "post_attention_layernorm",
+        "mlp.up_proj",
+    ]
+    for fold in folds:
+        assert fold is not None
+        fold.apply(calibration.block, torch.rand(fold.channels) + 0.5)
+    assert not torch.equal(logits(model), before)
+    assert torch.allclose(logits(model), before, atol=1e-3)
+
+
+def test_a_module_that_does_not_keep_the_function_is_no_place() -> None:
+    calibration = begin(tiny_model())
+    heads = torch.arange(64) // 32 * 16 + torch.arange(64) % 16
+    assert not Fold("self_attn.k_proj", LLAMA_LIKE[1], heads).is_exact(calibration)
+    assert not Fold("self_attn.v_proj", LLAMA_LIKE[1], heads.flip(0)).is_exact(calibration)
+    assert not Fold("mlp.gate_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
+    assert Fold("self_attn.v_proj", LLAMA_LIKE[1], heads).is_exact(calibration)
+
+
+def test_fused_layers_take_scales_in_their_last_rows() -> None:
+    config = Phi3Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+    calibration = begin(tiny_model(config))
+    groups = calibration.groups()
+    found = [find_fold(calibration, groups, group) for group in groups]
+    assert [fold and (fold.module, fold.channels) for fold in found] == [
+        ("input_layernorm", 64),
+        ("self_attn.qkv_proj", 32),
+        ("post_attention_layernorm", 64),
+        ("mlp.gate_up_proj", 96),
+    ]
+
+
+def test_what_nothing_can_scale_is_said_and_rounded() -> None:
+    """An activation lies between the two layers of this MLP."""
+    calibration = begin(tiny_model(GPTNeoXConfig(**SMALL, num_attention_heads=4, rotary_pct=1.0)))
+    said: list[str] = []
+    recipe = Recipe.choose("awq", None, 32, False)
+    quantized = methods.calibrate_block(recipe, calibration, said.append)
+    assert quantized.keys() == linears(calibration.block).keys()
+    assert said[-1] == "mlp.dense_4h_to_h: not scaled, as no module before can take the scales"
+
+
+def test_blocks_that_need_more_than_hidden_states_are_refused() -> None:
+    model = tiny_model()
+    layers = model.model.layers
+    layers[0].register_forward_hook(lambda _, args, output: setattr(layers[1], "other", output.mean()))
+    layers[1].register_forward_hook(lambda block, _, output: output + (block.other if model.is_whole else 0))
+    model.register_forward_pre_hook(lambda *_: setattr(model, "is_whole", True))
+    model.register_forward_hook(lambda *_: setattr(model, "is_whole", False))
+    with pytest.raises(ConfigError, match="block 1 of qwen2 depends on more than the hidden states"):
+        begin(model)
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    model = tiny_model(tiny_config())
+    calibration = begin(model)
+    calibration.hidden[3] = calibration.hidden[3] / 0
+    with pytest.raises(ConfigError, match=r"self_attn.q_proj of block 0 gets inputs that are not finite"):
+        calibration.moments(calibration.groups())
+    model.model.layers[1].mlp.up_proj.weight[3, 5] = float("inf")
+    with pytest.raises(ConfigError, match="output of block 1 is not finite"):
+        begin(model)

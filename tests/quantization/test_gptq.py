@@ -1,0 +1,72 @@
+"""GPTQ against rounding to nearest, by the error that it minimizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.quantization.weight import CodeFormat
+from quantization import gptq, grid
+from quantization.awq import output_error
+
+OUTPUTS, INPUTS, GROUP = 48, 128, 32
+
+
+def case() -> tuple[Tensor, Tensor]:
+    """A weight, and the Hessian of inputs that depend on each other and differ in size."""
+    torch.manual_seed(0)
+    inputs = torch.randn(600, 24) @ torch.randn(24, INPUTS) + 0.3 * torch.randn(600, INPUTS)
+    inputs *= torch.linspace(0.2, 3, INPUTS)[torch.randperm(INPUTS)]
+    return torch.randn(OUTPUTS, INPUTS), inputs.T @ inputs
+
+
+def nearest(weight: Tensor, bits: int) -> Tensor:
+    groups = grid.in_groups(weight, GROUP)
+    return grid.symmetric(groups, bits).rounded(groups).flatten(1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_the_outputs_change_less_than_by_rounding_to_nearest(bits: int, desc_act: bool) -> None:
+    weight, hessian = case()
+    quantized = gptq.quantize(weight, hessian, bits, GROUP, desc_act)
+    assert quantized.format is (CodeFormat.INT4 if bits == 4 else CodeFormat.INT8)
+    assert quantized.group_size == GROUP and quantized.zeros is None
+    by_gptq = output_error(quantized.dequantized() - weight, hessian)
+    assert by_gptq < 0.35 * output_error(nearest(weight, bits) - weight, hessian)
+
+
+def test_desc_act_takes_the_largest_inputs_first() -> None:
+    weight, hessian = case()
+    permutation = gptq.quantize(weight, hessian, 4, GROUP, desc_act=True).permutation
+    assert permutation is not None
+    ordered = hessian.diagonal()[permutation]
+    assert (ordered[:-1] >= ordered[1:]).all()
+    assert gptq.quantize(weight, hessian, 4, GROUP).permutation is None
+
+
+def test_inputs_that_do_not_depend_on_each_other_are_rounded_to_nearest() -> None:
+    weight, _ = case()
+    quantized = gptq.quantize(weight, torch.diag(torch.linspace(1, 2, INPUTS)), 4, GROUP)
+    assert torch.equal(quantized.dequantized(), nearest(weight, 4))
+
+
+def test_inputs_that_never_came_leave_their_weights_near() -> None:
+    weight, hessian = case()
+    silent = torch.arange(0, INPUTS, 5)
+    hessian[silent] = 0
+    hessian[:, silent] = 0
+    quantized = gptq.quantize(weight, hessian, 4, GROUP).dequantized()
+    step = quantized.abs().view(OUTPUTS, -1, GROUP).amax(-1).repeat_interleave(GROUP, 1) / 7
+    assert ((quantized - weight).abs() <= step)[:, silent].all()
+    nothing = gptq.quantize(weight, torch.zeros_like(hessian), 4, GROUP)
+    assert torch.equal(nothing.dequantized(), nearest(weight, 4))
+
+
+def test_the_factor_is_of_the_damped_inverse() -> None:
+    _, hessian = case()
+    factor = gptq._factor(hessian)
+    damped = hessian + gptq.DAMPING * hessian.diagonal().mean() * torch.eye(INPUTS)
+    assert torch.equal(factor, factor.triu())
+    assert torch.allclose(factor.T @ factor @ damped, torch.eye(INPUTS), atol=1e-2)

@@ -1,0 +1,241 @@
+"""`tandem quantize`: from the command line to a checkpoint that loads; resuming; bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from engine.loader import load_model
+from protocol.config import ServeConfig
+from quantization import command, methods
+from tests.quantization.tiny import GROUP, LENGTH, tiny_model, windows, write_tiny
+from tests.speculation.tiny_trained import write_text
+
+FILES = {"README.md", "config.json", "model.safetensors", "generation_config.json"}
+CALIBRATED = ["--group-size", GROUP, "--samples", 8]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny(folder / "model")
+    write_text(folder / "text", lines=200)
+    return folder
+
+
+def run(folder: Path, output: Path, method: str, *options: Any, **changes: Any) -> str:
+    """What it printed, on one line; "error: " before what it refused."""
+    given = {"--model": folder / "model", "--data": folder / "text", "--output": output} | changes
+    given |= {"--method": method, "--sequence-length": LENGTH}
+    words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
+    result = CliRunner().invoke(app, ["quantize", *words, *map(str, options)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    text = re.sub(r"\s+", " ", result.output)
+    return f"error: {text}" if result.exit_code else text
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def quantized_model(monkeypatch: pytest.MonkeyPatch) -> list[PreTrainedModel]:
+    """Models that runs have quantized in place."""
+    seen: list[PreTrainedModel] = []
+
+    def keep(model: PreTrainedModel, text: Any) -> Any:
+        seen.append(model)
+        return predict(model, text)
+
+    predict = command.predict
+    monkeypatch.setattr(command, "predict", keep)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("awq", CALIBRATED),
+        ("gptq", CALIBRATED),
+        ("gptq", [*CALIBRATED, "--desc-act", "--bits", 8]),
+        ("int8", []),
+        ("fp8", []),
+    ],
+    ids=["awq", "gptq", "gptq in another order, 8 bits", "int8", "fp8"],
+)
+def test_what_is_written_loads_and_computes_the_same(
+    folder: Path, tmp_path: Path, quantized_model: list[PreTrainedModel], method: str, options: list[Any]
+) -> None:
+    output = tmp_path / "out"
+    said = run(folder, output, method, *options)
+    assert "saved in" in said and "block 2 of 2 done, about 0 s left" in said
+    files = contents(output)
+    assert files.keys() >= FILES and "unfinished" not in files
+    assert files["tokenizer.json"] == (folder / "model/tokenizer.json").read_bytes()
+    expected = quantized_model[-1](input_ids=windows(), use_cache=False).logits
+    loaded = load_model(ServeConfig(model=str(output), device="cpu", max_model_len=64)).model
+    loaded.set_attn_implementation("eager")
+    logits = loaded(input_ids=windows(), use_cache=False).logits
+    assert torch.allclose(logits, expected, atol=1e-3)
+    original = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert not torch.allclose(original(input_ids=windows(), use_cache=False).logits, expected, atol=1e-2)
+
+
+def test_the_card_tells_what_was_lost(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "out", "int8")
+    card = (tmp_path / "out/README.md").read_text()
+    figures = re.search(r"bits per byte \| ([\d.]+) \| ([\d.]+) \| ([+-][\d.]+)%", card)
+    assert figures is not None
+    before, after, change = map(float, figures.groups())
+    assert after / before - 1 == pytest.approx(change / 100, abs=2e-4)
+    assert f"tandem quantize --model {folder / 'model'} --method int8 --bits 8" in card
+    assert re.search(r"perplexity \| [\d.]+ \| [\d.]+ ", card) and "torch " in card
+
+
+class Killed(Exception):  # noqa: N818
+    """The process ended."""
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_a_run_that_was_killed_goes_on_and_writes_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    run(folder, tmp_path / "whole", method, *CALIBRATED)
+    calibrate, blocks = methods.calibrate_block, []
+
+    def dying(recipe: Any, calibration: Any, log: Any) -> Any:
+        blocks.append(calibration.position)
+        if blocks == [0, 1]:
+            raise Killed
+        return calibrate(recipe, calibration, log)
+
+    monkeypatch.setattr(methods, "calibrate_block", dying)
+    with pytest.raises(AssertionError, match="Killed"):
+        run(folder, tmp_path / "out", method, *CALIBRATED)
+    assert not (tmp_path / "out/config.json").exists()
+    changed = run(folder, tmp_path / "out", method, *CALIBRATED, "--seed", 1)
+    assert "is of a run with seed 0, this has 1: give the same options" in changed
+    assert "going on after 1 finished blocks" in run(folder, tmp_path / "out", method, *CALIBRATED)
+    assert blocks == [0, 1, 1]
+    whole, resumed = contents(tmp_path / "whole"), contents(tmp_path / "out")
+    assert whole.keys() == resumed.keys()
+    for name in whole.keys() - {"README.md"}:
+        assert whole[name] == resumed[name], name
+
+
+def test_a_run_of_another_model_is_not_gone_on_with(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    monkeypatch.setattr(methods, "round_block", lambda *_: {}[""])
+    with pytest.raises(AssertionError, match="KeyError"):
+        run(tmp_path, tmp_path / "out", "int8", **{"--data": folder / "text"})
+    path = tmp_path / "model/model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    said = run(tmp_path, tmp_path / "out", "int8", **{"--data": folder / "text"})
+    assert "is of a run with weights " in said
+
+
+def test_shards_stay_shards(folder: Path, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    for path in (folder / "model").glob("token*"):
+        shutil.copy(path, tmp_path / "model")
+    assert "saved in" in run(tmp_path, tmp_path / "sharded", "int8", **{"--data": folder / "text"})
+    assert "saved in" in run(folder, tmp_path / "single", "int8")
+    index = json.loads((tmp_path / "sharded/model.safetensors.index.json").read_text())["weight_map"]
+    single = load_file(tmp_path / "single/model.safetensors")
+    assert index.keys() == single.keys() and len(set(index.values())) > 1
+    for name, file in index.items():
+        assert torch.equal(load_file(tmp_path / "sharded" / file)[name], single[name])
+
+
+# --- bad input --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("gguf", [], "'gguf' is not one of 'awq', 'gptq', 'int8', 'fp8'"),
+        ("awq", ["--bits", 3], "--bits: awq has 4 bits, not 3"),
+        ("gptq", ["--bits", 3], "--bits: gptq has 4 or 8 bits, not 3"),
+        ("gptq", ["--group-size", 48], "--group-size: 48 is not 32 or 64 or 128"),
+        (
+            "gptq",
+            ["--group-size", 64],
+            "--group-size: 64 does not divide the 96 inputs of model.layers.0.mlp.down_proj",
+        ),
+        ("int8", ["--group-size", 32], "--group-size: int8 has a scale for each output channel"),
+        ("awq", [*CALIBRATED, "--desc-act"], "--desc-act: is for --method gptq, not awq"),
+        ("awq", ["--group-size", 32, "--samples", 9000], "less than the 288,000 of 9000 samples of 32"),
+    ],
+)
+def test_options_that_do_not_fit(
+    folder: Path, tmp_path: Path, method: str, options: list[Any], said: str
+) -> None:
+    output = run(folder, tmp_path / "out", method, *options)
+    assert output.startswith("error: ") and said in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_is_missing_or_too_short(folder: Path, tmp_path: Path) -> None:
+    assert "--data: missing; give text to calibrate with" in run(
+        folder, tmp_path / "out", "awq", **{"--data": None}
+    )
+    (tmp_path / "short.txt").write_text("not much text")
+    for method, change, said in (
+        ("awq", "--data", "has 0 tokens to calibrate with, less than the 4,096 of 128 samples of 32"),
+        ("int8", "--data", "--held-out: 14 tokens are less than a window of 32"),
+        ("int8", "--held-out", "--held-out: 14 tokens are less than a window of 32"),
+    ):
+        options = ["--group-size", 32] if method == "awq" else []
+        assert said in run(folder, tmp_path / "out", method, *options, **{change: tmp_path / "short.txt"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_windows_longer_than_the_model(folder: Path, tmp_path: Path) -> None:
+    said = run(folder, tmp_path / "out", "int8", "--sequence-length", 200)
+    assert "--sequence-length: 200 exceeds the model's 128 positions" in said
+
+
+def test_outputs_with_something_else(folder: Path, tmp_path: Path) -> None:
+    assert f"--output: {folder / 'model'} has other files already (config.json)" in run(
+        folder, folder / "model", "int8"
+    )
+    (tmp_path / "file").write_text("mine")
+    assert f"--output: {tmp_path / 'file'} is a file" in run(folder, tmp_path / "file", "int8")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_models_that_are_none(folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    (model / "model.safetensors").rename(model / "model.bin")
+    options = {"--data": folder / "text"}
+    said = run(tmp_path, tmp_path / "out", "int8", **options)
+    assert f"--model: {model} has neither model.safetensors nor model.safetensors.index.json" in said
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    said = run(tmp_path, tmp_path / "out", "int8", **options)
+    assert f"--model: {model} is quantized already (awq); give the original model" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_whose_outputs_do_not_fill_a_word(folder: Path, tmp_path: Path) -> None:
+    write_tiny(tmp_path / "model", num_attention_heads=8, num_key_value_heads=1, head_dim=4, hidden_size=32)
+    said = run(tmp_path, tmp_path / "out", "gptq", *CALIBRATED, **{"--data": folder / "text"})
+    assert (
+        "--method: gptq packs 8 outputs in a word, which does not divide the 4 of "
+        "model.layers.0.self_attn.k_proj" in said
+    )
