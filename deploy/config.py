@@ -126,6 +126,7 @@ def _check_together(config: ServeConfig) -> None:
     _check_http_tls(config)
     _check_tls(config)
     _check_tiers(config)
+    _check_kv_dtypes(config)
     _check_kv_events(config)
     _check_draft_workers(config)
     check_ranks(config)
@@ -172,6 +173,14 @@ def _check_tiers(config: ServeConfig) -> None:
         raise ConfigError("--kv-disk-path: needs --kv-offloading-size, since blocks pass through host memory")
     if (config.kv_disk_path is not None) != (config.kv_disk_size > 0):
         raise ConfigError("--kv-disk-size: must be given together with --kv-disk-path, and above 0")
+
+
+def _check_kv_dtypes(config: ServeConfig) -> None:
+    if config.kv_cache_dtype != "auto" and config.kv_wire_dtype != "auto":
+        raise ConfigError(
+            f"--kv-wire-dtype: {config.kv_wire_dtype} is not for --kv-cache-dtype {config.kv_cache_dtype}, "
+            "whose KV is packed already and travels as it is; leave it at auto"
+        )
 
 
 def _check_kv_events(config: ServeConfig) -> None:

@@ -100,7 +100,7 @@ class Engine:
         self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
         self._leader = leader
         if leader is None:
-            backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena)
+            backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena, loaded.kv_group.rows)
             self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
         else:
             self._runner = leader.runner(config, loaded, self.pool, hidden_layers)

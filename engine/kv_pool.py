@@ -27,7 +27,8 @@ class KVPool:
     """A block is the segments of its arena one after the other, so all of it is one extent.
 
     `arenas` are the bytes, each uint8 [num_blocks, bytes of a block]. A segment is [num_blocks, num_layers,
-    num_planes, block_size, num_kv_heads, head_dim], contiguous in each block.
+    num_planes, block_size, num_kv_heads, head_dim], contiguous in each block; where rows are coded it is of
+    bytes, as many as a row takes in place of head_dim (`engine.kv_rows`).
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class KVPool:
             self.arenas.append(blocks)
             views = {}
             for (name, segment), raw in zip(segments.items(), blocks.split(nbytes, dim=1), strict=True):
-                views[name] = raw.view(segment.dtype).unflatten(1, segment.block_shape(layout.block_size))
+                shape = segment.stored_shape(layout.block_size)
+                views[name] = raw.view(segment.rows.stored_dtype).unflatten(1, shape)
             self._segments.append(views)
 
     @property
@@ -67,7 +69,7 @@ class KVPool:
 
     def layers(self, group: str) -> list[Tensor]:
         """The view of each of the group's layers: [num_blocks, num_planes, block_size, num_kv_heads,
-        head_dim].
+        head_dim or the width of a coded row].
         """
         of = self.groups[group]
         return [self.segment(of.segment_name(place.segment))[:, place.index] for place in of.layers]

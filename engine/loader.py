@@ -19,6 +19,7 @@ from engine.probe import probe
 from engine.quantized_checkpoint import load_quantized, quantization_config
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.handoff import ROW_QUANTIZATIONS
 
 logger = logging.getLogger("tandem.engine")
 
@@ -59,12 +60,21 @@ def load_model(config: ServeConfig) -> LoadedModel:
         model=model,
         device=device,
         dtype=dtype,
-        kv_group=probe(model, dtype, text_config.num_hidden_layers),
+        kv_group=_stored_as(probe(model, dtype, text_config.num_hidden_layers), config.kv_cache_dtype),
         vocab_size=text_config.vocab_size,
         max_model_len=choose_max_model_len(config.max_model_len, text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
         weights=model_fingerprint(model).hex(),
     )
+
+
+def _stored_as(group: Group, kv_cache_dtype: str) -> Group:
+    if kv_cache_dtype == "auto":
+        return group
+    try:
+        return group.stored_as(ROW_QUANTIZATIONS[kv_cache_dtype])
+    except ValueError as error:
+        raise ConfigError(f"--kv-cache-dtype: {kv_cache_dtype}: {error}; use auto") from error
 
 
 @dataclass(frozen=True)

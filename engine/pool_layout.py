@@ -7,10 +7,11 @@ of its arena: their segments, one after the other.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from engine.kv_rows import KvRows
 from protocol.handoff import SegmentInfo
 
 TARGET, DRAFT = "target", "draft"
@@ -18,19 +19,31 @@ TARGET, DRAFT = "target", "draft"
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers of one shape. For each token a layer has `num_planes` planes, e.g. its keys and values."""
+    """Layers of one shape. For each token a layer has `num_planes` planes, e.g. its keys and values.
+
+    `dtype` is what the model computes; `quantization` says how the pool keeps it (`engine.kv_rows`).
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     num_planes: int = 2
+    quantization: str = "none"
+
+    @property
+    def rows(self) -> KvRows:
+        return KvRows(self.dtype, self.quantization)
 
     def block_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
         return (self.num_layers, self.num_planes, block_size, self.num_kv_heads, self.head_dim)
 
+    def stored_shape(self, block_size: int) -> tuple[int, int, int, int, int]:
+        """The same in elements as they are stored."""
+        return (*self.block_shape(block_size)[:-1], self.rows.width(self.head_dim))
+
     def block_bytes(self, block_size: int) -> int:
-        return math.prod(self.block_shape(block_size)) * self.dtype.itemsize
+        return math.prod(self.stored_shape(block_size)) * self.rows.stored_dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
@@ -59,6 +72,19 @@ class Group:
         """Each layer has its own place in one segment."""
         return cls(name, (segment,), tuple(LayerPlace(0, index) for index in range(segment.num_layers)))
 
+    @property
+    def rows(self) -> KvRows:
+        """Of the first segment, and all others where an attention backend reads them."""
+        return self.segments[0].rows
+
+    def stored_as(self, quantization: str) -> Group:
+        """The same KV, kept otherwise. Raises ValueError for heads that can't be kept so."""
+        segments = tuple(replace(segment, quantization=quantization) for segment in self.segments)
+        for segment in segments:
+            if fault := segment.rows.fault(segment.head_dim):
+                raise ValueError(fault)
+        return replace(self, segments=segments)
+
     def segment_name(self, index: int) -> str:
         """Unique in the pool."""
         return f"{self.name}.{index}" if index else self.name
@@ -69,7 +95,8 @@ class Group:
         for segment in self.segments:
             layers, planes, *_ = segment.block_shape(block_size)
             shape = f"{layers}x{segment.num_kv_heads}x{segment.head_dim}"
-            shapes.append(f"{segment.dtype_name}/{shape}" + (f"x{planes}" if planes != 2 else ""))
+            values = segment.dtype_name + (f":{segment.quantization}" if segment.rows.coded else "")
+            shapes.append(f"{values}/{shape}" + (f"x{planes}" if planes != 2 else ""))
         return f"{'+'.join(shapes)}/{block_size}"
 
 
@@ -95,7 +122,13 @@ class PoolLayout:
         """For peers."""
         size = self.block_size
         return [
-            SegmentInfo(name=name, dtype=segment.dtype_name, shape=segment.block_shape(size), arena=arena)
+            SegmentInfo(
+                name=name,
+                dtype=segment.dtype_name,
+                shape=segment.block_shape(size),
+                arena=arena,
+                quantization=segment.quantization,
+            )
             for arena, segments in enumerate(self.arenas())
             for name, segment in segments.items()
         ]

@@ -165,6 +165,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
             "--max-num-seqs sequences of --max-model-len tokens, at most 4 GiB and half of the free memory."
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8", "fp8"],
+        _doc(
+            "How the pool keeps KV: `auto` as the model computes it; `int8` and `fp8` in one byte a value, "
+            "so that nearly twice as many tokens fit. All workers need the same."
+        ),
+    ] = "auto"
     kv_offloading_size: Annotated[
         float,
         Meta(ge=0, le=1_000_000),

@@ -15,6 +15,11 @@ MANIFEST_VERSION = 2
 MAX_HANDOFF_S = 86400.0
 """Nobody waits longer than a day for another worker. Clocks of others can't be checked more closely."""
 
+ROW_QUANTIZATIONS = {"int8": "int8_rows", "fp8": "fp8_rows"}
+"""What `--kv-cache-dtype` makes of a pool's segment: `SegmentInfo.quantization`. Behind the codes of each
+head's key or value of a token lies their scale, of `SCALE_BYTES`."""
+SCALE_BYTES = 4
+
 _ITEM_SIZES = (2, 4)
 """Bytes of a value in the dtypes that models run in."""
 
@@ -36,7 +41,8 @@ Extents = Annotated[list[Extent], Meta(max_length=16)]
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One segment of the blocks of an arena: `shape` is that of a single block, without the block dimension.
 
-    `kind`: what a block holds. "paged": the KV of as many tokens as `shape` says.
+    `kind`: what a block holds. "paged": the KV of as many tokens as `shape` says. `dtype` is that of the
+    values; `quantization` says how they are stored, if not as they are.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]

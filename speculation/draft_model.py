@@ -37,9 +37,11 @@ _READ_AT_ONCE = 2048
 
 
 def draft_config(config: ServeConfig, model: str, target_dtype: torch.dtype) -> ServeConfig:
-    """The configuration that a target's draft model is loaded with."""
+    """The configuration that a target's draft model is loaded with. Its KV is kept as it computes it."""
     dtype = str(target_dtype).removeprefix("torch.")
-    return msgspec.structs.replace(config, model=model, dtype=dtype, revision=None, max_model_len=None)
+    return msgspec.structs.replace(
+        config, model=model, dtype=dtype, revision=None, max_model_len=None, kv_cache_dtype="auto"
+    )
 
 
 def check_draft(draft: LoadedModel | ModelShape, target: LoadedModel | ModelShape) -> None:

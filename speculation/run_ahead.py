@@ -49,7 +49,7 @@ class RunAhead:
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
-        backend = backend_class(pool.layers(TARGET), pool.groups[TARGET].arena)
+        backend = backend_class(pool.layers(TARGET), pool.groups[TARGET].arena, pool.groups[TARGET].rows)
         runner = build_runner(loaded, backend, self._config.compile)
         if isinstance(runner, DecoderForward):
             self._chain = NativeChain(runner, loaded.vocab_size, "coupled")

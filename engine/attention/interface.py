@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.kv_rows import KvRows
+
 
 @dataclass
 class AttentionMetadata:
@@ -46,7 +48,8 @@ class AttentionMetadata:
 
 class AttentionBackend(Protocol):
     """Attends causally over the layers of a pool: each is a view [num_blocks, 2, block_size, num_kv_heads,
-    head_dim] of its keys and values, with shapes of its own and the same blocks.
+    head_dim] of its keys and values, with shapes of its own and the same blocks. `rows` says how these are
+    kept if not as the model computes them; the last dimension is then the width of a coded row.
     """
 
     name: str
@@ -54,7 +57,7 @@ class AttentionBackend(Protocol):
     arena: int
     """Whose blocks the metadata name."""
 
-    def __init__(self, layers: Sequence[Tensor], arena: int = 0) -> None: ...
+    def __init__(self, layers: Sequence[Tensor], arena: int = 0, rows: KvRows | None = None) -> None: ...
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of the coming step share."""
@@ -74,7 +77,7 @@ class AttentionBackend(Protocol):
         """Write key and value into the pool, then attend.
 
         query is [total_tokens, num_heads, head_dim], key and value are
-        [total_tokens, num_kv_heads, head_dim], all of the pool's dtype and with any strides.
+        [total_tokens, num_kv_heads, head_dim], all of the rows' dtype and with any strides.
         A sliding window w lets position p see the positions in (p - w, p]; a soft cap c turns a score s into
         c * tanh(s / c). Returns a new contiguous tensor of the query's shape and dtype.
         """

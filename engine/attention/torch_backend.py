@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.interface import AttentionMetadata
+from engine.kv_rows import KvRows
 
 
 @dataclass(slots=True)
@@ -35,8 +36,9 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, layers: Sequence[Tensor], arena: int = 0) -> None:
+    def __init__(self, layers: Sequence[Tensor], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena = arena
+        self._stored = rows or KvRows(layers[0].dtype)
         self._layers = list(layers)
         self._device = layers[0].device
         self.block_size = layers[0].shape[2]
@@ -95,8 +97,8 @@ class TorchBackend:
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         if self._has_padding:
             key, value = key[self._rows], value[self._rows]
-        self._layers[layer][self._blocks, 0, self._offsets] = key
-        self._layers[layer][self._blocks, 1, self._offsets] = value
+        self._layers[layer][self._blocks, 0, self._offsets] = self._stored.encode(key)
+        self._layers[layer][self._blocks, 1, self._offsets] = self._stored.encode(value)
 
     def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
         """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
@@ -106,7 +108,7 @@ class TorchBackend:
             first = max(first, sequence.first_position - window + 1)
         first = first // size * size
         last = -(-sequence.context_len // size)
-        blocks = self._layers[layer][sequence.blocks[first // size : last]]
+        blocks = self._stored.decode(self._layers[layer][sequence.blocks[first // size : last]])
         both = blocks.transpose(0, 1).flatten(1, 2)[:, : sequence.context_len - first]
         return first, both[0].transpose(0, 1), both[1].transpose(0, 1)
 

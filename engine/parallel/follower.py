@@ -60,6 +60,8 @@ def _layout(loaded: LoadedModel, segments: list[SegmentInfo], block_size: int) -
     for info in segments:
         if not info.name.startswith(TARGET):
             layers, planes, _, heads, size = info.shape
-            segment = Segment(layers, heads, size, getattr(torch, info.dtype), planes)
+            segment = Segment(
+                layers, heads, size, getattr(torch, info.dtype), planes, quantization=info.quantization
+            )
             groups.append(Group.uniform(info.name, segment))
     return PoolLayout(tuple(groups), block_size)

@@ -45,7 +45,7 @@ class ShareRunner:
         heads = _share_heads(loaded, ranks)
         layers = [layer[:, :, :, heads.keys.start : heads.keys.stop] for layer in pool.layers(TARGET)]
         backend_class, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
-        backend: AttentionBackend = backend_class(layers, loaded.kv_group.arena)
+        backend: AttentionBackend = backend_class(layers, loaded.kv_group.arena, loaded.kv_group.rows)
         if loaded.description is not None:
             share = replace(loaded, description=DescriptionShare(loaded.description, heads, ranks))
         else:

@@ -92,10 +92,13 @@ class Converter:
     def _move(self, move: Move, wire: SegmentLayout, ours: SegmentLayout, blocks: Tensor) -> None:
         values = wire.values(blocks).narrow(2, move.source_slot, move.count)
         target = ours.values(self._pool).narrow(2, move.target_slot, move.count)
-        _, heads, head_dim = wire.tokens_shape
-        for rows, planes in chunks(len(move.wire_blocks), wire.planes, move.count * heads * head_dim):
+        _, heads, width = wire.tokens_shape
+        for rows, planes in chunks(len(move.wire_blocks), wire.planes, move.count * heads * width):
             index = move.wire_blocks[rows]
             chunk = _select(values[:, planes], index)
+            if ours.in_rows:
+                _write(target[:, planes], move.our_blocks[rows], chunk)
+                continue
             if wire.quantized:
                 chunk = self._dequantize(chunk, _select(wire.scales(blocks)[:, planes], index))
             _write(target[:, planes], move.our_blocks[rows], self._cast(chunk, ours.dtype))
@@ -167,7 +170,7 @@ def _write(blocks: Tensor, index: BlockIndices, values: Tensor) -> None:
     elif blocks.device != values.device:
         blocks.index_copy_(0, torch.from_numpy(index).to(blocks.device), values.to(blocks.device))
     else:  # numpy copies rows of bytes, which is twice as fast as torch's index_copy_ of elements
-        bits = {2: torch.int16, 4: torch.int32}[blocks.dtype.itemsize]
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[blocks.dtype.itemsize]
         blocks.view(bits).numpy()[index] = values.view(bits).numpy()
 
 

@@ -6,6 +6,9 @@ value takes one byte instead, and behind the values come the scales: [layers, pl
 for all tokens of the block. A value is its code times its scale. Little-endian, no padding; fp8 is OCP's E4M3
 without infinities (`torch.float8_e4m3fn`).
 
+A pool may itself be quantized: "int8_rows" and "fp8_rows" have a scale for each token's head, behind its
+codes (`engine.kv_rows`). Such blocks travel as they are, to pools of the same quantization alone.
+
 Scales of finer groups were measured on the bundled model: one for each token and head makes the error smaller
 by a quarter, one for each channel of K by half, and neither makes more of its greedy continuations agree.
 """
@@ -22,9 +25,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from protocol.handoff import SegmentInfo
+from protocol.handoff import ROW_QUANTIZATIONS, SCALE_BYTES, SegmentInfo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CACHE_DTYPES = {name: flag for flag, name in ROW_QUANTIZATIONS.items()}
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE_DTYPE = torch.float32
 
@@ -57,7 +61,13 @@ class SegmentLayout:
 
     @property
     def quantized(self) -> bool:
-        return self.info.quantization != "none"
+        """With a scale for each block."""
+        return self.info.quantization in CODE_DTYPES
+
+    @property
+    def in_rows(self) -> bool:
+        """With a scale in each row, so that a row is bytes that no one else reads."""
+        return self.info.quantization in _CACHE_DTYPES
 
     @property
     def planes(self) -> int:
@@ -65,18 +75,20 @@ class SegmentLayout:
 
     @property
     def tokens_shape(self) -> tuple[int, int, int]:
-        """Of one plane: block_size, kv_heads, head_dim."""
+        """Of one plane: block_size, kv_heads, and the elements of a row, head_dim or all bytes."""
         _, _, block_size, kv_heads, head_dim = self.info.shape
-        return block_size, kv_heads, head_dim
+        return block_size, kv_heads, head_dim + SCALE_BYTES if self.in_rows else head_dim
 
     @property
     def code_dtype(self) -> torch.dtype:
         """Of the values as they are stored."""
+        if self.in_rows:
+            return torch.uint8
         return CODE_DTYPES[self.info.quantization] if self.quantized else self.dtype
 
     @property
     def values_bytes(self) -> int:
-        return math.prod(self.info.shape) * self.code_dtype.itemsize
+        return self.planes * math.prod(self.tokens_shape) * self.code_dtype.itemsize
 
     @property
     def scales_bytes(self) -> int:
@@ -87,7 +99,7 @@ class SegmentLayout:
         return self.values_bytes + self.scales_bytes
 
     def values(self, blocks: Tensor) -> Tensor:
-        """View of the values in blocks [n, block_bytes]: [n, planes, block_size, kv_heads, head_dim]."""
+        """View of the values in blocks [n, block_bytes]: [n, planes, *tokens_shape]."""
         raw = blocks[:, self.start : self.start + self.values_bytes]
         return raw.view(self.code_dtype).view(len(blocks), self.planes, *self.tokens_shape)
 
@@ -133,7 +145,7 @@ def wire_segments(segments: Sequence[SegmentInfo], wire_dtype: str) -> tuple[Seg
     if wire_dtype not in CODE_DTYPES:
         raise LayoutError("quantization", f"{wire_dtype!r} is none of auto, {', '.join(CODE_DTYPES)}")
     if any(segment.quantization != "none" for segment in segments):
-        raise LayoutError("quantization", "the pool itself is quantized")
+        raise LayoutError("quantization", "the pool itself is quantized: it needs --kv-wire-dtype auto")
     wire = tuple(msgspec.structs.replace(segment, quantization=wire_dtype) for segment in segments)
     BlockLayout(wire)
     return wire
@@ -177,8 +189,8 @@ def conversion_problem(
         if problem := _layout_problem(side):
             return problem
     for their, our in zip(wire, ours, strict=True):
-        if our.quantization != "none":
-            return "quantization", f"{our.name}: this pool is itself quantized ({our.quantization})"
+        if reason := _unlike_quantization(their, our):
+            return "quantization", f"{our.name}: {reason}"
         for name, there, here in zip(_DIMENSIONS, their.shape, our.shape, strict=True):
             if name != "block_size" and there != here:
                 return name, f"{our.name}: {_unlike(there, here)}"
@@ -211,8 +223,9 @@ def _segment_problem(segment: SegmentInfo) -> tuple[str, str] | None:
         return "arena", f"{name}: it lies in arena {segment.arena}, not in the first one"
     if segment.dtype not in DTYPES:
         return "dtype", f"{name}: {segment.dtype!r} is none of {', '.join(DTYPES)}"
-    if segment.quantization not in ("none", *CODE_DTYPES):
-        return "quantization", f"{name}: {segment.quantization!r} is none of none, {', '.join(CODE_DTYPES)}"
+    known = ("none", *CODE_DTYPES, *_CACHE_DTYPES)
+    if segment.quantization not in known:
+        return "quantization", f"{name}: {segment.quantization!r} is none of {', '.join(known)}"
     if len(shape) != len(_DIMENSIONS) or min(shape) < 1:
         return "shape", f"{name}: {shape} is not [layers, planes, block_size, kv_heads, head_dim]"
     if shape[2] > MAX_BLOCK_SIZE:
@@ -220,6 +233,16 @@ def _segment_problem(segment: SegmentInfo) -> tuple[str, str] | None:
     if math.prod(shape) % _ALIGNMENT:
         return "shape", f"{name}: {math.prod(shape)} values in a block are not a multiple of {_ALIGNMENT}"
     return None
+
+
+def _unlike_quantization(their: SegmentInfo, our: SegmentInfo) -> str:
+    """Why values of this wire are not stored in our pool; empty if they are."""
+    if our.quantization in CODE_DTYPES:
+        return f"this pool is itself quantized ({our.quantization})"
+    there, here = (_CACHE_DTYPES.get(side.quantization, "auto") for side in (their, our))
+    if there == here:
+        return ""
+    return f"the sender has --kv-cache-dtype {there}, here it is {here}; start both with the same one"
 
 
 def _unlike(there: object, here: object) -> str:

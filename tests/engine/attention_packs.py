@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionMetadata
 from engine.attention.select import select_backend
+from engine.kv_rows import KvRows
 
 LAYERS = 3
 
@@ -20,6 +21,7 @@ class Pack:
     """Per sequence [context_len, kv_heads, head_dim]: all its keys, this step's included."""
     values: list[Tensor]
     pool: Tensor
+    rows: KvRows
     block_size: int
     metadata: AttentionMetadata
     query: Tensor
@@ -48,13 +50,15 @@ def make_pack(
     dtype: torch.dtype = torch.float32,
     padding: int = 0,
     first_seed: int = 0,
+    quantization: str = "none",
 ) -> Pack:
     """Sequence s has the numbers of seed first_seed + s, whatever else is in the pack."""
+    rows = KvRows(dtype, quantization)
     contexts = [context for _, context in lengths]
     counts = [-(-context // block_size) for context in contexts]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(0)).int()
-    shape = (len(order), LAYERS, 2, block_size, kv_heads, head_dim)
-    pool = torch.full(shape, float("nan"), dtype=dtype)  # what no sequence owns must never be read
+    unowned = torch.full((len(order), LAYERS, 2, block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
+    pool = rows.encode(unowned)  # NaN: must never be read
     table = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
     keys, values, queries, slots, taken = [], [], [], [], 0
     for s, (query_len, context) in enumerate(lengths):
@@ -68,8 +72,12 @@ def make_pack(
         slot = table[s, positions // block_size].long() * block_size + positions % block_size
         for layer in range(LAYERS):
             past = slot[: context - query_len]
-            pool[past // block_size, layer, 0, past % block_size] = keys[s][: context - query_len]
-            pool[past // block_size, layer, 1, past % block_size] = values[s][: context - query_len]
+            pool[past // block_size, layer, 0, past % block_size] = rows.encode(
+                keys[s][: context - query_len]
+            )
+            pool[past // block_size, layer, 1, past % block_size] = rows.encode(
+                values[s][: context - query_len]
+            )
         slots.append(slot[-query_len:])
     pad = torch.zeros(padding, 1, head_dim, dtype=dtype)
     metadata = describe(lengths, table, torch.cat([*slots, torch.full((padding,), -1)]))
@@ -80,6 +88,7 @@ def make_pack(
         keys,
         values,
         pool,
+        rows,
         block_size,
         metadata,
         torch.cat([*queries, pad.expand(-1, heads, -1)]),
@@ -97,8 +106,8 @@ def run(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    cls, _ = select_backend(pack.pool.device, pack.pool.dtype, backend)
-    attention = cls(pack.pool.unbind(1))
+    cls, _ = select_backend(pack.pool.device, pack.rows.dtype, backend)
+    attention = cls(pack.pool.unbind(1), rows=pack.rows)
     attention.begin_step(pack.metadata)
     return attention.forward(
         layer, pack.query, pack.key, pack.value, scale=scale, sliding_window=window, softcap=softcap

@@ -83,12 +83,13 @@ def chain_of(pack: Pack, places: list[int], query_len: int) -> Pack:
     """A chain of these keys of a pack of one sequence, the last of them with their queries."""
     (full_query_len, context_len), key, value = pack.lengths[0], pack.keys[0][places], pack.values[0][places]
     base = context_len - full_query_len
-    chain = make_pack([(query_len, len(places))], dtype=pack.pool.dtype)
+    rows_kept = pack.rows
+    chain = make_pack([(query_len, len(places))], dtype=rows_kept.dtype, quantization=rows_kept.quantization)
     rows = [place - base for place in places[-query_len:]]
     slots = torch.arange(len(places) - query_len)
     blocks = chain.metadata.block_table[0, slots // chain.block_size].long()
-    chain.pool[blocks, :, 0, slots % chain.block_size] = key[:-query_len, None]
-    chain.pool[blocks, :, 1, slots % chain.block_size] = value[:-query_len, None]
+    chain.pool[blocks, :, 0, slots % chain.block_size] = rows_kept.encode(key[:-query_len, None])
+    chain.pool[blocks, :, 1, slots % chain.block_size] = rows_kept.encode(value[:-query_len, None])
     return replace(chain, query=pack.query[rows], key=key[-query_len:], value=value[-query_len:])
 
 

@@ -77,10 +77,11 @@ class Attention {
 
   private:
     void write_rows(int64_t chunk);
-    template <class Element> void write_row(int64_t token);
+    template <class Query> void write_row(int64_t token);
+    template <class Element, class Query> void write_heads(int64_t token, int64_t slot);
     void attend(int64_t thread);
-    template <class Math, class Element> void attend_as(int64_t thread);
-    template <class Math, class Element> struct Worker;
+    template <class Math, class Element, class Query> void attend_as(int64_t thread);
+    template <class Math, class Element, class Query> struct Worker;
 
     const Pool pool;
     const std::vector<KvLayer> layers;
@@ -103,34 +104,54 @@ void Attention::write_rows(int64_t chunk) {
 }
 
 // Puts a token's key and value into its slot; a padding row's output becomes zero.
-template <class Element> void Attention::write_row(int64_t token) {
-    const size_t bytes = layer->head_dim * sizeof(Element);
+template <class Query> void Attention::write_row(int64_t token) {
     const int64_t slot = step.slots[token];
     if (slot < 0) {
-        auto* out = static_cast<Element*>(call.out) + token * call.out_token;
-        for (int64_t h = 0; h < call.num_heads; h++) memset(out + h * call.out_head, 0, bytes);
+        auto* out = static_cast<Query*>(call.out) + token * call.out_token;
+        for (int64_t h = 0; h < call.num_heads; h++) memset(out + h * call.out_head, 0, layer->head_dim * sizeof(Query));
         return;
     }
-    const auto* key = static_cast<const Element*>(call.key) + token * call.key_token;
-    const auto* value = static_cast<const Element*>(call.value) + token * call.value_token;
+    switch (pool.stored) {
+        case INT8: return write_heads<Int8, Query>(token, slot);
+        case FP8: return write_heads<Fp8, Query>(token, slot);
+        default: return write_heads<Query, Query>(token, slot);
+    }
+}
+
+template <class Query> static void put(const Query* row, int head_dim, Query* to) {
+    memcpy(to, row, head_dim * sizeof(Query));
+}
+template <class Query> static void put(const Query* row, int head_dim, Int8* to) { encode(row, head_dim, to); }
+template <class Query> static void put(const Query* row, int head_dim, Fp8* to) { encode(row, head_dim, to); }
+
+template <class Element, class Query> void Attention::write_heads(int64_t token, int64_t slot) {
+    const int head_dim = int(layer->head_dim);
+    const auto* key = static_cast<const Query*>(call.key) + token * call.key_token;
+    const auto* value = static_cast<const Query*>(call.value) + token * call.value_token;
     const int64_t row = slot % pool.block_size * layer->token_stride;
     auto* to = static_cast<Element*>(layer->data) + slot / pool.block_size * pool.block_stride + row;
-    for (int64_t h = 0; h < layer->num_kv_heads; h++, to += layer->head_dim) {
-        memcpy(to, key + h * call.key_head, bytes);
-        memcpy(to + layer->side_stride, value + h * call.value_head, bytes);
+    for (int64_t h = 0; h < layer->num_kv_heads; h++, to += stored<Element>(head_dim)) {
+        put(key + h * call.key_head, head_dim, to);
+        put(value + h * call.value_head, head_dim, to + layer->side_stride);
     }
 }
 
 void Attention::attend(int64_t thread) {
+    if (pool.stored == INT8 && pool.is_bf16) return attend_as<WholeMath, Int8, uint16_t>(thread);
+    if (pool.stored == INT8) return attend_as<WholeMath, Int8, float>(thread);
 #if defined(BF16_PAIRS)
-    if (pool.is_bf16 && layer->head_dim % 2 == 0) return attend_as<PairMath, uint16_t>(thread);
+    if (pool.stored == FP8 && pool.is_bf16) return attend_as<PairMath, Fp8, uint16_t>(thread);
+    if (pool.is_bf16 && layer->head_dim % 2 == 0) return attend_as<PairMath, uint16_t, uint16_t>(thread);
+#else
+    if (pool.stored == FP8 && pool.is_bf16) return attend_as<FloatMath, Fp8, uint16_t>(thread);
 #endif
-    if (pool.is_bf16) return attend_as<FloatMath, uint16_t>(thread);
-    return attend_as<FloatMath, float>(thread);
+    if (pool.stored == FP8) return attend_as<FloatMath, Fp8, float>(thread);
+    if (pool.is_bf16) return attend_as<FloatMath, uint16_t, uint16_t>(thread);
+    return attend_as<FloatMath, float, float>(thread);
 }
 
-template <class Math, class Element> void Attention::attend_as(int64_t thread) {
-    Worker<Math, Element> worker(*this, scratch[thread]);
+template <class Math, class Element, class Query> void Attention::attend_as(int64_t thread) {
+    Worker<Math, Element, Query> worker(*this, scratch[thread]);
     for (size_t i; (i = next_task++) < plan.tasks.size();) {
         const size_t after = i + threads_running;
         worker.run(plan.tasks[i], after < plan.tasks.size() ? &plan.tasks[after] : nullptr);
@@ -138,8 +159,9 @@ template <class Math, class Element> void Attention::attend_as(int64_t thread) {
 }
 
 // One thread's buffers and loops. A task's rows are ordered by KV head, query position, head of the group.
-template <class Math, class Element> struct Attention::Worker {
+template <class Math, class Element, class Query> struct Attention::Worker {
     typedef typename Math::Word Word;
+    static constexpr bool CODED = is_coded<Element>;
     struct Origin {
         int query, head;
         Sight sight;
@@ -147,12 +169,13 @@ template <class Math, class Element> struct Attention::Worker {
 
     Worker(Attention& attention, Scratch& scratch)
         : a(attention), step(a.step), call(a.call), how(float(call.scale), float(call.softcap)),
-          head_dim(int(a.layer->head_dim)), words(head_dim / Math::PER_WORD), width(a.width),
-          origins(a.plan.max_rows()) {
+          head_dim(int(a.layer->head_dim)), row_size(stored<Element>(head_dim)),
+          words(head_dim / Math::PER_WORD), width(a.width), origins(a.plan.max_rows()) {
         const size_t rows = a.plan.max_rows(), states = rows * RowState::stride(width);
         const size_t sizes[] = {rows * words,          2 * size_t(TILE) * words, size_t(TILE) * width,
                                 size_t(16) * head_dim, 3 * BLOCK_ROWS * TILE,    BLOCK_ROWS * TILE,
-                                states,                states};
+                                states,                states,                   CODED ? rows : 0,
+                                CODED ? 2 * TILE : 0,  CODED ? TILE : 0};
         size_t floats = 0;
         for (size_t size : sizes) floats += Scratch::rounded(size);
         scratch.reserve(floats);
@@ -164,6 +187,9 @@ template <class Math, class Element> struct Attention::Worker {
         weights = (Word*)scratch.take(sizes[5]);
         total = {scratch.take(sizes[6]), width};
         partial = {scratch.take(sizes[7]), width};
+        units = scratch.take(sizes[8]);
+        key_scales = scratch.take(sizes[9]);
+        value_scales = scratch.take(sizes[10]);
     }
 
     // `after` is probably this thread's next task: its first keys are prefetched.
@@ -206,8 +232,9 @@ template <class Math, class Element> struct Attention::Worker {
                 for (int g = 0; g < a.plan.group; g++, r++) {
                     origins[r] = {q, (task.first_head + head) * a.plan.group + g, sight};
                     const int64_t offset = (first_token + q) * call.query_token + origins[r].head * call.query_head;
-                    const Element* row = static_cast<const Element*>(call.query) + offset;
-                    memcpy(queries + r * words, as_words(row, head_dim, buffer), words * sizeof(Word));
+                    const Query* row = static_cast<const Query*>(call.query) + offset;
+                    const float unit = load_query(row, head_dim, buffer, queries + r * words, words);
+                    if (CODED) units[r] = unit;
                 }
             }
     }
@@ -225,7 +252,7 @@ template <class Math, class Element> struct Attention::Worker {
     }
 
     void locate(const Task& task, int64_t first_key, int64_t end, TileRows<Element>& to) const {
-        const auto* base = static_cast<const Element*>(a.layer->data) + task.first_head * head_dim;
+        const auto* base = static_cast<const Element*>(a.layer->data) + task.first_head * row_size;
         const int64_t row = a.layer->token_stride;
         int64_t block = first_key / a.pool.block_size, offset = first_key % a.pool.block_size;
         to.to_value = a.layer->side_stride;
@@ -246,12 +273,12 @@ template <class Math, class Element> struct Attention::Worker {
 
     void attend_tile(const Task& task, int64_t first_key, const RowState& state) {
         constexpr int PLACES = 11;  // a head's fetches: four while packing keys, four for values, then three
-        Sweep<Element> sweep{*next, head_dim * task.heads, 2 * TILE / task.heads / PLACES + 1};
+        Sweep<Element> sweep{*next, row_size * task.heads, 2 * TILE / task.heads / PLACES + 1};
         const bool in_tree = step.is_tree(task.sequence) && first_key + TILE > step.tree_start[task.sequence];
         if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
         for (int head = 0; head < task.heads; head++) {
-            pack_keys<Math>(*tile, head * head_dim, head_dim, sweep, buffer, keys);
-            pack_values(*tile, head * head_dim, head_dim, sweep, width, values);
+            take_keys(*tile, head * row_size, sweep, 0);
+            take_values(*tile, head * row_size, sweep, 0);
             if (in_tree) {
                 attend_paths(task, head, first_key, sweep, state);
                 continue;
@@ -262,11 +289,23 @@ template <class Math, class Element> struct Attention::Worker {
         }
     }
 
+    // Packs the keys of tile i: this one, or the one behind it.
+    void take_keys(const TileRows<Element>& from, int64_t offset, Sweep<Element>& sweep, int i) {
+        pack_keys(from, offset, head_dim, words, sweep, buffer, keys + i * TILE * words);
+        if constexpr (CODED) take_scales(from, offset, head_dim, 0, key_scales + i * TILE);
+    }
+
+    // Packs values to the places from `first` on, a multiple of the keys in a word.
+    void take_values(const TileRows<Element>& from, int64_t offset, Sweep<Element>& sweep, int first) {
+        pack_values(from, offset, head_dim, sweep, width, buffer, values + first / Math::PER_WORD * width);
+        if constexpr (CODED) take_scales(from, offset + from.to_value, head_dim, first, value_scales);
+    }
+
     // For a tile with keys of the tree: each row's keys are moved to the places that they would have in a chain, so
     // that the row's result has the same bits as in a chain.
     void attend_paths(const Task& task, int head, int64_t first_key, Sweep<Element>& sweep, const RowState& state) {
-        const int64_t start = step.tree_start[task.sequence], offset = head * head_dim;
-        pack_keys<Math>(behind, offset, head_dim, sweep, buffer, keys + TILE * words);
+        const int64_t start = step.tree_start[task.sequence], offset = head * row_size;
+        take_keys(behind, offset, sweep, 1);
         const int in_place = int(std::clamp<int64_t>(start - first_key, 0, TILE)) / Math::PER_WORD * Math::PER_WORD;
         for (int q = 0; q < task.queries; q++) {
             const Path path(step.path(task.sequence, task.first_query + q), start - first_key);
@@ -275,7 +314,7 @@ template <class Math, class Element> struct Attention::Worker {
             moved.to_value = a.layer->side_stride;
             for (int k = in_place; k < path.end; k++)
                 moved.keys[moved.count++] = (path.from[k] < TILE ? *tile : behind).keys[path.from[k] % TILE];
-            pack_values(moved, offset, head_dim, sweep, width, values + in_place / Math::PER_WORD * width);
+            take_values(moved, offset, sweep, in_place);
             const int first = head * head_rows + q * a.plan.group, last = first + a.plan.group;
             for (int row = first; row < last; row += BLOCK_ROWS)
                 attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, sweep, state, &path);
@@ -294,23 +333,43 @@ template <class Math, class Element> struct Attention::Worker {
         if (path) {
             score_path(row, count, *path);
         } else {
-            product_of<Math, false>(count, queries + row * words, words, keys, TILE, words, nullptr, scores, TILE,
-                                    groups * 16 / LANES);
+            score(row, count, 0, groups * 16, scores);
         }
         sweep.fetch();
-        softmax_of<Math>(groups, count, scores, seen, how, state, row, weights, rescale);
+        if constexpr (CODED) {
+            softmax_of<UnscaledWeights>(groups, count, scores, seen, how, state, row, scores, rescale);
+        } else {
+            softmax_of<Math>(groups, count, scores, seen, how, state, row, weights, rescale);
+        }
         sweep.fetch();
+        if constexpr (CODED) {
+            float weight_units[BLOCK_ROWS];
+            for (int r = 0; r < count; r++)
+                weight_units[r] = weigh<Math>(scores + r * TILE, value_scales, groups * 16, weights + r * TILE);
+            if constexpr (Math::WHOLE) {
+                rescale_rows(state.output(row), state.stride(), count, width, rescale);
+                std::copy(weight_units, weight_units + count, rescale);
+            }
+        }
         product_of<Math, true>(count, weights, TILE, values, width, depth, rescale, state.output(row),
                                state.stride(), width / LANES);
+    }
+
+    // Scores of the first keys of tile i, so many.
+    void score(int row, int count, int i, int num_keys, float* to) {
+        product_of<Math, false>(count, queries + row * words, words, keys + i * TILE * words, TILE, words, units + row,
+                                to, TILE, num_keys / LANES);
+        if constexpr (CODED)
+            for (int r = 0; r < count; r++)
+                for (int k = 0; k < num_keys; k += LANES)
+                    store(to + r * TILE + k, load(to + r * TILE + k) * load(key_scales + i * TILE + k));
     }
 
     // Scores this tile and the next, then moves the scores to the places that their keys would have in a chain.
     void score_path(int row, int count, const Path& path) {
         float* found[] = {scores + BLOCK_ROWS * TILE, scores + 2 * BLOCK_ROWS * TILE};
         const int counts[] = {tile->count, behind.count};
-        for (int i = 0; i < 2; i++)
-            product_of<Math, false>(count, queries + row * words, words, keys + i * TILE * words, TILE, words, nullptr,
-                                    found[i], TILE, (counts[i] + 15) / 16 * 16 / LANES);
+        for (int i = 0; i < 2; i++) score(row, count, i, (counts[i] + 15) / 16 * 16, found[i]);
         for (int r = 0; r < count; r++)
             for (int k = 0; k < path.end; k++)
                 scores[r * TILE + k] = found[path.from[k] / TILE][r * TILE + path.from[k] % TILE];
@@ -322,7 +381,7 @@ template <class Math, class Element> struct Attention::Worker {
             if (step.slots[token] < 0) continue;
             const int64_t offset = token * call.out_token + origins[r].head * call.out_head;
             const float inverse_sum = 1 / sum_of_lanes(load(state.sums(r)));
-            write_output(state.output(r), inverse_sum, head_dim, static_cast<Element*>(call.out) + offset);
+            write_output(state.output(r), inverse_sum, head_dim, static_cast<Query*>(call.out) + offset);
         }
     }
 
@@ -330,10 +389,10 @@ template <class Math, class Element> struct Attention::Worker {
     const Step& step;
     const Call& call;
     const ScoreScale how;
-    const int head_dim, words, width;
+    const int head_dim, row_size, words, width;
     std::vector<Origin> origins;
     Word *queries, *keys, *values, *buffer, *weights;
-    float* scores;
+    float *scores, *units, *key_scales, *value_scales;
     RowState total, partial;
     TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1], behind;
     int rows = 0, head_rows = 0;

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from engine.attention.cpu_kernel.structs import CallArgs, KvLayerArgs, PoolArgs, StepArgs
 from engine.attention.interface import AttentionMetadata
+from engine.kv_rows import KvRows
 from native.build import declare, load_library
 from native.openmp import gomp_parallel
+
+_STORED = ("none", "int8_rows", "fp8_rows")
+"""`Stored` of step.h."""
 
 
 @functools.cache
@@ -30,7 +34,8 @@ def load() -> ctypes.CDLL:
 
 
 class CpuBackend:
-    """Reads the blocks in place; float32 and bfloat16 pools on the CPU. Sums are float32.
+    """Reads the blocks in place; float32 and bfloat16 on the CPU, as they are or as codes. Sums are float32,
+    or exact where rows are coded in int8.
 
     A row's result has the same bits whatever shares the step with it, whatever the number of threads, and
     whether it is computed as a decode row or in a prefill chunk.
@@ -38,16 +43,16 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, layers: Sequence[Tensor], arena: int = 0) -> None:
+    def __init__(self, layers: Sequence[Tensor], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena = arena
+        self._rows = rows or KvRows(layers[0].dtype)
         first = layers[0]
         num_blocks, _, self.block_size, _, _ = first.shape
         self._library = load()
         self._layers = list(layers)
-        self._dtype = first.dtype
         self._num_rows = 0
         table = [
-            KvLayerArgs(layer.data_ptr(), layer.stride(1), layer.stride(2), *layer.shape[3:])
+            KvLayerArgs(layer.data_ptr(), layer.stride(1), layer.stride(2), *self._shape(layer))
             for layer in layers
         ]
         copied = (KvLayerArgs * len(layers))(*table)
@@ -57,7 +62,8 @@ class CpuBackend:
             first.stride(0),
             num_blocks,
             self.block_size,
-            first.dtype is torch.bfloat16,
+            self._rows.dtype is torch.bfloat16,
+            _STORED.index(self._rows.quantization),
             gomp_parallel(),
         )
         self._kernel: int = self._library.tandem_attention_create(ctypes.byref(described))
@@ -131,16 +137,20 @@ class CpuBackend:
         self._run(self._kernel, ctypes.byref(call))
         return out
 
+    def _shape(self, layer: Tensor) -> tuple[int, int]:
+        """A layer's KV heads, and their size."""
+        return layer.shape[3], self._rows.head_dim(layer.shape[4])
+
     def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """What the kernel would read or write out of bounds."""
         if self._metadata is None:
             raise RuntimeError("begin_step must come before forward")
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer {layer} is not among the pool's {len(self._layers)}")
-        shape, expected = query.shape, (self._num_rows, *self._layers[layer].shape[3:])
+        shape, expected = query.shape, (self._num_rows, *self._shape(self._layers[layer]))
         if key.shape != expected or value.shape != expected:
             raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {expected}")
         if shape[0] != expected[0] or shape[2] != expected[2] or shape[1] % expected[1]:
             raise ValueError(f"query {tuple(shape)} does not fit keys {expected}")
-        if not query.dtype is key.dtype is value.dtype is self._dtype:
-            raise ValueError(f"query, key and value must be of the pool's {self._dtype}")
+        if not query.dtype is key.dtype is value.dtype is self._rows.dtype:
+            raise ValueError(f"query, key and value must be of the pool's {self._rows.dtype}")

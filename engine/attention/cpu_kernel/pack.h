@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "codes.h"
 #include "product.h"
 
 // A row in the type that the arithmetic takes: the row itself where it has that type, else a copy in the buffer.
@@ -11,6 +12,44 @@ static inline const uint32_t* as_words(const uint16_t* row, int, uint32_t*) { re
 static inline const float* as_words(const uint16_t* row, int head_dim, float* buffer) {
     for (int d = 0; d < head_dim; d++) buffer[d] = bf16_to_float(row[d]);
     return buffer;
+}
+
+static inline const float* as_words(const Fp8* row, int head_dim, float* buffer) {
+    for (int d = 0; d < head_dim; d++) buffer[d] = from_code(row[d]);
+    return buffer;
+}
+static inline const uint32_t* as_words(const Fp8* row, int head_dim, uint32_t* buffer) {
+    auto* to = (uint16_t*)buffer;
+    for (int d = 0; d < head_dim; d++) to[d] = uint16_t(bits_of(from_code(row[d])) >> 16);  // exact
+    return buffer;
+}
+
+// Rounds to int16 by the row's largest magnitude; returns the unit: a value is about its number times this.
+static inline float to_whole(const float* row, int count, int16_t* to) {
+    uint32_t most = 0;
+    for (int i = 0; i < count; i++) {
+        const uint32_t magnitude = bits_of(row[i]) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
+    }
+    const float top = float_of(most);
+    const bool finite = most < 0x7f800000, is_zero = top < SMALLEST;
+    const float inverse = is_zero || !finite ? 0 : 32767 / top;
+    for (int i = 0; i < count; i++) to[i] = int16_t(int32_t(__builtin_rintf(finite ? row[i] * inverse : 0)));
+    return !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : top / 32767;
+}
+
+// Puts a query row where the product kernel reads it, in the order of the packed keys' words; returns its unit.
+template <class Query, class Word>
+static inline float load_query(const Query* row, int head_dim, Word* buffer, Word* to, int words) {
+    memcpy(to, as_words(row, head_dim, buffer), words * sizeof(Word));
+    return 1;
+}
+template <class Query>
+static inline float load_query(const Query* row, int head_dim, int32_t* buffer, int32_t* to, int) {
+    auto* ordered = (float*)buffer;
+    for (int d = 0; d < head_dim; d += 4)
+        for (int i = 0; i < 4; i++) ordered[d + i] = to_float(row[d + i / 2 + i % 2 * 2]);
+    return to_whole(ordered, head_dim, (int16_t*)to);
 }
 
 // to[word][TILE] = from[16 keys][word]
@@ -66,24 +105,49 @@ template <class Element> struct Sweep {
 };
 
 // packed[word][TILE]: one column per key, up to a multiple of 16 columns. Extra columns repeat the last key.
-template <class Math, class Element>
-static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
-                      typename Math::Word* buffer, typename Math::Word* packed) {
+template <class Word, class Element>
+static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_dim, int words, Sweep<Element>& sweep,
+                      Word* buffer, Word* packed) {
     for (int first = 0; first < rows.count; first += 16) {
-        const typename Math::Word* group[16];
+        const Word* group[16];
         for (int k = 0; k < 16; k++) {
             const Element* row = rows.keys[std::min(first + k, rows.count - 1)] + offset;
             group[k] = as_words(row, head_dim, buffer + k * head_dim);
         }
         sweep.fetch();
-        transpose_16(group, head_dim / Math::PER_WORD, packed + first);
+        transpose_16(group, words, packed + first);
     }
+}
+
+// The same for words of two codes as int16: of four dimensions first the even, then the odd ones.
+static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, int, Sweep<Int8>& sweep,
+                      int32_t* buffer, int32_t* packed) {
+    for (int first = 0; first < rows.count; first += 16) {
+        const int32_t* group[16];
+        for (int k = 0; k < 16; k++)
+            group[k] = (const int32_t*)(rows.keys[std::min(first + k, rows.count - 1)] + offset);
+        sweep.fetch();
+        transpose_16(group, head_dim / 4, buffer + first);
+    }
+    for (int d = 0; d < head_dim; d += 4, buffer += TILE, packed += 2 * TILE)
+        for (int k = 0; k < rows.count; k += LANES) {
+            const ShortVec four = (ShortVec)load(buffer + k);
+            store(packed + k, (IntVec)(four << 8 >> 8));
+            store(packed + TILE + k, (IntVec)(four >> 8));
+        }
+}
+
+// scales[TILE]: of the rows at this offset, zeros after the last one.
+template <class Element>
+static void take_scales(const TileRows<Element>& rows, int64_t offset, int head_dim, int first, float* scales) {
+    for (int k = 0; k < rows.count; k++) scales[first + k] = scale_of(rows.keys[k] + offset, head_dim);
+    for (int k = first + rows.count; k < TILE; k++) scales[k] = 0;
 }
 
 // packed[key][width]: the rows one after another, zeros from head_dim to width.
 template <class Element>
 static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
-                        int width, float* packed) {
+                        int width, float*, float* packed) {
     offset += rows.to_value;
     for (int k = 0; k < rows.count; k++, packed += width) {
         if (k % 16 == 0) sweep.fetch();
@@ -95,8 +159,9 @@ static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_
 
 #if defined(BF16_PAIRS)
 // packed[pair of keys][width]: a word holds one dimension of two keys; an odd last key is paired with zeros.
-static void pack_values(const TileRows<uint16_t>& rows, int64_t offset, int head_dim, Sweep<uint16_t>& sweep,
-                        int width, uint32_t* packed) {
+template <class Element>
+static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
+                        int width, uint32_t* buffer, uint32_t* packed) {
     offset += rows.to_value;
     alignas(64) uint16_t order[64];
     for (int i = 0; i < 32; i++) order[2 * i] = i, order[2 * i + 1] = 32 + i;
@@ -105,7 +170,9 @@ static void pack_values(const TileRows<uint16_t>& rows, int64_t offset, int head
     for (int k = 0; k < rows.count; k += 2, packed += width) {
         if (k % 16 == 0) sweep.fetch();
         const bool paired = k + 1 < rows.count;
-        const uint16_t *row = rows.keys[k] + offset, *row_after = rows.keys[paired ? k + 1 : k] + offset;
+        const auto* row = (const uint16_t*)as_words(rows.keys[k] + offset, head_dim, buffer);
+        const auto* row_after =
+            (const uint16_t*)as_words(rows.keys[paired ? k + 1 : k] + offset, head_dim, buffer + head_dim);
         const __mmask32 odd_mask = paired ? ~0u : 0;
         int d = 0;
         for (; d + 32 <= head_dim; d += 32) {
@@ -122,3 +189,21 @@ static void pack_values(const TileRows<uint16_t>& rows, int64_t offset, int head
     }
 }
 #endif
+
+// packed[pair of keys][width]: a word holds one dimension of two keys as int16; an odd last key is paired with zeros.
+static void pack_values(const TileRows<Int8>& rows, int64_t offset, int head_dim, Sweep<Int8>& sweep, int width,
+                        int32_t*, int32_t* packed) {
+    offset += rows.to_value;
+    for (int k = 0; k < rows.count; k += 2, packed += width) {
+        if (k % 16 == 0) sweep.fetch();
+        const bool paired = k + 1 < rows.count;
+        const auto* row = &rows.keys[k][offset].code;
+        const auto* row_after = &rows.keys[paired ? k + 1 : k][offset].code;
+        const int32_t keep_after = paired ? ~0xffff : 0;
+        int d = 0;
+        for (; d + LANES <= head_dim; d += LANES)
+            store(packed + d, (widen(row + d) & 0xffff) | ((widen(row_after + d) << 16) & keep_after));
+        for (; d < head_dim; d++) packed[d] = (row[d] & 0xffff) | (int32_t(row_after[d]) * 65536 & keep_after);
+        memset(packed + head_dim, 0, (width - head_dim) * sizeof(int32_t));
+    }
+}

@@ -18,15 +18,21 @@ constexpr int BLOCK_COLS = 4;
 // multiplies pairs of them (AVX512-BF16).
 struct FloatMath {
     typedef float Word;
+    typedef Vec Sum;
     static constexpr int PER_WORD = 1;
     static constexpr bool COARSE = false;
+    static constexpr bool WHOLE = false;
     static inline Vec multiply_add(Vec sum, const float* a, Vec b) { return sum + *a * b; }
     static inline Vec load_words(const float* from) { return load(from); }
     static inline void store_weights(float* to, Vec weights) { store(to, weights); }
+    template <bool ADD> static inline Vec first(const float* sums, float scale) {
+        return ADD ? load(sums) * scale : Vec{};
+    }
+    template <bool ADD> static inline Vec last(Vec sum, const float*, float) { return sum; }
 };
 
 #if defined(BF16_PAIRS)
-struct PairMath {
+struct PairMath : FloatMath {
     typedef uint32_t Word;
     static constexpr int PER_WORD = 2;
     static constexpr bool COARSE = true;  // weights are rounded to bfloat16 anyway
@@ -40,15 +46,41 @@ struct PairMath {
 };
 #endif
 
+// Exact sums in int32 of products of int16 with int8 codes, two pairs of factors a word. Rows of float32 become int16
+// and a unit each. `product`'s scale is the unit: sums = sums + unit * a * b, or without the first term.
+struct WholeMath {
+    typedef int32_t Word;
+    typedef IntVec Sum;
+    static constexpr int PER_WORD = 2;
+    static constexpr bool WHOLE = true;
+    static inline IntVec multiply_add(IntVec sum, const int32_t* a, IntVec b) {
+#if defined(__AVX512VNNI__)
+        return (IntVec)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(*a), (__m512i)b);
+#elif defined(__AVX512BW__)
+        return sum + (IntVec)_mm512_madd_epi16(_mm512_set1_epi32(*a), (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+        return sum + (IntVec)_mm256_madd_epi16(_mm256_set1_epi32(*a), (__m256i)b);
+#else
+        return sum + int32_t(int16_t(*a)) * (b << 16 >> 16) + (*a >> 16) * (b >> 16);
+#endif
+    }
+    static inline IntVec load_words(const int32_t* from) { return load(from); }
+    template <bool ADD> static inline IntVec first(const float*, float) { return IntVec{}; }
+    template <bool ADD> static inline Vec last(IntVec sum, const float* sums, float unit) {
+        const Vec result = __builtin_convertvector(sum, Vec) * unit;
+        return ADD ? load(sums) + result : result;
+    }
+};
+
 // sums[R][C vectors] = scale[R] * sums + a[R][depth] * b[depth][C vectors], or without the first term.
 template <class Math, bool ADD, int R, int C>
 static __attribute__((noinline)) void product(const typename Math::Word* a, int64_t a_stride,
                                               const typename Math::Word* b, int64_t b_stride, int depth,
                                               const float* scale, float* sums, int64_t sums_stride) {
-    Vec acc[R][C];
+    typename Math::Sum acc[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++)
-            acc[r][c] = ADD ? load(sums + r * sums_stride + c * LANES) * scale[r] : Vec{};
+            acc[r][c] = Math::template first<ADD>(sums + r * sums_stride + c * LANES, ADD ? scale[r] : 0);
     for (int d = 0; d < depth; d++) {
         decltype(Math::load_words(b)) words[C];
         for (int c = 0; c < C; c++) words[c] = Math::load_words(b + d * b_stride + c * LANES);
@@ -57,7 +89,10 @@ static __attribute__((noinline)) void product(const typename Math::Word* a, int6
                 acc[r][c] = Math::multiply_add(acc[r][c], a + r * a_stride + d, words[c]);
     }
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store(sums + r * sums_stride + c * LANES, acc[r][c]);
+        for (int c = 0; c < C; c++) {
+            float* to = sums + r * sums_stride + c * LANES;
+            store(to, Math::template last<ADD>(acc[r][c], to, Math::WHOLE ? scale[r] : 0));
+        }
 }
 
 template <class Math, bool ADD, int R>

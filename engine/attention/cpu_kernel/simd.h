@@ -22,6 +22,8 @@ constexpr int LANES = 4;
 
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+typedef int16_t ShortVec __attribute__((vector_size(LANES * 4)));
+typedef int8_t ByteVec __attribute__((vector_size(LANES)));
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
@@ -32,6 +34,20 @@ static inline Vec load(const float* from) {
 }
 
 static inline void store(float* to, Vec v) { memcpy(to, &v, sizeof v); }
+
+static inline IntVec load(const int32_t* from) {
+    IntVec v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+static inline void store(int32_t* to, IntVec v) { memcpy(to, &v, sizeof v); }
+
+static inline IntVec widen(const int8_t* from) {
+    ByteVec v;
+    memcpy(&v, from, sizeof v);
+    return __builtin_convertvector(v, IntVec);
+}
 
 static inline Vec splat(float x) { return x - Vec{}; }
 

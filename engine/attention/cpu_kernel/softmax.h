@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "product.h"
+#include "pack.h"
 
 // How raw scores become base-2 logarithms of weights.
 struct ScoreScale {
@@ -92,6 +92,31 @@ static inline void softmax_of(int groups, Args... args) {
         case 3: return softmax_block<Math, 3>(args...);
         default: return softmax_block<Math, 4>(args...);
     }
+}
+
+// For rows over codes: `softmax_of` leaves the weights as float32, which `weigh` multiplies by the values' scales.
+struct UnscaledWeights : FloatMath {
+    static constexpr bool COARSE = true;  // the values' codes are far coarser
+};
+
+template <class Math>
+static inline float weigh(const float* weights, const float* scales, int count, typename Math::Word* to) {
+    if constexpr (Math::WHOLE) {
+        alignas(64) float weighed[TILE];
+        for (int k = 0; k < count; k += LANES) store(weighed + k, load(weights + k) * load(scales + k));
+        return to_whole(weighed, count, (int16_t*)to);
+    } else {
+        for (int k = 0; k < count; k += LANES)
+            Math::store_weights(to + k / Math::PER_WORD, load(weights + k) * load(scales + k));
+        return 1;
+    }
+}
+
+// Multiplies each row's vectors by the row's factor. Apart from the products, so that all rows are rounded alike.
+static __attribute__((noinline)) void rescale_rows(float* rows, int64_t stride, int count, int width,
+                                                   const float* factors) {
+    for (int r = 0; r < count; r++, rows += stride)
+        for (int i = 0; i < width; i += LANES) store(rows + i, load(rows + i) * factors[r]);
 }
 
 // The row's output divided by the sum of its weights.

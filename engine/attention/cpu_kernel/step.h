@@ -7,7 +7,11 @@
 #include "../../../native/parallel.h"
 #include "sight.h"
 
+// How a head's key or value of a token is stored: as the model computes it, or as codes (codes.h).
+enum Stored : int64_t { PLAIN, INT8, FP8 };
+
 // A layer's KV. The values are `side_stride` elements after the keys, a token's `token_stride` after the last one's.
+// An element is a value, or a byte where codes are stored.
 struct KvLayer {
     void* data;
     int64_t side_stride, token_stride, num_kv_heads, head_dim;
@@ -18,7 +22,8 @@ struct Pool {
     int64_t num_layers;
     int64_t block_stride;  // in elements, of every layer
     int64_t num_blocks, block_size;
-    int64_t is_bf16;
+    int64_t is_bf16;  // what the model computes; else float32
+    int64_t stored;   // one of `Stored`
     Parallel parallel;  // or null
 };
 

@@ -15,7 +15,8 @@ class KvLayerArgs(Structure):
 class PoolArgs(Structure):
     _fields_ = (
         ("layers", c_void_p),
-        *((name, c_int64) for name in ("num_layers", "block_stride", "num_blocks", "block_size", "is_bf16")),
+        *((name, c_int64) for name in ("num_layers", "block_stride", "num_blocks", "block_size")),
+        *((name, c_int64) for name in ("is_bf16", "stored")),
         ("parallel", c_void_p),
     )
 

@@ -1,0 +1,74 @@
+// Rows of the pool in one byte a value: a head's key or value of one token is its codes, then their scale, a
+// float32. A value is its code times the scale. Each row is written once, from its own values alone.
+#pragma once
+
+#include "simd.h"
+
+struct Int8 {
+    int8_t code;
+    static constexpr float LARGEST = 127;
+};
+struct Fp8 {  // OCP's E4M3 without infinities
+    uint8_t code;
+    static constexpr float LARGEST = 448;
+};
+
+template <class Element> inline constexpr bool is_coded = false;
+template <> inline constexpr bool is_coded<Int8> = true;
+template <> inline constexpr bool is_coded<Fp8> = true;
+
+constexpr int SCALE_BYTES = 4;
+constexpr float SMALLEST = 1e-30f;  // rows with no larger value are stored as zeros
+
+// Elements of a stored row.
+template <class Element> static inline int stored(int head_dim) {
+    return is_coded<Element> ? head_dim + SCALE_BYTES : head_dim;
+}
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(uint16_t x) { return bf16_to_float(x); }
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline Int8 to_code(float x, Int8) { return {int8_t(int32_t(__builtin_rintf(x)))}; }
+static inline Fp8 to_code(float x, Fp8) {  // to nearest, ties to even
+    const uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffff;
+    const uint32_t subnormal = uint32_t(int32_t(__builtin_rintf(float_of(magnitude) * 512)));
+    const uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+    return {uint8_t((magnitude < bits_of(1.0f / 64) ? subnormal : normal) | (bits >> 24 & 0x80))};
+}
+
+static inline float from_code(Fp8 x) {
+    return float_of((x.code & 0x7fu) << 20 | (x.code & 0x80u) << 24) * 0x1p120f;
+}
+
+// A row with a value that is not finite gets a scale that is not a number, and so do all results from it.
+template <class Code, class Element> static void encode(const Element* row, int head_dim, Code* to) {
+    uint32_t most = 0;  // without its sign, a float orders like its bits
+    for (int d = 0; d < head_dim; d++) {
+        const uint32_t magnitude = bits_of(to_float(row[d])) & 0x7fffffff;
+        most = magnitude > most ? magnitude : most;
+    }
+    const float top = float_of(most);
+    const bool finite = most < 0x7f800000, is_zero = top < SMALLEST;
+    const float inverse = is_zero || !finite ? 0 : Code::LARGEST / top;
+    const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0 : top / Code::LARGEST;
+    for (int d = 0; d < head_dim; d++) to[d] = to_code(finite ? to_float(row[d]) * inverse : 0, Code{});
+    memcpy(to + head_dim, &scale, sizeof scale);
+}
+
+template <class Code> static inline float scale_of(const Code* row, int head_dim) {
+    float scale;
+    memcpy(&scale, row + head_dim, sizeof scale);
+    return scale;
+}

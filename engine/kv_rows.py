@@ -1,0 +1,81 @@
+"""How the pool keeps a row, one head's key or value of one token: as the model computes it, or as codes.
+
+A coded row is one byte a value, and behind them their scale, a float32: a value is its code times the scale.
+The scale is the row's largest magnitude over the largest code, so nothing is clipped and zero stays zero. A
+row is written once, from its own values alone: its bytes depend neither on the tokens that are computed
+beside it nor on those that come after it in its block, as they would with one scale for the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from protocol.handoff import SCALE_BYTES
+
+CODE_DTYPES = {"int8_rows": torch.int8, "fp8_rows": torch.float8_e4m3fn}
+"""Of `SegmentInfo.quantization`. FP8 is OCP's E4M3 without infinities."""
+
+_LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_SMALLEST = 1e-30
+"""Rows without a larger magnitude are kept as zeros: the inverse of a scale stays an ordinary number."""
+
+_CODED_MULTIPLE, _LARGEST_CODED = 4, 512
+"""Scales lie at multiples of their size, and the CPU kernel's integer sums of so many products fit."""
+
+
+@dataclass(frozen=True)
+class KvRows:
+    """Rows of what the model computes in `dtype`; `quantization` is "none" or of `CODE_DTYPES`."""
+
+    dtype: torch.dtype
+    quantization: str = "none"
+
+    @property
+    def coded(self) -> bool:
+        return self.quantization != "none"
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the pool's views: bytes where the rows are coded."""
+        return torch.uint8 if self.coded else self.dtype
+
+    def width(self, head_dim: int) -> int:
+        """Stored elements of a row."""
+        return head_dim + SCALE_BYTES if self.coded else head_dim
+
+    def head_dim(self, width: int) -> int:
+        """The inverse of `width`."""
+        return width - SCALE_BYTES if self.coded else width
+
+    def fault(self, head_dim: int) -> str | None:
+        """Why rows of this size cannot be kept so."""
+        if not self.coded or (head_dim % _CODED_MULTIPLE == 0 and head_dim <= _LARGEST_CODED):
+            return None
+        return f"{head_dim} values in a head are not a multiple of {_CODED_MULTIPLE} up to {_LARGEST_CODED}"
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """`dtype` [..., head_dim] to `stored_dtype` [..., width]. A row with a value that is not finite
+        decodes to NaN.
+        """
+        if not self.coded:
+            return rows
+        code_dtype = CODE_DTYPES[self.quantization]
+        values, largest = rows.float(), torch.tensor(_LARGEST_CODE[code_dtype], device=rows.device)
+        top = values.abs().amax(-1, keepdim=True)
+        finite, is_zero = top.isfinite(), top < _SMALLEST
+        inverse = (largest / top).masked_fill(is_zero | ~finite, 0.0)
+        scale = (top / largest).masked_fill(is_zero, 0.0).masked_fill(~finite, torch.nan)
+        codes = (values * inverse).masked_fill(~finite, 0.0)
+        codes = codes.round().to(code_dtype) if code_dtype is torch.int8 else codes.to(code_dtype)
+        return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], dim=-1)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """The values of what `encode` made, rounded to `dtype`."""
+        if not self.coded:
+            return stored
+        codes = stored[..., :-SCALE_BYTES].view(CODE_DTYPES[self.quantization])
+        scale = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+        return (codes.float() * scale).to(self.dtype)
