@@ -27,40 +27,68 @@ class Floats : public VectorTiles<Floats, float> {
     }
 
     template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
-        for (int part = 0; part < PANEL; part += WIDTH) part_of_tile<ROWS>(p, x, row, panel, part);
+        const int64_t K = p.in_features;
+        for (int part = 0; part < PANEL; part += WIDTH) {
+            Sums<ROWS> sums = {};
+            multiply(p.weights + panel * PANEL * K + 2 * part, x, K, K, sums);
+            for (int r = 0; r < ROWS; r++) put(p, sums[r], row + r, panel * PANEL + part);
+        }
+    }
+
+    template <int ROWS> static void tile_of_run(const Product& p, const Input* x, int64_t row, const Run& run) {
+        for (int part = 0; part < PANEL; part += WIDTH) {
+            Sums<ROWS> sums = {};
+            multiply(run.weights + 2 * part, x, p.in_features, run.count, sums);
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++) add(run, row + r, part + v * LANES, sums[r][v]);
+        }
+    }
+
+    // Of the rows [row, end); totals are those of the first on.
+    static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
+        for (int64_t r = row; r < end; r++, totals += PANEL)
+            for (int part = 0; part < PANEL; part += WIDTH) {
+                Vec sums[VECTORS];
+                for (int v = 0; v < VECTORS; v++) sums[v] = load(totals + part + v * LANES);
+                put(p, sums, r, panel * PANEL + part);
+            }
     }
 
   private:
     static constexpr int VECTORS = LANES == 16 ? 4 : 2;  // with the sums of 6 rows they fit into the registers
     static constexpr int WIDTH = VECTORS * LANES;
     static constexpr int64_t AHEAD = 6144, LINE = 32;  // in weights: how far ahead is prefetched, and a cache line
+    template <int ROWS> using Sums = Vec[ROWS][VECTORS];
 
+    // Adds up `count` weights of WIDTH outputs, and as many inputs of each row, which lie `stride` apart.
     template <int ROWS>
-    static void part_of_tile(const Product& p, const Input* x, int64_t row, int64_t panel, int part) {
-        const int64_t K = p.in_features, N = p.out_features;
-        const uint16_t* w = p.weights + panel * PANEL * K + 2 * part;
-        Vec sums[ROWS][VECTORS] = {};
-        for (int64_t k = 0; k < K; k += 2, w += 2 * PANEL) {
+    static void multiply(const uint16_t* w, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
+        for (int64_t k = 0; k < count; k += 2, w += 2 * PANEL) {
             for (int i = 0; i < 2 * WIDTH; i += LINE) __builtin_prefetch(w + AHEAD + i);
             for (int half = 0; half < 2; half++) {
                 Vec weights[VECTORS];
                 for (int v = 0; v < VECTORS; v++) weights[v] = half_of_pairs(w + 2 * v * LANES, half);
                 for (int r = 0; r < ROWS; r++)
-                    for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * K + k + half];
+                    for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride + k + half];
             }
         }
-        const int64_t first = panel * PANEL + part;
-        const size_t count = std::clamp<int64_t>(N - first, 0, WIDTH);
+    }
+
+    // Adds sums of a block's row to its totals; n is an output of the panel.
+    static void add(const Run& run, int64_t row, int64_t n, Vec sums) {
+        float* totals = run.totals + row * PANEL + n;
+        Vec total = load(totals) + sums * load(run.scales + n);
+        if (run.offsets) total -= load(run.offsets + n) * run.input_sums[row * run.sums_stride];
+        memcpy(totals, &total, sizeof total);
+    }
+
+    static void put(const Product& p, const Vec* sums, int64_t row, int64_t first) {
+        const size_t count = std::clamp<int64_t>(p.out_features - first, 0, WIDTH);
         float biases[WIDTH] = {};
         for (size_t n = 0; p.bias && n < count; n++) biases[n] = bf16_to_float(p.bias[first + n]);
-        for (int r = 0; r < ROWS; r++) {
-            uint16_t narrowed[WIDTH];
-            for (int v = 0; v < VECTORS; v++) {
-                const Vec sum = p.bias ? sums[r][v] + load(biases + v * LANES) : sums[r][v];
-                narrow(sum, narrowed + v * LANES);
-            }
-            memcpy(p.out + (row + r) * N + first, narrowed, count * sizeof *narrowed);
-        }
+        uint16_t narrowed[WIDTH];
+        for (int v = 0; v < VECTORS; v++) narrow(p.bias ? sums[v] + load(biases + v * LANES) : sums[v], narrowed + v * LANES);
+        memcpy(p.out + row * p.out_features + first, narrowed, count * sizeof *narrowed);
     }
 
     // To nearest, ties to even. A NaN stays NaN: its low bits are zero, since it came from a bfloat16.

@@ -21,14 +21,17 @@ class MatrixTiles {
   public:
     using Input = uint16_t;
 
-    // While this object lives, the thread's tile registers are configured as 16 rows of 64 bytes.
+    // While this object lives, the thread's tile registers are configured as 16 rows of 64 bytes; those of inputs and
+    // sums have fewer rows where the product has.
     struct Registers {
-        Registers() {
-            alignas(64) static const struct {
+        explicit Registers(const Product& p) {
+            alignas(64) struct {
                 uint8_t palette = 1, start_row = 0, reserved[14] = {};
                 uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
                 uint8_t rows[16] = {ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS};
             } shape;
+            for (const int tile : {0, 1, 2, 3, 4, 7}) shape.rows[tile] = uint8_t(std::clamp<int64_t>(p.rows, 1, ROWS));
+            tiles_will_load();
             _tile_loadconfig(&shape);
         }
         ~Registers() { _tile_release(); }
@@ -42,25 +45,47 @@ class MatrixTiles {
     // The inputs of rows [row, end); valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const int64_t K = p.in_features, left = (end - row) % ROWS;
-        if (left) {
+        if (left && p.rows > ROWS) {
             last_rows.resize(ROWS * K);
             memcpy(last_rows.data(), p.x + (end - left) * K, left * K * sizeof(Input));
         }
-        std::atomic_signal_fence(std::memory_order_release);  // the compiler doesn't know that tiles load from here
+        tiles_will_load();
         return p.x + row * K;
     }
 
     // The rows [first, end) of one panel; `x` are the inputs of the first.
     void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) const {
-        const auto inputs = [&](int64_t row) {
-            return end - row < ROWS ? last_rows.data() : x + (row - first) * p.in_features;
+        const Weights weights{p.weights + panel * PANEL * p.in_features, 0, p.in_features};
+        const auto prefetch = [&](int64_t k) {
+            const uint16_t* w = weights.values + k * PANEL + AHEAD * STEP;
+            for (int64_t i = 0; i < STEP; i += 32) __builtin_prefetch(w + i);
         };
-        int64_t row = first;
-        for (; row + ROWS < end; row += 2 * ROWS) {
-            two_by_two(p, inputs(row), inputs(row + ROWS), row, end, panel * PANEL, 0);
-            two_by_two(p, inputs(row), inputs(row + ROWS), row, end, panel * PANEL, PANEL / 2);
-        }
-        if (row < end) one_by_four(p, inputs(row), row, end, panel * PANEL);
+        tiles(p, x, first, end, weights, prefetch, [&](const float (*sums)[OUTPUTS], int64_t row, int n) {
+            const Outputs outputs(p, panel * PANEL + n);
+            for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++) outputs.put(row + r, _mm512_loadu_ps(sums[r]));
+        });
+    }
+
+    // The same rows, of a run of the panel's weights, of which expand(k, count) makes some. Those for few rows are
+    // made one step at a time, so that the CPU reads codes while it multiplies.
+    template <class Expand>
+    void rows_of_run(
+        const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Expand& expand) const {
+        const bool stepwise = end - first <= ROWS;
+        if (!stepwise) expand(0, run.count);
+        const auto begin_step = [&](int64_t k) {
+            if (stepwise) expand(k, DEPTH);
+            tiles_will_load();
+        };
+        const auto add = [&](const float (*sums)[OUTPUTS], int64_t row, int n) {
+            for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++)
+                Outputs::add(run, row - first + r, n, _mm512_loadu_ps(sums[r]));
+        };
+        tiles(p, x, first, end, {run.weights, run.k, run.count}, begin_step, add);
+    }
+
+    static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
+        Outputs::put_totals(p, totals, row, end, panel);
     }
 
   private:
@@ -70,20 +95,53 @@ class MatrixTiles {
     static constexpr int64_t AHEAD = 3;                              // steps that weights are prefetched ahead
     using Sums = float[4][ROWS][OUTPUTS];
 
+    // The compiler doesn't know what tiles load.
+    static void tiles_will_load() { std::atomic_signal_fence(std::memory_order_release); }
+
     // A process has to ask Linux for the use of AMX registers (ARCH_REQ_XCOMP_PERM).
     static bool ask_for_registers() {
         constexpr int REQUEST = 0x1023, TILE_DATA = 18;
         return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     }
 
-    // 16 rows and a panel's 64 outputs. Registers are numbered: 0 to 3 are sums.
-    static void one_by_four(const Product& p, const Input* x, int64_t row, int64_t end, int64_t first) {
+    struct Weights {
+        const uint16_t* values;  // [k / 2][64][2]
+        int64_t k, count;        // the inputs [k, k + count)
+    };
+
+    // Calls begin_step(k) before weights are read for inputs k and those after it for the first time, and
+    // use(sums, row, n) for each 16 rows and 16 outputs.
+    template <class BeginStep, class Use>
+    void tiles(const Product& p, const Input* x, int64_t first, int64_t end, const Weights& w,
+               const BeginStep& begin_step, const Use& use) const {
         const int64_t K = p.in_features;
-        const uint16_t* w = p.weights + first * K;
+        const auto inputs = [&](int64_t row) {
+            return (end - row < ROWS && p.rows > ROWS ? last_rows.data() : x + (row - first) * K) + w.k;
+        };
+        Sums sums;
+        int64_t row = first;
+        for (; row + ROWS < end; row += 2 * ROWS)
+            for (int part = 0; part < PANEL; part += PANEL / 2) {
+                two_by_two(w.values + 2 * part, inputs(row), inputs(row + ROWS), K, w.count, [&](int64_t k) {
+                    if (part == 0) begin_step(k);
+                });
+                store(sums);
+                for (int i = 0; i < 4; i++) use(sums[i], row + i / 2 * ROWS, part + i % 2 * OUTPUTS);
+            }
+        if (row >= end) return;
+        one_by_four(w.values, inputs(row), K, w.count, begin_step);
+        store(sums);
+        for (int i = 0; i < 4; i++) use(sums[i], row, i * OUTPUTS);
+    }
+
+    // 16 rows and a panel's 64 outputs. Registers are numbered: 0 to 3 are sums.
+    template <class BeginStep>
+    static void one_by_four(
+        const uint16_t* w, const Input* x, int64_t stride, int64_t count, const BeginStep& begin_step) {
         clear();
-        for (int64_t k = 0; k < K; k += DEPTH, w += STEP) {
-            prefetch(w);
-            _tile_loadd(4, x + k, K * sizeof(Input));
+        for (int64_t k = 0; k < count; k += DEPTH, w += STEP) {
+            begin_step(k);
+            _tile_loadd(4, x + k, stride * sizeof(Input));
             _tile_loadd(5, w, STRIDE);
             _tile_dpbf16ps(0, 4, 5);
             _tile_loadd(6, w + 2 * OUTPUTS, STRIDE);
@@ -93,35 +151,25 @@ class MatrixTiles {
             _tile_loadd(6, w + 6 * OUTPUTS, STRIDE);
             _tile_dpbf16ps(3, 4, 6);
         }
-        Sums sums;
-        store(sums);
-        for (int i = 0; i < 4; i++) put(p, sums[i], row, end, first + i * OUTPUTS);
     }
 
-    // 32 rows, the upper and the lower 16, and a panel's 32 outputs from `part` on.
+    // 32 rows, the upper and the lower 16, and 32 outputs.
+    template <class BeginStep>
     static void two_by_two(
-        const Product& p, const Input* upper, const Input* lower, int64_t row, int64_t end, int64_t first, int part) {
-        const int64_t K = p.in_features;
-        const uint16_t* w = p.weights + first * K + 2 * part;
+        const uint16_t* w, const Input* upper, const Input* lower, int64_t stride, int64_t count,
+        const BeginStep& begin_step) {
         clear();
-        for (int64_t k = 0; k < K; k += DEPTH, w += STEP) {
-            if (part == 0) prefetch(w);
-            _tile_loadd(4, upper + k, K * sizeof(Input));
+        for (int64_t k = 0; k < count; k += DEPTH, w += STEP) {
+            begin_step(k);
+            _tile_loadd(4, upper + k, stride * sizeof(Input));
             _tile_loadd(5, w, STRIDE);
             _tile_dpbf16ps(0, 4, 5);
             _tile_loadd(6, w + 2 * OUTPUTS, STRIDE);
             _tile_dpbf16ps(1, 4, 6);
-            _tile_loadd(7, lower + k, K * sizeof(Input));
+            _tile_loadd(7, lower + k, stride * sizeof(Input));
             _tile_dpbf16ps(2, 7, 5);
             _tile_dpbf16ps(3, 7, 6);
         }
-        Sums sums;
-        store(sums);
-        for (int i = 0; i < 4; i++) put(p, sums[i], row + i / 2 * ROWS, end, first + part + i % 2 * OUTPUTS);
-    }
-
-    static void prefetch(const uint16_t* w) {
-        for (int64_t i = 0; i < STEP; i += 32) __builtin_prefetch(w + AHEAD * STEP + i);
     }
 
     static void clear() {
@@ -137,11 +185,6 @@ class MatrixTiles {
         _tile_stored(1, sums[1], BYTES);
         _tile_stored(2, sums[2], BYTES);
         _tile_stored(3, sums[3], BYTES);
-    }
-
-    static void put(const Product& p, const float (*sums)[OUTPUTS], int64_t row, int64_t end, int64_t n) {
-        const Outputs outputs(p, n);
-        for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++) outputs.put(row + r, _mm512_loadu_ps(sums[r]));
     }
 
     std::vector<Input> last_rows;  // those of an incomplete tile; what follows them is ignored

@@ -1,4 +1,4 @@
-// Adds the bias to the sums of 16 outputs and stores them as bfloat16, on CPUs with AVX512-BF16.
+// What becomes of the sums of 16 outputs on CPUs with AVX512-BF16: bias added and stored as bfloat16, or totals.
 
 #pragma once
 
@@ -22,6 +22,25 @@ class Outputs {
     void put(int64_t row, __m512 sums) const {
         const auto rounded = _mm512_cvtneps_pbh(p.bias ? _mm512_add_ps(sums, bias) : sums);
         _mm256_mask_storeu_epi16(p.out + row * p.out_features + n, mask, (__m256i)rounded);
+    }
+
+    // Adds sums of a block's row to its totals; n is an output of the panel.
+    static void add(const Run& run, int64_t row, int64_t n, __m512 sums) {
+        float* totals = run.totals + row * PANEL + n;
+        __m512 total = _mm512_fmadd_ps(sums, _mm512_loadu_ps(run.scales + n), _mm512_loadu_ps(totals));
+        if (run.offsets) {
+            const auto inputs = _mm512_set1_ps(run.input_sums[row * run.sums_stride]);
+            total = _mm512_fnmadd_ps(inputs, _mm512_loadu_ps(run.offsets + n), total);
+        }
+        _mm512_storeu_ps(totals, total);
+    }
+
+    // Of the rows [row, end); totals are those of the first on.
+    static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
+        for (int n = 0; n < PANEL; n += COUNT) {
+            const Outputs outputs(p, panel * PANEL + n);
+            for (int64_t r = row; r < end; r++) outputs.put(r, _mm512_loadu_ps(totals + (r - row) * PANEL + n));
+        }
     }
 
   private:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from engine.linear.structs import QuantizedArgs
 from native.build import BuildError, declare, load_library
 from native.openmp import gomp_parallel
 
@@ -25,11 +26,16 @@ PANEL = 64
 """Outputs that lie together, and are computed together."""
 
 
+def library() -> ctypes.CDLL:
+    """Raises BuildError."""
+    return load_library(Path(__file__).parent / "product.cpp", QuantizedArgs)
+
+
 @functools.cache
 def _kernel(name: str = "tandem_linear") -> Callable[..., None]:
     """Raises BuildError."""
-    library = load_library(Path(__file__).parent / "product.cpp")
-    return declare(library, name, None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_void_p)
+    pointers, numbers = [ctypes.c_void_p] * 4, [ctypes.c_int64] * 4
+    return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
 
 
 def kernel_address() -> int:
@@ -113,22 +119,25 @@ def plain_weight(linear: nn.Linear | Conv1D) -> Tensor:
     return linear.weight.T if isinstance(linear, Conv1D) else linear.weight
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Weights [out_features, in_features] as the kernel reads them; in_features must be even."""
-    out_features, in_features = weight.shape
+def pack(weight: Tensor, together: int = 2) -> Tensor:
+    """Values [out_features, columns] as the kernel reads them, [out_features / 64, columns / together, 64,
+    together]. Columns of weights must be even.
+    """
+    out_features, columns = weight.shape
     panels = -(-out_features // PANEL)
-    padded = weight.new_zeros((panels * PANEL, in_features))
+    padded = weight.new_zeros((panels * PANEL, columns))
     padded[:out_features] = weight
-    return padded.view(panels, PANEL, in_features // 2, 2).transpose(1, 2).contiguous()
+    return padded.view(panels, PANEL, columns // together, together).transpose(1, 2).contiguous()
 
 
 def packed_rows(packed: Tensor, rows: Sequence[range]) -> Tensor:
-    """Some rows of packed weights, packed. It shares their memory where they are a range of whole panels."""
+    """Some rows of what `pack` gave, packed: the same memory where they are a range of whole panels."""
     first = rows[0]
     if len(rows) == 1 and first.start % PANEL == 0 and first.stop % PANEL == 0:
         return packed[first.start // PANEL : first.stop // PANEL]
-    plain = packed.transpose(1, 2).reshape(-1, 2 * packed.shape[1])
-    return pack(torch.cat([plain[each.start : each.stop] for each in rows]))
+    together = packed.shape[3]
+    plain = packed.transpose(1, 2).reshape(-1, together * packed.shape[1])
+    return pack(torch.cat([plain[each.start : each.stop] for each in rows]), together)
 
 
 def pack_linears(model: nn.Module) -> int:

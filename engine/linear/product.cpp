@@ -10,6 +10,7 @@
 #include "../../native/parallel.h"
 #include "floats.h"
 #include "product.h"
+#include "quantized.h"
 #if defined(__AVX512BF16__)
 #include "pairs.h"
 #if defined(__AMX_BF16__)
@@ -19,17 +20,8 @@
 
 namespace {
 
-constexpr int64_t BLOCK_ROWS = 192;  // rows whose inputs stay in the cache while all panels are read
-constexpr int64_t SERIAL_WEIGHTS = 1 << 15;
-
 template <class Tiles> void multiply(const Product& p, int64_t most_threads, Parallel parallel) {
-    const int64_t panels = (p.out_features + PANEL - 1) / PANEL;
-    const bool threads_pay = parallel && p.rows * p.in_features * p.out_features >= SERIAL_WEIGHTS;
-    const int64_t threads = threads_pay ? std::clamp<int64_t>(panels, 1, most_threads) : 1;
-    on_threads(threads, parallel, [&](int64_t thread) {
-        thread_local Tiles tiles;
-        [[maybe_unused]] const typename Tiles::Registers registers;
-        const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
+    each_share<Tiles>(p, most_threads, parallel, [&](auto& tiles, int64_t begin, int64_t end) {
         for (int64_t row = 0; row < p.rows; row += BLOCK_ROWS) {
             const int64_t last = std::min(row + BLOCK_ROWS, p.rows);
             const auto* x = tiles.inputs(p, row, last);
@@ -41,6 +33,8 @@ template <class Tiles> void multiply(const Product& p, int64_t most_threads, Par
 }  // namespace
 
 extern "C" {
+
+extern const int64_t tandem_sizes[] = {sizeof(Quantized)};
 
 // With float32 products, on any CPU.
 void tandem_linear_in_floats(
@@ -70,6 +64,32 @@ void tandem_linear(
     multiply<Pairs>(product, threads, parallel);
 #else
     multiply<Floats>(product, threads, parallel);
+#endif
+}
+
+void tandem_quantized_linear_in_floats(
+    const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
+    multiply<Floats>(x, *weights, out, rows, threads, parallel);
+}
+
+#if defined(__AVX512BF16__)
+void tandem_quantized_linear_in_pairs(
+    const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
+    multiply<Pairs>(x, *weights, out, rows, threads, parallel);
+}
+#endif
+
+// With the fastest kernel for this CPU. The inputs of the weights are whole runs, of 32 at least.
+void tandem_quantized_linear(
+    const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
+#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+    if (MatrixTiles::can_multiply({nullptr, nullptr, nullptr, nullptr, rows, weights->in_features, weights->out_features}))
+        return multiply<MatrixTiles>(x, *weights, out, rows, threads, parallel);
+#endif
+    multiply<Pairs>(x, *weights, out, rows, threads, parallel);
+#else
+    multiply<Floats>(x, *weights, out, rows, threads, parallel);
 #endif
 }
 }

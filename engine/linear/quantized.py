@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from engine.quantization.weight import CodeFormat, QuantizedWeight
@@ -35,6 +36,13 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.quantized.dequantized().to(x.dtype), self.bias)
+
+    def plain(self, dtype: torch.dtype) -> nn.Linear:
+        """A layer with the dequantized weight."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        plain.weight = nn.Parameter(self.quantized.dequantized().to(dtype), requires_grad=False)
+        plain.bias = self.bias
+        return plain
 
     def extra_repr(self) -> str:
         shape = f"{self.in_features}, {self.out_features}"

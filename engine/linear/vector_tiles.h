@@ -10,21 +10,43 @@ namespace {
 
 template <class Tiles, class Value> struct VectorTiles {
     using Input = Value;
-    struct Registers {};
+    struct Registers {
+        explicit Registers(const Product&) {}
+    };
 
     static constexpr int ROWS = 6;  // 6 x 4 sums and 4 weights fit into 32 registers
 
     // The rows [first, end) of one panel; `x` are the inputs of the first.
     static void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
+        in_tiles(first, end, [&](auto rows, int64_t row) {
+            Tiles::template tile<rows()>(p, x + (row - first) * p.in_features, row, panel);
+        });
+    }
+
+    // The same rows, of a run of the panel's weights, which expand(k, count) makes.
+    template <class Expand>
+    static void rows_of_run(
+        const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Expand& expand) {
+        expand(0, run.count);
+        in_tiles(first, end, [&](auto rows, int64_t row) {
+            Tiles::template tile_of_run<rows()>(p, x + (row - first) * p.in_features + run.k, row - first, run);
+        });
+    }
+
+  private:
+    template <int N> struct Count {
+        constexpr int operator()() const { return N; }
+    };
+
+    template <class Work> static void in_tiles(int64_t first, int64_t end, const Work& work) {
         int64_t row = first;
-        const auto inputs = [&] { return x + (row - first) * p.in_features; };
-        for (; row + ROWS <= end; row += ROWS) Tiles::template tile<ROWS>(p, inputs(), row, panel);
+        for (; row + ROWS <= end; row += ROWS) work(Count<ROWS>{}, row);
         switch (end - row) {
-            case 1: return Tiles::template tile<1>(p, inputs(), row, panel);
-            case 2: return Tiles::template tile<2>(p, inputs(), row, panel);
-            case 3: return Tiles::template tile<3>(p, inputs(), row, panel);
-            case 4: return Tiles::template tile<4>(p, inputs(), row, panel);
-            case 5: return Tiles::template tile<5>(p, inputs(), row, panel);
+            case 1: return work(Count<1>{}, row);
+            case 2: return work(Count<2>{}, row);
+            case 3: return work(Count<3>{}, row);
+            case 4: return work(Count<4>{}, row);
+            case 5: return work(Count<5>{}, row);
         }
     }
 };

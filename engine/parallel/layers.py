@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.linear.packed import PANEL, PackedLinear, plain_weight
+from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.parallel.group import Columns, Ranks
 
 
@@ -70,19 +71,22 @@ def model_share(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
     tensors = [*model.parameters(), *model.buffers()]
     share = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     for path, module in list(share.named_modules()):
-        if type(module) in (nn.Linear, PackedLinear, Conv1D):
+        if type(module) in (nn.Linear, PackedLinear, PackedQuantizedLinear, Conv1D):
             share.set_submodule(path, _linear_share(module, ranks))
         elif getattr(module, "num_experts", 0) >= ranks.size and hasattr(module, "_is_expert_parallel"):
             share.set_submodule(path, ExpertsShare(module, ranks))
     return share
 
 
-def _linear_share(module: nn.Linear | PackedLinear | Conv1D, ranks: Ranks) -> nn.Module:
-    count = module.out_features if isinstance(module, PackedLinear) else len(plain_weight(module))
+def _linear_share(
+    module: nn.Linear | PackedLinear | PackedQuantizedLinear | Conv1D, ranks: Ranks
+) -> nn.Module:
+    is_packed = isinstance(module, PackedLinear | PackedQuantizedLinear)
+    count = module.out_features if is_packed else len(plain_weight(module))
     if count < ranks.size:
         return module
     own = ranks.own(count, PANEL)
-    part = module.rows(own) if isinstance(module, PackedLinear) else _rows(module, own)
+    part = module.rows(own) if is_packed else _rows(module, own)
     return LinearShare(part, Columns(own, count), ranks)
 
 

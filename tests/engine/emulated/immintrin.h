@@ -34,6 +34,10 @@ template <class Vector> Vector emulated_load(const void* from) {
 
 inline __m512 _mm512_setzero_ps() { return __m512{}; }
 inline __m512 _mm512_add_ps(__m512 a, __m512 b) { return a + b; }
+inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { return a * b + c; }
+inline __m512 _mm512_fnmadd_ps(__m512 a, __m512 b, __m512 c) { return c - a * b; }
+inline __m512 _mm512_set1_ps(float value) { return __m512{} + value; }
+inline void _mm512_storeu_ps(void* to, __m512 value) { memcpy(to, &value, sizeof value); }
 inline __m512 _mm512_loadu_ps(const void* from) { return emulated_load<__m512>(from); }
 inline __m512i _mm512_loadu_si512(const void* from) { return emulated_load<__m512i>(from); }
 inline __m512 _mm512_castsi512_ps(__m512i value) { return (__m512)value; }

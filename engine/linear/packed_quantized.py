@@ -1,0 +1,227 @@
+"""Quantized linear layers whose weights are packed for our kernel (`quantized.h`), for bfloat16 on the CPU.
+
+Few rows take as long as reading the codes; with many, the weights are expanded once for up to 192 rows. A
+row's result has the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from engine.linear.packed import library, pack, packed_rows
+from engine.linear.quantized import QuantizedLinear
+from engine.linear.structs import QuantizedArgs
+from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
+from native.build import declare
+from native.openmp import gomp_parallel
+
+FORMATS = (CodeFormat.INT8, CodeFormat.INT4, CodeFormat.FP8, CodeFormat.MXFP4)
+"""In the order of the enum in `codes.h`."""
+
+_BITS = {CodeFormat.INT8: 8, CodeFormat.INT4: 4, CodeFormat.FP8: 8, CodeFormat.MXFP4: 4}
+_FACTORS = {CodeFormat.INT8: 2.0**-24, CodeFormat.FP8: 2.0**8}
+"""Of the scales, where the kernel's values are not the format's."""
+_DEPTH, _SLICE = 32, 128
+"""The kernel adds up a multiple of the one, and at most the other, before it scales the sum."""
+
+
+@functools.cache
+def _kernel(name: str = "tandem_quantized_linear") -> Callable[..., None]:
+    """Raises BuildError."""
+    pointers, numbers = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
+    return declare(library(), name, None, *pointers, *numbers, ctypes.c_void_p)
+
+
+def kernel_address() -> int:
+    """Of the kernel's function, for native callers. Raises BuildError."""
+    return ctypes.cast(_kernel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+def fits(weight: QuantizedWeight) -> bool:
+    """Whether the kernel multiplies by it."""
+    inputs, group = weight.codes.shape[1], weight.group_size
+    whole_runs = group == inputs or group <= _SLICE or group % _SLICE == 0
+    return inputs % _DEPTH == 0 and group % _DEPTH == 0 and whole_runs
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """`words` is int16 [out / 64, in / 2c, 64, 2] with c codes in each; `scales`, and `offsets` where there
+    are zero points, are float32 [out / 64, groups, 64, 1]; `inputs` is int32 [in], or None where codes are in
+    the order of the inputs.
+    """
+
+    format: CodeFormat
+    words: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    inputs: Tensor | None
+    out_features: int
+
+    @classmethod
+    def of(cls, weight: QuantizedWeight) -> PackedWeight:
+        """Of a weight that `fits`."""
+        scales, offsets = weight.scales, None
+        if weight.zeros is not None:
+            offsets = pack(scales * (weight.zeros - INT4_ZERO), 1)
+        return cls(
+            weight.format,
+            pack(_words(weight)),
+            pack(scales * _FACTORS.get(weight.format, 1.0), 1),
+            offsets,
+            None if weight.permutation is None else weight.permutation.int(),
+            len(weight.codes),
+        )
+
+    @property
+    def in_features(self) -> int:
+        return self.words.shape[1] * 2 * (16 // _BITS[self.format])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        every = (self.words, self.scales, self.offsets, self.inputs)
+        return [tensor for tensor in every if tensor is not None]
+
+    def rows(self, rows: Sequence[range]) -> PackedWeight:
+        """With these outputs alone."""
+        return replace(
+            self,
+            words=packed_rows(self.words, rows),
+            scales=packed_rows(self.scales, rows),
+            offsets=None if self.offsets is None else packed_rows(self.offsets, rows),
+            out_features=sum(map(len, rows)),
+        )
+
+    def args(self, bias: Tensor | None) -> QuantizedArgs:
+        """What they point to must live longer."""
+        return QuantizedArgs(
+            *(
+                None if tensor is None else tensor.data_ptr()
+                for tensor in (self.words, self.scales, self.offsets, self.inputs, bias)
+            ),
+            self.in_features,
+            self.out_features,
+            self.in_features // self.scales.shape[1],
+            FORMATS.index(self.format),
+        )
+
+
+def _words(weight: QuantizedWeight) -> Tensor:
+    """int16 [out_features, in_features / c]: of 2c consecutive codes the even ones, then the odd ones."""
+    bits = _BITS[weight.format]
+    outputs, inputs = weight.codes.shape
+    codes = weight.codes.view(torch.uint8).int().view(outputs, inputs * bits // 32, 16 // bits, 2)
+    shifts = torch.arange(0, 16, bits, dtype=torch.int32).view(1, 1, -1, 1)
+    words = (codes << shifts).sum(2, dtype=torch.int32)
+    return words.to(torch.int16).view(outputs, -1)
+
+
+def _run(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    inputs: Tensor | None,
+    bias: Tensor | None,
+    format: int,
+    out_features: int,
+) -> Tensor:
+    weight = PackedWeight(FORMATS[format], words, scales, offsets, inputs, out_features)
+    if not x.is_contiguous():
+        x = x.contiguous()
+    *batch, in_features = x.shape
+    if in_features != weight.in_features or x.dtype is not torch.bfloat16:
+        raise ValueError(f"not a bfloat16 input of {weight.in_features} features: {x.dtype} {tuple(x.shape)}")
+    out = torch.empty((*batch, out_features), dtype=torch.bfloat16)
+    args = weight.args(bias)
+    _kernel()(
+        x.data_ptr(),
+        ctypes.addressof(args),
+        out.data_ptr(),
+        math.prod(batch),
+        torch.get_num_threads(),
+        gomp_parallel(),
+    )
+    return out
+
+
+def _run_meta(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _[-1]))
+
+
+_library = torch.library.Library("tandem", "FRAGMENT")
+_library.define(
+    "quantized_linear(Tensor x, Tensor words, Tensor scales, Tensor? offsets, Tensor? inputs, Tensor? bias, "
+    "int format, int out_features) -> Tensor"
+)
+_library.impl("quantized_linear", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("tandem::quantized_linear", _run_meta, lib=_library)
+_quantized_linear = torch.ops.tandem.quantized_linear.default
+
+
+class PackedQuantizedLinear(nn.Module):
+    """Replaces a quantized layer, for bfloat16 inputs."""
+
+    words: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    inputs: Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        """`bias` is bfloat16 [out_features]."""
+        super().__init__()
+        self.format, self.out_features, self.in_features = (
+            weight.format,
+            weight.out_features,
+            weight.in_features,
+        )
+        for name in ("words", "scales", "offsets", "inputs"):
+            self.register_buffer(name, getattr(weight, name))
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def packed(self) -> PackedWeight:
+        parts = self.words, self.scales, self.offsets, self.inputs
+        return PackedWeight(self.format, *parts, self.out_features)
+
+    def rows(self, rows: range) -> PackedQuantizedLinear:
+        """With these outputs alone."""
+        bias = None if self.bias is None else self.bias[rows.start : rows.stop]
+        return PackedQuantizedLinear(self.packed.rows([rows]), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.words, self.scales, self.offsets, self.inputs, self.bias
+        return _quantized_linear(x, *parts, FORMATS.index(self.format), self.out_features)
+
+
+def pack_quantized_linears(model: nn.Module) -> None:
+    """Replace the model's quantized layers, freeing their weights. One that the kernel does not fit becomes a
+    plain layer with the dequantized weight.
+    """
+    for path in _quantized_linears(model):
+        linear = model.get_submodule(path)
+        assert isinstance(linear, QuantizedLinear)
+        if fits(linear.quantized):
+            packed = PackedQuantizedLinear(PackedWeight.of(linear.quantized), linear.bias)
+            model.set_submodule(path, packed)
+        else:
+            model.set_submodule(path, linear.plain(torch.bfloat16))
+
+
+def dequantize_linears(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the model's quantized layers by plain ones with the dequantized weights."""
+    for path in _quantized_linears(model):
+        linear = model.get_submodule(path)
+        assert isinstance(linear, QuantizedLinear)
+        model.set_submodule(path, linear.plain(dtype))
+
+
+def _quantized_linears(model: nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if isinstance(module, QuantizedLinear)]

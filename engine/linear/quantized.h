@@ -1,0 +1,111 @@
+// A product with quantized weights. Of each panel some inputs' weights at a time are expanded to bfloat16, which stay
+// in the first cache while all rows are multiplied by them, as bfloat16 weights are. A run of inputs, which share their
+// scales, is summed in float32; then the sums are scaled and added up, over ascending inputs. So a row's result has
+// the same bits in every batch.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "codes.h"
+#include "product.h"
+#include "shares.h"
+
+namespace {
+
+// structs.py has the same struct, with `Args` after its name.
+struct Quantized {
+    const uint16_t* words;     // see codes.h
+    const float* scales;       // [n / 64][group][64]
+    const float* offsets;      // the same, or null: a scale times its zero point
+    const int32_t* inputs;     // [in_features]: the input that each code multiplies; null: in their order
+    const uint16_t* bias;      // null for none
+    int64_t in_features, out_features;
+    int64_t group;             // inputs that share a scale; a multiple of 32
+    int64_t format;
+};
+
+constexpr int64_t SLICE = 128;  // inputs whose weights are expanded at a time, 16 KiB
+
+// Inputs in the order of the codes; and of each row the sums of the inputs that share a scale, where offsets need them.
+struct Inputs {
+    std::vector<uint16_t> ordered;
+    std::vector<float> sums;
+
+    const uint16_t* order(const uint16_t* x, const Quantized& q, int64_t rows) {
+        if (!q.inputs) return x;
+        const int64_t K = q.in_features;
+        ordered.resize(rows * K);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t k = 0; k < K; k++) ordered[r * K + k] = x[r * K + q.inputs[k]];
+        return ordered.data();
+    }
+
+    // [rows][runs], each over ascending inputs in 16 lanes.
+    void add_up(const uint16_t* x, const Quantized& q, int64_t rows, int64_t run, int64_t runs) {
+        sums.resize(rows * runs);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < runs; i++) {
+                const uint16_t* from = x + r * q.in_features + i * run;
+                float lanes[16] = {}, sum = 0;
+                for (int64_t k = 0; k < std::min(run, q.in_features - i * run); k += 16)
+                    for (int lane = 0; lane < 16; lane++) lanes[lane] += bf16_to_float(from[k + lane]);
+                for (const float lane : lanes) sum += lane;
+                sums[r * runs + i] = sum;
+            }
+    }
+};
+
+// Weights of one panel for the inputs [k, k + count).
+template <class Codes> void expand(const Quantized& q, int64_t panel, int64_t k, int64_t count, uint16_t* to) {
+    constexpr int64_t INPUTS = 2 * Codes::CODES;
+    const uint16_t* words = q.words + (panel * q.in_features + k) / INPUTS * WORDS;
+    for (int64_t i = 0; i < count / INPUTS; i++) {
+        for (int64_t line = 0; line < WORDS; line += 32) __builtin_prefetch(words + (i + 48) * WORDS + line);
+        Codes::expand(words + i * WORDS, to + i * INPUTS * PANEL);
+    }
+}
+
+template <class Tiles, class Codes>
+void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows, int64_t most_threads, Parallel parallel) {
+    const int64_t K = q.in_features, run = std::min(q.group, SLICE), groups = K / q.group, runs = (K + run - 1) / run;
+    thread_local Inputs prepared;
+    x = prepared.order(x, q, rows);
+    if (q.offsets) prepared.add_up(x, q, rows, run, runs);
+    const float* input_sums = prepared.sums.data();
+    const Product p{x, nullptr, q.bias, out, rows, K, q.out_features};
+    each_share<Tiles>(p, most_threads, parallel, [&](auto& tiles, int64_t begin, int64_t end) {
+        alignas(64) static thread_local uint16_t weights[SLICE * PANEL];
+        static thread_local std::vector<float> totals;
+        for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
+            const int64_t last = std::min(row + BLOCK_ROWS, rows);
+            const auto* inputs = tiles.inputs(p, row, last);
+            for (int64_t panel = begin; panel < end; panel++) {
+                totals.assign((last - row) * PANEL, 0);
+                for (int64_t i = 0, k = 0; k < K; i++, k += run) {
+                    const int64_t count = std::min(run, K - k), scale = (panel * groups + k / q.group) * PANEL;
+                    const Run of_run{weights, k, count, q.scales + scale, q.offsets ? q.offsets + scale : nullptr,
+                                     input_sums + row * runs + i, runs, totals.data()};
+                    tiles.rows_of_run(p, inputs, row, last, of_run, [&](int64_t from, int64_t some) {
+                        expand<Codes>(q, panel, k + from, some, weights + from * PANEL);
+                    });
+                }
+                tiles.put_totals(p, totals.data(), row, last, panel);
+            }
+        }
+    });
+}
+
+template <class Tiles>
+void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows, int64_t most_threads, Parallel parallel) {
+    switch (q.format) {
+        case INT8: return multiply<Tiles, Int8>(x, q, out, rows, most_threads, parallel);
+        case INT4: return multiply<Tiles, Int4>(x, q, out, rows, most_threads, parallel);
+        case FP8: return multiply<Tiles, Fp8>(x, q, out, rows, most_threads, parallel);
+        case MXFP4: return multiply<Tiles, Mxfp4>(x, q, out, rows, most_threads, parallel);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,148 @@
+"""Packed quantized layers: right to bfloat16's last bit, and the same bits in every batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from engine.linear import packed, packed_quantized
+from engine.linear.packed import PackedLinear
+from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, fits, pack_quantized_linears
+from engine.linear.quantized import QuantizedLinear
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+from native import build
+from tests.engine.quantized_weights import make_weight
+from tests.engine.test_packed_linear import CPU, EMULATED, HAS_PAIRS
+
+pytestmark = pytest.mark.skipif(
+    packed.kernel_fault(CPU, torch.bfloat16) is not None, reason="this machine has no such kernel"
+)
+
+KERNELS = ["", "_in_pairs", "_in_floats", " emulated", "_in_pairs emulated"]
+"""All ways to multiply, on any CPU: the first takes AMX only where there is AMX."""
+
+WEIGHTS: dict[str, Callable[[int, int], QuantizedWeight]] = {
+    "int8 by channel": lambda k, n: make_weight(CodeFormat.INT8, k, n),
+    "int8 in groups of 64": lambda k, n: make_weight(CodeFormat.INT8, k, n, 64),
+    "int4 in groups of 32": lambda k, n: make_weight(CodeFormat.INT4, k, n, 32),
+    "int4 in groups of 64, zeros": lambda k, n: make_weight(CodeFormat.INT4, k, n, 64, zeros=True),
+    "int4 in groups of 128": lambda k, n: make_weight(CodeFormat.INT4, k, n, 128 if k % 128 == 0 else 32),
+    "int4 by channel, zeros, permuted": lambda k, n: make_weight(CodeFormat.INT4, k, n, None, True, True),
+    "int4 in groups of 32, zeros, permuted": lambda k, n: make_weight(CodeFormat.INT4, k, n, 32, True, True),
+    "fp8 by channel": lambda k, n: make_weight(CodeFormat.FP8, k, n),
+    "fp8 in groups of 128": lambda k, n: make_weight(CodeFormat.FP8, k, n, 128 if k % 128 == 0 else None),
+    "mxfp4": lambda k, n: make_weight(CodeFormat.MXFP4, k, n, 32),
+}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    suffix, *how = request.param.split(" ")
+    if suffix == "_in_pairs" and not (how or HAS_PAIRS):
+        pytest.skip("this CPU can't multiply pairs of bfloat16; the emulated ones are tested")
+    chosen = _kernel(f"tandem_quantized_linear{suffix}", bool(how))
+    monkeypatch.setattr(packed_quantized, "_kernel", lambda: chosen)
+
+
+@functools.cache
+def _kernel(name: str, emulated: bool) -> Callable[..., None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if emulated:
+            patch.setattr(build, "_FLAGS", [*build._FLAGS, f"-I{EMULATED.parent}"])
+            library = build.load_library(EMULATED)
+            patch.setattr(packed_quantized, "library", lambda: library)
+        return packed_quantized._kernel.__wrapped__(name)
+
+
+def layer(kind: str, inputs: int, outputs: int, bias: bool) -> tuple[QuantizedLinear, PackedQuantizedLinear]:
+    weight = WEIGHTS[kind](inputs, outputs)
+    linear = QuantizedLinear(weight, torch.randn(outputs).bfloat16() if bias else None)
+    return linear, PackedQuantizedLinear(PackedWeight.of(weight), linear.bias)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 65), (192, 16), (384, 130)])
+def test_a_product_is_that_of_the_dequantized_weight(kind: str, inputs: int, outputs: int) -> None:
+    linear, ours = layer(kind, inputs, outputs, bias=outputs != 16)
+    weight = linear.quantized.dequantized().double()
+    largest = weight.abs().amax()
+    for rows in (1, 7, 16, 33, 200):
+        x = torch.randn(rows, inputs).bfloat16()
+        exact = x.double() @ weight.T
+        if linear.bias is not None:
+            exact += linear.bias.double()
+        error = (ours(x).double() - exact).abs()
+        scale = x.double().abs().sum(1, keepdim=True) * largest
+        assert (error <= exact.abs() * 2**-8 + scale * 2**-20).all(), rows
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(kind: str) -> None:
+    _, ours = layer(kind, 256, 150, bias=True)
+    x = torch.randn(240, 256).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([ours(row) for row in x[:40].split(1)])
+        torch.set_num_threads(2)
+        for rows in range(2, 41):
+            together = torch.cat([ours(some) for some in x[:40].split(rows)])
+            assert torch.equal(together, alone), rows
+        assert torch.equal(ours(x)[:40], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("format", list(CodeFormat))
+def test_every_code_becomes_its_value(format: CodeFormat) -> None:
+    """One code in each row of the weight, all others zero."""
+    codes = torch.arange(256 if format in (CodeFormat.INT8, CodeFormat.FP8) else 16, dtype=torch.uint8)
+    zero = 8 if format is CodeFormat.INT4 else 0
+    weights = torch.full((len(codes), 32), zero, dtype=torch.uint8)
+    weights[codes.long(), codes.long() % 32] = codes
+    if format is CodeFormat.FP8:
+        weights[[127, 255]] = 0  # not a number
+    dtypes = {CodeFormat.INT8: torch.int8, CodeFormat.FP8: torch.float8_e4m3fn}
+    weight = QuantizedWeight(format, weights.view(dtypes.get(format, torch.uint8)), torch.ones(len(codes), 1))
+    values = PackedQuantizedLinear(PackedWeight.of(weight), None)(torch.eye(32).bfloat16())
+    assert torch.equal(values.T.float(), weight.dequantized())
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_some_outputs_of_a_layer(kind: str) -> None:
+    _, whole = layer(kind, 128, 200, bias=True)
+    x = torch.randn(3, 128).bfloat16()
+    for rows in (range(64, 192), range(30, 101)):
+        assert torch.equal(whole.rows(rows)(x), whole(x)[:, rows.start : rows.stop])
+
+
+def test_inputs_of_any_layout_and_batch_shape() -> None:
+    _, ours = layer("int4 in groups of 32", 64, 32, bias=False)
+    turned = torch.randn(64, 3, 5).bfloat16().permute(1, 2, 0)
+    assert torch.equal(ours(turned), ours(turned.contiguous().view(15, 64)).view(3, 5, 32))
+    assert ours(turned.new_empty(1, 0, 64)).shape == (1, 0, 32)
+    for wrong in (torch.randn(2, 64), torch.randn(2, 96).bfloat16()):
+        with pytest.raises(ValueError, match="64 features"):
+            ours(wrong)
+
+
+def test_a_layer_that_the_kernel_does_not_fit_becomes_a_plain_one() -> None:
+    model = nn.Sequential(
+        QuantizedLinear(make_weight(CodeFormat.INT4, 64, 40, 32), torch.randn(40).bfloat16()),
+        QuantizedLinear(make_weight(CodeFormat.INT8, 40, 96)),  # 40 inputs are no multiple of 32
+        QuantizedLinear(make_weight(CodeFormat.INT8, 96, 8, 16)),
+    )
+    assert [fits(layer.quantized) for layer in model] == [True, False, False]
+    x = torch.randn(5, 64).bfloat16()
+    expected = model(x)
+    pack_quantized_linears(model)
+    assert [type(layer) for layer in model] == [PackedQuantizedLinear, nn.Linear, nn.Linear]
+    torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
+    assert isinstance(PackedLinear(model[1]), PackedLinear)
