@@ -151,6 +151,8 @@ def _load_weights(
             model = AutoModelForCausalLM.from_pretrained(
                 config.model, config=hf_config, revision=config.revision, dtype=dtype, **options
             )
+    except UnsupportedModelError:
+        raise
     except OSError as error:
         raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
     except ValueError as error:

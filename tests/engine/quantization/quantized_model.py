@@ -20,6 +20,7 @@ from engine.quantization.gptq import Gptq
 from engine.quantization.weight import E2M1_VALUES, INT4_ZERO, CodeFormat, QuantizedWeight
 
 GROUP = 32
+VOCAB_SIZE = 300
 
 LAYOUTS: dict[str, tuple[Layout, CodeFormat, int | None]] = {
     "awq": (Awq(GROUP), CodeFormat.INT4, GROUP),
@@ -42,7 +43,7 @@ LAYOUTS: dict[str, tuple[Layout, CodeFormat, int | None]] = {
 """By name: the layout, what its codes are, and inputs with one scale (None: a whole row)."""
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": 300,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
