@@ -94,7 +94,6 @@ class CompressedTensors:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> CompressedTensors:
-        choice(config, "quantization_status", ("compressed", None))
         for field in ("sparsity_config", "transform_config"):
             part = config.get(field) or {}
             if part and part.get("format") != "dense":
@@ -191,13 +190,21 @@ def _read_packed(layer: StoredLayer, scheme: Scheme) -> QuantizedWeight:
     packed = layer.take("weight_packed", (torch.int32,), (rows, -(-columns // per_word)))
     codes = words.unpack(packed, scheme.bits)[:, :columns]
     scales = layer.scales("weight_scale", (rows, groups)).contiguous()
-    permutation = order_by_group(layer, "weight_g_idx", groups) if "weight_g_idx" in layer.tensors else None
+    permutation = _permutation(layer, groups)
     if permutation is not None:
         codes = codes[:, permutation]
     if scheme.bits == 8:
         return QuantizedWeight(CodeFormat.INT8, words.move_zero(codes), scales, None, permutation)
     zeros = None if scheme.symmetric else _packed_zeros(layer, groups)
     return QuantizedWeight(CodeFormat.INT4, codes.contiguous(), scales, zeros, permutation)
+
+
+def _permutation(layer: StoredLayer, groups: int) -> Tensor | None:
+    """Older files have it; -1 throughout if inputs are in their order."""
+    group_of = layer.tensors.get("weight_g_idx")
+    if group_of is None or (group_of == -1).all():
+        return None
+    return order_by_group(layer, "weight_g_idx", groups)
 
 
 def _packed_zeros(layer: StoredLayer, groups: int) -> Tensor:

@@ -131,6 +131,30 @@ def test_refuses_groups_that_do_not_fill_a_row() -> None:
         parse_layout({**config, "group_size": 128}).read(layer)
 
 
+def test_blocks_need_not_fill_a_row() -> None:
+    rows, columns, block = 20, 96, 64
+    codes = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    layer = StoredLayer("layer", rows, columns, {"weight": codes, "weight_scale_inv": scales})
+    weight = parse_layout({"quant_method": "fp8", "weight_block_size": [16, block]}).read(layer)
+    wide = scales.repeat_interleave(16, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+    assert weight.dequantized().equal(codes.float() * wide)
+    narrow = StoredLayer("layer", rows, 80, {"weight": codes[:, :80], "weight_scale_inv": scales})
+    with pytest.raises(UnsupportedModelError, match=r"weight_scale_inv: has blocks of 64 inputs, 80 in all"):
+        parse_layout({"quant_method": "fp8", "weight_block_size": [16, block]}).read(narrow)
+
+
+@pytest.mark.parametrize(("group_of", "is_ordered"), [([-1] * 64, True), ([0, 1] * 32, False)])
+def test_compressed_tensors_may_have_inputs_in_another_order(group_of: list[int], is_ordered: bool) -> None:
+    config, layer, _ = load_reference("packed_int4")
+    tensors = {**layer.tensors, "weight_g_idx": torch.tensor(group_of, dtype=torch.int32)}
+    weight = parse_layout(config).read(replace(layer, tensors=tensors))
+    assert (weight.permutation is None) is is_ordered
+    codes = parse_layout(config).read(layer).codes.float() - 8
+    columns = torch.arange(64) // 32 if is_ordered else torch.tensor(group_of)
+    assert weight.dequantized().equal(codes * layer.tensors["weight_scale"].float()[:, columns])
+
+
 def group(**weights: Any) -> dict[str, Any]:
     config, _, _ = load_reference("packed_int4")
     given = config["config_groups"]["group_0"]

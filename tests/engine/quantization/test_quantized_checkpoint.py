@@ -75,6 +75,15 @@ def test_float16_checkpoints_run_in_bfloat16(tmp_path: Path) -> None:
     assert error < 0.05 * expected.square().mean().sqrt()
 
 
+def test_reads_the_generation_configuration(tmp_path: Path) -> None:
+    write_quantized(tmp_path, "llama", "awq")
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [0, 7]}))
+    assert load(tmp_path).eos_token_ids == [0, 7]
+    path.unlink()
+    assert load(tmp_path).eos_token_ids == [0]
+
+
 def test_experts_that_the_model_fuses_are_dequantized(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     dense = write_quantized(tmp_path, "qwen3_moe", "awq", **experts)
