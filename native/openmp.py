@@ -1,4 +1,4 @@
-"""Torch's own OpenMP threads, for kernels of ours."""
+"""Torch's own OpenMP threads, for kernels of ours that are called between torch's operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("tandem.engine")
 def gomp_parallel() -> int:
     """The address of GOMP_parallel in the OpenMP runtime that torch itself uses, or 0.
 
-    A second runtime would bring a second pool of threads, and the two would spin against each other.
+    Its threads spin for a while after each operator: threads of ours (threads.py) would wait for a core.
     """
     torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:

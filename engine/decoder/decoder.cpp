@@ -152,7 +152,7 @@ class Decoder {
     // Begins the attention's step over these rows.
     const char* begin(const Batch& b, int64_t num_sequences) {
         const Step step{query_start.data(), context_len.data(), b.block_table, slots.data(), nullptr, nullptr,
-                        b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), most_threads};
+                        b.first_key, b.table_stride, num_sequences, int64_t(slots.size()), most_threads, m.parallel};
         return m.begin(m.attention, &step);
     }
 

@@ -28,7 +28,7 @@ from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import are_chains, begin_step, num_rows
 from native.build import declare, load_library
-from native.openmp import gomp_parallel
+from native.threads import parallel
 
 
 @functools.cache
@@ -64,7 +64,8 @@ class NativeDecoder:
         self.arena = backend.arena
         self._hidden_size = model.hidden
         model.attention, model.begin, model.attend = backend.addresses
-        model.linear, model.parallel = kernel_address(), gomp_parallel()
+        model.linear, model.parallel = kernel_address(), parallel()
+        backend.parallel = model.parallel
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
         weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)
 

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../../native/parallel.h"
 #include "floats.h"
 #include "product.h"
 #include "quantized.h"
@@ -21,12 +20,8 @@
 namespace {
 
 template <class Tiles> void multiply(const Product& p, int64_t most_threads, Parallel parallel) {
-    each_share<Tiles>(p, most_threads, parallel, [&](auto& tiles, int64_t begin, int64_t end) {
-        for (int64_t row = 0; row < p.rows; row += BLOCK_ROWS) {
-            const int64_t last = std::min(row + BLOCK_ROWS, p.rows);
-            const auto* x = tiles.inputs(p, row, last);
-            for (int64_t panel = begin; panel < end; panel++) tiles.rows_of_panel(p, x, row, last, panel);
-        }
+    each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t row, int64_t end, int64_t panel) {
+        tiles.rows_of_panel(p, inputs, row, end, panel);
     });
 }
 

@@ -76,25 +76,19 @@ void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows
     if (q.offsets) prepared.add_up(x, q, rows, run, runs);
     const float* input_sums = prepared.sums.data();
     const Product p{x, nullptr, q.bias, out, rows, K, q.out_features};
-    each_share<Tiles>(p, most_threads, parallel, [&](auto& tiles, int64_t begin, int64_t end) {
+    each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t row, int64_t end, int64_t panel) {
         alignas(64) static thread_local uint16_t weights[SLICE * PANEL];
         static thread_local std::vector<float> totals;
-        for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
-            const int64_t last = std::min(row + BLOCK_ROWS, rows);
-            const auto* inputs = tiles.inputs(p, row, last);
-            for (int64_t panel = begin; panel < end; panel++) {
-                totals.assign((last - row) * PANEL, 0);
-                for (int64_t i = 0, k = 0; k < K; i++, k += run) {
-                    const int64_t count = std::min(run, K - k), scale = (panel * groups + k / q.group) * PANEL;
-                    const Run of_run{weights, k, count, q.scales + scale, q.offsets ? q.offsets + scale : nullptr,
-                                     input_sums + row * runs + i, runs, totals.data()};
-                    tiles.rows_of_run(p, inputs, row, last, of_run, [&](int64_t from, int64_t some) {
-                        expand<Codes>(q, panel, k + from, some, weights + from * PANEL);
-                    });
-                }
-                tiles.put_totals(p, totals.data(), row, last, panel);
-            }
+        totals.assign((end - row) * PANEL, 0);
+        for (int64_t i = 0, k = 0; k < K; i++, k += run) {
+            const int64_t count = std::min(run, K - k), scale = (panel * groups + k / q.group) * PANEL;
+            const Run of_run{weights, k, count, q.scales + scale, q.offsets ? q.offsets + scale : nullptr,
+                             input_sums + row * runs + i, runs, totals.data()};
+            tiles.rows_of_run(p, inputs, row, end, of_run, [&](int64_t from, int64_t some) {
+                expand<Codes>(q, panel, k + from, some, weights + from * PANEL);
+            });
         }
+        tiles.put_totals(p, totals.data(), row, end, panel);
     });
 }
 

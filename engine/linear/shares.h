@@ -1,4 +1,4 @@
-// How a product is shared out: each thread computes some panels, whatever the number of rows.
+// How a product is shared out: by panels of outputs and blocks of rows.
 
 #pragma once
 
@@ -13,16 +13,25 @@ namespace {
 constexpr int64_t BLOCK_ROWS = 192;  // rows whose inputs stay in the cache while all panels are read
 constexpr int64_t SERIAL_WEIGHTS = 1 << 15;
 
-// Calls work(tiles, begin, end) on each thread, for its panels.
+// Calls work(tiles, inputs, row, end, panel) for all panels and the inputs of all rows, on up to `most_threads` threads.
 template <class Tiles, class Work>
-void each_share(const Product& p, int64_t most_threads, Parallel parallel, const Work& work) {
+void each_panel(const Product& p, int64_t most_threads, Parallel parallel, const Work& work) {
     const int64_t panels = (p.out_features + PANEL - 1) / PANEL;
     const bool threads_pay = parallel && p.rows * p.in_features * p.out_features >= SERIAL_WEIGHTS;
     const int64_t threads = threads_pay ? std::clamp<int64_t>(panels, 1, most_threads) : 1;
-    on_threads(threads, parallel, [&](int64_t thread) {
+    Ranges ranges((p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS * panels, threads);
+    on_threads(threads, parallel, [&](int64_t) {
         thread_local Tiles tiles;
         [[maybe_unused]] const typename Tiles::Registers registers(p);
-        work(tiles, panels * thread / threads, panels * (thread + 1) / threads);
+        const typename Tiles::Input* inputs = nullptr;
+        int64_t prepared = -1;
+        for (int64_t begin, end; ranges.take(begin, end);) {
+            for (; begin < end; begin++) {
+                const int64_t row = begin / panels * BLOCK_ROWS, last = std::min(row + BLOCK_ROWS, p.rows);
+                if (row != prepared) inputs = tiles.inputs(p, prepared = row, last);
+                work(tiles, inputs, row, last, begin % panels);
+            }
+        }
     });
 }
 

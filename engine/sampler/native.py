@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.sampler.batch import RequestParams
 from engine.sampler.structs import DraftedArgs, LogitsArgs, SamplingArgs
 from native.build import BuildError, declare, load_library
-from native.openmp import gomp_parallel
+from native.threads import parallel
 
 logger = logging.getLogger("tandem.engine")
 
@@ -100,7 +100,7 @@ class RowsFunction:
 
     def __call__(self, fields: ctypes.Structure, logits: Tensor) -> int:
         functions = self._short if logits.numel() < _GIL_FREE_LOGITS else self._long
-        result: int = functions[logits.dtype](ctypes.byref(fields), torch.get_num_threads(), gomp_parallel())
+        result: int = functions[logits.dtype](ctypes.byref(fields), torch.get_num_threads(), parallel())
         return result
 
 

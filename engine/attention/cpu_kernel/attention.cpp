@@ -67,12 +67,12 @@ class Attention {
         }
         for (Shared& shared : plan.shared) shared.pieces_left = shared.pieces;
         const int64_t chunks = (step.total_tokens + WRITTEN_AT_ONCE - 1) / WRITTEN_AT_ONCE;
-        share_out(chunks, step.total_tokens > SERIAL_TOKENS ? step.threads : 1, pool.parallel,
+        share_out(chunks, step.total_tokens > SERIAL_TOKENS ? step.threads : 1, step.parallel,
                   [this](int64_t chunk) { write_rows(chunk); });
-        const bool threads_pay = plan.cost * layer->head_dim >= SERIAL_COST && pool.parallel;
+        const bool threads_pay = plan.cost * layer->head_dim >= SERIAL_COST && step.parallel;
         threads_running = threads_pay ? step.threads : 1;
         next_task = 0;
-        on_threads(threads_running, pool.parallel, [this](int64_t thread) { attend(thread); });
+        on_threads(threads_running, step.parallel, [this](int64_t thread) { attend(thread); });
     }
 
   private:

@@ -46,6 +46,8 @@ class CpuBackend:
     def __init__(self, layers: Sequence[Tensor], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena = arena
         self._rows = rows or KvRows(layers[0].dtype)
+        self.parallel = gomp_parallel()
+        """The address of the function that runs work on several threads (native/parallel.h)."""
         first = layers[0]
         num_blocks, _, self.block_size, _, _ = first.shape
         self._library = load()
@@ -64,7 +66,6 @@ class CpuBackend:
             self.block_size,
             self._rows.dtype is torch.bfloat16,
             _STORED.index(self._rows.quantization),
-            gomp_parallel(),
         )
         self._kernel: int = self._library.tandem_attention_create(ctypes.byref(described))
         weakref.finalize(self, self._library.tandem_attention_destroy, self._kernel)
@@ -96,6 +97,7 @@ class CpuBackend:
             num_seqs,
             rows,
             torch.get_num_threads(),
+            self.parallel,
         )
         wrong = self._library.tandem_attention_begin(self._kernel, ctypes.byref(self._step))
         if wrong:

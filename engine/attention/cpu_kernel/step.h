@@ -24,7 +24,6 @@ struct Pool {
     int64_t num_blocks, block_size;
     int64_t is_bf16;  // what the model computes; else float32
     int64_t stored;   // one of `Stored`
-    Parallel parallel;  // or null
 };
 
 // The step's metadata, as AttentionMetadata describes them.
@@ -34,6 +33,7 @@ struct Step {
     const uint64_t* visible;                // null if all sequences are chains
     const int32_t *tree_start, *first_key;  // may be null
     int64_t table_stride, num_sequences, total_tokens, threads;
+    Parallel parallel;  // or null
 
     int query_len(int64_t s) const { return query_start[s + 1] - query_start[s]; }
     int64_t first_position(int64_t s) const { return context_len[s] - query_len(s); }

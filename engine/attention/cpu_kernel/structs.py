@@ -17,7 +17,6 @@ class PoolArgs(Structure):
         ("layers", c_void_p),
         *((name, c_int64) for name in ("num_layers", "block_stride", "num_blocks", "block_size")),
         *((name, c_int64) for name in ("is_bf16", "stored")),
-        ("parallel", c_void_p),
     )
 
 
@@ -26,6 +25,7 @@ class StepArgs(Structure):
         *((name, c_void_p) for name in ("query_start", "context_len", "block_table", "slots")),
         *((name, c_void_p) for name in ("visible", "tree_start", "first_key")),
         *((name, c_int64) for name in ("table_stride", "num_sequences", "total_tokens", "threads")),
+        ("parallel", c_void_p),
     )
 
 
