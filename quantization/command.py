@@ -215,6 +215,7 @@ def _texts(
 ) -> tuple[Tensor, HeldOut]:
     """Windows to calibrate with, int64 [samples, length], and those to measure on."""
     stream = encode(read_texts(data), tokenizer)
+    given = len(stream)
     if options.held_out is not None:
         held_out = encode(read_texts(options.held_out, "--held-out"), tokenizer)
     else:
@@ -223,8 +224,8 @@ def _texts(
     windows = _windows(stream, length)
     if len(windows) < samples:
         raise ConfigError(
-            f"--data: {data} has {len(stream):,} tokens to calibrate with, less than the "
-            f"{samples * length:,} of {samples} samples of {length} (--samples, --sequence-length)"
+            f"--data: {data} has {given:,} tokens, {len(stream):,} of them to calibrate with, and "
+            f"{samples} samples of {length} are {samples * length:,} (--samples, --sequence-length)"
         )
     measured = _windows(held_out, length)
     if not len(measured):

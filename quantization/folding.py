@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from quantization.calibration import Calibration, Group, linears
 
-_TOLERANCE = 1e-3
-"""Of the output's norm."""
+_MOST_CHANGED = 0.01
+"""Of the output's elements, by float16's subnormal numbers. Its size would not do to compare with: a few
+elements of a real model's hidden states are a thousand times as large as the others.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,13 @@ class Fold:
         block = calibration.block
         touched = self._before(block) + self._after(block)
         kept = [tensor.clone() for tensor in touched]
-        before = calibration.probe().float()
+        before = calibration.probe()
         exponents = torch.arange(self.channels, device=self.index.device) % 3 - 1
         self.apply(block, torch.exp2(exponents.float()))
-        after = calibration.probe().float()
+        after = calibration.probe()
         for tensor, old in zip(touched, kept, strict=True):
             tensor.copy_(old)
-        return bool((after - before).norm() <= _TOLERANCE * before.norm())
+        return bool((after != before).float().mean() <= _MOST_CHANGED)
 
 
 def find_fold(calibration: Calibration, groups: Sequence[Group], group: Group) -> Fold | None:

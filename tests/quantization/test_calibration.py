@@ -95,6 +95,21 @@ def test_a_module_that_does_not_keep_the_function_is_no_place() -> None:
     assert Fold("self_attn.v_proj", LLAMA_LIKE[1], heads).is_exact(calibration)
 
 
+def test_a_large_residual_hides_no_wrong_place() -> None:
+    model = tiny_model()
+    model.model.embed_tokens.weight[:, 5] = 1e5
+    calibration = begin(model)
+    assert not Fold("mlp.gate_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
+    assert Fold("mlp.up_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_places_are_found_in_16_bits(dtype: torch.dtype) -> None:
+    calibration = begin(tiny_model().to(dtype))
+    groups = calibration.groups()
+    assert all(find_fold(calibration, groups, group) for group in groups)
+
+
 def test_fused_layers_take_scales_in_their_last_rows() -> None:
     config = Phi3Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
     calibration = begin(tiny_model(config))

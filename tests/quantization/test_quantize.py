@@ -178,7 +178,7 @@ def test_shards_stay_shards(folder: Path, tmp_path: Path) -> None:
         ),
         ("int8", ["--group-size", 32], "--group-size: int8 has a scale for each output channel"),
         ("awq", [*CALIBRATED, "--desc-act"], "--desc-act: is for --method gptq, not awq"),
-        ("awq", ["--group-size", 32, "--samples", 9000], "less than the 288,000 of 9000 samples of 32"),
+        ("awq", ["--group-size", 32, "--samples", 9000], "9000 samples of 32 are 288,000"),
     ],
 )
 def test_options_that_do_not_fit(
@@ -195,7 +195,7 @@ def test_data_that_is_missing_or_too_short(folder: Path, tmp_path: Path) -> None
     )
     (tmp_path / "short.txt").write_text("not much text")
     for method, change, said in (
-        ("awq", "--data", "has 0 tokens to calibrate with, less than the 4,096 of 128 samples of 32"),
+        ("awq", "--data", "has 14 tokens, 0 of them to calibrate with, and 128 samples of 32 are 4,096"),
         ("int8", "--data", "--held-out: 14 tokens are less than a window of 32"),
         ("int8", "--held-out", "--held-out: 14 tokens are less than a window of 32"),
     ):
