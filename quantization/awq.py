@@ -27,7 +27,7 @@ def search_scales(
     """The scales, float32 [n]; input channel c of the layers gets those of `index[c]`.
 
     `weights` float32 [out, in] are layers with the same inputs; `moments` [in, in] the sum of x x^T; `inputs`
-    [n] the mean of |x| of the channels that share a scale.
+    [n] the mean of |x|, or a multiple of it, of the channels that share a scale.
     """
 
     def error(scales: Tensor) -> float:

@@ -39,9 +39,8 @@ class Fold:
         return int(self.index.max()) + 1
 
     def pooled(self, inputs: Tensor) -> Tensor:
-        """The mean over the input channels that share a scale: [in] to [channels]."""
-        sums = inputs.new_zeros(self.channels).index_add_(0, self.index, inputs)
-        return sums / self.index.bincount()
+        """The sums over the input channels that share a scale, which are equally many: [in] to [channels]."""
+        return inputs.new_zeros(self.channels).index_add_(0, self.index, inputs)
 
     @torch.no_grad()
     def apply(self, block: nn.Module, scales: Tensor) -> None:

@@ -59,7 +59,8 @@ def test_a_range_holds_zero_and_what_is_beyond_the_clip_is_cut() -> None:
     positive = grid.spanning(weight, 4)
     assert positive.rounded(torch.zeros(1, 4)).abs().max() == 0
     assert torch.allclose(positive.rounded(weight), weight, atol=0.21)
-    assert grid.spanning(weight, 4, clip=0.5).rounded(weight).max() <= 3.001
+    for sign in (1, -1):
+        assert grid.spanning(sign * weight, 4, clip=0.5).rounded(sign * weight).abs().max() <= 3.001
 
 
 def test_scales_are_those_that_a_file_holds() -> None:

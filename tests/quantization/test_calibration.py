@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, Phi3Config, PreTrainedModel
 
+from engine.quantization.weight import QuantizedWeight
 from protocol.errors import ConfigError
-from quantization import methods
+from quantization import awq, methods
 from quantization.calibration import Calibration, Group, linears
 from quantization.folding import Fold, find_fold
 from quantization.recipe import Recipe
@@ -87,12 +88,36 @@ def test_scales_go_where_the_function_stays() -> None:
 
 
 def test_a_module_that_does_not_keep_the_function_is_no_place() -> None:
-    calibration = begin(tiny_model())
+    model = tiny_model()
+    before = logits(model)
+    calibration = begin(model)
     heads = torch.arange(64) // 32 * 16 + torch.arange(64) % 16
     assert not Fold("self_attn.k_proj", LLAMA_LIKE[1], heads).is_exact(calibration)
     assert not Fold("self_attn.v_proj", LLAMA_LIKE[1], heads.flip(0)).is_exact(calibration)
     assert not Fold("mlp.gate_proj", LLAMA_LIKE[3], torch.arange(96)).is_exact(calibration)
     assert Fold("self_attn.v_proj", LLAMA_LIKE[1], heads).is_exact(calibration)
+    assert torch.equal(logits(model), before)
+
+
+def test_awq_rounds_for_the_inputs_that_scaled_layers_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    calibration = begin(tiny_model())
+    norm = calibration.block.input_layernorm.weight.clone()
+    quantize, seen = awq.quantize, []
+
+    def keep(weight: Tensor, products: Tensor, bits: int, group_size: int) -> QuantizedWeight:
+        seen.append((weight.clone(), products))
+        return quantize(weight, products, bits, group_size)
+
+    monkeypatch.setattr(awq, "quantize", keep)
+    methods.calibrate_block(Recipe.choose("awq", None, 32, False), calibration, pytest.fail)
+    assert not torch.allclose(calibration.block.input_layernorm.weight, norm, rtol=0.1)
+    layers = linears(calibration.block)
+    for layer, (weight, _) in zip(layers.values(), seen, strict=True):
+        layer.weight.copy_(weight)
+    found = calibration.moments(LLAMA_LIKE)
+    products = {name: moments.products for group, moments in found.items() for name in group.linears}
+    for name, (_, used) in zip(layers, seen, strict=True):
+        assert torch.allclose(products[name], used, rtol=1e-3, atol=1e-3 * float(used.max())), name
 
 
 def test_a_large_residual_hides_no_wrong_place() -> None:
