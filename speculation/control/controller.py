@@ -7,6 +7,7 @@ token is verified must not depend on the token.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from protocol.speculation import Source, SpeculationState
@@ -51,7 +52,7 @@ class DraftController:
             self.end_window()
             self.estimator.begin_window(num_decoding)
         else:
-            window.num_steps += 1
+            window.next_step(time.perf_counter())
         return False
 
     def join(self, request: SpeculatingRequest, *, is_read: bool) -> None:

@@ -42,6 +42,26 @@ class Window:
     draft_seconds: float = 0.0
     is_clean: bool = True
     """Whether its steps did nothing but decode."""
+    latest: float = field(init=False)
+    """When its latest step began."""
+    longest: float = 0.0
+    """[s] Of its steps before the latest."""
+
+    def __post_init__(self) -> None:
+        self.latest = self.started
+
+    def next_step(self, now: float) -> None:
+        self.longest = max(self.longest, now - self.latest)
+        self.latest = now
+        self.num_steps += 1
+
+    def seconds(self, end: float) -> float:
+        """As if the longest step took as long as the others: it may hold a pause of the process."""
+        spent = end - self.started
+        if self.num_steps == 1:
+            return spent
+        longest = max(self.longest, end - self.latest)
+        return (spent - longest) * self.num_steps / (self.num_steps - 1)
 
 
 class Estimator:
@@ -95,7 +115,7 @@ class Estimator:
         window, self.window = self.window, None
         if window is None or not window.is_clean:
             return None
-        seconds, steps, batch = time.perf_counter() - window.started, window.num_steps, window.num_sequences
+        seconds, steps, batch = window.seconds(time.perf_counter()), window.num_steps, window.num_sequences
         weight = min(steps / self._settings.draft_stands, 1.0)
         rows = batch + window.drafted / steps
         self.target.observe(batch, rows, (seconds - window.draft_seconds) / steps, weight)

@@ -284,3 +284,22 @@ def test_what_was_disturbed_is_not_learned_from(monkeypatch: pytest.MonkeyPatch)
             made.estimator.disturb()
         made.end_window()
         assert (made.estimator.target.seconds(1, 1) == before) == disturbs
+
+
+@pytest.mark.parametrize("at", range(9))
+def test_a_pause_is_not_taken_for_a_slow_step(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whichever of a window's steps the process stood still."""
+    clock = 0.0
+    monkeypatch.setattr("speculation.control.estimator.time.perf_counter", lambda: clock)
+    made = controller()
+    asked = requests(made, 4, fixed=0)
+    before = made.estimator.target.seconds(4, 4)
+    made.begin_step(4)
+    made.plan(asked)
+    for step in range(9):
+        clock += before + (1.0 if step == at else 0.0)
+        if step < 8:
+            assert not made.begin_step(4)
+    tokens, seconds = made.estimator.end_window() or (0.0, 0.0)
+    assert (tokens, seconds) == (36.0, pytest.approx(9 * before))
+    assert made.estimator.target.seconds(4, 4) == pytest.approx(before)
