@@ -14,8 +14,12 @@ from engine.decoder.description import NativeModel
 from engine.errors import UnsupportedModelError
 from engine.fingerprint import model_fingerprint
 from engine.held import take
+from engine.linear.packed import kernel_fault
+from engine.linear.packed_quantized import pack_quantized_linears
 from engine.pool_layout import Group
 from engine.probe import probe
+from engine.quantization.rounding import round_linears
+from engine.quantization.weight import CodeFormat
 from engine.quantized_checkpoint import load_quantized, quantization_config
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -55,6 +59,11 @@ def load_model(config: ServeConfig) -> LoadedModel:
     hf_config = _load_hf_config(config)
     dtype = choose_dtype(config.dtype, hf_config, device)
     model = _load_weights(config, hf_config, dtype, device)
+    if config.quantization is not None:
+        round_linears(model, CodeFormat(config.quantization))
+    weights = model_fingerprint(model).hex()
+    if kernel_fault(device, dtype) is None:
+        pack_quantized_linears(model)
     text_config = hf_config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,
@@ -64,7 +73,7 @@ def load_model(config: ServeConfig) -> LoadedModel:
         vocab_size=text_config.vocab_size,
         max_model_len=choose_max_model_len(config.max_model_len, text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
-        weights=model_fingerprint(model).hex(),
+        weights=weights,
     )
 
 
@@ -134,6 +143,12 @@ def _load_hf_config(config: ServeConfig) -> Any:
         raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{hf_config.model_type}: encoder-decoder models are not supported")
+    method = quantization_config(hf_config)
+    if config.quantization is not None and method is not None:
+        raise ConfigError(
+            f"--quantization: {config.model} is quantized already, by {method.get('quant_method')}: leave "
+            "the option out, or name the model that it was made from"
+        )
     return hf_config
 
 

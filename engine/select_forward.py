@@ -11,7 +11,7 @@ from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward, library
 from engine.forward import Forward
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
-from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears, pack_quantized_linears
+from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
 from engine.loader import LoadedModel
 from engine.runner import Runner
 from native.build import BuildError
@@ -26,7 +26,7 @@ def build_runner(
     fault = kernel_fault(loaded.device, loaded.dtype)
     if fault is not None:
         if loaded.device.type == "cpu":
-            dequantize_linears(loaded.model, loaded.dtype)  # torch would dequantize them in every step
+            dequantize_linears(loaded.model, loaded.dtype)  # torch would do so in every step
         return Forward(loaded.model, backend, compile, hidden_layers, products=fault)
     loaded = pack_model(loaded, compile, type(backend))
     if loaded.description is not None:
@@ -53,6 +53,5 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
             logger.warning("the native decoder cannot be built: %s", error)
         else:
             return replace(loaded, description=Description(loaded.model, loaded.max_model_len))
-    pack_quantized_linears(loaded.model)
     pack_linears(loaded.model)
     return loaded

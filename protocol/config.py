@@ -16,7 +16,7 @@ from protocol.kv_events import KvEventsConfig
 from protocol.logs import LogFormat
 from protocol.roles import ROLES, RoleOptions, RoleSpec
 from protocol.scaling import WorkerRange
-from protocol.speculation import SpeculativeConfig
+from protocol.speculation import Quantization, SpeculativeConfig
 
 DEFAULT_MODEL = "tandem-code-10m"
 
@@ -51,6 +51,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     load_format: Annotated[
         Literal["auto", "dummy"], _doc("`dummy` makes random weights of the configured shape.")
     ] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        _doc(
+            "Round the weights of linear layers at load: int8, int4 (in groups of 128), fp8 or mxfp4; "
+            "the head stays as it is. Quantized checkpoints need no option."
+        ),
+    ] = None
     max_model_len: Annotated[
         PositiveInt | None, _doc("Longest sequence, prompt and output; default: the model's.")
     ] = None

@@ -20,6 +20,9 @@ CUSTOM: Literal["custom"] = "custom"
 WEIGHTLESS: tuple[Method, ...] = ("ngram", "suffix", "lookahead")
 """Methods that need no weights: a request may ask for them whatever the deployment's method is."""
 
+Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
+"""How weights are rounded at load: `engine.quantization.weight.CodeFormat`."""
+
 Verification = Literal["coupled", "standard", "block"]
 RequestClass = Literal["greedy", "sampled"]
 """Requests whose drafts fare alike, as far as a request tells: drafts are the draft model's likeliest tokens,
@@ -56,6 +59,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     together, and at most 1,048,576 tokens of them in up to 40 MiB; 0 keeps none.
     `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
     Without `decode_workers_draft` draft workers alone have the draft: one that doesn't fit beside the model.
+    `quantization` rounds the weights of a draft model at load, as `--quantization` does the model's.
     `drafter` names the class of the method `custom` as `module:name`, to be made from this config, the
     server's and the model: a `speculation.drafter.Drafter`.
     """
@@ -69,6 +73,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tree_nodes: Annotated[int, Meta(ge=1, le=MAX_TREE_NODES)] = 24
     prefill: Literal["auto", "carry", "rebuild"] = "auto"
     decode_workers_draft: bool = True
+    quantization: Quantization | None = None
     drafter: str | None = None
 
     prompt_lookup_min: Positive = 2
@@ -185,6 +190,8 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(config: SpeculativeConfig) -> None:
+    if config.quantization is not None and config.method != "draft_model":
+        raise FieldError("quantization", f"must be absent: the method {config.method} has no draft model")
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise FieldError(
             "prompt_lookup_min",

@@ -36,11 +36,16 @@ _READ_AT_ONCE = 2048
 """Tokens that are read at most in one step, lest the others wait long for their next token."""
 
 
-def draft_config(config: ServeConfig, model: str, target_dtype: torch.dtype) -> ServeConfig:
+def draft_config(config: ServeConfig, options: SpeculativeConfig, target_dtype: torch.dtype) -> ServeConfig:
     """The configuration that a target's draft model is loaded with. Its KV is kept as it computes it."""
-    dtype = str(target_dtype).removeprefix("torch.")
     return msgspec.structs.replace(
-        config, model=model, dtype=dtype, revision=None, max_model_len=None, kv_cache_dtype="auto"
+        config,
+        model=options.model,
+        dtype=str(target_dtype).removeprefix("torch."),
+        quantization=options.quantization,
+        revision=None,
+        max_model_len=None,
+        kv_cache_dtype="auto",
     )
 
 
@@ -62,11 +67,11 @@ class DraftModel(Drafter):
     def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
         assert options.model is not None
         self._options = options
-        self._config = draft_config(config, options.model, target.dtype)
+        self._config = draft_config(config, options, target.dtype)
         try:
             self._loaded = load_model(self._config)
         except (ConfigError, UnsupportedModelError) as error:
-            reason = str(error).removeprefix("--model: ")
+            reason = str(error).removeprefix("--model: ").removeprefix("--")
             raise ConfigError(f"--speculative-config: model: {reason}") from error
         check_draft(self._loaded, target)
         self._vocab_size = target.vocab_size

@@ -32,7 +32,7 @@ def preload(config: ServeConfig) -> bool:
         models = [(config, target)]
         options = config.speculative_config
         if options is not None and options.method == "draft_model" and options.model is not None:
-            draft = draft_config(config, options.model, target.dtype)
+            draft = draft_config(config, options, target.dtype)
             models.append((draft, _load(draft)))
     except Exception as error:
         log.warning("the model is loaded by each worker, as the template could not: %s", error)

@@ -106,7 +106,7 @@ def _draft_engine(config: ServeConfig, allocate: Allocate) -> Engine:
     """Of the draft model, for targets of this configuration."""
     assert config.speculative_config is not None and config.speculative_config.model is not None
     target = model_shape(config)
-    draft = draft_config(config, config.speculative_config.model, target.dtype)
+    draft = draft_config(config, config.speculative_config, target.dtype)
     check_draft(model_shape(draft), target)
     return Engine(draft, allocate=allocate, speculate=run_ahead)
 

@@ -158,7 +158,7 @@ class Decoder {
 
     // The hidden states that a draft head reads, made from n rows of the target's.
     const bf16* mixed_states(const bf16* states, int64_t n) {
-        if (!m.entry || !m.entry->mixing.values) return states;
+        if (!m.entry || !m.entry->mixing) return states;
         mixed.resize(n * m.hidden);
         threads = n * m.entry->mixing.in * m.hidden < SERIAL_PRODUCTS ? 1 : most_threads;
         multiply(states, m.entry->mixing, mixed.data(), n);
@@ -226,6 +226,7 @@ class Decoder {
     }
 
     void multiply(const bf16* in, const Weights& w, bf16* out, int64_t n) {
+        if (w.quantized) return m.quantized_linear(in, w.quantized, out, n, threads, m.parallel);
         m.linear(in, w.values, w.bias, out, n, w.in, w.out, threads, m.parallel);
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from transformers import PreTrainedModel
 
 from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
 from engine.linear.packed import pack
-from engine.linear.quantized import QuantizedLinear
+from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
+from engine.linear.structs import QuantizedArgs
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -28,9 +30,24 @@ def unfit(model: PreTrainedModel) -> str | None:
     rope_type = model.model.rotary_emb.rope_type
     if rope_type not in ROPE_TYPES:
         return f"its rotary embedding is of type {rope_type}"
-    if any(isinstance(module, QuantizedLinear) for module in model.modules()):
-        return "its layers are quantized"
+    for number, layer in enumerate(model.model.layers):
+        for linears in _joint(layer):
+            if not _can_join(linears):
+                return f"layer {number} has products of one input that are quantized in several ways"
     return None
+
+
+def _joint(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
+    """The linear layers that are computed as one."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+
+
+def _can_join(linears: Sequence[nn.Module]) -> bool:
+    packed = [linear.packed for linear in linears if isinstance(linear, PackedQuantizedLinear)]
+    alike = all(part.is_like(packed[0]) for part in packed)
+    with_bias = [getattr(linear, "bias", None) is not None for linear in linears]
+    return len(packed) in (0, len(linears)) and alike and len(set(with_bias)) == 1
 
 
 class NativeModel:
@@ -41,6 +58,8 @@ class NativeModel:
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
+        self._quantized: dict[int, tuple[QuantizedArgs, PackedWeight, Tensor | None]] = {}
+        """By address: what lies there, with the packed weight and the bias that it points to."""
 
     def keep(self, tensor: Tensor | None) -> int | None:
         """The address of the tensor's values in bfloat16."""
@@ -54,15 +73,29 @@ class NativeModel:
         """What `keep` gave the address of."""
         return next(tensor for tensor in self._kept if tensor.data_ptr() == address)
 
-    def weights(self, *linears: nn.Linear) -> WeightsArgs:
-        """Linear layers of one input, as one product."""
+    def keep_quantized(self, weight: PackedWeight, bias: Tensor | None, first: int = 0) -> WeightsArgs:
+        args = weight.args(bias)
+        address = ctypes.addressof(args)
+        self._quantized[address] = args, weight, bias
+        return WeightsArgs(None, None, address, weight.in_features, weight.out_features, first)
+
+    def kept_quantized(self, address: int) -> tuple[PackedWeight, Tensor | None]:
+        """What `keep_quantized` got, with the bias."""
+        _, weight, bias = self._quantized[address]
+        return weight, bias
+
+    def weights(self, *linears: nn.Linear | PackedQuantizedLinear) -> WeightsArgs:
+        """Linear layers of one input, as one product. Quantized ones are alike."""
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        return self.matrix(
-            torch.cat([linear.weight for linear in linears]), torch.cat(biases) if biases else None
-        )
+        bias = torch.cat(biases) if biases else None
+        packed = [linear.packed for linear in linears if isinstance(linear, PackedQuantizedLinear)]
+        if packed:
+            return self.keep_quantized(join(packed), bias)
+        return self.matrix(torch.cat([linear.weight for linear in linears]), bias)
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None) -> WeightsArgs:
-        return WeightsArgs(self.keep(pack(weight.detach())), self.keep(bias), weight.shape[1], len(weight))
+        values, biases = self.keep(pack(weight.detach())), self.keep(bias)
+        return WeightsArgs(values, biases, None, weight.shape[1], len(weight))
 
     def rotation(self, rotary: Any, positions: int) -> tuple[int | None, int | None]:
         """Cosines and sines of a Transformers rotary embedding at so many positions."""
@@ -93,7 +126,7 @@ class Description(NativeModel):
             num_heads=config.num_attention_heads,
             head_dim=attention.head_dim,
             vocab=model.lm_head.out_features,
-            products=sum(p.numel() for p in model.parameters()) - embeddings.numel(),
+            products=_products(model) - embeddings.numel(),
             embeddings=self.keep(embeddings),
             final_norm=self.keep(decoder.norm.weight),
             head=self.weights(model.lm_head),
@@ -110,17 +143,25 @@ class Description(NativeModel):
 
     def _layer(self, layer: Any) -> LayerArgs:
         attention, mlp = layer.self_attn, layer.mlp
+        qkv, gate_up = _joint(layer)
         return LayerArgs(
             input_norm=self.keep(layer.input_layernorm.weight),
             query_norm=self.keep(getattr(getattr(attention, "q_norm", None), "weight", None)),
             key_norm=self.keep(getattr(getattr(attention, "k_norm", None), "weight", None)),
             mlp_norm=self.keep(layer.post_attention_layernorm.weight),
-            qkv=self.weights(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=self.weights(*qkv),
             output=self.weights(attention.o_proj),
-            gate_up=self.weights(mlp.gate_proj, mlp.up_proj),
+            gate_up=self.weights(*gate_up),
             down=self.weights(mlp.down_proj),
             window=_window(attention),
         )
+
+
+def _products(model: PreTrainedModel) -> int:
+    """Weights, quantized or not."""
+    quantized = [module for module in model.modules() if isinstance(module, PackedQuantizedLinear)]
+    count = sum(linear.in_features * linear.out_features for linear in quantized)
+    return count + sum(parameter.numel() for parameter in model.parameters())
 
 
 def _window(attention: Any) -> int:

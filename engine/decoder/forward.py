@@ -23,6 +23,7 @@ from engine.decoder.structs import (
     RowsArgs,
     WeightsArgs,
 )
+from engine.linear import packed_quantized
 from engine.linear.packed import kernel_address
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
@@ -66,6 +67,7 @@ class NativeDecoder:
         model.attention, model.begin, model.attend = backend.addresses
         model.linear, model.parallel = kernel_address(), parallel()
         backend.parallel = model.parallel
+        model.quantized_linear = packed_quantized.kernel_address()
         self._decoder: int = self._library.tandem_decoder_create(ctypes.byref(model))
         weakref.finalize(self, self._library.tandem_decoder_destroy, self._decoder)
 

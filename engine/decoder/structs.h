@@ -11,16 +11,20 @@
 namespace {
 
 using Linear = void (*)(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, Parallel);
+using QuantizedLinear = void (*)(const bf16*, const void*, bf16*, int64_t, int64_t, Parallel);
 using BeginAttention = const char* (*)(void*, const Step*);
 using Attend = void (*)(void*, const Call*);
 // Makes rows whole of which each rank has some: `own` of their `width` bytes, from `first` on.
 using Gather = bool (*)(void* ranks, const bf16* part, bf16* whole, int64_t rows, int64_t first, int64_t own, int64_t width);
 
-// One product's packed weights, [out, in], and bias (null for none).
+// One product's packed weights, [out, in], and bias (null for none): bfloat16, or the quantized product's struct.
 struct Weights {
     const bf16 *values, *bias;
+    const void* quantized;
     int64_t in, out;
     int64_t first;  // of a rank, whose weights have some of the outputs: where what it makes of them begins in a whole row
+
+    explicit operator bool() const { return values || quantized; }
 };
 
 struct Layer {
@@ -48,6 +52,7 @@ struct Model {
     double norm_epsilon, attention_scale;
     void* attention;
     Linear linear;
+    QuantizedLinear quantized_linear;
     BeginAttention begin;
     Attend attend;
     Parallel parallel;

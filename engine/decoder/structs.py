@@ -7,8 +7,7 @@ from ctypes import Structure, c_double, c_int64, c_void_p
 
 class WeightsArgs(Structure):
     _fields_ = (
-        ("values", c_void_p),
-        ("bias", c_void_p),
+        *((name, c_void_p) for name in ("values", "bias", "quantized")),
         *((name, c_int64) for name in ("inputs", "outputs", "first")),
     )
 
@@ -45,10 +44,8 @@ class ModelArgs(Structure):
         ("sines", c_void_p),
         ("norm_epsilon", c_double),
         ("attention_scale", c_double),
-        *(
-            (name, c_void_p)
-            for name in ("attention", "linear", "begin", "attend", "parallel", "entry", "gather", "ranks")
-        ),
+        *((name, c_void_p) for name in ("attention", "linear", "quantized_linear", "begin", "attend")),
+        *((name, c_void_p) for name in ("parallel", "entry", "gather", "ranks")),
     )
 
 

@@ -130,14 +130,25 @@ def pack(weight: Tensor, together: int = 2) -> Tensor:
     return padded.view(panels, PANEL, columns // together, together).transpose(1, 2).contiguous()
 
 
+def joined(packed: Sequence[Tensor], outputs: Sequence[int]) -> Tensor:
+    """What `pack` gave of some weights with so many `outputs` each, as it would give it of all."""
+    if all(count % PANEL == 0 for count in outputs):
+        return torch.cat(list(packed))
+    rows = [_unpacked(part)[:count] for part, count in zip(packed, outputs, strict=True)]
+    return pack(torch.cat(rows), packed[0].shape[3])
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    return packed.transpose(1, 2).reshape(-1, packed.shape[1] * packed.shape[3])
+
+
 def packed_rows(packed: Tensor, rows: Sequence[range]) -> Tensor:
     """Some rows of what `pack` gave, packed: the same memory where they are a range of whole panels."""
     first = rows[0]
     if len(rows) == 1 and first.start % PANEL == 0 and first.stop % PANEL == 0:
         return packed[first.start // PANEL : first.stop // PANEL]
-    together = packed.shape[3]
-    plain = packed.transpose(1, 2).reshape(-1, together * packed.shape[1])
-    return pack(torch.cat([plain[each.start : each.stop] for each in rows]), together)
+    plain = _unpacked(packed)
+    return pack(torch.cat([plain[each.start : each.stop] for each in rows]), packed.shape[3])
 
 
 def pack_linears(model: nn.Module) -> int:

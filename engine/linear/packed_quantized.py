@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.linear.packed import library, pack, packed_rows
+from engine.linear.packed import joined, library, pack, packed_rows
 from engine.linear.quantized import QuantizedLinear
 from engine.linear.structs import QuantizedArgs
 from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
@@ -84,10 +84,17 @@ class PackedWeight:
     def in_features(self) -> int:
         return self.words.shape[1] * 2 * (16 // _BITS[self.format])
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        every = (self.words, self.scales, self.offsets, self.inputs)
-        return [tensor for tensor in every if tensor is not None]
+    def is_like(self, other: PackedWeight) -> bool:
+        """Whether both can be one weight of the same inputs."""
+        same_inputs = self.inputs is other.inputs is None or (
+            self.inputs is not None and other.inputs is not None and torch.equal(self.inputs, other.inputs)
+        )
+        return (
+            same_inputs
+            and self.format is other.format
+            and (self.offsets is None) == (other.offsets is None)
+            and self.scales.shape[1] == other.scales.shape[1]
+        )
 
     def rows(self, rows: Sequence[range]) -> PackedWeight:
         """With these outputs alone."""
@@ -111,6 +118,21 @@ class PackedWeight:
             self.in_features // self.scales.shape[1],
             FORMATS.index(self.format),
         )
+
+
+def join(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """Weights that are alike, as one with all their outputs."""
+    first, outputs = weights[0], [weight.out_features for weight in weights]
+    if len(weights) == 1:
+        return first
+    offsets = [weight.offsets for weight in weights if weight.offsets is not None]
+    return replace(
+        first,
+        words=joined([weight.words for weight in weights], outputs),
+        scales=joined([weight.scales for weight in weights], outputs),
+        offsets=joined(offsets, outputs) if offsets else None,
+        out_features=sum(outputs),
+    )
 
 
 def _words(weight: QuantizedWeight) -> Tensor:
@@ -202,8 +224,8 @@ class PackedQuantizedLinear(nn.Module):
 
 
 def pack_quantized_linears(model: nn.Module) -> None:
-    """Replace the model's quantized layers, freeing their weights. One that the kernel does not fit becomes a
-    plain layer with the dequantized weight.
+    """Replace the quantized layers of a model in bfloat16, freeing their weights. One that no kernel fits
+    becomes a plain layer with the dequantized weight.
     """
     for path in _quantized_linears(model):
         linear = model.get_submodule(path)

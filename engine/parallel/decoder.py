@@ -51,12 +51,20 @@ class DescriptionShare(NativeModel):
 
     def _rows(self, whole: WeightsArgs, *rows: range) -> WeightsArgs:
         """These of the outputs."""
+        if whole.quantized is not None:
+            return self._quantized_rows(whole.quantized, *rows)
         weight = packed_rows(self._whole.kept(whole.values), rows)
         bias = None
         if whole.bias is not None:
             bias = torch.cat([self._whole.kept(whole.bias)[each.start : each.stop] for each in rows])
         count = sum(map(len, rows))
-        return WeightsArgs(self.keep(weight), self.keep(bias), whole.inputs, count, rows[0].start)
+        return WeightsArgs(self.keep(weight), self.keep(bias), None, whole.inputs, count, rows[0].start)
+
+    def _quantized_rows(self, whole: int, *rows: range) -> WeightsArgs:
+        weight, bias = self._whole.kept_quantized(whole)
+        if bias is not None:
+            bias = torch.cat([bias[each.start : each.stop] for each in rows])
+        return self.keep_quantized(weight.rows(rows), bias, rows[0].start)
 
 
 def _moved(rows: range, by: int) -> range:

@@ -20,6 +20,10 @@ from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward
 from engine.forward import Forward
 from engine.linear.packed import kernel_fault, pack_linears
+from engine.linear.packed_quantized import pack_quantized_linears
+from engine.linear.quantized import QuantizedLinear
+from engine.quantization.rounding import round_linears, round_to_nearest
+from engine.quantization.weight import CodeFormat
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
 
@@ -89,8 +93,17 @@ def new_backend(model: PreTrainedModel, arena: int = 0) -> CpuBackend:
 class Both:
     """The same model, natively and by its own modules, each with a pool of its own."""
 
-    def __init__(self, name: str, hidden_layers: tuple[int, ...] = (), arena: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        hidden_layers: tuple[int, ...] = (),
+        arena: int = 0,
+        quantization: CodeFormat | None = None,
+    ) -> None:
         model = make_model(name)
+        if quantization is not None:
+            round_linears(model, quantization)
+            pack_quantized_linears(model)
         assert unfit(model) is None
         ours, theirs = new_backend(model, arena), new_backend(model, arena)
         own = copy.deepcopy(model)
@@ -153,6 +166,23 @@ def test_logits_are_the_modules(name: str, threads: int, threads_restored: None)
         ours, theirs = both.run(batch, logit_rows)
         assert_same(ours.logits, theirs.logits)
         assert ours.hidden is None
+
+
+@pytest.mark.parametrize("format", list(CodeFormat))
+def test_quantized_layers_give_the_modules_logits(format: CodeFormat) -> None:
+    both = Both("qwen2", quantization=format)
+    for batch, logit_rows in steps():
+        ours, theirs = both.run(batch, logit_rows)
+        assert_same(ours.logits, theirs.logits)
+
+
+def test_layers_of_one_input_that_are_quantized_in_several_ways_are_left_to_the_modules() -> None:
+    model = make_model("llama")
+    round_linears(model, CodeFormat.INT4)
+    attention = model.model.layers[1].self_attn
+    attention.k_proj = QuantizedLinear(round_to_nearest(torch.randn(32, 64), CodeFormat.INT8, 64))
+    pack_quantized_linears(model)
+    assert unfit(model) == "layer 1 has products of one input that are quantized in several ways"
 
 
 @pytest.mark.parametrize("layers", [(0,), (3,), (2, 0), (1, 2, 3)])

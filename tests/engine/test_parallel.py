@@ -20,6 +20,7 @@ from engine.attention import transformers_hook
 from engine.attention.select import select_backend
 from engine.kv_pool import KVPool
 from engine.linear.packed import PackedLinear, kernel_fault, pack, packed_rows
+from engine.linear.packed_quantized import pack_quantized_linears
 from engine.loader import LoadedModel
 from engine.parallel import group
 from engine.parallel.group import Columns, LostRankError, Ranks
@@ -29,6 +30,8 @@ from engine.parallel.messages import Run, encode
 from engine.parallel.runner import ShareRunner
 from engine.pool_layout import TARGET, PoolLayout
 from engine.probe import probe
+from engine.quantization.rounding import round_linears
+from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.select_forward import build_runner, pack_model
@@ -60,7 +63,13 @@ def steps() -> list[tuple[list[SequenceRows], list[int]]]:
     ]
 
 
-def load(model_type: str, dtype: torch.dtype, compile: str = "off", **changes: Any) -> LoadedModel:
+def load(
+    model_type: str,
+    dtype: torch.dtype,
+    compile: str = "off",
+    quantization: CodeFormat | None = None,
+    **changes: Any,
+) -> LoadedModel:
     """A random model, packed."""
     transformers_hook.register()
     torch.manual_seed(11)
@@ -68,6 +77,9 @@ def load(model_type: str, dtype: torch.dtype, compile: str = "off", **changes: A
     model = AutoModelForCausalLM.from_config(config_of(model_type, **changes), **options).eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    if quantization is not None:
+        round_linears(model, quantization)
+        pack_quantized_linears(model)
     kv_group = probe(model, dtype, model.config.num_hidden_layers)
     loaded = LoadedModel(model, CPU, dtype, kv_group, model.config.vocab_size, 512, [], "weights")
     return pack_model(loaded, compile, select_backend(CPU, dtype)[0])
@@ -112,6 +124,24 @@ def test_the_native_decoder_has_them_too(heads: int, kv_heads: int, size: int) -
     assert loaded.description is not None
     expected, pool = run(loaded, 1)
     logits, shared = run(loaded, size)
+    assert all(map(torch.equal, logits, expected))
+    assert torch.equal(shared, pool)
+
+
+@needs_kernel
+@pytest.mark.parametrize("compile", ["off", "auto"])
+@pytest.mark.parametrize("format", [CodeFormat.INT8, CodeFormat.INT4])
+def test_quantized_weights_are_shared_too(format: CodeFormat, compile: str) -> None:
+    changes = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 224,
+        "hidden_size": 96,
+    }
+    loaded = load("qwen2", torch.bfloat16, compile, format, vocab_size=330, head_dim=16, **changes)
+    assert (loaded.description is not None) == (compile == "auto")
+    expected, pool = run(loaded, 1)
+    logits, shared = run(loaded, 3)
     assert all(map(torch.equal, logits, expected))
     assert torch.equal(shared, pool)
 

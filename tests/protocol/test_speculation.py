@@ -109,7 +109,9 @@ def test_a_bad_entry_of_the_file_is_blamed_on_it(tmp_path: Path) -> None:
         ({"method": "custom", "drafter": 3}, "drafter: must be a string, got 3"),
         ({"method": "custom", "drafter": "a:B", "tree": True}, "tree: the method custom drafts no tree"),
         ({"num_spec_tokens": 3}, "num_spec_tokens: there is no such field; is num_speculative_tokens meant?"),
-        ({"quantization": "x"}, "quantization: there is no such field; there are method, model, "),
+        ({"precision": "x"}, "precision: there is no such field; there are method, model, "),
+        ({"quantization": "int3"}, "quantization: must be one of 'fp8', 'int4', 'int8', 'mxfp4', got 'int3'"),
+        ({"quantization": "int8"}, "quantization: must be absent: the method ngram has no draft model"),
     ],
 )
 def test_a_bad_field_is_named_with_its_limit(fields: dict, expected: str) -> None:

@@ -1,0 +1,107 @@
+"""Rounds the weights of a model that is loaded: `--quantization`. Nothing is calibrated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.linear.packed import plain_weight
+from engine.linear.quantized import QuantizedLinear
+from engine.quantization.weight import E2M1_VALUES, INT4_ZERO, CodeFormat, QuantizedWeight
+from protocol.errors import ConfigError
+
+_GROUPS = {
+    CodeFormat.INT8: (0,),
+    CodeFormat.INT4: (128, 64, 32),
+    CodeFormat.FP8: (0,),
+    CodeFormat.MXFP4: (32,),
+}
+"""Inputs that share a scale, best first; 0 stands for all of a layer's."""
+
+_LARGEST_FP8 = 448.0
+_LARGEST_E2M1 = 6.0
+
+
+def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
+    """Quantize the model's linear layers but its head, each as soon as its weight is freed.
+
+    Layers whose inputs are no multiple of a group stay as they are. Raises ConfigError where those are all.
+    """
+    head, count = model.get_output_embeddings(), 0
+    linears = (nn.Linear, Conv1D)
+    paths = [p for p, module in model.named_modules() if type(module) in linears and module is not head]
+    for path in paths:
+        linear = model.get_submodule(path)
+        weight = plain_weight(linear).detach()
+        group = group_size(format, weight.shape[1])
+        if group is not None:
+            quantized = round_to_nearest(weight, format, group)
+            model.set_submodule(path, QuantizedLinear(quantized, linear.bias))
+            count += 1
+    if not count:
+        raise ConfigError(
+            f"--quantization: {format.value} fits none of the model's {len(paths)} linear layers: "
+            f"their inputs would have to be a multiple of {_GROUPS[format][-1]}"
+        )
+
+
+def group_size(format: CodeFormat, inputs: int) -> int | None:
+    """How many of a layer's inputs share a scale; None where no group fits."""
+    groups = (group or inputs for group in _GROUPS[format])
+    return next((group for group in groups if inputs % group == 0), None)
+
+
+def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int) -> QuantizedWeight:
+    """Of a weight [out_features, in_features] in any floating-point dtype."""
+    groups = weight.float().unflatten(1, (-1, group_size))
+    scales = _SCALES[format](groups)
+    codes = _codes(groups / scales, format)
+    return QuantizedWeight(format, codes.flatten(1), scales.squeeze(2))
+
+
+def _int8_scales(groups: Tensor) -> Tensor:
+    return _nonzero(groups.abs().amax(2, keepdim=True) / 127)
+
+
+def _int4_scales(groups: Tensor) -> Tensor:
+    """The weight that is farthest from zero gets the code that is: -8 has no opposite."""
+    farthest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    return _nonzero(farthest / -8)
+
+
+def _fp8_scales(groups: Tensor) -> Tensor:
+    return _nonzero(groups.abs().amax(2, keepdim=True) / _LARGEST_FP8)
+
+
+def _mxfp4_scales(groups: Tensor) -> Tensor:
+    """Powers of two (OCP Microscaling Formats, section 6.3): 4 is the largest power among the values."""
+    largest = groups.abs().amax(2, keepdim=True)
+    return _nonzero(torch.exp2(largest.log2().floor() - 2))
+
+
+_SCALES = {
+    CodeFormat.INT8: _int8_scales,
+    CodeFormat.INT4: _int4_scales,
+    CodeFormat.FP8: _fp8_scales,
+    CodeFormat.MXFP4: _mxfp4_scales,
+}
+
+
+def _nonzero(scales: Tensor) -> Tensor:
+    """A group of zeros may have any scale but this."""
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def _codes(values: Tensor, format: CodeFormat) -> Tensor:
+    if format is CodeFormat.INT8:
+        return values.round().clamp(-127, 127).to(torch.int8)
+    if format is CodeFormat.INT4:
+        return (values.round().clamp(-8, 7) + INT4_ZERO).to(torch.uint8)
+    if format is CodeFormat.FP8:
+        return values.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+    magnitudes = torch.tensor(E2M1_VALUES[:8], device=values.device)
+    between = (magnitudes[1:] + magnitudes[:-1]) / 2
+    codes = torch.bucketize(values.abs().clamp(max=_LARGEST_E2M1), between)
+    return (codes + 8 * (values < 0)).to(torch.uint8)

@@ -1,0 +1,102 @@
+"""Rounding to nearest at load: errors within half a step, and what cannot be rounded is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from engine.linear.packed import kernel_fault
+from engine.linear.packed_quantized import PackedQuantizedLinear
+from engine.loader import load_model
+from engine.quantization.rounding import group_size, round_to_nearest
+from engine.quantization.weight import CodeFormat
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from tests.engine.quantization.quantized_model import write_quantized
+from tests.worker.tiny_model import write_tiny_llama
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("format", "group"), [(CodeFormat.INT8, 256), (CodeFormat.INT4, 64)])
+def test_integers_err_by_half_a_step(format: CodeFormat, group: int) -> None:
+    weight = torch.randn(20, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[3, :64] = 0
+    quantized = round_to_nearest(weight, format, group)
+    assert quantized.group_size == group
+    groups = weight.float().unflatten(1, (-1, group))
+    error = (quantized.dequantized().unflatten(1, (-1, group)) - groups).abs()
+    values = groups / quantized.scales[..., None]
+    # int4 has no +8: what is nearly as far as the farthest, on the other side, becomes 7.
+    most = torch.where(values > 7, 1.0, 0.5 + 1e-5) if format is CodeFormat.INT4 else 0.5 + 1e-5
+    assert (error <= most * quantized.scales.abs()[..., None]).all()
+    assert torch.allclose(values.abs().amax(2)[0], torch.tensor(127.0 if format is CodeFormat.INT8 else 8.0))
+
+
+def test_fp8_errs_by_a_sixteenth_of_the_value_or_half_the_smallest_step() -> None:
+    weight = torch.randn(20, 256, generator=torch.Generator().manual_seed(0))
+    quantized = round_to_nearest(weight, CodeFormat.FP8, 256)
+    error = (quantized.dequantized() - weight).abs()
+    assert (error <= weight.abs() / 16 + quantized.scales * 2**-10 + 1e-7).all()
+    assert torch.allclose(quantized.dequantized().abs().amax(1), weight.abs().amax(1))
+
+
+def test_mxfp4_takes_the_nearest_of_its_values_and_scales_by_powers_of_two() -> None:
+    weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    quantized = round_to_nearest(weight, CodeFormat.MXFP4, 32)
+    assert torch.equal(quantized.scales.log2(), quantized.scales.log2().round())
+    values = weight.unflatten(1, (-1, 32)) / quantized.scales[..., None]
+    assert (values.abs() < 8).all() and (values.abs().amax(2) >= 4).all()
+    known = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = (values.abs()[..., None] - known).abs().amin(-1)
+    found = quantized.dequantized().unflatten(1, (-1, 32)) / quantized.scales[..., None]
+    assert torch.allclose((found - values).abs(), nearest, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("format", "inputs", "group"),
+    [
+        (CodeFormat.INT4, 384, 128),
+        (CodeFormat.INT4, 192, 64),
+        (CodeFormat.INT4, 96, 32),
+        (CodeFormat.INT4, 40, None),
+        (CodeFormat.MXFP4, 48, None),
+        (CodeFormat.INT8, 40, 40),
+        (CodeFormat.FP8, 7, 7),
+    ],
+)
+def test_the_largest_group_that_fits(format: CodeFormat, inputs: int, group: int | None) -> None:
+    assert group_size(format, inputs) == group
+
+
+def config(folder: Path, quantization: str | None, dtype: str = "bfloat16") -> ServeConfig:
+    return ServeConfig(model=str(folder), device="cpu", dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(kernel_fault(CPU, torch.bfloat16) is not None, reason="this machine has no such kernel")
+def test_a_model_is_rounded_at_load_but_for_its_head(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    plain, int8, fp8 = (load_model(config(tmp_path, each)) for each in (None, "int8", "fp8"))
+    linears = [m for m in int8.model.modules() if isinstance(m, PackedQuantizedLinear)]
+    assert len(linears) == 7 * int8.model.config.num_hidden_layers
+    assert type(int8.model.lm_head) is nn.Linear
+    assert len({plain.weights, int8.weights, fp8.weights}) == 3, "their KV is not the same"
+    assert load_model(config(tmp_path, "int8")).weights == int8.weights
+
+
+def test_layers_that_no_group_fits_are_refused_if_they_are_all(tmp_path: Path) -> None:
+    shape = {"hidden_size": 40, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    AutoConfig.for_model("llama", vocab_size=64, **shape).save_pretrained(tmp_path)
+    options = ServeConfig(model=str(tmp_path), device="cpu", load_format="dummy", quantization="int4")
+    with pytest.raises(ConfigError, match="--quantization: int4 fits none of the model's 7 linear layers"):
+        load_model(options)
+
+
+def test_a_quantized_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
+    write_quantized(tmp_path, "llama", "awq")
+    with pytest.raises(ConfigError, match=r"--quantization: .* is quantized already, by awq: leave the"):
+        load_model(config(tmp_path, "int8", "float32"))
