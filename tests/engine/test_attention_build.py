@@ -21,6 +21,7 @@ from engine.attention.cpu_kernel import structs
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import select_backend
 from engine.attention.torch_backend import TorchBackend
+from engine.kv_rows import CODE_DTYPES
 from native import build, ownership
 from tests.engine.attention_packs import make_pack, run
 
@@ -187,8 +188,11 @@ def test_portable_code_gives_the_same_attention(
     if platform.machine() != "x86_64" or (level.endswith("v4") and "avx512f" not in build._cpu()):
         pytest.skip(f"this CPU has no {level}")
     monkeypatch.setattr(build, "_NATIVE", [f"-march={level}"])
-    for dtype, tolerance in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
-        pack = make_pack([(1, 300), (40, 90), (1, 17)], dtype=dtype, head_dim=72)
+    cases = [(torch.float32, "none", 2e-5), (torch.bfloat16, "none", 2e-2)]
+    cases += [(dtype, name, 2e-2) for dtype in (torch.float32, torch.bfloat16) for name in CODE_DTYPES]
+    for dtype, quantization, tolerance in cases:
+        lengths = [(1, 300), (40, 90), (1, 17)]
+        pack = make_pack(lengths, dtype=dtype, head_dim=72, quantization=quantization)
         settings: list[dict[str, Any]] = [{}, {"window": 50, "softcap": 5.0}]
         for arguments in settings:
             torch.testing.assert_close(

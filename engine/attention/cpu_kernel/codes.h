@@ -18,6 +18,7 @@ template <> inline constexpr bool is_coded<Int8> = true;
 template <> inline constexpr bool is_coded<Fp8> = true;
 
 constexpr int SCALE_BYTES = 4;
+constexpr int MAX_CODES = 512;  // of a row
 constexpr float SMALLEST = 1e-30f;  // rows with no larger value are stored as zeros
 
 // Elements of a stored row.

@@ -18,11 +18,27 @@ static inline const float* as_words(const Fp8* row, int head_dim, float* buffer)
     for (int d = 0; d < head_dim; d++) buffer[d] = from_code(row[d]);
     return buffer;
 }
+#if defined(BF16_PAIRS)
+// Exact: bfloat16's exponent has a bias of 127 in place of 7, and subnormal codes, of which there are eight, come from
+// a table.
 static inline const uint32_t* as_words(const Fp8* row, int head_dim, uint32_t* buffer) {
+    alignas(64) static const uint16_t subnormal[32] = {0,      0x3b00, 0x3b80, 0x3bc0,  // multiples of 1/512
+                                                       0x3c00, 0x3c20, 0x3c40, 0x3c60};
+    const __m512i table = _mm512_load_si512(subnormal);
     auto* to = (uint16_t*)buffer;
-    for (int d = 0; d < head_dim; d++) to[d] = uint16_t(bits_of(from_code(row[d])) >> 16);  // exact
+    for (int d = 0; d < head_dim; d += 32) {
+        const __mmask32 rest = head_dim - d < 32 ? (1u << (head_dim - d)) - 1 : ~0u;
+        const __m512i codes = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(rest, row + d));
+        const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+        const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+        const __mmask32 is_subnormal = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+        const __m512i values = _mm512_mask_permutexvar_epi16(normal, is_subnormal, magnitude, table);
+        const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
+        _mm512_mask_storeu_epi16(to + d, rest, _mm512_or_si512(values, sign));
+    }
     return buffer;
 }
+#endif
 
 // Rounds to int16 by the row's largest magnitude; returns the unit: a value is about its number times this.
 static inline float to_whole(const float* row, int count, int16_t* to) {
@@ -52,6 +68,26 @@ static inline float load_query(const Query* row, int head_dim, int32_t* buffer, 
     return to_whole(ordered, head_dim, (int16_t*)to);
 }
 
+#if defined(__AVX512F__)
+// columns[4] = words w to w + 3 of the rows of 16 keys
+template <class Word>
+static inline void four_columns(const Word* const* from, int w, __m512i* columns) {
+    __m512i v[4];  // v[i] holds four words of keys i, i + 4, i + 8 and i + 12
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)(from[i] + w)));
+        v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const __m128i*)(from[i + 4] + w)), 1);
+        v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const __m128i*)(from[i + 8] + w)), 2);
+        v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const __m128i*)(from[i + 12] + w)), 3);
+    }
+    const __m512i low01 = _mm512_unpacklo_epi32(v[0], v[1]), high01 = _mm512_unpackhi_epi32(v[0], v[1]);
+    const __m512i low23 = _mm512_unpacklo_epi32(v[2], v[3]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
+    columns[0] = _mm512_unpacklo_epi64(low01, low23);
+    columns[1] = _mm512_unpackhi_epi64(low01, low23);
+    columns[2] = _mm512_unpacklo_epi64(high01, high23);
+    columns[3] = _mm512_unpackhi_epi64(high01, high23);
+}
+#endif
+
 // to[word][TILE] = from[16 keys][word]
 template <class Word>
 static inline void transpose_16(const Word* const* from, int words, Word* to) {
@@ -59,23 +95,36 @@ static inline void transpose_16(const Word* const* from, int words, Word* to) {
 #if defined(__AVX512F__)
     asm volatile("" : : "r"(from) : "memory");  // keeps g++ from holding the 16 pointers in vector registers
     for (; w + 4 <= words; w += 4) {
-        __m512i v[4];  // v[i] holds four words of keys i, i + 4, i + 8 and i + 12
-        for (int i = 0; i < 4; i++) {
-            v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)(from[i] + w)));
-            v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const __m128i*)(from[i + 4] + w)), 1);
-            v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const __m128i*)(from[i + 8] + w)), 2);
-            v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const __m128i*)(from[i + 12] + w)), 3);
-        }
-        __m512i low01 = _mm512_unpacklo_epi32(v[0], v[1]), high01 = _mm512_unpackhi_epi32(v[0], v[1]);
-        __m512i low23 = _mm512_unpacklo_epi32(v[2], v[3]), high23 = _mm512_unpackhi_epi32(v[2], v[3]);
-        _mm512_storeu_si512(to + (w + 0) * TILE, _mm512_unpacklo_epi64(low01, low23));
-        _mm512_storeu_si512(to + (w + 1) * TILE, _mm512_unpackhi_epi64(low01, low23));
-        _mm512_storeu_si512(to + (w + 2) * TILE, _mm512_unpacklo_epi64(high01, high23));
-        _mm512_storeu_si512(to + (w + 3) * TILE, _mm512_unpackhi_epi64(high01, high23));
+        __m512i columns[4];
+        four_columns(from, w, columns);
+        for (int i = 0; i < 4; i++) _mm512_storeu_si512(to + (w + i) * TILE, columns[i]);
     }
 #endif
     for (; w < words; w++)
         for (int k = 0; k < 16; k++) to[w * TILE + k] = from[k][w];
+}
+
+// Four codes of each of 16 keys, in vectors of so many, become words of two as int16: first the even, then the odd ones.
+static inline void put_codes(IntVec four, int32_t* to) {
+    store(to, (IntVec)((ShortVec)four << 8 >> 8));
+    store(to + TILE, (IntVec)((ShortVec)four >> 8));
+}
+
+// to[word][TILE] = codes of from[16 keys][four codes]; the buffer has room for them as they are.
+static inline void transpose_codes(const int32_t* const* from, int fours, int32_t* buffer, int32_t* to) {
+    int w = 0;
+#if defined(__AVX512F__)
+    asm volatile("" : : "r"(from) : "memory");
+    for (; w + 4 <= fours; w += 4) {
+        __m512i columns[4];
+        four_columns(from, w, columns);
+        for (int i = 0; i < 4; i++) put_codes((IntVec)columns[i], to + 2 * (w + i) * TILE);
+    }
+#endif
+    for (; w < fours; w++) {
+        for (int k = 0; k < 16; k++) buffer[k] = from[k][w];
+        for (int k = 0; k < 16; k += LANES) put_codes(load(buffer + k), to + 2 * w * TILE + k);
+    }
 }
 
 // Pointers to a tile's keys, for the first head of a task. A key's value is `to_value` elements after the key.
@@ -119,7 +168,7 @@ static void pack_keys(const TileRows<Element>& rows, int64_t offset, int head_di
     }
 }
 
-// The same for words of two codes as int16: of four dimensions first the even, then the odd ones.
+// The same for words of two codes.
 static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, int, Sweep<Int8>& sweep,
                       int32_t* buffer, int32_t* packed) {
     for (int first = 0; first < rows.count; first += 16) {
@@ -127,21 +176,17 @@ static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, 
         for (int k = 0; k < 16; k++)
             group[k] = (const int32_t*)(rows.keys[std::min(first + k, rows.count - 1)] + offset);
         sweep.fetch();
-        transpose_16(group, head_dim / 4, buffer + first);
+        transpose_codes(group, head_dim / 4, buffer, packed + first);
     }
-    for (int d = 0; d < head_dim; d += 4, buffer += TILE, packed += 2 * TILE)
-        for (int k = 0; k < rows.count; k += LANES) {
-            const ShortVec four = (ShortVec)load(buffer + k);
-            store(packed + k, (IntVec)(four << 8 >> 8));
-            store(packed + TILE + k, (IntVec)(four >> 8));
-        }
 }
 
 // scales[TILE]: of the rows at this offset, zeros after the last one.
 template <class Element>
 static void take_scales(const TileRows<Element>& rows, int64_t offset, int head_dim, int first, float* scales) {
-    for (int k = 0; k < rows.count; k++) scales[first + k] = scale_of(rows.keys[k] + offset, head_dim);
-    for (int k = first + rows.count; k < TILE; k++) scales[k] = 0;
+    const int count = rows.count;
+#pragma GCC unroll 8
+    for (int k = 0; k < count; k++) scales[first + k] = scale_of(rows.keys[k] + offset, head_dim);
+    for (int k = first + count; k < TILE; k++) scales[k] = 0;
 }
 
 // packed[key][width]: the rows one after another, zeros from head_dim to width.
@@ -196,14 +241,14 @@ static void pack_values(const TileRows<Int8>& rows, int64_t offset, int head_dim
     offset += rows.to_value;
     for (int k = 0; k < rows.count; k += 2, packed += width) {
         if (k % 16 == 0) sweep.fetch();
-        const bool paired = k + 1 < rows.count;
-        const auto* row = &rows.keys[k][offset].code;
-        const auto* row_after = &rows.keys[paired ? k + 1 : k][offset].code;
-        const int32_t keep_after = paired ? ~0xffff : 0;
+        static const int8_t zeros[MAX_CODES] = {};
+        const int8_t* row = &rows.keys[k][offset].code;
+        const int8_t* row_after = k + 1 < rows.count ? &rows.keys[k + 1][offset].code : zeros;
         int d = 0;
+#pragma GCC unroll 4
         for (; d + LANES <= head_dim; d += LANES)
-            store(packed + d, (widen(row + d) & 0xffff) | ((widen(row_after + d) << 16) & keep_after));
-        for (; d < head_dim; d++) packed[d] = (row[d] & 0xffff) | (int32_t(row_after[d]) * 65536 & keep_after);
-        memset(packed + head_dim, 0, (width - head_dim) * sizeof(int32_t));
+            store(packed + d, (widen(row + d) & 0xffff) | widen(row_after + d) << 16);
+        for (; d < head_dim; d++) packed[d] = (row[d] & 0xffff) | int32_t(row_after[d]) * 65536;
+        for (; d < width; d++) packed[d] = 0;
     }
 }

@@ -23,7 +23,6 @@ constexpr int LANES = 4;
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 typedef int16_t ShortVec __attribute__((vector_size(LANES * 4)));
-typedef int8_t ByteVec __attribute__((vector_size(LANES)));
 
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
@@ -44,9 +43,15 @@ static inline IntVec load(const int32_t* from) {
 static inline void store(int32_t* to, IntVec v) { memcpy(to, &v, sizeof v); }
 
 static inline IntVec widen(const int8_t* from) {
-    ByteVec v;
-    memcpy(&v, from, sizeof v);
-    return __builtin_convertvector(v, IntVec);
+#if defined(__AVX512F__)
+    return (IntVec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    return (IntVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    IntVec v;
+    for (int i = 0; i < LANES; i++) v[i] = from[i];
+    return v;
+#endif
 }
 
 static inline Vec splat(float x) { return x - Vec{}; }

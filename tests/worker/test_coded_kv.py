@@ -1,0 +1,75 @@
+"""Workers that keep KV in one byte a value: it moves as it is, and a pair that does not agree says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.config import ServeConfig
+from protocol.messages import EngineRequest
+from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
+from tests.worker.test_worker_handoff import prompt
+
+LENGTHS = [15, 64, 200]
+
+
+def coded_config(model: Path, kv_cache_dtype: str = "int8", **changes: Any) -> ServeConfig:
+    """In bfloat16, where a row's products have the same bits in every batch."""
+    return tiny_config(model, dtype="bfloat16", compile="auto", kv_cache_dtype=kv_cache_dtype, **changes)
+
+
+def asked(name: str, length: int) -> EngineRequest:
+    return request(name, prompt(length), max_tokens=24, temperature=1.0, seed=length)
+
+
+def whole(cluster: Cluster, worker: RunningWorker) -> list[list[int]]:
+    """The prompts' answers by this worker alone."""
+    for length in LENGTHS:
+        cluster.generate(worker, asked(f"whole{length}", length))
+    cluster.run(*[f"whole{length}" for length in LENGTHS])
+    return [cluster.tokens(f"whole{length}") for length in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "transport", "block_size"),
+    [("int8", "shm", 16), ("fp8", "tcp", 16), ("int8", "tcp", 8)],
+)
+def test_split_gives_the_tokens_of_one_worker(
+    cluster: Cluster, model_folder: Path, kv_cache_dtype: str, transport: str, block_size: int
+) -> None:
+    """Also between unlike block sizes, whose rows move as they are."""
+    config = coded_config(model_folder, kv_cache_dtype, kv_transports=transport)
+    prefill = cluster.start("prefill", "prefill-0", config)
+    decode = cluster.start(
+        "decode",
+        "decode-0",
+        coded_config(model_folder, kv_cache_dtype, kv_transports=transport, block_size=block_size),
+    )
+    for length in LENGTHS:
+        cluster.generate(prefill, asked(f"split{length}", length), decode.address)
+    cluster.run(*[f"split{length}" for length in LENGTHS])
+    split = [cluster.tokens(f"split{length}") for length in LENGTHS]
+    assert set(cluster.sources("split200")[1:]) == {"decode-0"}
+    assert whole(cluster, decode) == split
+    for length in LENGTHS[1:]:  # what came is what it would have computed
+        blocks = length // block_size * block_size
+        assert cluster.outputs[f"whole{length}"][0][1].cached_tokens == min(blocks, length - 1)
+    cluster.wait_empty(prefill, decode)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("int8", "auto"), ("auto", "fp8"), ("fp8", "int8")])
+def test_a_pair_that_does_not_agree_is_refused_by_the_flag(
+    cluster: Cluster, model_folder: Path, theirs: str, ours: str
+) -> None:
+    prefill = cluster.start("prefill", "prefill-0", coded_config(model_folder, theirs))
+    decode = cluster.start("decode", "decode-0", coded_config(model_folder, ours))
+    cluster.generate(prefill, asked("r", 64), decode.address)
+    failure = cluster.handover_failed("r")
+    assert failure.error_kind == "transfer"
+    assert f"the sender has --kv-cache-dtype {theirs}, here it is {ours}" in failure.reason
+    cluster.redirect(prefill, "r", None)
+    cluster.run("r")
+    assert set(cluster.sources("r")) == {"prefill-0"}
+    cluster.wait_empty(prefill, decode)
