@@ -32,6 +32,8 @@ class BlockManager:
         self.block_size = pool.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.tiers = tiers
+        self.least_blocks = 0
+        """Of each arena, that a sequence has from its first `grow` on, whatever its length."""
         below = itertools.zip_longest(pool.arenas, tiers)
         self.arenas = [Arena(len(blocks), tier) for blocks, tier in below]
         self.log: CacheLog | None = None
@@ -127,12 +129,14 @@ class Holdings:
 
     `identities` are those of the leading full blocks whose tokens are committed; it may lag behind `blocks`.
     `below` are the next ones, as far as they were found in the lower tiers, and `tokens_below` their tokens.
-    Blocks that are not `shareable` are never published.
+    `spare` are blocks of each arena that `grow` will use before it takes others. Blocks that are not
+    `shareable` are never published.
     """
 
     manager: BlockManager
     root: BlockIdentity
     blocks: list[list[int]] = field(init=False)
+    spare: list[list[int]] = field(init=False)
     identities: list[BlockIdentity] = field(default_factory=list)
     below: list[BlockIdentity] = field(default_factory=list)
     tokens_below: Sequence[int] = ()
@@ -140,6 +144,7 @@ class Holdings:
 
     def __post_init__(self) -> None:
         self.blocks = [[] for _ in self.manager.arenas]
+        self.spare = [[] for _ in self.manager.arenas]
 
     def reference(self, identity: BlockIdentity) -> bool:
         """Add this block if every arena has it; whether that is so."""
@@ -155,7 +160,7 @@ class Holdings:
 
     def needs(self, write_from: int, num_tokens: int) -> list[int]:
         """How many blocks of each arena `grow` would take."""
-        return [len(locked) + missing for locked, missing in self._lacks(write_from, num_tokens)]
+        return [self._needs(index, *lack) for index, lack in enumerate(self._lacks(write_from, num_tokens))]
 
     def fits(self, write_from: int, num_tokens: int, spare: int = 0) -> bool:
         """Whether every arena has what `grow` would take, and `spare` blocks more."""
@@ -172,11 +177,12 @@ class Holdings:
         `OutOfBlocksError`, with nothing changed, when there are too few blocks.
         """
         size = self.manager.block_size
-        if write_from // size >= len(self.identities) and num_tokens <= size * min(map(len, self.blocks)):
+        is_here = num_tokens <= size * min(map(len, self.blocks)) and self._has_least
+        if is_here and write_from // size >= len(self.identities):
             return  # as in most decode steps
         lacks = self._lacks(write_from, num_tokens)
-        for arena, (locked, missing) in zip(self.manager.arenas, lacks, strict=True):
-            needed, available = len(locked) + missing, arena.num_available
+        for index, arena in enumerate(self.manager.arenas):
+            needed, available = self._needs(index, *lacks[index]), arena.num_available
             if needed > available:
                 raise OutOfBlocksError(f"{needed} KV blocks are needed, {available} are available")
         for index, (locked, missing) in enumerate(lacks):
@@ -252,10 +258,11 @@ class Holdings:
 
         The tail becomes evictable before the head, since a block is of no use without those before it.
         """
-        for arena, blocks in zip(self.manager.arenas, self.blocks, strict=True):
-            for block in reversed(blocks):
+        for arena, blocks, spare in zip(self.manager.arenas, self.blocks, self.spare, strict=True):
+            for block in reversed(blocks + spare):
                 arena.dereference(block)
             blocks.clear()
+            spare.clear()
         self.identities.clear()
         self.below.clear()
 
@@ -273,9 +280,19 @@ class Holdings:
             lacks.append((locked, max(0, wanted - len(blocks))))
         return lacks
 
+    @property
+    def _has_least(self) -> bool:
+        return self.manager.least_blocks <= len(self.blocks[0]) + len(self.spare[0])
+
+    def _needs(self, index: int, locked: list[int], missing: int) -> int:
+        """Blocks of the arena beyond the spare ones."""
+        reserved = max(missing, self.manager.least_blocks - len(self.blocks[index]))
+        return max(len(locked) + reserved - len(self.spare[index]), 0)
+
     def _take(self, index: int, locked: list[int], missing: int) -> None:
         arena, blocks = self.manager.arenas[index], self.blocks[index]
-        taken = arena.take(len(locked) + missing)
+        fresh = self.spare[index] + arena.take(self._needs(index, locked, missing))
+        taken, self.spare[index] = fresh[: len(locked) + missing], fresh[len(locked) + missing :]
         sources = [blocks[place] for place in locked]
         for place, source, target in zip(locked, sources, taken, strict=False):
             self.manager.pool.copy_block(index, source, target)

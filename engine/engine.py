@@ -133,6 +133,8 @@ class Engine:
             if self._speculator is not None:
                 self._speculator.attach(loaded, self.pool, self._sampler)
                 self._speculator.warm_up(profiling)
+        if not config.paged_kv:
+            self.blocks.least_blocks = -(-loaded.max_model_len // config.block_size)
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
             "attention": f"{backend_class.name} ({why})",

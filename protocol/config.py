@@ -158,6 +158,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
 
     block_size: Annotated[int, Meta(ge=1, le=1024), _doc("Tokens in a KV block.")] = 16
     enable_prefix_caching: Annotated[bool, _doc("Share the KV of equal prefixes.")] = True
+    paged_kv: Annotated[
+        bool,
+        _doc(
+            "Give a request KV blocks as it grows. Without, it holds --max-model-len tokens' for its whole "
+            "life, as servers do that do not page: for comparisons."
+        ),
+    ] = True
     gpu_memory_utilization: Annotated[
         float,
         Meta(gt=0, le=1),
