@@ -140,7 +140,8 @@ class Engine:
             "attention": f"{backend_class.name} ({why})",
             "forward": self._runner.choice,
             "products": self._runner.products,
-            "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB",
+            "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB, "
+            f"{loaded.kv_group.rows}",
             "kv_tiers": self.tiers.describe() if self.tiers is not None else "none",
             "threads": str(torch.get_num_threads()),
             "load_s": f"{loaded_s:.1f}",

@@ -33,6 +33,9 @@ class KvRows:
     dtype: torch.dtype
     quantization: str = "none"
 
+    def __str__(self) -> str:
+        return self.quantization if self.coded else str(self.dtype).removeprefix("torch.")
+
     @property
     def coded(self) -> bool:
         return self.quantization != "none"

@@ -6,6 +6,7 @@ import dataclasses
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.attention import transformers_hook
 from engine.attention.select import select_backend
 from engine.kv_pool import KVPool
+from engine.kv_rows import CODE_DTYPES
 from engine.linear.packed import PackedLinear, kernel_fault, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.loader import LoadedModel
@@ -90,7 +92,7 @@ def run(loaded: LoadedModel, size: int) -> tuple[list[Tensor], Tensor]:
     pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK_SIZE), 7, CPU, None)
     runners: list[Runner]
     if size == 1:
-        backend = select_backend(CPU, loaded.dtype)[0](pool.layers(TARGET))
+        backend = select_backend(CPU, loaded.dtype)[0](pool.layers(TARGET), rows=loaded.kv_group.rows)
         runners = [build_runner(loaded, backend, "off")]
     else:
         config, ranks = tiny_config(Path()), Ranks(size)
@@ -126,6 +128,19 @@ def test_the_native_decoder_has_them_too(heads: int, kv_heads: int, size: int) -
     logits, shared = run(loaded, size)
     assert all(map(torch.equal, logits, expected))
     assert torch.equal(shared, pool)
+
+
+@needs_kernel
+@pytest.mark.parametrize("quantization", CODE_DTYPES)
+def test_coded_kv_is_shared_too(quantization: str) -> None:
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 200}
+    loaded = load("qwen2", torch.bfloat16, "auto", hidden_size=144, vocab_size=330, head_dim=16, **changes)
+    loaded = replace(loaded, kv_group=loaded.kv_group.stored_as(quantization))
+    expected, pool = run(loaded, 1)
+    for size in (2, 3):  # 3 are more than the KV heads
+        logits, shared = run(loaded, size)
+        assert all(map(torch.equal, logits, expected))
+        assert torch.equal(shared, pool)
 
 
 @needs_kernel

@@ -10,15 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.blocks.layout import (
+    CODE_DTYPES,
     BlockLayout,
     LayoutError,
     block_bytes,
     conversion_problem,
+    foreign_format,
     needs_conversion,
     tokens_in_blocks,
     wire_segments,
 )
-from protocol.handoff import SegmentInfo
+from protocol.handoff import ROW_QUANTIZATIONS, SegmentInfo
 from tests.kvtransfer.plain_layout import parts, plain_block_bytes, random_blocks, read_token, segment
 
 TARGET = segment(3, 16, 2, 8, dtype="bfloat16")
@@ -149,6 +151,23 @@ def test_nothing_converts_into_a_quantized_pool() -> None:
     problem = conversion_problem([TARGET], [quantized])
     assert problem is not None and problem[0] == "quantization"
     assert conversion_problem([quantized], [quantized]) is None
+
+
+@pytest.mark.parametrize("name", ROW_QUANTIZATIONS)
+def test_a_pool_in_rows_takes_such_blocks_alone(name: str) -> None:
+    ours = msgspec.structs.replace(TARGET, quantization=ROW_QUANTIZATIONS[name])
+    assert block_bytes([ours]) == 3 * 2 * 16 * 2 * (8 + 4)
+    for changes in ({}, {"shape": (3, 2, 24, 2, 8)}, {"dtype": "float32"}):
+        assert conversion_problem([msgspec.structs.replace(ours, **changes)], [ours]) is None
+    unlike = [TARGET, *(msgspec.structs.replace(TARGET, quantization=other) for other in CODE_DTYPES)]
+    pairs = [(their, ours, f"has --kv-cache-dtype auto, here it is {name};") for their in unlike]
+    for their, our, reason in [*pairs, (ours, TARGET, f"has --kv-cache-dtype {name}, here it is auto;")]:
+        problem = conversion_problem([their], [our])
+        assert problem is not None and problem[0] == "quantization" and reason in problem[1]
+    with pytest.raises(LayoutError, match="--kv-wire-dtype auto"):
+        wire_segments([ours], "int8")
+    assert foreign_format([ours], [ours]) == ""
+    assert foreign_format([msgspec.structs.replace(ours, dtype="float32")], [ours]) != ""
 
 
 def test_equal_opaque_blocks_need_no_conversion() -> None:
