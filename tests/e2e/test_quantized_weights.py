@@ -1,0 +1,102 @@
+"""A model rounded at load gives the tokens of an engine with one request: split, in a crowd, with drafts,
+after a prefix hit, and when a decode worker is killed. bfloat16, with the kernels for quantized weights.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from deploy.config import load_config, speculative_config
+from engine.engine import Engine
+from engine.linear.packed import kernel_fault
+from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+from tests.e2e.serving import HttpServing
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        kernel_fault(torch.device("cpu"), torch.bfloat16) is not None,
+        reason="this machine has no such kernel",
+    ),
+]
+
+NUM_TOKENS = 40
+LINES = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text().splitlines()
+REQUESTS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.7, "seed": 11, "top_p": 0.95},
+    {"temperature": 0, "speculative": {"method": "ngram"}},
+    {"temperature": 1.0, "seed": 3, "speculative": {"method": "ngram"}},
+    {"temperature": 0, "speculative": {"enabled": False}},
+    {"temperature": 0.9, "seed": -5, "speculative": {"enabled": False}},
+]
+OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024, "dtype": "bfloat16"}
+ALWAYS = {"ignore_eos": True, "return_token_ids": True}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 4, "quantization": "int8"}
+
+
+def prompt(number: int) -> str:
+    text: str = json.loads(LINES[number])["prompt"]
+    return text[-150 * (number % 3 + 1) :]
+
+
+def alone(quantization: str, prompts: list[list[int]]) -> list[list[int]]:
+    """By an engine with one request at a time, without drafts."""
+    settings = OPTIONS | {"quantization": quantization, "enable_prefix_caching": False}
+    engine = Engine(load_config({"model": str(BUNDLED_MODEL)} | settings, environ={}))
+    answers: list[list[int]] = []
+    for number, (request, token_ids) in enumerate(zip(REQUESTS, prompts, strict=True)):
+        sampling = {name: value for name, value in request.items() if name != "speculative"}
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
+        engine.add(EngineRequest(request_id=str(number), prompt_token_ids=token_ids, sampling=params))
+        answers.append([])
+        while engine.has_work():
+            for output in engine.step().outputs:
+                answers[-1] += output.token_ids
+    return answers
+
+
+def ask(serving: HttpServing, number: int) -> tuple[list[int], list[int]]:
+    """The token ids of the prompt, and of the answer."""
+    fields = {
+        "prompt": prompt(number),
+        "max_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    answer = serving.http.post("/v1/completions", json=ALWAYS | fields | REQUESTS[number])
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    return choice["prompt_token_ids"], choice["token_ids"]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_same_tokens_however_it_is_served(quantization: str) -> None:
+    drafts = speculative_config(DRAFT, "--speculative-config", str(BUNDLED_MODEL))
+    workers = {"prefill-0": "", "decode-0": "KILL:after:after_step:4", "decode-1": ""}
+    numbers = range(len(REQUESTS))
+    with (
+        HttpServing(
+            BUNDLED_MODEL, workers, quantization=quantization, speculative_config=drafts, **OPTIONS
+        ) as serving,
+        ThreadPoolExecutor(len(REQUESTS)) as pool,
+    ):
+        answers = [pool.submit(ask, serving, number) for number in numbers]
+        serving.bury("decode-0")
+        crowd = [answer.result(30) for answer in answers]
+        assert serving.metric("tandem_requests_placed_anew_total") > 0
+        again = [ask(serving, number) for number in numbers]
+        for method in ("draft_model", "ngram"):
+            assert serving.metric("tandem_spec_decode_num_accepted_tokens_total", method=method) > 0, method
+        serving.wait_empty()
+    expected = alone(quantization, [token_ids for token_ids, _ in crowd])
+    assert [token_ids for _, token_ids in crowd] == expected
+    assert [token_ids for _, token_ids in again] == expected
+    assert len({token for tokens in expected for token in tokens}) > NUM_TOKENS, "a test that cannot fail"
