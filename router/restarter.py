@@ -14,6 +14,7 @@ from router.drainer import Drainer, DrainReport
 from router.errors import ApiError
 from router.registry import Registry, Worker
 from router.scaling.scaler import Scaler
+from router.scaling.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,16 @@ class RestartReport(DrainReport):
 
 
 class Restarter:
-    """Runs on the event loop alone. One restart at a time."""
+    """Runs on the event loop alone. One restart at a time, and no scaling meanwhile."""
 
-    def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer, scaler: Scaler) -> None:
+    def __init__(
+        self, config: ServeConfig, registry: Registry, drainer: Drainer, scaler: Scaler, turns: Turns
+    ) -> None:
         self._config = config
         self._registry = registry
         self._drainer = drainer
         self._scaler = scaler
-        self._runs = False
+        self._turns = turns
 
     async def restart(self) -> RestartReport:
         """Returns when all workers that there are now have been restarted, or are gone.
@@ -42,16 +45,11 @@ class Restarter:
         Raises `ApiError`: 409 with nothing changed, or 503 where a worker did not come back. Those whose turn
         had not come then run on as they are.
         """
-        if self._runs:
-            raise ApiError(409, "a restart is under way already")
-        self._runs = True
         began, report = time.monotonic(), RestartReport()
-        try:
+        async with self._turns.take("restart"):
             for worker in self._in_order():
                 await self._restart(worker, report)
-        finally:
-            self._runs = False
-            report.seconds = time.monotonic() - began
+        report.seconds = time.monotonic() - began
         logger.info("restarted: %s", report)
         return report
 
@@ -69,7 +67,7 @@ class Restarter:
         if self._registry.current_of(worker_id) is not worker or worker.draining:
             return  # it has died meanwhile and is new already, or leaves
         if self._is_alone(worker):
-            scaled = await self._scaler.scale({worker.role.name: 2})
+            scaled = await self._scaler.resize({worker.role.name: 2})
             report.successors += scaled.started
             drained = await (await self._drainer.drain(worker_id))
         else:

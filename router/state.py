@@ -46,6 +46,7 @@ from router.restarter import Restarter
 from router.roll_call import RollCall
 from router.scaling.autoscaler import Autoscaler
 from router.scaling.scaler import Scaler
+from router.scaling.turns import Turns
 from router.tokenizer import Tokenizer
 from router.worker_link import WorkerLink
 
@@ -87,8 +88,9 @@ class RouterState:
         self.placer = Placer(*shared, policy, self.kv_feed)
         self.dispatcher = Dispatcher(*shared, self.placer)
         self.drainer = Drainer(*shared, self.placer, self.dispatcher)
-        self.scaler = Scaler(config, self.registry, self.drainer)
-        self.restarter = Restarter(config, self.registry, self.drainer, self.scaler)
+        self.turns = Turns(router_id)
+        self.scaler = Scaler(config, self.registry, self.drainer, self.turns)
+        self.restarter = Restarter(config, self.registry, self.drainer, self.scaler, self.turns)
         self.autoscaler = Autoscaler(
             config, self.registry, self.metrics, self.scaler, self.drainer, self.placer.meter
         )
@@ -202,7 +204,7 @@ class RouterState:
             self.dispatcher.send_waiting()
             self.drainer.sweep()
             self.placer.drafts.sweep()
-            if self.config.router_replicas == 1:
+            if self.config.router_replicas == 1 and "restart" not in self.turns.changes.under_way:
                 self.autoscaler.step({})
             self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
 

@@ -8,6 +8,7 @@ from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from router.demand import RoleDemand
 from router.scaling.interface import ScaleAnswer, ScaleRequest
+from router.scaling.turns import Change
 from router.server import RouterPlace
 
 MAX_MESSAGE_BYTES = 1024 * 1024
@@ -50,6 +51,12 @@ class Scaled(msgspec.Struct, frozen=True, tag="scaled"):
     answer: ScaleAnswer
 
 
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """Answers `Begins`, in their order: the change may, or why not."""
+
+    refusal: str
+
+
 class Lead(msgspec.Struct, frozen=True, tag="lead"):
     """Answers the `Report` of the router that scales for all; `demand` is the others'."""
 
@@ -67,7 +74,7 @@ class StopRouter(msgspec.Struct, frozen=True, tag="stop"):
     """Drain and end. A second one does not wait for running requests."""
 
 
-ToRouter = StartRouter | WorkerDied | Expect | LetGo | Scaled | GaveUp | Lead | StopRouter
+ToRouter = StartRouter | WorkerDied | Expect | LetGo | Scaled | Begun | GaveUp | Lead | StopRouter
 
 
 class KnownWorker(msgspec.Struct, frozen=True):
@@ -105,8 +112,20 @@ class Scales(msgspec.Struct, frozen=True, tag="scales"):
     request: ScaleRequest
 
 
+class Begins(msgspec.Struct, frozen=True, tag="begins"):
+    """Many workers are to change. Answered by `Begun`."""
+
+    change: Change
+
+
+class Ends(msgspec.Struct, frozen=True, tag="ends"):
+    """A change that had begun has ended, well or not."""
+
+    change: Change
+
+
 class CannotStart(msgspec.Struct, frozen=True, tag="cannot_start"):
     reason: str
 
 
-FromRouter = Report | Leaves | Renews | Scales | CannotStart
+FromRouter = Report | Leaves | Renews | Scales | Begins | Ends | CannotStart

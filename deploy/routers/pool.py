@@ -18,7 +18,10 @@ import msgspec
 
 from deploy.routers.messages import (
     MAX_MESSAGE_BYTES,
+    Begins,
+    Begun,
     CannotStart,
+    Ends,
     Expect,
     FromRouter,
     GaveUp,
@@ -41,6 +44,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.demand import Demand, sum_of
 from router.scaling.interface import ScaleAnswer, ScaleRequest
+from router.scaling.turns import Changes
 from router.server import RouterPlace, http_url
 
 log = logging.getLogger(__name__)
@@ -95,6 +99,7 @@ class RouterPool:
         )
         self._past: Demand = {}
         """Of routers that have ended: without it, what all ask for would seem to fall."""
+        self._changes = Changes()
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
 
@@ -200,7 +205,7 @@ class RouterPool:
                 if not router.ready:
                     router.ready = router.was_ready = True
                     router.send(self._expected)
-                if self._config.autoscale and router is next(each for each in self._routers if each.ready):
+                if self._leads(router):
                     others = (each.demand for each in self._routers if each is not router)
                     router.send(Lead(sum_of((self._past, *others))))
             case Leaves(worker_id, for_good):
@@ -209,10 +214,19 @@ class RouterPool:
                 self._renew(worker_id, role, incarnation)
             case Scales(request):
                 router.send(Scaled(self._scale(request)))
+            case Begins(change):
+                router.send(Begun(self._changes.begin(change, router.place.router_id)))
+            case Ends(change):
+                self._changes.end(change, router.place.router_id)
             case CannotStart(reason):
                 if not router.was_ready:
                     raise ConfigError(reason)
                 log.error("router %s cannot start: %s", router.place.router_id, reason)
+
+    def _leads(self, router: _Router) -> bool:
+        """Whether it is to decide how many workers there are to be, for all routers and now."""
+        may_scale = self._config.autoscale and "restart" not in self._changes.under_way
+        return bool(may_scale) and router is next(each for each in self._routers if each.ready)
 
     def _tell(self, message: ToRouter) -> None:
         for router in self._routers:
@@ -247,4 +261,5 @@ class RouterPool:
         self._selector.unregister(router.control)
         router.control.close()
         router.process, router.control, router.ready, router.workers = None, None, False, {}
+        self._changes.forget(router.place.router_id)
         self._past, router.demand = sum_of((self._past, router.demand)), {}

@@ -17,7 +17,10 @@ import msgspec
 from deploy.logs import set_up_logging
 from deploy.routers.messages import (
     MAX_MESSAGE_BYTES,
+    Begins,
+    Begun,
     CannotStart,
+    Ends,
     Expect,
     FromRouter,
     GaveUp,
@@ -36,6 +39,7 @@ from deploy.routers.messages import (
 )
 from protocol.errors import TandemError
 from router.scaling.interface import ScaleAnswer, ScaleRequest
+from router.scaling.turns import Change
 from router.server import RouterServer
 
 REPORT_INTERVAL_S = 0.25
@@ -50,7 +54,10 @@ class _Control:
         self._asked: defaultdict[str, list[asyncio.Future[str]]] = defaultdict(list)
         """Who waits for the launcher to let a worker go."""
         self._scaling: deque[asyncio.Future[ScaleAnswer]] = deque()
+        self._beginning: deque[asyncio.Future[str]] = deque()
         server.state.scaler.ask = self._ask_to_scale
+        server.state.turns.begin = self._ask_to_begin
+        server.state.turns.end = lambda change: self._send(Ends(change))
         drainer = server.state.drainer
         drainer.let_go = self._ask_to_let_go
         drainer.renew = lambda worker_id, role, incarnation: self._send(Renews(worker_id, role, incarnation))
@@ -80,6 +87,12 @@ class _Control:
         self._send(Scales(request))
         return await answer
 
+    async def _ask_to_begin(self, change: Change) -> str:
+        answer = asyncio.get_running_loop().create_future()
+        self._beginning.append(answer)
+        self._send(Begins(change))
+        return await answer
+
     def _send(self, message: FromRouter) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone, as reading will show
             self._control.send(msgspec.msgpack.encode(message))
@@ -105,6 +118,8 @@ class _Control:
                 self._asked[worker_id].pop(0).set_result(refusal)
             case Scaled(answer):
                 self._scaling.popleft().set_result(answer)
+            case Begun(refusal):
+                self._beginning.popleft().set_result(refusal)
             case GaveUp(worker_id, reason):
                 self._server.gave_up(worker_id, reason)
             case StopRouter():

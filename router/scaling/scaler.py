@@ -15,6 +15,7 @@ from router.drainer import Drainer, DrainReport
 from router.errors import ApiError
 from router.registry import Registry, Worker
 from router.scaling.interface import AskToScale, ScaleRequest, nobody_scales
+from router.scaling.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,11 @@ class ScaleReport(DrainReport):
 class Scaler:
     """Runs on the event loop alone. `ask` reaches the launcher, which keeps count for all routers."""
 
-    def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer) -> None:
+    def __init__(self, config: ServeConfig, registry: Registry, drainer: Drainer, turns: Turns) -> None:
         self._config = config
         self._registry = registry
         self._drainer = drainer
+        self._turns = turns
         self._given_up: dict[str, str] = {}
         """Workers that the launcher could not start, and why; the oldest first."""
         self.ask: AskToScale = nobody_scales
@@ -52,8 +54,14 @@ class Scaler:
     async def scale(self, targets: Mapping[str, int]) -> ScaleReport:
         """Returns when the new ones serve and the old ones are empty.
 
-        Raises `ApiError`: with nothing changed, or, with status 503, if a worker could not be started.
+        Raises `ApiError`: with nothing changed, as during a restart, or, with status 503, if a worker could
+        not be started.
         """
+        async with self._turns.take("scaling"):
+            return await self.resize(targets)
+
+    async def resize(self, targets: Mapping[str, int]) -> ScaleReport:
+        """The same, as a part of another change."""
         began = time.monotonic()
         worth = [worker.key.worker_id for worker in least_worth(self._registry)]
         answer = await self.ask(ScaleRequest(targets=dict(targets), worth=worth))

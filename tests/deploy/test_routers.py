@@ -17,7 +17,17 @@ import httpx
 import msgspec
 import pytest
 
-from deploy.routers.messages import MAX_MESSAGE_BYTES, Expect, Lead, Report, ToRouter
+from deploy.routers.messages import (
+    MAX_MESSAGE_BYTES,
+    Begins,
+    Begun,
+    Ends,
+    Expect,
+    FromRouter,
+    Lead,
+    Report,
+    ToRouter,
+)
 from deploy.routers.pool import RouterPool
 from deploy.routers.ports import RouterPorts
 from messaging.sockets import ClusterKeys
@@ -84,6 +94,13 @@ def test_only_the_connections_of_a_lost_router_break(server: ServerProcess) -> N
         drains = list(pool.map(lambda url: httpx.post(url, json={}, timeout=30), urls))
     assert sorted(drain.status_code for drain in drains) == [200, 409], "one decode worker has to stay"
     assert stream(0) == stream(1) == whole
+    with ThreadPoolExecutor(2) as pool:
+        urls = [f"{own_url(server, index)}/restart" for index in range(2)]
+        restarts = list(pool.map(lambda url: httpx.post(url, json={}, timeout=60), urls))
+    done, refused = sorted(restarts, key=lambda answer: answer.status_code)
+    assert (done.status_code, refused.status_code) == (200, 409), done.text + refused.text
+    assert "a restart is under way already, asked of router-" in refused.text
+    assert stream(0) == stream(1) == whole
     server.signal(signal.SIGINT)
     assert server.wait_end() == 0
     assert server.leftovers() == []
@@ -107,37 +124,75 @@ def test_a_second_server_is_refused_the_routers_port() -> None:
             RouterPorts(ServeConfig(port=ports.port, router_replicas=2), "127.0.0.1")
 
 
-def test_one_router_scales_for_all() -> None:
-    """The first one, by what is asked of all; the next one when it ends, and what was asked still counts."""
-    config = ServeConfig(port=0, router_replicas=2, autoscale={"decode": WorkerRange(1, 4)})
-    pool = RouterPool(config, ClusterKeys.generate(), "127.0.0.1")
-    with closing(pool._ports):
-        ends = []
-        for router in pool._routers:
+class Pool:
+    """The launcher's side of two routers, whose own ends are here."""
+
+    def __init__(self) -> None:
+        config = ServeConfig(port=0, router_replicas=2, autoscale={"decode": WorkerRange(1, 4)})
+        self._pool = RouterPool(config, ClusterKeys.generate(), "127.0.0.1")
+        self._ends = []
+        for router in self._pool._routers:
             router.control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            pool._selector.register(router.control, 1, router)
+            self._pool._selector.register(router.control, 1, router)
             router.process = SimpleNamespace(kill=lambda: None, wait=lambda: None)  # type: ignore[assignment]
-            ends.append(end)
+            end.setblocking(False)
+            self._ends.append(end)
 
-        def answers_to(index: int, prompts: int) -> list[Any]:
-            """What the router is sent when it reports that so many prompts were asked for."""
-            report = Report({}, {"decode": RoleDemand(prompts=prompts)})
-            ends[index].send(msgspec.msgpack.encode(report))
-            pool._read(pool._routers[index])
-            ends[index].setblocking(False)
-            answers = []
-            while True:
-                try:
-                    answers.append(msgspec.msgpack.decode(ends[index].recv(MAX_MESSAGE_BYTES), type=ToRouter))
-                except BlockingIOError:
-                    return answers
+    def says(self, index: int, message: FromRouter) -> list[Any]:
+        """What the router is sent when it says that, and since it spoke last."""
+        self._ends[index].send(msgspec.msgpack.encode(message))
+        self._pool._read(self._pool._routers[index])
+        answers = []
+        while True:
+            try:
+                data = self._ends[index].recv(MAX_MESSAGE_BYTES)
+            except BlockingIOError:
+                return answers
+            answers.append(msgspec.msgpack.decode(data, type=ToRouter))  # type: ignore[arg-type]
 
-        assert answers_to(1, 5) == [Expect({}, {}), Lead({})], "the other one has not begun"
-        assert answers_to(0, 3) == [Expect({}, {}), Lead({"decode": RoleDemand(prompts=5)})]
-        assert answers_to(1, 7) == []
-        pool._on_end(pool._routers[0], "it was killed")
-        assert answers_to(1, 8) == [Lead({"decode": RoleDemand(prompts=3)})]
-        for end in ends:
+    def asks(self, index: int, prompts: int) -> list[Any]:
+        """The same, when it reports that so many prompts were asked for."""
+        return self.says(index, Report({}, {"decode": RoleDemand(prompts=prompts)}))
+
+    def lose(self, index: int) -> None:
+        self._pool._on_end(self._pool._routers[index], "it was killed")
+
+    def close(self) -> None:
+        for router, end in zip(self._pool._routers, self._ends, strict=True):
+            if router.process is not None:
+                self._pool._bury(router)
             end.close()
-        pool._bury(pool._routers[1])
-        pool._selector.close()
+        self._pool._selector.close()
+        self._pool._ports.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with closing(Pool()) as pool:
+        yield pool
+
+
+def test_one_router_scales_for_all(pool: Pool) -> None:
+    """The first one, by what is asked of all; the next one when it ends, and what was asked still counts."""
+    assert pool.asks(1, 5) == [Expect({}, {}), Lead({})], "the other one has not begun"
+    assert pool.asks(0, 3) == [Expect({}, {}), Lead({"decode": RoleDemand(prompts=5)})]
+    assert pool.asks(1, 7) == []
+    pool.lose(0)
+    assert pool.asks(1, 8) == [Lead({"decode": RoleDemand(prompts=3)})]
+
+
+def test_routers_take_turns_with_changes_of_many_workers(pool: Pool) -> None:
+    """One restart, and no scaling meanwhile, by itself neither; what a lost router had begun is over."""
+    restarts = Begun("a restart is under way already, asked of router-0: ask again after that")
+    scales = Begun("a scaling is under way already, asked of router-1: ask again after that")
+    pool.asks(0, 0)
+    assert pool.says(0, Begins("restart")) == [Begun("")]
+    assert pool.says(1, Begins("restart")) == pool.says(1, Begins("scaling")) == [restarts]
+    assert pool.asks(0, 1) == [], "nobody is to decide now"
+    assert pool.says(0, Ends("restart")) == []
+    assert pool.asks(0, 1) == [Lead({})]
+    assert pool.says(1, Begins("scaling")) == pool.says(0, Begins("scaling")) == [Begun("")]
+    assert pool.says(0, Ends("scaling")) == []
+    assert pool.says(0, Begins("restart")) == [scales]
+    pool.lose(1)
+    assert pool.says(0, Begins("restart")) == [Begun("")]

@@ -67,3 +67,39 @@ def test_a_worker_that_stays_away_ends_the_restart(start, pool):
     assert reason in answer.text
     live = {worker.key.worker_id for worker in router.server.state.registry.live()}
     assert live == {"decode-0", "decode-2"}, "its turn had not come"
+
+
+def test_scaling_and_a_restart_take_turns(start, pool):
+    """Neither begins during the other, and both can after it, also where the first one failed."""
+    router = start("decode-0", "decode-1", start_timeout=1.0)
+    router.server.on_scale(lambda request: ScaleAnswer(started=["decode-2"]))
+    scaling = pool.submit(router.http.post, "/scale", json={"decode": 3})
+    eventually(lambda: router.server.state.turns.changes.under_way == ["scaling"])
+    refused = router.http.post("/restart", json={})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "change_under_way")
+    assert "a scaling is under way already, asked of router-0" in refused.text
+    router.add_worker("decode-2")
+    assert scaling.result(20).status_code == 200
+    restart = pool.submit(router.http.post, "/restart", json={})
+    eventually(lambda: router.server.state.turns.changes.under_way == ["restart"])
+    refused = router.http.post("/scale", json={"decode": 3})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "change_under_way")
+    assert "a restart is under way already, asked of router-0" in refused.text
+    assert restart.result(20).status_code == 503, "nobody comes back"
+    router.server.on_scale(lambda request: ScaleAnswer())
+    assert router.http.post("/scale", json={"decode": 2}).status_code == 200
+
+
+def test_who_may_be_refused_a_successor_comes_first(start, pool):
+    """Whatever its name: those with a neighbour are restarted only after it has been granted."""
+    router = start("decode-0", "decode-1", "prefill-0", start_timeout=1.0)
+    order = []
+
+    def scale(request):
+        order.extend(worker.worker_id for worker in router.workers if worker.has_left.is_set())
+        return ScaleAnswer(refusal="the nodes take at most 1", field="prefill")
+
+    router.server.on_scale(scale)
+    answer = router.http.post("/restart", json={})
+    assert (answer.status_code, answer.json()["error"]["param"], order) == (409, "prefill", [])
+    assert not any(worker.has_left.is_set() for worker in router.workers)

@@ -346,6 +346,20 @@ def test_a_decision_that_fails_says_so(make_router, often):
     assert post(router, max_tokens=3).status_code == 200
 
 
+def test_nothing_is_decided_during_a_restart(make_router, often, pool):
+    router = make_router(autoscale={"decode": WorkerRange(1, 2)})
+    router.add_worker("decode-0")
+    autoscaler, changes = router.server.state.autoscaler, router.server.state.turns.changes
+    eventually(lambda: autoscaler._state.samples)
+    router.server.on_scale(lambda request: ScaleAnswer(started=["decode-1"]))
+    restart = pool.submit(router.http.post, "/restart", json={})
+    eventually(lambda: changes.under_way == ["restart"])
+    eventually(lambda: autoscaler._due < time.monotonic() - 0.2)
+    router.server.gave_up("decode-1", "there is no room")
+    assert restart.result(20).status_code == 503, "its successor does not come"
+    eventually(lambda: autoscaler._due > time.monotonic())
+
+
 def test_a_worker_between_two_roles_is_waited_for(make_router, often):
     """Until it serves in its new one it counts for none, and all would still seem to lack a worker."""
     router = make_router(autoscale=dict.fromkeys(("prefill", "decode"), WorkerRange(1, 3)), start_timeout=1.0)

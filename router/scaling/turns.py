@@ -1,0 +1,62 @@
+"""Changes of many workers that would spoil each other, through any of the routers: they take turns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Literal
+
+from router.errors import ApiError
+
+Change = Literal["restart", "scaling"]
+
+
+class Changes:
+    """What is under way, and at which routers. A restart is alone; scalings may be beside each other."""
+
+    def __init__(self) -> None:
+        self._under_way: list[tuple[Change, str]] = []
+
+    def begin(self, change: Change, router_id: str) -> str:
+        """Why it cannot begin; "": it has begun."""
+        for other, at in self._under_way:
+            if "restart" in (change, other):
+                return f"a {other} is under way already, asked of {at}: ask again after that"
+        self._under_way.append((change, router_id))
+        return ""
+
+    def end(self, change: Change, router_id: str) -> None:
+        self._under_way.remove((change, router_id))
+
+    def forget(self, router_id: str) -> None:
+        """It has ended, and what it had begun goes on no more."""
+        self._under_way = [each for each in self._under_way if each[1] != router_id]
+
+    @property
+    def under_way(self) -> list[Change]:
+        return [change for change, _ in self._under_way]
+
+
+class Turns:
+    """Of one router. `begin` and `end` reach who keeps `Changes` for all of them."""
+
+    def __init__(self, router_id: str) -> None:
+        self.changes = Changes()
+        """For a router that is alone."""
+        self.begin: Callable[[Change], Awaitable[str]] = self._begin
+        self.end: Callable[[Change], None] = lambda change: self.changes.end(change, router_id)
+        self._router_id = router_id
+
+    async def _begin(self, change: Change) -> str:
+        return self.changes.begin(change, self._router_id)
+
+    @asynccontextmanager
+    async def take(self, change: Change) -> AsyncIterator[None]:
+        """Raises `ApiError` 409 where another change is under way."""
+        refusal = await self.begin(change)
+        if refusal:
+            raise ApiError(409, refusal, code="change_under_way")
+        try:
+            yield
+        finally:
+            self.end(change)
