@@ -13,8 +13,8 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CACHED_PRODUCTS = 384
-"""Compiled matrix products: for 64 numbers of rows, of a decoder's six shapes of weights. They take 0.5 to 2 MB
-each, and oneDNN and torch keep 1,024 each by default."""
+"""Compiled matrix products: for 64 numbers of rows, of a decoder's six shapes of weights. They take 0.5 to
+2 MB each, and oneDNN and torch keep 1,024 each by default."""
 
 
 def choose_threads(config: ServeConfig, cores: int, ranks: int | None = None) -> tuple[int, str]:

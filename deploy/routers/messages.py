@@ -8,6 +8,7 @@ from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from router.demand import RoleDemand
 from router.scaling.interface import ScaleAnswer, ScaleRequest
+from router.scaling.log import ScalingEvent
 from router.scaling.turns import Change
 from router.server import RouterPlace
 
@@ -63,6 +64,12 @@ class Lead(msgspec.Struct, frozen=True, tag="lead"):
     demand: dict[str, RoleDemand]
 
 
+class Decided(msgspec.Struct, frozen=True, tag="decided"):
+    """The number of workers changes by itself, or could not: from the router that scales, and to each."""
+
+    event: ScalingEvent
+
+
 class GaveUp(msgspec.Struct, frozen=True, tag="gave_up"):
     """A worker that was added could not be started."""
 
@@ -74,7 +81,7 @@ class StopRouter(msgspec.Struct, frozen=True, tag="stop"):
     """Drain and end. A second one does not wait for running requests."""
 
 
-ToRouter = StartRouter | WorkerDied | Expect | LetGo | Scaled | Begun | GaveUp | Lead | StopRouter
+ToRouter = StartRouter | WorkerDied | Expect | LetGo | Scaled | Begun | Decided | GaveUp | Lead | StopRouter
 
 
 class KnownWorker(msgspec.Struct, frozen=True):
@@ -128,4 +135,4 @@ class CannotStart(msgspec.Struct, frozen=True, tag="cannot_start"):
     reason: str
 
 
-FromRouter = Report | Leaves | Renews | Scales | Begins | Ends | CannotStart
+FromRouter = Report | Leaves | Renews | Scales | Begins | Ends | Decided | CannotStart

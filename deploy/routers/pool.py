@@ -21,6 +21,7 @@ from deploy.routers.messages import (
     Begins,
     Begun,
     CannotStart,
+    Decided,
     Ends,
     Expect,
     FromRouter,
@@ -44,6 +45,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.demand import Demand, sum_of
 from router.scaling.interface import ScaleAnswer, ScaleRequest
+from router.scaling.log import ScalingLog
 from router.scaling.turns import Changes
 from router.server import RouterPlace, http_url
 
@@ -99,7 +101,7 @@ class RouterPool:
         )
         self._past: Demand = {}
         """Of routers that have ended: without it, what all ask for would seem to fall."""
-        self._changes = Changes()
+        self._changes, self._scalings = Changes(), ScalingLog()
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
 
@@ -205,6 +207,8 @@ class RouterPool:
                 if not router.ready:
                     router.ready = router.was_ready = True
                     router.send(self._expected)
+                    for event in self._scalings.latest()[::-1]:
+                        router.send(Decided(event))
                 if self._leads(router):
                     others = (each.demand for each in self._routers if each is not router)
                     router.send(Lead(sum_of((self._past, *others))))
@@ -218,6 +222,9 @@ class RouterPool:
                 router.send(Begun(self._changes.begin(change, router.place.router_id)))
             case Ends(change):
                 self._changes.end(change, router.place.router_id)
+            case Decided(event):
+                self._scalings.note(event)
+                self._tell(Decided(event))
             case CannotStart(reason):
                 if not router.was_ready:
                     raise ConfigError(reason)

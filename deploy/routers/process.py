@@ -20,6 +20,7 @@ from deploy.routers.messages import (
     Begins,
     Begun,
     CannotStart,
+    Decided,
     Ends,
     Expect,
     FromRouter,
@@ -56,6 +57,7 @@ class _Control:
         self._scaling: deque[asyncio.Future[ScaleAnswer]] = deque()
         self._beginning: deque[asyncio.Future[str]] = deque()
         server.state.scaler.ask = self._ask_to_scale
+        server.state.autoscaler.log.tell = lambda event: self._send(Decided(event))
         server.state.turns.begin = self._ask_to_begin
         server.state.turns.end = lambda change: self._send(Ends(change))
         drainer = server.state.drainer
@@ -120,6 +122,8 @@ class _Control:
                 self._scaling.popleft().set_result(answer)
             case Begun(refusal):
                 self._beginning.popleft().set_result(refusal)
+            case Decided(event):
+                self._server.state.autoscaler.log.note(event)
             case GaveUp(worker_id, reason):
                 self._server.gave_up(worker_id, reason)
             case StopRouter():

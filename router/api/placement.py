@@ -25,7 +25,7 @@ MAX_REQUESTS = 1000
 def placement_operations(state: RouterState) -> list[Operation]:
     async def decisions(request: Request) -> Response:
         found = state.placer.decisions.latest(_limit(request, MAX_DECISIONS))
-        scaling = [event.as_json() for event in state.autoscaler.latest()]
+        scaling = [event.as_json() for event in state.autoscaler.log.latest()]
         return _json({"decisions": [decision.as_json() for decision in found], "scaling": scaling})
 
     async def cluster(request: Request) -> Response:

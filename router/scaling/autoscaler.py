@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -20,33 +19,10 @@ from router.metrics import Metrics
 from router.registry import Registry
 from router.scaling.decide import INTERVAL_S, ScalerState, ScalingDecision, ScalingPolicy, decide
 from router.scaling.facts import RoleLoad, ScalingFacts, role_load
+from router.scaling.log import ScalingEvent, ScalingLog
 from router.scaling.scaler import Scaler, least_worth
 
 logger = logging.getLogger(__name__)
-
-MAX_SHOWN = 100
-
-
-@dataclass
-class ScalingEvent:
-    """A decision at a time [s since 1970], how many workers each of its roles had, and why it failed."""
-
-    at: float
-    decision: ScalingDecision
-    had: dict[str, int]
-    failure: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        decision = self.decision
-        change = decision.changes_role
-        return {
-            "at": self.at,
-            "targets": dict(decision.targets),
-            "had": self.had,
-            "reasons": dict(decision.reasons),
-            "changes_role": None if change is None else {"from": change[0], "to": change[1]},
-            "failure": self.failure,
-        }
 
 
 class Autoscaler:
@@ -77,12 +53,8 @@ class Autoscaler:
         self._changes_role = False
         """A worker is between two roles, and counts for none."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._events: deque[ScalingEvent] = deque(maxlen=MAX_SHOWN)
+        self.log = ScalingLog()
         self.room: Mapping[str, int] = {}
-
-    def latest(self) -> list[ScalingEvent]:
-        """The newest first."""
-        return list(self._events)[::-1]
 
     def step(self, others: Demand) -> None:
         """To be called a few times a second, with the demand of all other routers."""
@@ -112,7 +84,7 @@ class Autoscaler:
     def _carry_out(self, decision: ScalingDecision, loads: dict[str, RoleLoad]) -> None:
         had = {role: loads[role].have for role in decision.reasons}
         event = ScalingEvent(time.time(), decision, had)
-        self._events.append(event)
+        self.log.tell(event)
         for role, reason in decision.reasons.items():
             wanted = decision.targets.get(role, had[role] + 1)
             logger.info("%s workers: %d instead of %d: %s", role, wanted, had[role], reason)
@@ -133,7 +105,7 @@ class Autoscaler:
         try:
             await work
         except ApiError as error:
-            event.failure = error.message
+            self.log.tell(replace(event, failure=error.message))
             self._metrics.scaling_failed()
             logger.warning("the number of workers is not what was decided: %s", error.message)
 

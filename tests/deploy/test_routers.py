@@ -21,6 +21,7 @@ from deploy.routers.messages import (
     MAX_MESSAGE_BYTES,
     Begins,
     Begun,
+    Decided,
     Ends,
     Expect,
     FromRouter,
@@ -35,6 +36,8 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.scaling import WorkerRange
 from router.demand import RoleDemand
+from router.scaling.decide import ScalingDecision
+from router.scaling.log import ScalingEvent
 from router.server import bind_http
 from tests.deploy.server_process import ServerProcess, read_events
 
@@ -179,6 +182,18 @@ def test_one_router_scales_for_all(pool: Pool) -> None:
     assert pool.asks(1, 7) == []
     pool.lose(0)
     assert pool.asks(1, 8) == [Lead({"decode": RoleDemand(prompts=3)})]
+
+
+def test_every_router_shows_what_was_decided(pool: Pool) -> None:
+    """Also one that is started later, and once it has failed instead."""
+    decision = ScalingDecision({"decode": 2}, {"decode": "many wait"})
+    changed = Decided(ScalingEvent(1.0, ScalingDecision({}, {}, ("decode", "prefill")), {"prefill": 1}))
+    scaled = Decided(ScalingEvent(2.0, decision, {"decode": 1}))
+    failed = Decided(ScalingEvent(2.0, decision, {"decode": 1}, "no node came"))
+    pool.asks(0, 0)
+    for event in (changed, scaled, failed):
+        assert pool.says(0, event) == [event]
+    assert pool.asks(1, 0) == [changed, scaled, failed, Expect({}, {}), changed, failed]
 
 
 def test_routers_take_turns_with_changes_of_many_workers(pool: Pool) -> None:

@@ -376,10 +376,10 @@ def test_a_worker_between_two_roles_is_waited_for(make_router, often):
     (changed,) = (name for name, worker in decodes.items() if worker.has_left.is_set())
     router.kill(decodes[changed])
     router.add_worker(changed, "prefill", peers=decodes)
-    eventually(lambda: len(autoscaler.latest()) == 2)
-    eventually(lambda: autoscaler.latest()[0].failure is not None)
-    assert "it was not ready within 1 s, as a prefill worker" in autoscaler.latest()[0].failure
-    assert autoscaler.latest()[1].failure is None
+    eventually(lambda: len(autoscaler.log.latest()) == 2)
+    eventually(lambda: autoscaler.log.latest()[0].failure is not None)
+    assert "it was not ready within 1 s, as a prefill worker" in autoscaler.log.latest()[0].failure
+    assert autoscaler.log.latest()[1].failure is None
     assert sum(worker.has_left.is_set() for worker in decodes.values()) == 2
 
 
