@@ -16,7 +16,7 @@ import torch
 from engine.engine import Engine
 from engine.parallel.follower import follow
 from engine.parallel.group import GATHER_TIMEOUT_S, Columns, LostRankError, Ranks
-from engine.parallel.leader import Leader
+from engine.parallel.leader import Leader, _follow
 from kvtransfer.blocks.memory import PoolMemory
 from protocol.config import ServeConfig
 from protocol.messages import EngineRequest
@@ -76,6 +76,25 @@ def lose_a_rank(pipe: Connection) -> None:
         reason = str(error)
     leader.close()
     pipe.send((is_seen, reason))
+
+
+def lead_a_deaf_rank(pipe: Connection) -> None:
+    """Send the processes of this leader and of its rank, which listens to nobody; wait to be killed."""
+
+    def be_rank(ranks: Ranks, link: socket.socket) -> None:
+        pipe.send((os.getppid(), os.getpid()))
+        signal.pause()
+
+    leader = Leader(2, be_rank)
+    pipe.close()
+    signal.pause()
+    leader.close()
+
+
+def follow_nobody(pipe: Connection) -> None:
+    """Be a rank whose leader has ended before the rank asked to end with it. Sends nothing."""
+    ours, _ = socket.socketpair()
+    _follow(lambda *_: pipe.send("it follows"), os.getpid(), Ranks(2).other(1), ours)
 
 
 def _finish(engine: Engine, results: dict[str, list[Any]]) -> None:

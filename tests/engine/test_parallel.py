@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -295,6 +297,18 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, dtype: str, compile:
 
 def test_the_loss_of_an_idle_rank_is_seen() -> None:
     assert answer(in_child(parallel_child.lose_a_rank)) == (True, "a rank does not answer")
+
+
+def test_ranks_end_with_their_worker_also_those_that_do_not_listen() -> None:
+    pipe = in_child(parallel_child.lead_a_deaf_rank)
+    leader, rank = answer(pipe)
+    os.kill(leader, signal.SIGKILL)
+    ended = pipe.poll(ANSWER_S)
+    if not ended:
+        os.kill(rank, signal.SIGKILL)
+    assert ended, "its end of the pipe is open"
+    with pytest.raises(EOFError):
+        answer(in_child(parallel_child.follow_nobody))
 
 
 def test_heads_that_cannot_be_divided_are_refused(folder: Path) -> None:
