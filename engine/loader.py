@@ -16,9 +16,9 @@ from engine.fingerprint import model_fingerprint
 from engine.held import take
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
+from engine.linear.rounding import round_linears
 from engine.pool_layout import Group
 from engine.probe import probe
-from engine.quantization.rounding import round_linears
 from engine.quantization.weight import CodeFormat
 from engine.quantized_checkpoint import load_quantized, quantization_config
 from protocol.config import ServeConfig

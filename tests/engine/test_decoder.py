@@ -22,7 +22,7 @@ from engine.forward import Forward
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.quantized import QuantizedLinear
-from engine.quantization.rounding import round_linears, round_to_nearest
+from engine.linear.rounding import round_linears, round_to_nearest
 from engine.quantization.weight import CodeFormat
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput

@@ -25,6 +25,7 @@ from engine.kv_pool import KVPool
 from engine.kv_rows import CODE_DTYPES
 from engine.linear.packed import PackedLinear, kernel_fault, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
+from engine.linear.rounding import round_linears
 from engine.loader import LoadedModel
 from engine.parallel import group
 from engine.parallel.group import Columns, LostRankError, Ranks
@@ -34,7 +35,6 @@ from engine.parallel.messages import Run, encode
 from engine.parallel.runner import ShareRunner
 from engine.pool_layout import TARGET, PoolLayout
 from engine.probe import probe
-from engine.quantization.rounding import round_linears
 from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
 from engine.runner import Runner

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear
+from engine.linear.rounding import group_size, round_to_nearest
 from engine.loader import load_model
-from engine.quantization.rounding import group_size, round_to_nearest
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
