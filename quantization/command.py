@@ -108,6 +108,12 @@ class _Job:
         finished = sum(unfinished.has(index) for index in range(len(self.blocks)))
         if finished:
             console.print(f"going on after {finished} finished blocks")
+        others = _other_weights(self.blocks)
+        if others:
+            console.print(
+                f"{self._name}.{others[0]} and {len(others) - 1} more stay as they are: not linear layers "
+                "(nn.Linear), such as experts that are one tensor"
+            )
         logged: set[str] = set()
 
         def log(message: str) -> None:
@@ -142,6 +148,7 @@ class _Job:
         """The checkpoint; returns the bytes of its weights."""
         prefixes = {f"{self._name}.{index}.": index for index in range(len(self.blocks))}
         unquantized = [name for name in linears(self._model) if not name.startswith(f"{self._name}.")]
+        unquantized += [f"{self._name}.{name}" for name in _other_weights(self.blocks)]
         layout = self._recipe.layout()
         return checkpoint.write(output, self._source, layout, prefixes, unfinished.load, unquantized)
 
@@ -169,6 +176,15 @@ class _Bar:
         if is_new and not self._console.is_terminal:
             left = (self._total - index - 1) * (time.monotonic() - self._started) / self._quantized
             self._console.print(f"block {index + 1} of {self._total} done, about {left:.0f} s left")
+
+
+def _other_weights(blocks: nn.Module) -> list[str]:
+    """The modules that have matrices of their own and are no linear layers."""
+    return [
+        name
+        for name, module in blocks.named_modules()
+        if not isinstance(module, nn.Linear) and any(p.ndim > 1 for p in module.parameters(recurse=False))
+    ]
 
 
 def _others(block: nn.Module) -> dict[str, Tensor]:

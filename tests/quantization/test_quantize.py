@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from deploy.cli import app
 from engine.loader import load_model
 from protocol.config import ServeConfig
 from quantization import command, methods
-from tests.quantization.tiny import GROUP, LENGTH, tiny_model, windows, write_tiny
+from tests.quantization.tiny import GROUP, LENGTH, tiny_config, tiny_model, windows, write_tiny
 from tests.speculation.tiny_trained import write_text
 
 FILES = {"README.md", "config.json", "model.safetensors", "generation_config.json"}
@@ -146,6 +146,24 @@ def test_a_run_of_another_model_is_not_gone_on_with(
     save_file(tensors, path, metadata={"format": "pt"})
     said = run(tmp_path, tmp_path / "out", "int8", **{"--data": folder / "text"})
     assert "is of a run with weights " in said
+
+
+def test_experts_stay_as_they_are(folder: Path, tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    config = Qwen3MoeConfig(**{**tiny_config().to_dict(), **sizes, "model_type": "qwen3_moe"})
+    tiny_model(config).save_pretrained(tmp_path / "model")
+    for path in (folder / "model").glob("token*"):
+        shutil.copy(path, tmp_path / "model")
+    said = run(tmp_path, tmp_path / "out", "gptq", *CALIBRATED, **{"--data": folder / "text"})
+    assert re.search(r"model.layers.0.mlp.\w+ and 3 more stay as they are: not linear layers", said)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    assert {"lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.experts"} < set(kept)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
+    experts = [name for name in before if "experts" in name]
+    assert experts and all(torch.equal(before[name], after[name]) for name in experts)
+    assert "model.layers.1.self_attn.o_proj.qweight" in after
+    load_model(ServeConfig(model=str(tmp_path / "out"), device="cpu", max_model_len=64))
 
 
 def test_shards_stay_shards(folder: Path, tmp_path: Path) -> None:
