@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from protocol.errors import ConfigError
 
+_STRIP = 1024
+"""Rows of a matrix of moments that are summed at once."""
 _SAME = 1e-2
 """Of the root mean square: how far a replayed block may be off in the model's dtype."""
 
@@ -30,7 +32,10 @@ class Group:
 
 @dataclass
 class Moments:
-    """Of a group's inputs x over all calibration tokens: the sums of x x^T, float32 [in, in], and of |x|."""
+    """Of a group's inputs x over all calibration tokens: the sums of x x^T, float32 [in, in], and of |x|.
+
+    `add` saves a third of its time by leaving out most of what is below the diagonal; `complete` puts it there.
+    """
 
     products: Tensor
     magnitudes: Tensor
@@ -42,9 +47,14 @@ class Moments:
 
     def add(self, inputs: Tensor) -> None:
         rows = inputs.detach().flatten(0, -2).to(torch.float32)
-        self.products.addmm_(rows.T, rows)
+        for start in range(0, rows.shape[1], _STRIP):
+            strip = self.products[start : start + _STRIP, start:]
+            strip.addmm_(rows[:, start : start + _STRIP].T, rows[:, start:])
         self.magnitudes += rows.abs().sum(0)
         self.tokens += len(rows)
+
+    def complete(self) -> None:
+        self.products = self.products.triu() + self.products.triu(1).T
 
     @property
     def mean_magnitudes(self) -> Tensor:
@@ -163,6 +173,7 @@ class Calibration:
             for hidden in self.hidden:
                 self._run(self.position, hidden)
         for group, moments in found.items():
+            moments.complete()
             if not moments.products.isfinite().all():
                 raise ConfigError(
                     f"--model: {group.linears[0]} of block {self.position} gets inputs that are not finite"

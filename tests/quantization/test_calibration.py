@@ -10,7 +10,7 @@ from transformers import GPTNeoXConfig, Phi3Config, PreTrainedModel
 from engine.quantization.weight import QuantizedWeight
 from protocol.errors import ConfigError
 from quantization import awq, methods
-from quantization.calibration import Calibration, Group, linears
+from quantization.calibration import Calibration, Group, Moments, linears
 from quantization.folding import Fold, find_fold
 from quantization.recipe import Recipe
 from tests.quantization.tiny import tiny_config, tiny_model, windows
@@ -65,6 +65,16 @@ def test_moments_are_of_all_inputs() -> None:
     scales = torch.rand(64) + 0.5
     scaled = inputs / scales
     assert torch.allclose(found.divided(scales).products, scaled.T @ scaled, rtol=1e-4, atol=1e-2)
+
+
+def test_moments_of_many_channels_are_symmetric() -> None:
+    rows = torch.randn(40, 1100)
+    moments = Moments.of_width(1100, rows.device)
+    for part in rows.split(25):
+        moments.add(part.unsqueeze(0))
+    moments.complete()
+    assert torch.equal(moments.products, moments.products.T)
+    assert torch.allclose(moments.products, rows.T @ rows, atol=1e-3)
 
 
 def test_scales_go_where_the_function_stays() -> None:
