@@ -34,7 +34,7 @@ class Group:
 class Moments:
     """Of a group's inputs x over all calibration tokens: the sums of x x^T, float32 [in, in], and of |x|.
 
-    `add` saves a third of its time by leaving out most of what is below the diagonal; `complete` puts it there.
+    `add` leaves out most of what is below the diagonal, a third of its time; `complete` puts it there.
     """
 
     products: Tensor
