@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.select import available_backends
 from engine.kv_rows import CODE_DTYPES, KvRows
 from tests.engine.attention_packs import Pack, make_pack, run
@@ -69,6 +70,27 @@ def test_both_backends_store_the_same_bytes(dtype: torch.dtype, quantization: st
     assert torch.equal(packs[0].pool[..., :-4], packs[1].pool[..., :-4])
     scales = [pack.pool[..., -4:].contiguous().view(torch.float32) for pack in packs]
     torch.testing.assert_close(*scales, atol=0, rtol=0, equal_nan=True)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CODE_DTYPES)
+def test_every_code_is_read_as_its_value(name: str, dtype: torch.dtype) -> None:
+    """A row that sees itself alone gives its value, which has all codes, at a scale of 1."""
+    values = torch.arange(256, dtype=torch.uint8).view(CODE_DTYPES[name]).float()
+    values = values.nan_to_num(0.0).clamp(min=-127 if name == "int8_rows" else -448).to(dtype)
+    pack = make_pack([(1, 1)], kv_heads=1, head_dim=256, dtype=dtype, quantization=name)
+    pack.value[0, 0] = values
+    out = run("cpu", pack)
+    torch.testing.assert_close(out[0], values.expand(4, -1), atol=0, rtol=1e-6)
+
+
+@needs_kernel
+def test_rows_that_the_kernel_cannot_read_are_refused() -> None:
+    layers = make_pack([(1, 1)], quantization="int8_rows").pool.unbind(1)
+    for rows in (None, KvRows(torch.float32), KvRows(torch.float16, "int8_rows")):
+        with pytest.raises(ValueError, match=r"layers of torch.uint8 are not rows of"):
+            CpuBackend(layers, rows=rows)
 
 
 @needs_kernel

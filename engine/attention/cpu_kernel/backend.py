@@ -49,6 +49,11 @@ class CpuBackend:
         self.parallel = gomp_parallel()
         """The address of the function that runs work on several threads (native/parallel.h)."""
         first = layers[0]
+        if (
+            self._rows.dtype not in (torch.float32, torch.bfloat16)
+            or first.dtype is not self._rows.stored_dtype
+        ):
+            raise ValueError(f"layers of {first.dtype} are not rows of {self._rows} that the kernel reads")
         num_blocks, _, self.block_size, _, _ = first.shape
         self._library = load()
         self._layers = list(layers)
