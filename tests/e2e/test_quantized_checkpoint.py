@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import torch
+
 from tests.engine.quantization.quantized_model import VOCAB_SIZE, write_quantized
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
-from tests.worker.tiny_model import greedy
 
 NUM_TOKENS = 16
 LENGTHS = [1, 7, 16, 40, 64, 100, 150]
@@ -30,15 +31,14 @@ def question(number: int) -> tuple[list[int], dict[str, float]]:
 
 
 def test_an_awq_checkpoint_gives_the_same_tokens_however_it_is_served(tmp_path: Path) -> None:
-    dense = write_quantized(tmp_path, "qwen2", "awq")
+    write_quantized(tmp_path, "qwen2", "awq", dtype=torch.float16)
     numbers = range(len(LENGTHS))
+    config = tiny_config(tmp_path, dtype="auto", compile="auto", enable_prefix_caching=False)
     with Cluster() as cluster:
-        prefill, decode = cluster.start_pair(tiny_config(tmp_path, enable_prefix_caching=False))
+        prefill, decode = cluster.start_pair(config)
         batch = run(cluster, prefill, decode, [f"batch-{number}" for number in numbers])
         for number in numbers:
             assert run(cluster, prefill, decode, [f"alone-{number}"]) == [batch[number]]
             assert run(cluster, decode, decode, [f"colocated-{number}"]) == [batch[number]]
-        for number in numbers[::2]:
-            assert batch[number] == greedy(dense, question(number)[0], NUM_TOKENS)
         assert len({token for tokens in batch for token in tokens}) > NUM_TOKENS, "a test that cannot fail"
         cluster.wait_empty(prefill, decode)

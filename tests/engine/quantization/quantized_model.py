@@ -92,7 +92,7 @@ def write_quantized(
 def _store(tensors: dict[str, Tensor], name: str, path: str, dense: Tensor) -> Tensor:
     """Quantizes a layer's weight; returns what it dequantizes to."""
     layout, format, group_size = LAYOUTS[name]
-    weight = round_to_nearest(dense, format, group_size)
+    weight = with_zero_points(dense) if name == "awq" else round_to_nearest(dense, format, group_size)
     if name == "gptq":
         weight = permuted(weight)
     tensors.update(
@@ -143,6 +143,16 @@ def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int | None)
     if format is CodeFormat.INT4:
         return QuantizedWeight(format, (codes + INT4_ZERO).to(torch.uint8), scales)
     return QuantizedWeight(format, codes.to(torch.int8), scales)
+
+
+def with_zero_points(weight: Tensor) -> QuantizedWeight:
+    """int4 that takes each group from its least value to its greatest."""
+    parts = weight.unflatten(1, (-1, GROUP))
+    low, high = parts.amin(-1), parts.amax(-1)
+    scales = ((high - low) / 15).half().float()
+    zeros = (-low / scales).round().clamp(0, 15)
+    codes = (parts / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
+    return QuantizedWeight(CodeFormat.INT4, codes.flatten(1).to(torch.uint8), scales, zeros)
 
 
 def permuted(weight: QuantizedWeight) -> QuantizedWeight:

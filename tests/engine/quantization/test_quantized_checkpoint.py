@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.errors import UnsupportedModelError
+from engine.linear.packed import kernel_fault
 from engine.linear.quantized import QuantizedLinear
 from engine.loader import LoadedModel, load_model
+from engine.select_forward import pack_model
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.engine.quantization.quantized_model import LAYOUTS, write_quantized
@@ -53,6 +56,14 @@ def test_logits_are_those_of_the_dequantized_weights(
     assert num_quantized(loaded) == 2 * per_layer
     assert loaded.eos_token_ids == [0]
     torch.testing.assert_close(logits(loaded.model), logits(dense), rtol=1e-5, atol=1e-5)
+
+
+def test_the_native_decoder_runs_it(tmp_path: Path) -> None:
+    write_quantized(tmp_path, "llama", "gptq")
+    loaded = load(tmp_path, "bfloat16")
+    if kernel_fault(loaded.device, loaded.dtype) is not None:
+        pytest.skip("needs a CPU with AVX2")
+    assert pack_model(loaded, "auto", CpuBackend).description is not None
 
 
 def test_reads_shards_and_keeps_biases_and_tied_embeddings(tmp_path: Path) -> None:
@@ -94,11 +105,11 @@ def test_experts_that_the_model_fuses_are_dequantized(tmp_path: Path) -> None:
 
 def test_weights_are_told_from_other_quantizations_of_the_same_model(tmp_path: Path) -> None:
     found = {}
-    for name in ("awq", "packed_int4", "int8", "fp8"):
+    for name in ("awq", "packed_int4", "gptq_int8", "int8"):
         (tmp_path / name).mkdir()
         write_quantized(tmp_path / name, "llama", name)
         found[name] = load(tmp_path / name).weights
-    assert found["awq"] == found["packed_int4"], "the same weights, stored otherwise"
+    assert found["gptq_int8"] == found["int8"], "the same weights, stored otherwise"
     assert len(set(found.values())) == 3
 
 
