@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from bench import compare as comparison
+from bench.quantize.command import quantize
 from bench.serve.client import Target
 from bench.serve.load import Load
 from bench.serve.report import ProgressBar, print_result, write_json
@@ -90,6 +91,7 @@ def serve(
 
 
 app.command("compare")(comparison.main)
+app.command("quantize")(quantize)
 app.command("speculate")(speculate)
 app.command("transfer")(transfer)
 app.command("transfer-growth")(transfer_growth)

@@ -84,6 +84,14 @@ class NativeModel:
         _, weight, bias = self._quantized[address]
         return weight, bias
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors that the model reads."""
+        tensors = list(self._kept)
+        for _, weight, bias in self._quantized.values():
+            tensors += [each for each in (*weight.tensors, bias) if each is not None]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
     def weights(self, *linears: nn.Linear | PackedQuantizedLinear) -> WeightsArgs:
         """Linear layers of one input, as one product. Quantized ones are alike."""
         biases = [linear.bias for linear in linears if linear.bias is not None]

@@ -84,6 +84,10 @@ class PackedWeight:
     def in_features(self) -> int:
         return self.words.shape[1] * 2 * (16 // _BITS[self.format])
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.words, self.scales, self.offsets, self.inputs
+
     def is_like(self, other: PackedWeight) -> bool:
         """Whether both can be one weight of the same inputs."""
         same_inputs = self.inputs is other.inputs is None or (

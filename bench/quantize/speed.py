@@ -1,0 +1,97 @@
+"""Speed of a model with its weights in several formats: engines in this process, which take turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.attention.select import select_backend
+from engine.engine import Engine
+from engine.held import hold
+from engine.loader import LoadedModel, load_model
+from engine.select_forward import pack_model
+from protocol.config import ServeConfig
+from protocol.messages import EngineRequest
+from protocol.sampling import SamplingParams
+
+PLAIN = "bf16"
+"""The format's name where weights are not quantized."""
+
+_PROMPT = 16
+"""Tokens of the prompts whose decoding is timed."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second: of one request's prompt, and by number of requests while all of them decode."""
+
+    prefill: float
+    decode: Mapping[int, float]
+
+
+def make_engine(config: ServeConfig, format: str) -> tuple[Engine, int]:
+    """With weights in this format; and their bytes."""
+    config = msgspec.structs.replace(config, quantization=None if format == PLAIN else format)
+    loaded = load_model(config)
+    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    loaded = pack_model(loaded, config.compile, backend)
+    num_bytes = weight_bytes(loaded)
+    hold([(config, loaded)])
+    engine = Engine(config)
+    hold([])
+    return engine, num_bytes
+
+
+def weight_bytes(loaded: LoadedModel) -> int:
+    if loaded.description is not None:
+        return loaded.description.num_bytes
+    tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def measure(
+    engines: Mapping[str, Engine], concurrencies: Sequence[int], prompt: int, output: int, rounds: int
+) -> dict[str, Speed]:
+    """Medians over rounds, by the engine's name. Prompts are of `prompt` tokens, answers of `output`."""
+    prefills: dict[str, list[float]] = defaultdict(list)
+    decodes: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for number in range(rounds):
+        for name, engine in engines.items():
+            started = time.perf_counter()
+            _answer(engine, f"{number}", 1, prompt, 1)
+            prefills[name].append(prompt / (time.perf_counter() - started))
+        for concurrency in concurrencies:
+            for name, engine in engines.items():
+                seconds = _answer(engine, f"{number}-{concurrency}", concurrency, _PROMPT, output)
+                decodes[name, concurrency].append((output - 1) * concurrency / seconds)
+    return {
+        name: Speed(
+            statistics.median(prefills[name]),
+            {each: statistics.median(decodes[name, each]) for each in concurrencies},
+        )
+        for name in engines
+    }
+
+
+def _answer(engine: Engine, name: str, count: int, prompt: int, output: int) -> float:
+    """Seconds from when each of `count` requests has its first token until they end."""
+    for index in range(count):
+        token_ids = [3 + (index * 131 + place * 17) % (engine.vocab_size - 3) for place in range(prompt)]
+        sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
+        engine.add(
+            EngineRequest(
+                request_id=f"{name}-{index}", prompt_token_ids=token_ids, sampling=sampling, cache_salt=name
+            )
+        )
+    begun: set[str] = set()
+    started = 0.0
+    while engine.has_work():
+        begun |= {output.request_id for output in engine.step().outputs}
+        if not started and len(begun) == count:
+            started = time.perf_counter()
+    return time.perf_counter() - started

@@ -1,0 +1,51 @@
+"""`tandem bench quantize`: what its JSON says of a small model, and flags that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+from bench.cli import app
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+
+
+def test_formats_are_compared_with_bf16(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
+    config = AutoConfig.for_model("llama", **shape, num_hidden_layers=2, num_attention_heads=2)
+    config.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    limits = ["--rounds", 1, "--texts", 2, "--prompt-len", 20, "--output-len", 3, "--threads", 1]
+    done = run("--model", tmp_path, "--format", "int4", "--concurrency", "1,2", *limits, "--output", tmp_path)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["weight_bytes"]["int4"] < found["weight_bytes"]["bf16"]
+    for name in ("bf16", "int4"):
+        speed = found["tokens_per_second"][name]
+        assert speed["prefill"] > 0 and speed["decode"].keys() == {"1", "2"}
+    plain, int4 = found["quality"]["bf16"], found["quality"]["int4"]
+    assert (plain["divergence"], plain["agreement"]) == (0, 1)
+    assert 0 < int4["divergence"] < 0.2 and 0.7 < int4["agreement"] < 1
+    assert plain["bits_per_byte"] == pytest.approx(int4["bits_per_byte"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--format", "int8,int3", "'int3' is not one of bf16"),
+        ("--concurrency", "1,x", "is not numbers with commas"),
+        ("--concurrency", "0", "is not within 1 to 64"),
+        ("--shape", "llama-70b", "is not one of llama-29m"),
+    ],
+)
+def test_bad_flags_are_named(flag: str, value: str, reason: str) -> None:
+    done = run(flag, value)
+    assert done.exit_code == 2
+    assert reason in " ".join(done.output.replace("│", " ").split())
