@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from engine.linear.rounding import round_to_nearest
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from quantization import awq, gptq
 from quantization.calibration import Calibration, linears
@@ -15,8 +16,6 @@ from quantization.recipe import Recipe
 
 Quantized = dict[str, QuantizedWeight]
 """By the names of a block's linear layers, in its order."""
-
-_FP8_MAX = float(torch.finfo(torch.float8_e4m3fn).max)
 
 
 def calibrate_block(recipe: Recipe, calibration: Calibration, log: Callable[[str], None]) -> Quantized:
@@ -28,8 +27,11 @@ def calibrate_block(recipe: Recipe, calibration: Calibration, log: Callable[[str
 
 def round_block(recipe: Recipe, block: nn.Module) -> Quantized:
     """To nearest, with one scale for each output channel."""
-    round_row = _int8 if recipe.method == "int8" else _fp8
-    return {name: _replace(layer, round_row(layer)) for name, layer in linears(block).items()}
+    format = CodeFormat(recipe.method)
+    return {
+        name: _replace(layer, round_to_nearest(layer.weight, format, layer.in_features))
+        for name, layer in linears(block).items()
+    }
 
 
 def put(block: nn.Module, quantized: Quantized) -> None:
@@ -85,19 +87,3 @@ def _gptq_block(recipe: Recipe, calibration: Calibration) -> Quantized:
 def _replace(layer: nn.Linear, weight: QuantizedWeight) -> QuantizedWeight:
     layer.weight.copy_(weight.dequantized())
     return weight
-
-
-def _int8(layer: nn.Linear) -> QuantizedWeight:
-    weight = layer.weight.float()
-    scales = _row_scales(layer, 127)
-    return QuantizedWeight(CodeFormat.INT8, (weight / scales).round().to(torch.int8), scales)
-
-
-def _fp8(layer: nn.Linear) -> QuantizedWeight:
-    scales = _row_scales(layer, _FP8_MAX)
-    codes = (layer.weight.float() / scales).clamp(-_FP8_MAX, _FP8_MAX)
-    return QuantizedWeight(CodeFormat.FP8, codes.to(torch.float8_e4m3fn), scales)
-
-
-def _row_scales(layer: nn.Linear, highest: float) -> torch.Tensor:
-    return (layer.weight.float().abs().amax(1, keepdim=True) / highest).clamp(min=1e-12)
