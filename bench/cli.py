@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from bench import compare as comparison
+from bench.five.command import five
 from bench.quantize.command import quantize
 from bench.serve.client import Target
 from bench.serve.load import Load
@@ -91,6 +92,7 @@ def serve(
 
 
 app.command("compare")(comparison.main)
+app.command("five")(five)
 app.command("quantize")(quantize)
 app.command("speculate")(speculate)
 app.command("transfer")(transfer)

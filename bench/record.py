@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import platform
+import shlex
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,17 @@ def commit() -> str:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def command_line(command: str, function: Callable[..., object], settings: Mapping[str, Any]) -> str:
+    """How `function` is called from a shell: the options that are not the default ones."""
+    defaults = inspect.signature(function).parameters
+    parts = []
+    for key, value in settings.items():
+        if value != defaults[key].default:
+            for each in value if isinstance(value, list) else [value]:
+                parts += ["--" + key.replace("_", "-"), str(each)]
+    return shlex.join([*command.split(), *parts])
 
 
 def made_by(command: str) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 import typer
 from rich.console import Console
 
-from bench.record import RESULTS, write_results
+from bench.record import RESULTS, command_line, write_results
 from models.bundled import BUNDLED_MODEL
 from protocol.errors import TandemError
 from protocol.speculation import METHODS
@@ -89,21 +87,10 @@ def speculate(
         raise typer.Exit(1) from error
     finally:
         system.close()
-    command = _command(settings)
+    command = command_line("tandem bench speculate", speculate, settings)
     settings["model"] = Path(model).name
     settings["target"] = base_url or f"engines in one process, {threads} threads, dtype {dtype}"
     _write(output, command, settings, measurements, console)
-
-
-def _command(settings: dict[str, Any]) -> str:
-    """With the options that are not the default ones."""
-    defaults = inspect.signature(speculate).parameters
-    parts = ["tandem", "bench", "speculate"]
-    for key, value in settings.items():
-        if value != defaults[key].default:
-            for each in value if isinstance(value, list) else [value]:
-                parts += ["--" + key.replace("_", "-"), str(each)]
-    return shlex.join(parts)
 
 
 def _split(text: str, parse: Callable[[str], T], flag: str) -> list[T]:

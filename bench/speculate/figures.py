@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from bench.cost import cost_per_million
 from bench.speculate.measurement import Measurement
 from bench.speculate.plan import Block, Case, NumTokens
 
@@ -69,7 +70,7 @@ def _figure(case: Case, pairs: Sequence[tuple[Measurement, Measurement]], price:
         draft_share=_median([each.draft_s and each.draft_s / each.seconds for each in mine]),
         predicted=_median([_predicted(each, base) for each, base in pairs]),
         same=all(each.digest == base.digest for each, base in pairs),
-        cost=price / 3600 / throughput * 1e6,
+        cost=cost_per_million(price, 1, throughput),
     )
 
 

@@ -1,0 +1,1 @@
+"""`tandem bench five`: what each of five techniques brings, alone and with each other."""

@@ -1,0 +1,139 @@
+"""Effects of a two-level factorial experiment on the logarithm of a figure, as ratios with intervals.
+
+Every cell is a set of factors that are on; the design has all 2^k, each measured once in every repeat. With
+signs s = +1 where a factor is on and -1 where it is off, N cells, and y the logarithms:
+
+- the main effect of A is exp(sum(s_A y) / (N / 2)): how many times the figure is with A what it is without,
+  on (geometric) average over all states of the others;
+- the interaction of A and B is exp(sum(s_A s_B y) / (N / 4)): how many times A's effect is with B what it is
+  without. 1 says that they multiply.
+
+Repeats are blocks: what changes between them, as a machine does, cancels. The error's variance is what is
+left within cells; with one repeat it is what main effects and interactions of two leave (Box, Hunter and
+Hunter, Statistics for Experimenters, chapters 5 and 6). Intervals are Student's, 95 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+CONFIDENCE = 0.95
+
+Cell = frozenset[str]
+"""The factors that are on."""
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """A ratio, and the interval that holds the true one with 95 % confidence; None where nothing tells the
+    error. `factors` are one, or two that interact.
+    """
+
+    factors: tuple[str, ...]
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the interval leaves out 1."""
+        return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
+
+
+def cells_of(factors: Sequence[str]) -> list[Cell]:
+    """All 2^k, from all off to all on."""
+    return [frozenset(chosen) for size in range(len(factors) + 1) for chosen in combinations(factors, size)]
+
+
+def effects(factors: Sequence[str], values: Mapping[Cell, Sequence[float]]) -> list[Effect]:
+    """Main effects, then interactions of two. `values` has a figure above 0 of each repeat of each cell.
+
+    Raises ValueError that names a cell without figures, with another number of them, or with one not above 0.
+    """
+    cells = cells_of(factors)
+    logs = _logs(cells, values)
+    signs = {name: np.array([1.0 if name in cell else -1.0 for cell in cells]) for name in factors}
+    contrasts: dict[tuple[str, ...], NDArray[np.float64]] = {}
+    for name in factors:
+        contrasts[name,] = signs[name] * 2 / len(cells)
+    for one, other in combinations(factors, 2):
+        contrasts[one, other] = signs[one] * signs[other] * 4 / len(cells)
+    means = logs.mean(axis=1)
+    variance, freedom = _error(logs, means, list(contrasts.values()))
+    quantile = student_quantile((1 + CONFIDENCE) / 2, freedom) if freedom else 0.0
+    found = []
+    for involved, contrast in contrasts.items():
+        estimate = float(contrast @ means)
+        if not freedom:
+            found.append(Effect(involved, math.exp(estimate)))
+            continue
+        half = quantile * math.sqrt(variance / logs.shape[1] * float(contrast @ contrast))
+        found.append(Effect(involved, *(math.exp(estimate + shift) for shift in (0, -half, half))))
+    return found
+
+
+def all_against_none(factors: Sequence[str], values: Mapping[Cell, Sequence[float]]) -> float:
+    """How many times the figure is with all factors on what it is with all off."""
+    on, off = _logs([frozenset(factors), frozenset()], values).mean(axis=1)
+    return math.exp(on - off)
+
+
+def _logs(cells: Sequence[Cell], values: Mapping[Cell, Sequence[float]]) -> NDArray[np.float64]:
+    """[cells, repeats]"""
+    repeats = len(values.get(cells[0], ()))
+    for cell in cells:
+        figures = values.get(cell, ())
+        if not figures or len(figures) != repeats:
+            raise ValueError(
+                f"cell {name_of(cell)} has {len(figures)} repeats, {name_of(cells[0])} {repeats}"
+            )
+        if not all(0 < figure < math.inf for figure in figures):
+            raise ValueError(f"cell {name_of(cell)}: figures must be above 0 and finite, got {list(figures)}")
+    return np.log(np.array([list(values[cell]) for cell in cells], dtype=np.float64))
+
+
+def name_of(cell: Cell) -> str:
+    return "+".join(sorted(cell)) or "none"
+
+
+def _error(
+    logs: NDArray[np.float64], means: NDArray[np.float64], contrasts: Sequence[NDArray[np.float64]]
+) -> tuple[float, int]:
+    """Variance of one figure's logarithm, and its degrees of freedom; none: nothing tells it."""
+    count, repeats = logs.shape
+    if repeats > 1:
+        left = logs - means[:, None] - logs.mean(axis=0)[None, :] + logs.mean()
+        freedom = (count - 1) * (repeats - 1)
+    else:
+        directions = [np.ones(count) / math.sqrt(count)]
+        directions += [contrast / math.sqrt(contrast @ contrast) for contrast in contrasts]
+        left = means - sum(direction * (direction @ means) for direction in directions)
+        freedom = count - len(directions)
+    return (float((left**2).sum()) / freedom, freedom) if freedom > 0 else (0.0, 0)
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Of Student's t, for a probability above one half. By bisection of its integral."""
+    low, high = 0.0, 1e4
+    while high - low > 1e-9 * (1 + high):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if _student_above_zero(middle, freedom) < probability - 0.5 else (low, middle)
+        )
+    return high
+
+
+def _student_above_zero(limit: float, freedom: int) -> float:
+    """P(0 < t < limit). With t = sqrt(freedom) tan(a) the density is cos(a) ** (freedom - 1), smooth."""
+    angles, width = np.linspace(0, math.atan(limit / math.sqrt(freedom)), 2001, retstep=True)
+    density = np.cos(angles) ** (freedom - 1)
+    simpson = (
+        float(width) / 3 * (density[0] + density[-1] + 4 * density[1::2].sum() + 2 * density[2:-1:2].sum())
+    )
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    return float(scale * simpson)

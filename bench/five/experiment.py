@@ -1,0 +1,89 @@
+"""All cells in a random order. Those that are done are kept: an experiment goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.five.effects import Cell, cells_of, name_of
+from bench.five.measure import Outcome, Setting
+from bench.record import write_results
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One measurement that is to be made."""
+
+    workload: str
+    cell: Cell
+    repeat: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.workload}, {name_of(self.cell)}, repeat {self.repeat}"
+
+
+def runs_of(workloads: Sequence[str], factors: Sequence[str], repeats: int, seed: int) -> list[Run]:
+    """Repeat by repeat, each in an order of its own."""
+    rng, ordered = random.Random(seed), []
+    for repeat in range(repeats):
+        runs = [Run(workload, cell, repeat) for workload in workloads for cell in cells_of(factors)]
+        rng.shuffle(runs)
+        ordered += runs
+    return ordered
+
+
+class Experiment:
+    """What is known of its cells, in `results.json` of a folder."""
+
+    def __init__(self, folder: Path, setting: Setting) -> None:
+        """Raises ValueError for a folder with other content, or with cells of another setting."""
+        self._folder, self._setting = folder, setting
+        self.outcomes: list[Outcome] = []
+        path = folder / "results.json"
+        if not path.exists():
+            return
+        try:
+            document = json.loads(path.read_bytes())
+            self.outcomes = msgspec.convert(document["outcomes"], list[Outcome])
+            known = msgspec.convert(document["setting"], Setting)
+        except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"--output: {path} holds no experiment: {error}") from error
+        for field in Setting.__struct_fields__:
+            old, new = getattr(known, field), getattr(setting, field)
+            if old != new:
+                raise ValueError(
+                    f"--output: {path} was measured with {field} {old}, now it is {new}: "
+                    "choose another folder, or delete it"
+                )
+
+    def missing(self, runs: Sequence[Run]) -> list[Run]:
+        done = {(each.workload, frozenset(each.cell), each.repeat) for each in self.outcomes}
+        return [run for run in runs if (run.workload, run.cell, run.repeat) not in done]
+
+    def measure(
+        self, runs: Sequence[Run], command: str, one: Callable[[Run], Outcome]
+    ) -> Iterator[tuple[Run, Outcome | RuntimeError]]:
+        """Those that are missing. Each is written down once it is there; what fails is told and left."""
+        for run in self.missing(runs):
+            try:
+                outcome = one(run)
+            except RuntimeError as error:
+                yield run, error
+                continue
+            self.outcomes.append(outcome)
+            self.write(command, {})
+            yield run, outcome
+
+    def write(self, command: str, further: dict[str, Any]) -> None:
+        content = {
+            "setting": msgspec.to_builtins(self._setting),
+            "outcomes": msgspec.to_builtins(self.outcomes),
+            "load_average": os.getloadavg(),
+        }
+        write_results(self._folder, command, content | further)

@@ -1,0 +1,189 @@
+"""One cell: a server is started, its highest rate within the SLO is searched, and it ends."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from bench.cost import cost_per_million
+from bench.five.effects import Cell
+from bench.five.factors import WORKERS, serve_options
+from bench.five.search import NoRateError, highest
+from bench.five.workloads import Prompts, Workload
+from bench.peers.ports import HOST, free_port
+from bench.peers.process import Command, RunningSystem
+from bench.record import REPO
+from bench.serve.client import Client, Record, Target
+from bench.serve.runner import drive, run_on_fast_loop
+from bench.serve.statistics import latencies
+
+SERVED_NAME = "model"
+START_TIMEOUT_S = 300.0
+WARMUP_S = 2.0
+SLACK_S = 0.5
+"""Beyond the last moment at which a request can be within the SLO."""
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """A request is good if it has its first token within `ttft_s`, and the later ones within `tpot_s` each on
+    average; a rate, if the share `attainment` of its requests is.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    attainment: float
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What all cells of an experiment share. Cells of another setting are not comparable."""
+
+    model: str
+    max_model_len: int
+    kv_mib: int
+    speculative_config: str
+    objective: Objective
+    seconds: float
+    probes: int
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """A load of one rate. Good requests per second of its arrivals; medians in seconds, 0 without answers."""
+
+    rate: float
+    goodput: float
+    attainment: float
+    ttft_s: float
+    tpot_s: float
+    errors: int
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Of one cell in one repeat. `trials` has all of the search; without one that met the objective `best` is
+    None. `light` is at the workload's light rate, the same for all cells. `memory_bytes` is what the server's
+    processes hold in memory after the search, pages that they share counted once.
+    """
+
+    workload: str
+    cell: list[str]
+    repeat: int
+    trials: list[Trial]
+    best: Trial | None
+    light: Trial
+    memory_bytes: int
+
+    @property
+    def goodput(self) -> float:
+        """[requests/s] Without a rate that met the objective the lowest that was tried, which is above it."""
+        return self.best.goodput if self.best is not None else min(trial.rate for trial in self.trials)
+
+    def cost(self, workload: Workload, price: float) -> float:
+        """Of a million output tokens of requests within the SLO."""
+        return cost_per_million(price, WORKERS, self.goodput * workload.output)
+
+
+class _MissedError(Exception):
+    """So many requests were late that the objective cannot be met any more."""
+
+
+class Server:
+    """A running one, driven by loads of a workload."""
+
+    def __init__(self, base_url: str, setting: Setting, workload: Workload, prompts: Prompts) -> None:
+        objective = setting.objective
+        latest = objective.ttft_s + (workload.output - 1) * objective.tpot_s + SLACK_S
+        self._client = Client(Target(base_url, SERVED_NAME, ignore_eos=True, timeout=latest))
+        self._objective, self._seconds, self._prompts = objective, setting.seconds, prompts
+        self.trials: list[Trial] = []
+
+    def warm_up(self, rate: float) -> None:
+        """Raises RuntimeError when the server answers nothing."""
+        records = run_on_fast_loop(drive(self._client, self._prompts.load(rate, WARMUP_S)))
+        if all(record.error for record in records):
+            raise RuntimeError(f"the server does not answer: {records[0].error}: {records[0].detail}")
+
+    def search(self, rate: float) -> tuple[bool, Trial]:
+        """Whether the rate meets the objective. A trial ends as soon as it cannot any more."""
+        load = self._prompts.load(rate, self._seconds)
+        spare = (1 - self._objective.attainment) * len(load)
+        ended: list[Record] = []
+
+        def on_done(record: Record) -> None:
+            ended.append(record)
+            if sum(not self._is_good(each) for each in ended) > spare:
+                raise _MissedError
+
+        try:
+            records = run_on_fast_loop(drive(self._client, load, on_done=on_done))
+        except* _MissedError:
+            records = ended
+        trial = self._judge(records, len(load), rate)
+        self.trials.append(trial)
+        return trial.attainment >= self._objective.attainment, trial
+
+    def measure(self, rate: float) -> Trial:
+        """All of a load, whatever becomes of it."""
+        load = self._prompts.load(rate, self._seconds)
+        return self._judge(run_on_fast_loop(drive(self._client, load)), len(load), rate)
+
+    def _is_good(self, record: Record) -> bool:
+        if record.error:
+            return False
+        taken = latencies(record)
+        return taken["ttft"] <= self._objective.ttft_s and taken["tpot"] <= self._objective.tpot_s
+
+    def _judge(self, records: Sequence[Record], sent: int, rate: float) -> Trial:
+        """Requests that were not waited for are not good."""
+        answered = [latencies(record) for record in records if not record.error]
+        good = sum(map(self._is_good, records))
+        return Trial(
+            rate=rate,
+            goodput=good / sent * rate,
+            attainment=good / sent,
+            ttft_s=statistics.median(each["ttft"] for each in answered) if answered else 0.0,
+            tpot_s=statistics.median(each["tpot"] for each in answered) if answered else 0.0,
+            errors=sum(bool(record.error) for record in records),
+        )
+
+
+def measure_cell(
+    setting: Setting, workload: Workload, cell: Cell, repeat: int, texts: Sequence[Sequence[int]], logs: Path
+) -> Outcome:
+    """Raises RuntimeError when the server does not start or does not answer."""
+    command = serve_command(setting, cell)
+    base_url = command.ready_url.removesuffix("/ready")
+    with RunningSystem([command], logs, START_TIMEOUT_S) as running:
+        server = Server(base_url, setting, workload, Prompts(texts, workload, seed=repeat))
+        server.warm_up(workload.first_rate)
+        light = server.measure(workload.light_rate)
+        try:
+            _, best = highest(workload.first_rate, setting.probes, server.search)
+        except NoRateError:
+            best = None
+        memory = sum(map(resident_bytes, running.pids))
+    return Outcome(workload.name, sorted(cell), repeat, server.trials, best, light, memory)
+
+
+def serve_command(setting: Setting, cell: Cell) -> Command:
+    port = free_port()
+    argv = [sys.executable, "-m", "deploy", "serve", "--model", setting.model]
+    argv += ["--served-model-name", SERVED_NAME, "--host", HOST, "--port", str(port)]
+    argv += ["--max-model-len", str(setting.max_model_len)]
+    argv += ["--kv-cache-memory-bytes", str(setting.kv_mib << 20)]
+    argv += serve_options(cell, setting.speculative_config)
+    return Command("tandem", argv, f"http://{HOST}:{port}/ready", {"PYTHONPATH": str(REPO)})
+
+
+def resident_bytes(pid: int) -> int:
+    """Of the process and those below it, each page shared by several in parts (proportional set size)."""
+    total, process = 0, psutil.Process(pid)
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            total += each.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total

@@ -1,0 +1,69 @@
+"""Three kinds of load, made of held-out code, so that drafts fare as they do on text; never random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import msgspec
+import numpy as np
+
+from bench.serve.workload import LoadRequest
+
+LEAST_REQUESTS = 16
+"""Of a probe: a share of fewer tells little."""
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """Tokens of the prefix that all prompts share, of a prompt's own, and of an answer. `first_rate`
+    [requests/s] is where the search begins, `light_rate` that at which latencies are compared.
+    """
+
+    name: str
+    shared: int
+    own: int
+    output: int
+    first_rate: float
+    light_rate: float
+
+    @property
+    def prompt(self) -> int:
+        return self.shared + self.own
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("chat", 512, 64, 64, 16.0, 4.0),
+        Workload("long-prompts", 0, 768, 16, 8.0, 2.0),
+        Workload("long-answers", 0, 48, 256, 8.0, 2.0),
+    )
+}
+
+
+class Prompts:
+    """Windows of one long text, each at a place of its own: they begin alike only where they are to share."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], workload: Workload, seed: int) -> None:
+        """Raises ValueError when the text is too short for different prompts."""
+        self._tokens = list(chain.from_iterable(texts))
+        self._workload = workload
+        self._rng = np.random.default_rng(seed)
+        least = workload.shared + 8 * workload.own
+        if len(self._tokens) < least:
+            raise ValueError(
+                f"the workload {workload.name} needs {least} tokens of text, got {len(self._tokens)}"
+            )
+        self._prefix = self._tokens[: workload.shared]
+
+    def load(self, rate: float, seconds: float) -> list[LoadRequest]:
+        """As many requests as come in `seconds` at `rate` on average, at times of a Poisson process with that
+        number of arrivals: uniform ones in order. A low rate takes longer, for `LEAST_REQUESTS`.
+        """
+        count = max(round(rate * seconds), LEAST_REQUESTS)
+        arrivals = np.sort(self._rng.uniform(0, count / rate, count)).tolist()
+        return [LoadRequest(self._prompt(), self._workload.output, arrival) for arrival in arrivals]
+
+    def _prompt(self) -> list[int]:
+        start = int(self._rng.integers(self._workload.shared, len(self._tokens) - self._workload.own))
+        return self._prefix + self._tokens[start : start + self._workload.own]

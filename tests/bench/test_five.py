@@ -1,0 +1,230 @@
+"""The experiment around the effects: searched rates, loads, servers' options, what is kept and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.five.effects import cells_of
+from bench.five.experiment import Experiment, Run, runs_of
+from bench.five.factors import FACTORS, serve_options
+from bench.five.figures import finding
+from bench.five.measure import Objective, Outcome, Server, Setting, Trial
+from bench.five.report import as_markdown, plot
+from bench.five.search import NoRateError, highest
+from bench.five.workloads import LEAST_REQUESTS, WORKLOADS, Prompts, Workload
+from deploy.config import load_config
+from tests.bench.test_bench_client import DONE, stream, token
+
+TEXTS = [list(range(1000)), list(range(1000, 9000))]
+SETTING = Setting("model", 1024, 16, '{"method": "ngram"}', Objective(0.5, 0.02, 0.9), 1.0, 2)
+
+
+# --- the search ---------------------------------------------------------------------------------------
+
+
+def search(limit: float, first: float, probes: int) -> tuple[float, list[float]]:
+    tried: list[float] = []
+
+    def trial(rate: float) -> tuple[bool, float]:
+        tried.append(rate)
+        return rate <= limit, rate
+
+    rate, brought = highest(first, probes, trial)
+    assert rate == brought
+    return rate, tried
+
+
+@pytest.mark.parametrize("limit", [0.9, 7.0, 8.0, 21.0, 300.0])
+def test_the_highest_rate_is_found_from_any_side(limit: float) -> None:
+    rate, tried = search(limit, 8.0, probes=3)
+    assert rate <= limit < rate * 1.11
+    assert len(tried) <= 10
+
+
+def test_few_probes_are_less_exact_and_no_more_are_made() -> None:
+    rate, tried = search(21.0, 8.0, probes=0)
+    assert (rate, tried) == (16.0, [8.0, 16.0, 32.0])
+    assert search(21.0, 8.0, probes=1)[1] == [8.0, 16.0, 32.0, pytest.approx(22.6, abs=0.1)]
+
+
+def test_a_rate_that_nothing_meets_is_said() -> None:
+    with pytest.raises(NoRateError, match=r"not even 0.0625 requests/s meet the SLO"):
+        search(0.001, 8.0, probes=3)
+
+
+# --- loads --------------------------------------------------------------------------------------------
+
+
+def test_prompts_share_what_the_workload_says_and_nothing_else() -> None:
+    for workload in WORKLOADS.values():
+        load = Prompts(TEXTS, workload, seed=0).load(rate=50.0, seconds=2.0)
+        prompts = [request.prompt for request in load]
+        assert len(load) == 100 and {len(prompt) for prompt in prompts} == {workload.prompt}
+        assert len({tuple(prompt[: workload.shared]) for prompt in prompts}) == 1
+        own = [tuple(prompt[workload.shared :]) for prompt in prompts]
+        assert len({text[:16] for text in own}) > 95
+        arrivals = [request.arrival for request in load]
+        assert arrivals == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] <= 2.0  # type: ignore[operator]
+    assert len(Prompts(TEXTS, workload, seed=0).load(rate=1.0, seconds=2.0)) == LEAST_REQUESTS
+    with pytest.raises(ValueError, match="the workload chat needs 1024 tokens of text, got 1000"):
+        Prompts(TEXTS[:1], WORKLOADS["chat"], seed=0)
+
+
+async def test_a_rate_is_judged_and_left_once_it_cannot_be_met(start_server) -> None:
+    """Of a server that takes 10 ms for each request that is under way, and 200 ms at most."""
+    active = 0
+
+    async def serve(request, writer):
+        nonlocal active
+        active += 1
+        await asyncio.sleep(min(0.01 * active, 0.2))
+        active -= 1
+        await stream(writer, [token("a"), token("b", "length"), DONE], 0.0)
+
+    url = await start_server(serve)
+    workload = Workload("few", 0, 16, 2, 40.0, 20.0)
+    setting = msgspec.structs.replace(SETTING, objective=Objective(0.1, 0.05, 0.9), seconds=0.5)
+    server = Server(url, setting, workload, Prompts(TEXTS, workload, 0))
+
+    def trials() -> tuple[bool, bool, float, Trial]:
+        light = server.measure(20.0)
+        slow, _ = server.search(30.0)
+        began = time.monotonic()
+        fast, _ = server.search(800.0)
+        return slow, fast, time.monotonic() - began, light
+
+    slow, fast, seconds, light = await asyncio.to_thread(trials)
+    assert 0.01 <= light.ttft_s < 0.1 and light.errors == 0 and light.rate == 20.0
+    assert slow and not fast
+    passed, missed = server.trials
+    assert passed.goodput == pytest.approx(passed.attainment * 30.0) and passed.attainment >= 0.9
+    assert missed.attainment < 0.9 and seconds < 0.45, "they come within half a second"
+
+
+# --- cells --------------------------------------------------------------------------------------------
+
+
+def test_each_technique_is_an_option_of_the_server() -> None:
+    seen = set()
+    for cell in cells_of(FACTORS):
+        options = serve_options(cell, '{"method": "ngram"}')
+        flags: dict[str, object] = {}
+        for number, option in enumerate(options):
+            if option.startswith("--no-"):
+                flags[option[5:].replace("-", "_")] = False
+            elif option.startswith("--"):
+                flags[option[2:].replace("-", "_")] = options[number + 1]
+        config = load_config(flags, environ={})
+        assert config.num_workers == 2
+        assert config.disaggregation == ("disaggregation" in cell)
+        assert (config.speculative_config is not None) == ("speculation" in cell)
+        assert config.paged_kv == ("paging" in cell)
+        assert config.enable_prefix_caching == ("sharing" in cell)
+        quantized = (config.quantization, config.kv_cache_dtype)
+        assert quantized == (("int4", "int8") if "quantization" in cell else (None, "auto"))
+        seen.add(tuple(options))
+    assert len(seen) == 32
+
+
+def test_runs_come_in_another_order_in_every_repeat() -> None:
+    runs = runs_of(["chat"], ["sharing", "paging"], 3, seed=1)
+    assert len(runs) == 12 and [run.repeat for run in runs] == [0] * 4 + [1] * 4 + [2] * 4
+    assert len({tuple(run.cell for run in runs[at : at + 4]) for at in (0, 4, 8)}) > 1
+    assert runs == runs_of(["chat"], ["sharing", "paging"], 3, seed=1)
+
+
+def outcome(run: Run, goodput: float | None = 10.0) -> Outcome:
+    trial = Trial(goodput or 0.5, goodput or 0.1, 0.95, 0.02, 0.002, 0)
+    best = trial if goodput is not None else None
+    return Outcome(run.workload, sorted(run.cell), run.repeat, [trial], best, trial, 1 << 28)
+
+
+def test_an_experiment_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    runs = runs_of(["chat"], ["sharing", "paging"], 1, seed=0)
+    measured: list[Run] = []
+
+    def one(run: Run) -> Outcome:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(run)
+        if run == runs[0]:
+            raise RuntimeError("tandem ended with 1")
+        return outcome(run)
+
+    with pytest.raises(KeyboardInterrupt):
+        list(Experiment(tmp_path, SETTING).measure(runs, "command", one))
+    again = Experiment(tmp_path, SETTING)
+    assert again.missing(runs) == [runs[0], *runs[2:]], "what failed is missing too"
+    assert [run for run, _ in again.measure(runs, "command", outcome)] == [runs[0], *runs[2:]]
+    assert Experiment(tmp_path, SETTING).missing(runs) == []
+
+
+def test_cells_of_another_setting_are_not_mixed(tmp_path: Path) -> None:
+    Experiment(tmp_path, SETTING).write("command", {})
+    with pytest.raises(ValueError, match="was measured with kv_mib 16, now it is 8: choose another folder"):
+        Experiment(tmp_path, msgspec.structs.replace(SETTING, kv_mib=8))
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"results.json holds no experiment: 'outcomes'"):
+        Experiment(tmp_path, SETTING)
+
+
+def test_findings_are_told_as_tables_and_a_figure(tmp_path: Path) -> None:
+    factors = ["paging", "sharing"]
+    runs = runs_of(["chat"], factors, 2, seed=0)
+    outcomes = [
+        outcome(run, (4.0 if "sharing" in run.cell else 2.0) * (1.0 + 0.1 * run.repeat))
+        if run.cell
+        else outcome(run, None)
+        for run in runs
+    ]
+    found = finding("chat", factors, outcomes, price=2.0)
+    assert [figure.name for figure in found.figures] == ["goodput", "TTFT", "TPOT", "memory", "cost"]
+    goodput, cost = found.figures[0], found.figures[-1]
+    assert goodput.all_on == pytest.approx(1 / cost.all_on), "a token costs what its worker's time costs"
+    assert found.floored == ["none", "none"]
+    text = as_markdown("tandem bench five", SETTING, 2.0, [found], outcomes)
+    assert "| paged KV x prefix sharing |" in text and "No rate met the SLO in: none, none." in text
+    both = 4.0 * 1.05
+    assert f"| paging+sharing | {both:.2f} | 20.0 | 2.00 | 256 |" in text
+    plot([found], tmp_path / "effects.svg")
+    assert "<svg" in (tmp_path / "effects.svg").read_text()[:2000]
+    with pytest.raises(ValueError, match="cell paging has 1 repeats, none 2"):
+        finding("chat", factors, [each for each in outcomes if each.cell != ["paging"] or each.repeat], 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--factors", "sharing,batching"], "--factors: 'batching' is none of disaggregation, speculation"),
+        (["--workload", "chats"], "--workload: 'chats' is none of chat, long-prompts, long-answers"),
+        (["--max-model-len", "512"], "--max-model-len: requests of chat have 640 tokens, got 512"),
+        (["--speculative-config", "{}"], "--speculative-config"),
+        (["--speculative-config", "x"], "--speculative-config: must be JSON"),
+        (["--price", "0"], "--price"),
+        (["--repeats", "0"], "--repeats"),
+        (["--model", "/nowhere"], "--model: there is no folder /nowhere"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    tmp_path: Path, options: list[str], complaint: str
+) -> None:
+    result = CliRunner().invoke(
+        app, ["five", "--output", str(tmp_path / "out"), *options], env={"COLUMNS": "300"}
+    )
+    assert result.exit_code == 2 and complaint in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_say_how_they_were_made(tmp_path: Path) -> None:
+    Experiment(tmp_path, SETTING).write("tandem bench five --seconds 1", {"price": 1.0})
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["command"] == "tandem bench five --seconds 1" and document["machine"]["cores"]
+    assert document["setting"]["objective"] == {"ttft_s": 0.5, "tpot_s": 0.02, "attainment": 0.9}
