@@ -73,3 +73,22 @@ def test_a_pair_that_does_not_agree_is_refused_by_the_flag(
     cluster.run("r")
     assert set(cluster.sources("r")) == {"prefill-0"}
     cluster.wait_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("theirs", ["int8", "auto"])
+def test_a_prefix_is_fetched_from_a_pool_of_the_same_format_alone(
+    cluster: Cluster, model_folder: Path, theirs: str
+) -> None:
+    holder = cluster.start("prefill", "prefill-1", coded_config(model_folder, theirs))
+    asking = cluster.start("decode", "decode-0", coded_config(model_folder))
+    cluster.generate(holder, asked("before", 200))
+    cluster.run("before")
+    cluster.generate(asking, asked("r", 200), prefix=holder.address)
+    cluster.run("r")
+    cached = cluster.outputs["r"][0][1].cached_tokens
+    cluster.generate(asking, asked("again", 200))
+    cluster.run("again")
+    assert cluster.tokens("r") == cluster.tokens("again")
+    assert (cluster.tokens("r") == cluster.tokens("before")) == (theirs == "int8")
+    assert cached == (192 if theirs == "int8" else 0)
+    cluster.wait_empty(holder, asking)
