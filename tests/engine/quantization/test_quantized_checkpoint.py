@@ -164,6 +164,14 @@ def test_refuses_an_unknown_method(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    write_quantized(tmp_path, "llama", "awq")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"--model: cannot read .*model.safetensors"):
+        load(tmp_path)
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     write_quantized(tmp_path, "llama", "awq", shards=2)
     (tmp_path / "model-1.safetensors").unlink()
