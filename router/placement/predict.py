@@ -173,7 +173,7 @@ def cached_on(request: RequestFacts, worker: WorkerSnapshot) -> int:
 def best_holder(request: RequestFacts, cluster: Cluster) -> WorkerSnapshot | None:
     """Who has most of the prompt's KV."""
     held = cluster.get(request.prefix_at)
-    if held is not None or not request.cached_tokens:
+    if held is not None:
         return held
     there = [worker for name in request.cached_tokens if (worker := cluster.get(name)) is not None]
     return max(there, key=lambda worker: request.cached_tokens[worker.worker_id], default=None)

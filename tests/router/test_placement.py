@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
 from router.placement import RULES, placement_policy
-from router.placement.by_cost import TRIALS, place_by_cost
+from router.placement.by_cost import TRIALS, cheapest_prefill, place_by_cost
 from router.placement.cluster import Cluster
 from router.placement.interface import (
     LinkSpeed,
@@ -325,6 +325,29 @@ def test_a_fetch_takes_both_workers_steps_and_the_wire() -> None:
     steps_s = STEP_S + (STEP_S + 4e-4 + 1e-4)
     assert found.fetch_s == pytest.approx(steps_s + 3e-3 + 1024 * 8192 / 1e9)
     assert found.prefill_s == pytest.approx(STEP_S + 464 * (1e-4 + 1e-8 * (1536 + 232)))
+
+
+SLOWER = msgspec.structs.replace(COSTS, token_s=1.2 * COSTS.token_s)
+
+
+@pytest.mark.parametrize(
+    ("worse", "better", "cached"),
+    [
+        pytest.param({"costs": SLOWER}, {}, {}, id="prefill"),
+        pytest.param({"prefill_tokens": 2000, "prompts": 4}, {}, {}, id="queue"),
+        pytest.param({"rows": 8}, {"costs": SLOWER}, {}, id="delay"),
+        pytest.param({}, {}, {"holder": 1900}, id="fetch"),
+    ],
+)
+def test_who_is_worse_in_one_thing_does_not_prefill(
+    worse: dict[str, Any], better: dict[str, Any], cached: dict[str, int]
+) -> None:
+    """Though among equals its turn comes first."""
+    links = {"worse": LinkSpeed(5e-3, 1e9), "better": LinkSpeed(0.0, 1e9)}
+    holder = decode("holder", links=links)
+    cluster = Cluster([prefill("worse", **worse), prefill("better", last_placed=1, **better), holder])
+    chosen = cheapest_prefill(facts(num_tokens=2000, cached_tokens=cached), cluster)
+    assert chosen is not None and chosen.worker_id == "better"
 
 
 def test_a_hand_off_is_what_no_chunk_hides_and_the_step_that_runs() -> None:
