@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from planner.autoscale import Elasticity, ScalingCluster, attained, fewest, scaled
+import pytest
+
+from bench.autoscale import MOST as MOST_OF_ALL
+from bench.autoscale import SLO as SLO_OF_ALL
+from bench.autoscale import START_S, larger
+from planner.autoscale import Elasticity, ScalingCluster, attained, fewest, scaled, windows
 from planner.day import arrivals, over_a_day, synthetic
+from planner.profile import DEFAULT_PROFILE, read_profile
 from planner.request import simulated
 from planner.scenarios import Scenario, Slo, Study
 from planner.trace import TRACE_BLOCK_TOKENS
 from protocol.scaling import WorkerRange
-from router.scaling.decide import ScalingPolicy
+from router.scaling.decide import ATTAINMENT, ScalingPolicy
 from tests.planner.planned import profile
 
 SLO = Slo(30.0, 0.1)
+HOUR_S = 3600.0
 ONE_EACH = Scenario("conditional", 1, 1)
 MOST = Scenario("conditional", 5, 5)
 RANGES = {"prefill": WorkerRange(1, 5), "decode": WorkerRange(1, 5)}
@@ -46,6 +53,19 @@ def test_without_room_a_role_gives_a_worker():
     _, cluster = scaled(day, elasticity(most_workers=4, down_after_s=600.0), Scenario("conditional", 1, 3))
     assert any(decision.changes_role == ("decode", "prefill") for _, decision in cluster.decisions)
     assert len(cluster.workers) <= 4
+
+
+@pytest.mark.parametrize(("count", "seed"), [(1000, 22), (700, 23)])
+def test_a_day_is_served_within_the_slo_with_few_more_workers_than_in_hindsight(count: int, seed: int):
+    """Of four hours, with fresh seeds: constants were chosen by others."""
+    requests = synthetic(count, seed, 12_000, 600, 4 * HOUR_S)
+    day = Study(larger(read_profile(DEFAULT_PROFILE)), requests, TRACE_BLOCK_TOKENS, SLO_OF_ALL)
+    ranges = {"prefill": WorkerRange(1, MOST_OF_ALL.prefill), "decode": WorkerRange(1, MOST_OF_ALL.decode)}
+    grows = Elasticity(ScalingPolicy(ranges), START_S, MOST_OF_ALL.prefill + MOST_OF_ALL.decode)
+    attainment, cluster = scaled(day, grows, ONE_EACH)
+    few = [fewest(each, MOST_OF_ALL, ATTAINMENT) for each in windows(day, HOUR_S)]
+    assert attainment >= ATTAINMENT
+    assert cluster.worker_s <= 1.25 * sum(few) * HOUR_S
 
 
 def test_hindsight_finds_the_smallest_layout():
