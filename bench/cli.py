@@ -9,6 +9,7 @@ from rich.console import Console
 
 from bench import compare as comparison
 from bench.five.command import five
+from bench.five.simulated import five_simulated
 from bench.quantize.command import quantize
 from bench.serve.client import Target
 from bench.serve.load import Load
@@ -93,6 +94,7 @@ def serve(
 
 app.command("compare")(comparison.main)
 app.command("five")(five)
+app.command("five-simulated")(five_simulated)
 app.command("quantize")(quantize)
 app.command("speculate")(speculate)
 app.command("transfer")(transfer)

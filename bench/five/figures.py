@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from bench.five.effects import Cell, Effect, all_against_none, cells_of, effects
+from bench.five.effects import Effect, all_against_none, cells_of, effects
 from bench.five.measure import Outcome
 from bench.five.workloads import WORKLOADS
 
@@ -32,34 +33,45 @@ class Finding(msgspec.Struct, frozen=True):
     floored: list[str]
 
 
+class Repeated(Protocol):
+    """What became of a cell in one repeat."""
+
+    @property
+    def cell(self) -> list[str]: ...
+
+    @property
+    def repeat(self) -> int: ...
+
+
+T = TypeVar("T", bound=Repeated)
+
+Column = tuple[str, str, Callable[[T], float]]
+"""Name and unit of a figure, and how it is read from an outcome."""
+
+
 def finding(workload: str, factors: Sequence[str], outcomes: Sequence[Outcome], price: float) -> Finding:
     """Raises ValueError that names a cell which lacks a repeat."""
     mine = [outcome for outcome in outcomes if outcome.workload == workload]
     load = WORKLOADS[workload]
-
-    columns: list[tuple[str, str, Callable[[Outcome], float]]] = [
+    columns: list[Column[Outcome]] = [
         ("goodput", "requests/s", lambda outcome: outcome.goodput),
         ("TTFT", "s", lambda outcome: outcome.light.ttft_s),
         ("TPOT", "s", lambda outcome: outcome.light.tpot_s),
         ("memory", "bytes", lambda outcome: float(outcome.memory_bytes)),
         ("cost", "a million tokens", lambda outcome: outcome.cost(load, price)),
     ]
-    figures = []
-    for name, unit, value in columns:
-        values = values_of(factors, mine, value)
-        found = effects(factors, values)
-        figures.append(Figure(name, unit, found, all_against_none(factors, values)))
     floored = ["+".join(outcome.cell) or "none" for outcome in mine if outcome.best is None]
     repeats = max(outcome.repeat for outcome in mine) + 1
-    return Finding(workload, list(factors), repeats, figures, floored)
+    return Finding(workload, list(factors), repeats, figures_of(factors, mine, columns), floored)
 
 
-def values_of(
-    factors: Sequence[str], outcomes: Sequence[Outcome], value: Callable[[Outcome], float]
-) -> dict[Cell, list[float]]:
-    """Of each cell of the design, in the order of the repeats."""
-    ordered = sorted(outcomes, key=lambda outcome: outcome.repeat)
-    return {
-        cell: [value(outcome) for outcome in ordered if frozenset(outcome.cell) == cell]
-        for cell in cells_of(factors)
-    }
+def figures_of(factors: Sequence[str], outcomes: Sequence[T], columns: Sequence[Column[T]]) -> list[Figure]:
+    """Of each column. Raises ValueError that names a cell which lacks a repeat."""
+    ordered, found = sorted(outcomes, key=lambda outcome: outcome.repeat), []
+    for name, unit, value in columns:
+        values = {
+            cell: [value(outcome) for outcome in ordered if frozenset(outcome.cell) == cell]
+            for cell in cells_of(factors)
+        }
+        found.append(Figure(name, unit, effects(factors, values), all_against_none(factors, values)))
+    return found
