@@ -61,7 +61,11 @@ def quantize(
         if model is None:
             write_shape(shape, Path(folder))
         config = ServeConfig(
-            model=str(model or folder), device="cpu", dtype="bfloat16", kv_cache_memory_bytes=256 << 20
+            model=str(model or folder),
+            device="cpu",
+            dtype="bfloat16",
+            max_model_len=prompt_len + output_len + 16,
+            kv_cache_memory_bytes=1 << 30,
         )
         made = {each: speed.make_engine(config, each) for each in formats}
     engines = {name: engine for name, (engine, _) in made.items()}

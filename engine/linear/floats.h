@@ -35,10 +35,11 @@ class Floats : public VectorTiles<Floats, float> {
         }
     }
 
-    template <int ROWS> static void tile_of_run(const Product& p, const Input* x, int64_t row, const Run& run) {
+    template <int ROWS> static void tile_of_run(
+        const Product& p, const uint16_t* w, const Input* x, int64_t row, const Run& run) {
         for (int part = 0; part < PANEL; part += WIDTH) {
             Sums<ROWS> sums = {};
-            multiply(run.weights + 2 * part, x, p.in_features, run.count, sums);
+            multiply(w + 2 * part, x, p.in_features, run.count, sums);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < VECTORS; v++) add(run, row + r, part + v * LANES, sums[r][v]);
         }

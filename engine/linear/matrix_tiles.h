@@ -20,6 +20,7 @@ namespace {
 class MatrixTiles {
   public:
     using Input = uint16_t;
+    static constexpr int64_t FEW_ROWS = 16, LONGEST_RUN = INT64_MAX;
 
     // While this object lives, the thread's tile registers are configured as 16 rows of 64 bytes; those of inputs and
     // sums have fewer rows where the product has.
@@ -55,33 +56,31 @@ class MatrixTiles {
 
     // The rows [first, end) of one panel; `x` are the inputs of the first.
     void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) const {
-        const Weights weights{p.weights + panel * PANEL * p.in_features, 0, p.in_features};
-        const auto prefetch = [&](int64_t k) {
-            const uint16_t* w = weights.values + k * PANEL + AHEAD * STEP;
-            for (int64_t i = 0; i < STEP; i += 32) __builtin_prefetch(w + i);
+        const auto weights = [&](int64_t k, bool is_first) {
+            const uint16_t* w = p.weights + (panel * p.in_features + k) * PANEL;
+            for (int64_t i = 0; is_first && i < STEP; i += 32) __builtin_prefetch(w + AHEAD * STEP + i);
+            return w;
         };
-        tiles(p, x, first, end, weights, prefetch, [&](const float (*sums)[OUTPUTS], int64_t row, int n) {
+        tiles(p, x, first, end, 0, p.in_features, weights, [&](const float (*sums)[OUTPUTS], int64_t row, int n) {
             const Outputs outputs(p, panel * PANEL + n);
             for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++) outputs.put(row + r, _mm512_loadu_ps(sums[r]));
         });
     }
 
-    // The same rows, of a run of the panel's weights, of which expand(k, count) makes some. Those for few rows are
-    // made one step at a time, so that the CPU reads codes while it multiplies.
-    template <class Expand>
+    // The same rows, of a run. weights(k, count) are those of the panel for the inputs [k, k + count). They are asked
+    // for step by step, and for FEW_ROWS once, so that the CPU expands the next while it multiplies.
+    template <class Weights>
     void rows_of_run(
-        const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Expand& expand) const {
-        const bool stepwise = end - first <= ROWS;
-        if (!stepwise) expand(0, run.count);
-        const auto begin_step = [&](int64_t k) {
-            if (stepwise) expand(k, DEPTH);
+        const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Weights& weights) const {
+        const auto of_step = [&](int64_t k, bool) {
+            const uint16_t* w = weights(k, DEPTH);
             tiles_will_load();
+            return w;
         };
-        const auto add = [&](const float (*sums)[OUTPUTS], int64_t row, int n) {
+        tiles(p, x, first, end, run.k, run.count, of_step, [&](const float (*sums)[OUTPUTS], int64_t row, int n) {
             for (int r = 0; r < std::min<int64_t>(end - row, ROWS); r++)
                 Outputs::add(run, row - first + r, n, _mm512_loadu_ps(sums[r]));
-        };
-        tiles(p, x, first, end, {run.weights, run.k, run.count}, begin_step, add);
+        });
     }
 
     static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
@@ -104,43 +103,44 @@ class MatrixTiles {
         return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     }
 
-    struct Weights {
-        const uint16_t* values;  // [k / 2][64][2]
-        int64_t k, count;        // the inputs [k, k + count)
-    };
-
-    // Calls begin_step(k) before weights are read for inputs k and those after it for the first time, and
-    // use(sums, row, n) for each 16 rows and 16 outputs.
-    template <class BeginStep, class Use>
-    void tiles(const Product& p, const Input* x, int64_t first, int64_t end, const Weights& w,
-               const BeginStep& begin_step, const Use& use) const {
+    // Of the inputs [k, k + count). weights(k, is_first) are a step's, which are asked for more than once if there
+    // are many rows. Calls use(sums, row, n) for each 16 rows and 16 outputs.
+    template <class Weights, class Use>
+    void tiles(const Product& p, const Input* x, int64_t first, int64_t end, int64_t k, int64_t count,
+               const Weights& weights, const Use& use) const {
         const int64_t K = p.in_features;
         const auto inputs = [&](int64_t row) {
-            return (end - row < ROWS && p.rows > ROWS ? last_rows.data() : x + (row - first) * K) + w.k;
+            return end - row < ROWS && p.rows > ROWS ? last_rows.data() : x + (row - first) * K;
         };
-        Sums sums;
-        int64_t row = first;
-        for (; row + ROWS < end; row += 2 * ROWS)
-            for (int part = 0; part < PANEL; part += PANEL / 2) {
-                two_by_two(w.values + 2 * part, inputs(row), inputs(row + ROWS), K, w.count, [&](int64_t k) {
-                    if (part == 0) begin_step(k);
-                });
-                store(sums);
-                for (int i = 0; i < 4; i++) use(sums[i], row + i / 2 * ROWS, part + i % 2 * OUTPUTS);
-            }
-        if (row >= end) return;
-        one_by_four(w.values, inputs(row), K, w.count, begin_step);
-        store(sums);
-        for (int i = 0; i < 4; i++) use(sums[i], row, i * OUTPUTS);
+        const int64_t whole = first + (end - first + ROWS - 1) / (2 * ROWS) * (2 * ROWS);  // where pairs of tiles end
+        Sums sums[2];
+        // What tiles have stored is late to be read: the next are multiplied first.
+        const auto use_pair = [&](int64_t number) {
+            const int64_t row = first + number / 2 * 2 * ROWS, part = number % 2 * PANEL / 2;
+            for (int i = 0; i < 4; i++) use(sums[number % 2][i], row + i / 2 * ROWS, part + i % 2 * OUTPUTS);
+        };
+        const int64_t pairs = (whole - first) / ROWS;
+        for (int64_t number = 0; number < pairs; number++) {
+            const int64_t row = first + number / 2 * 2 * ROWS, part = number % 2 * PANEL / 2;
+            two_by_two(inputs(row), inputs(row + ROWS), K, k, count, [&](int64_t at) {
+                return weights(at, part == 0) + 2 * part;
+            });
+            store(sums[number % 2]);
+            if (number) use_pair(number - 1);
+        }
+        if (pairs) use_pair(pairs - 1);
+        if (whole >= end) return;
+        one_by_four(inputs(whole), K, k, count, [&](int64_t at) { return weights(at, true); });
+        store(sums[0]);
+        for (int i = 0; i < 4; i++) use(sums[0][i], whole, i * OUTPUTS);
     }
 
     // 16 rows and a panel's 64 outputs. Registers are numbered: 0 to 3 are sums.
-    template <class BeginStep>
-    static void one_by_four(
-        const uint16_t* w, const Input* x, int64_t stride, int64_t count, const BeginStep& begin_step) {
+    template <class Weights>
+    static void one_by_four(const Input* x, int64_t stride, int64_t begin, int64_t count, const Weights& weights) {
         clear();
-        for (int64_t k = 0; k < count; k += DEPTH, w += STEP) {
-            begin_step(k);
+        for (int64_t k = begin; k < begin + count; k += DEPTH) {
+            const uint16_t* w = weights(k);
             _tile_loadd(4, x + k, stride * sizeof(Input));
             _tile_loadd(5, w, STRIDE);
             _tile_dpbf16ps(0, 4, 5);
@@ -154,13 +154,12 @@ class MatrixTiles {
     }
 
     // 32 rows, the upper and the lower 16, and 32 outputs.
-    template <class BeginStep>
+    template <class Weights>
     static void two_by_two(
-        const uint16_t* w, const Input* upper, const Input* lower, int64_t stride, int64_t count,
-        const BeginStep& begin_step) {
+        const Input* upper, const Input* lower, int64_t stride, int64_t begin, int64_t count, const Weights& weights) {
         clear();
-        for (int64_t k = 0; k < count; k += DEPTH, w += STEP) {
-            begin_step(k);
+        for (int64_t k = begin; k < begin + count; k += DEPTH) {
+            const uint16_t* w = weights(k);
             _tile_loadd(4, upper + k, stride * sizeof(Input));
             _tile_loadd(5, w, STRIDE);
             _tile_dpbf16ps(0, 4, 5);

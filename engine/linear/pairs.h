@@ -27,9 +27,10 @@ struct Pairs : VectorTiles<Pairs, uint16_t> {
         }
     }
 
-    template <int ROWS> static void tile_of_run(const Product& p, const Input* x, int64_t row, const Run& run) {
+    template <int ROWS> static void tile_of_run(
+        const Product& p, const uint16_t* w, const Input* x, int64_t row, const Run& run) {
         Sums<ROWS> sums;
-        multiply(run.weights, x, p.in_features, run.count, sums);
+        multiply(w, x, p.in_features, run.count, sums);
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++) Outputs::add(run, row + r, v * Outputs::COUNT, sums[r][v]);
     }

@@ -14,15 +14,14 @@ struct Product {
     int64_t rows, in_features, out_features;
 };
 
-// A part of a panel's weights, expanded, whose sums are multiplied by a scale and added to the totals.
+// A part of a panel's weights, whose sums are multiplied by a scale and added to the totals.
 struct Run {
-    const uint16_t* weights;  // [k / 2][64][2]
     int64_t k, count;         // the inputs [k, k + count)
     const float* scales;      // [64]
     const float* offsets;     // [64], or null: these times the sum of a row's inputs are subtracted
-    const float* input_sums;  // of the block's first row
+    const float* input_sums;  // of the first of some rows
     int64_t sums_stride;      // from one row's to the next's
-    float* totals;            // [rows of the block][64]
+    float* totals;            // [rows][64]
 };
 
 }  // namespace

@@ -1,7 +1,8 @@
 // A product with quantized weights. Of each panel some inputs' weights at a time are expanded to bfloat16, which stay
-// in the first cache while all rows are multiplied by them, as bfloat16 weights are. A run of inputs, which share their
-// scales, is summed in float32; then the sums are scaled and added up, over ascending inputs. So a row's result has
-// the same bits in every batch.
+// in the first cache while all rows are multiplied by them, as bfloat16 weights are; where many rows have long runs,
+// the panel's are expanded at once, for the second cache. A run of inputs, which share their scales, is summed in
+// float32; then the sums are scaled and added up, over ascending inputs. So a row's result has the same bits in every
+// batch.
 
 #pragma once
 
@@ -28,6 +29,12 @@ struct Quantized {
 };
 
 constexpr int64_t SLICE = 128;  // inputs whose weights are expanded at a time, 16 KiB
+
+constexpr int64_t LINE_VALUES = 32;  // bfloat16 of a cache line
+
+struct alignas(64) Line {
+    uint16_t values[LINE_VALUES];
+};
 
 // Inputs in the order of the codes; and of each row the sums of the inputs that share a scale, where offsets need them.
 struct Inputs {
@@ -70,25 +77,38 @@ template <class Codes> void expand(const Quantized& q, int64_t panel, int64_t k,
 
 template <class Tiles, class Codes>
 void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows, int64_t most_threads, Parallel parallel) {
-    const int64_t K = q.in_features, run = std::min(q.group, SLICE), groups = K / q.group, runs = (K + run - 1) / run;
+    const int64_t K = q.in_features, run = std::min(q.group, Tiles::LONGEST_RUN);
+    const int64_t groups = K / q.group, runs = (K + run - 1) / run;
     thread_local Inputs prepared;
     x = prepared.order(x, q, rows);
     if (q.offsets) prepared.add_up(x, q, rows, run, runs);
     const float* input_sums = prepared.sums.data();
     const Product p{x, nullptr, q.bias, out, rows, K, q.out_features};
-    each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t row, int64_t end, int64_t panel) {
-        alignas(64) static thread_local uint16_t weights[SLICE * PANEL];
-        static thread_local std::vector<float> totals;
-        totals.assign((end - row) * PANEL, 0);
-        for (int64_t i = 0, k = 0; k < K; i++, k += run) {
-            const int64_t count = std::min(run, K - k), scale = (panel * groups + k / q.group) * PANEL;
-            const Run of_run{weights, k, count, q.scales + scale, q.offsets ? q.offsets + scale : nullptr,
-                             input_sums + row * runs + i, runs, totals.data()};
-            tiles.rows_of_run(p, inputs, row, end, of_run, [&](int64_t from, int64_t some) {
-                expand<Codes>(q, panel, k + from, some, weights + from * PANEL);
-            });
+    each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t first, int64_t end, int64_t panel) {
+        static thread_local std::vector<Line> lines;
+        static thread_local float totals[BLOCK_ROWS * PANEL];
+        const bool are_few = end - first <= Tiles::FEW_ROWS, whole = !are_few && run > SLICE;
+        const int64_t at_once = whole ? 2 * Tiles::FEW_ROWS : BLOCK_ROWS;
+        lines.resize((whole ? K : SLICE) * PANEL / LINE_VALUES);
+        uint16_t* expanded = lines.data()->values;
+        if (whole) expand<Codes>(q, panel, 0, K, expanded);
+        for (int64_t row = first; row < end; row += at_once) {
+            const int64_t last = std::min(row + at_once, end);
+            std::fill_n(totals, (last - row) * PANEL, 0.0f);
+            for (int64_t i = 0, k = 0; k < K; i++, k += run) {
+                const int64_t count = std::min(run, K - k), scale = (panel * groups + k / q.group) * PANEL;
+                const Run of_run{k, count, q.scales + scale, q.offsets ? q.offsets + scale : nullptr,
+                                 input_sums + row * runs + i, runs, totals};
+                if (!are_few && !whole) expand<Codes>(q, panel, k, count, expanded);
+                tiles.rows_of_run(p, inputs + (row - first) * K, row, last, of_run, [&](int64_t from, int64_t some) {
+                    if (!are_few) return expanded + (whole ? from : from - k) * PANEL;
+                    uint16_t* to = expanded + from % SLICE * PANEL;
+                    expand<Codes>(q, panel, from, some, to);
+                    return to;
+                });
+            }
+            tiles.put_totals(p, totals, row, last, panel);
         }
-        tiles.put_totals(p, totals.data(), row, end, panel);
     });
 }
 

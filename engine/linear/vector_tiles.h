@@ -15,6 +15,7 @@ template <class Tiles, class Value> struct VectorTiles {
     };
 
     static constexpr int ROWS = 6;  // 6 x 4 sums and 4 weights fit into 32 registers
+    static constexpr int64_t FEW_ROWS = INT64_MAX, LONGEST_RUN = 128;  // each run's weights are asked for once
 
     // The rows [first, end) of one panel; `x` are the inputs of the first.
     static void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
@@ -23,13 +24,13 @@ template <class Tiles, class Value> struct VectorTiles {
         });
     }
 
-    // The same rows, of a run of the panel's weights, which expand(k, count) makes.
-    template <class Expand>
+    // The same rows, of a run. weights(k, count) are those of the panel for the inputs [k, k + count).
+    template <class Weights>
     static void rows_of_run(
-        const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Expand& expand) {
-        expand(0, run.count);
+        const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Weights& weights) {
+        const uint16_t* w = weights(run.k, run.count);
         in_tiles(first, end, [&](auto rows, int64_t row) {
-            Tiles::template tile_of_run<rows()>(p, x + (row - first) * p.in_features + run.k, row - first, run);
+            Tiles::template tile_of_run<rows()>(p, w, x + (row - first) * p.in_features + run.k, row - first, run);
         });
     }
 
