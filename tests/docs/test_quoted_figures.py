@@ -1,0 +1,134 @@
+"""Figures quoted in LLM_SERVING.md are those of the results that its paragraph links to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "LLM_SERVING.md"
+
+
+class Quote(NamedTuple):
+    """`text` has places for the figures that `values` takes from the documents of `files`."""
+
+    text: str
+    files: tuple[str, ...]
+    values: Callable[..., list[float]]
+
+
+def over_vllm(system: str) -> Callable[[Any], list[float]]:
+    def ratios(document: Any) -> list[float]:
+        return [each["throughput_ratio"] for each in document["medians"] if each["system"] == system]
+
+    return ratios
+
+
+def gains(*documents: Any) -> list[float]:
+    """Of our systems, the least and the most."""
+    ours = [
+        each["throughput_ratio"]
+        for document in documents
+        for each in document["medians"]
+        if each["system"].startswith("tandem")
+    ]
+    return [min(ours), max(ours)]
+
+
+def transfers(*names: str) -> Callable[[Any], list[float]]:
+    """The least and the most of these rows, or the only one."""
+
+    def values(document: Any) -> list[float]:
+        found = [
+            each["value"]
+            for each in document["figures"]
+            if any(re.search(name, each["what"]) for name in names)
+        ]
+        return sorted({min(found), max(found)})
+
+    return values
+
+
+def hidden(document: Any) -> list[float]:
+    return [100 * share for share in transfers("share of the transfer")(document)]
+
+
+def delay(document: Any) -> list[float]:
+    low, high = transfers("extra delay")(document)
+    return [(low + high) / 2]
+
+
+def changed(document: Any) -> list[float]:
+    [agreeing] = transfers("bfloat16: 64-token greedy")(document)
+    return [1 / (1 - agreeing)]
+
+
+def last_gain(method: str) -> Callable[[Any], list[float]]:
+    """The most requests at which the best K brings something."""
+
+    def values(document: Any) -> list[float]:
+        [verdict] = [each for each in document["verdicts"] if each["block"]["drafting"] == method]
+        return [max(int(requests) for requests, (_, speedup) in verdict["best"].items() if speedup > 1)]
+
+    return values
+
+
+def always_pay(document: Any) -> list[float]:
+    """No figure: there is no load at which these bring nothing."""
+    verdicts = [each for each in document["verdicts"] if each["block"]["drafting"] in ("ngram", "suffix")]
+    assert len(verdicts) == 2 and all(each["crossover"] is None for each in verdicts)
+    return []
+
+
+TRANSFER = ("transfer/results.json",)
+DELAY = ("transfer-delay/results.json",)
+AMX = ("speculate-amx/results.json",)
+QUOTES = (
+    Quote(
+        "{:.2f}, {:.2f} and {:.2f} times those of vLLM with all its threads",
+        ("compare-llama-29m/colocated.json",),
+        over_vllm("tandem-colocated"),
+    ),
+    Quote(
+        "{:.2f}, {:.2f} and {:.2f} times as a prefill and a decode worker",
+        ("compare-llama-29m/disaggregated.json",),
+        over_vllm("tandem"),
+    ),
+    Quote(
+        "a 0.5 B model gains {:.2f} to {:.2f}",
+        ("compare-qwen3-0.5b/colocated.json", "compare-qwen3-0.5b/disaggregated.json"),
+        gains,
+    ),
+    Quote("`shm` has {:.2f} times the rate of one `memcpy`", TRANSFER, transfers("^shm, blocks of 1792")),
+    Quote("in blocks of 16 KiB {:.2f} times; `tcp`", TRANSFER, transfers("^shm, blocks of 16 K")),
+    Quote("`tcp` {:.2f} to {:.2f} times that of a plain stream", TRANSFER, transfers("^tcp, blocks")),
+    Quote(
+        "`ucx` {:.2f} to {:.2f} times that of NIXL's",
+        TRANSFER,
+        transfers("^ucx, .*cma", "^ucx, UCX_TLS=tcp, blocks of 16 K"),
+    ),
+    Quote("but {:.2f} times with large blocks", TRANSFER, transfers("^ucx, UCX_TLS=tcp, blocks of 1792")),
+    Quote("Prefill hides {:.0f} to {:.0f} % of a transfer", DELAY, hidden),
+    Quote("delays the second token by about {:.0f} % of its prefill", DELAY, delay),
+    Quote("`int8` on the wire sends {:.2f} of the bytes", TRANSFER, transfers("int8 on the wire, bytes")),
+    Quote("changes one greedy continuation of 64 tokens in {:.0f}", TRANSFER, changed),
+    Quote("`ngram` and `suffix` pay at every load", AMX, always_pay),
+    Quote("a draft model up to {:.0f} requests, an EAGLE", AMX, last_gain("draft_model")),
+    Quote("an EAGLE head up to {:.0f} (", AMX, last_gain("eagle")),
+)
+
+
+@pytest.mark.parametrize("quote", QUOTES, ids=lambda quote: quote.text)
+def test_a_quoted_figure_is_that_of_the_results(quote: Quote) -> None:
+    documents = [json.loads((ROOT / "bench/results" / file).read_bytes()) for file in quote.files]
+    text = quote.text.format(*quote.values(*documents))
+    paragraphs = [" ".join(part.split()) for part in DOCUMENT.read_text().split("\n\n")]
+    places = [paragraph for paragraph in paragraphs if text in paragraph]
+    assert places, f"not in {DOCUMENT.name}: {text}"
+    for file in quote.files:
+        assert f"](bench/results/{Path(file).parent})" in places[0], "its paragraph does not name the results"
