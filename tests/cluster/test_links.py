@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ from protocol.config import ServeConfig
 from router.server import RouterServer
 from tests.e2e.conftest import folder, reference
 from tests.e2e.serving import HttpServing
-from tests.e2e.test_failover import BOUND_S, NUM_TOKENS, REQUESTS, SLOW, ask, prompt
+from tests.e2e.test_failover import BOUND_S, NUM_TOKENS, REQUESTS, SLOW, ask, changes, prompt
 from tests.faults.test_whole_requests import run_in_network
 from tests.worker.tiny_model import greedy
 
@@ -37,6 +38,8 @@ RATE = 4_000_000
 
 DELAY_S = 0.05
 LOSS = 0.05
+SENT_AGAIN = 6
+"""Segments over a cut link: most of a second on one connection, as TCP waits twice as long each time."""
 
 WIRE = {"kv_transfers_total", "kv_transfer_bytes_total"}
 
@@ -63,9 +66,10 @@ class Link:
 
     def serve(self) -> tuple[float, float]:
         """All requests over this link; returns their seconds, and the bytes that were moved."""
-        before, began = self.moved(), time.monotonic()
+        before, elsewhere, began = self.moved(), self.elsewhere(), time.monotonic()
         self.check(self.ask())
         seconds = time.monotonic() - began
+        assert self.elsewhere() == elsewhere
         self.serving.wait(lambda: self.moved()["kv_transfers_total"] >= before["kv_transfers_total"] + 4)
         return seconds, self.moved()["kv_transfer_bytes_total"] - before["kv_transfer_bytes_total"]
 
@@ -75,12 +79,24 @@ class Link:
         self.serving.wait_empty()
         assert self.serving.metric("tandem_request_failures_total") == 0
 
+    def elsewhere(self) -> float:
+        """Requests that went elsewhere than they were placed at first."""
+        return changes(self.serving) + self.serving.counter("prefill-0", "handoffs_kept_total")
+
     def close(self) -> None:
         self._clients.shutdown()
 
 
 def tokens(answers: list[Future[dict[str, Any]]]) -> list[list[int]]:
     return [answer.result(BOUND_S)["token_ids"] for answer in answers]
+
+
+def sent_again(network: str) -> int:
+    """TCP segments that a host has sent once more, as nobody acknowledged them."""
+    inside = ["ip", "netns", "exec", network, "cat", "/proc/net/snmp"]
+    lines = subprocess.run(inside, check=True, capture_output=True, text=True).stdout.splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    return int(values[names.index("RetransSegs")])
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +143,15 @@ def test_a_link_is_cut_and_mended(link: Link, cut: str) -> None:
     """Between the workers the router sees both all the time; a host off the network is taken for lost."""
     network, serving = link.network, link.serving
     placed = serving.metric("tandem_placements_total")
+    elsewhere = link.elsewhere()
     answers = link.ask()
     serving.wait(lambda: serving.metric("tandem_placements_total") > placed)
     if cut == "between the workers":
         ways = [(network.left, network.right), (network.right, network.left)]
         for way in ways:
             network.cut(*way)
-        time.sleep(1.0)
+        enough = sent_again(network.left) + SENT_AGAIN
+        serving.wait(lambda: sent_again(network.left) >= enough)
         assert not all(answer.done() for answer in answers)
         for way in ways:
             network.mend(*way)
@@ -142,4 +160,7 @@ def test_a_link_is_cut_and_mended(link: Link, cut: str) -> None:
         serving.wait(lambda: "decode-0" not in serving.worker_states())
         network.plug_in(network.right)
     link.check(answers)
+    assert cut == "off the network" or link.elsewhere() == elsewhere, (
+        "what was under way goes on over the link"
+    )
     link.serve()
