@@ -11,6 +11,7 @@ from bench import compare as comparison
 from bench.five.command import five
 from bench.five.simulated import five_simulated
 from bench.quantize.command import quantize
+from bench.quantize.drafts import quantize_drafts
 from bench.serve.client import Target
 from bench.serve.load import Load
 from bench.serve.report import ProgressBar, print_result, write_json
@@ -96,6 +97,7 @@ app.command("compare")(comparison.main)
 app.command("five")(five)
 app.command("five-simulated")(five_simulated)
 app.command("quantize")(quantize)
+app.command("quantize-drafts")(quantize_drafts)
 app.command("speculate")(speculate)
 app.command("transfer")(transfer)
 app.command("transfer-growth")(transfer_growth)

@@ -81,7 +81,7 @@ def speculate(
     except (TandemError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        measurements = _measure(plan, system, model, console)
+        measurements = measure(plan, system, model, console)
     except RuntimeError as error:
         console.print(f"[red]{error}[/red]", highlight=False)
         raise typer.Exit(1) from error
@@ -133,7 +133,8 @@ def _server(plan: Plan, base_url: str, api_key: str | None) -> System:
     return Server(base_url, api_key, methods, plan.output_len)
 
 
-def _measure(plan: Plan, system: System, model: str, console: Console) -> list[Measurement]:
+def measure(plan: Plan, system: System, model: str, console: Console) -> list[Measurement]:
+    """All rounds. Raises RuntimeError when a request fails."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
