@@ -154,6 +154,34 @@ def test_cost_splits_where_a_prompt_would_hold_up_many_and_not_where_nobody_wait
     assert not is_split(busy, num_tokens=16), "the prefill worker's queue is longer than what the others lose"
 
 
+@pytest.mark.parametrize(
+    ("workers", "disaggregate", "options", "missing"),
+    [
+        ("pd", True, ["d", "p", "pd"], None),
+        ("pd", False, ["d"], None),
+        ("d", True, ["d"], "prefill"),
+        ("d", False, ["d"], None),
+        ("p", True, ["p"], "decode"),
+        ("p", False, ["p"], "decode"),
+    ],
+)
+def test_cost_compares_each_way_that_there_is(
+    workers: str, disaggregate: bool, options: list[str], missing: str | None
+) -> None:
+    """A prefill worker decodes too where requests may be split, or nobody else can."""
+    there = [{"p": prefill, "d": decode}[name](name) for name in workers]
+    found = placed("cost", there, facts(disaggregate=disaggregate))
+    compared = ["".join(option.workers.values()) for option in found.options]
+    assert (sorted(compared), found.missing) == (options, missing)
+
+
+@pytest.mark.parametrize("held", [{"cached_tokens": {"d2": 1990}}, {"prefix_at": "d2"}])
+def test_who_has_the_prompt_is_looked_at_beside_the_least_loaded(held: dict[str, Any]) -> None:
+    links = {name: LinkSpeed(1.0, 1e6) for name in ("d0", "d1")}
+    workers = [decode("d0"), decode("d1"), decode("d2", requests=1, rows=1, links=links)]
+    assert placed("cost", workers, facts(num_tokens=2000, **held)).workers == {"decode": "d2"}
+
+
 def test_cost_counts_what_the_wire_takes():
     workers = [prefill("p0"), decode("d0", rows=4, requests=4, context_tokens=1000)]
     workers[0].tasks = ("prefill",)
