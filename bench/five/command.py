@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +53,8 @@ def five(
     """What disaggregation, speculation, paged KV, prefix sharing and quantization bring, alone and together.
 
     Each cell of the factorial experiment has a server, of which the highest rate within the SLO is searched.
-    Stop it when you like: the same command goes on with the cells that are missing.
+    Stop it when you like: the same command goes on with the cells that are missing. The tables have every
+    workload whose cells are all in the folder.
     """
     settings = dict(locals())
     console = Console()
@@ -78,10 +80,13 @@ def five(
     if failed:
         console.print(f"[red]failed: {'; '.join(failed)}[/red]; run it again for these", highlight=False)
         raise typer.Exit(1)
-    mine = [each for each in experiment.outcomes if each.workload in names and each.repeat < repeats]
-    findings = [
-        finding(name, on, [each for each in mine if set(each.cell) <= set(on)], price) for name in names
-    ]
+    complete = {name: experiment.complete(name, on) for name in WORKLOADS}
+    mine = list(chain.from_iterable(complete.values()))
+    try:
+        findings = [finding(name, on, found, price) for name, found in complete.items() if found]
+    except ValueError as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        raise typer.Exit(1) from error
     experiment.write(command, {"price": price, "findings": msgspec.to_builtins(findings)})
     text = as_markdown(command, setting, price, findings, mine)
     (output / "README.md").write_text(text)

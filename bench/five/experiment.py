@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,14 @@ class Experiment:
     def missing(self, runs: Sequence[Run]) -> list[Run]:
         done = {(each.workload, frozenset(each.cell), each.repeat) for each in self.outcomes}
         return [run for run in runs if (run.workload, run.cell, run.repeat) not in done]
+
+    def complete(self, workload: str, factors: Sequence[str]) -> list[Outcome]:
+        """Those of the design in all repeats of which no cell is missing."""
+        cells = set(cells_of(factors))
+        mine = [each for each in self.outcomes if each.workload == workload and frozenset(each.cell) in cells]
+        counts = Counter(each.repeat for each in mine)
+        whole = next(repeat for repeat in count() if counts[repeat] < len(cells))
+        return [each for each in mine if each.repeat < whole]
 
     def measure(
         self, runs: Sequence[Run], command: str, one: Callable[[Run], Outcome]

@@ -167,6 +167,19 @@ def test_an_experiment_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert Experiment(tmp_path, SETTING).missing(runs) == []
 
 
+def test_tables_have_the_workloads_and_repeats_that_are_complete(tmp_path: Path) -> None:
+    experiment = Experiment(tmp_path, SETTING)
+    factors = ["sharing", "paging"]
+    runs = runs_of(["chat", "long-prompts"], factors, 2, seed=0)
+    list(experiment.measure(runs[:-1], "command", outcome))
+    [lacks] = experiment.missing(runs)
+    other = "chat" if lacks.workload == "long-prompts" else "long-prompts"
+    assert len(experiment.complete(other, factors)) == 8
+    assert {each.repeat for each in experiment.complete(lacks.workload, factors)} == {0}
+    assert len(experiment.complete(other, ["sharing"])) == 4, "the cells in which the other is off"
+    assert experiment.complete("long-answers", factors) == []
+
+
 def test_cells_of_another_setting_are_not_mixed(tmp_path: Path) -> None:
     Experiment(tmp_path, SETTING).write("command", {})
     with pytest.raises(ValueError, match="was measured with kv_mib 16, now it is 8: choose another folder"):
