@@ -45,7 +45,7 @@ def five(
     model: Annotated[str, typer.Option(help="folder of the model")] = str(BUNDLED_MODEL),
     max_model_len: Annotated[int, typer.Option(min=16, help="what is reserved without paged KV")] = 1024,
     kv_mib: Annotated[int, typer.Option(min=1, help="KV pool of each worker")] = 16,
-    speculative_config: Annotated[str, typer.Option(help="JSON")] = '{"method": "suffix"}',
+    speculative_config: Annotated[str, typer.Option(help="JSON")] = '{"method": "ngram"}',
     seed: Annotated[int, typer.Option(help="of the order of the cells")] = 0,
     output: Annotated[Path, typer.Option(help="folder; what it has is not measured again")] = RESULTS
     / "five",
