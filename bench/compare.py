@@ -235,6 +235,7 @@ def contents(plan: Plan, measurements: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # another one would cut off the servers' ending
     sys.exit(128 + number)
 
 

@@ -1,6 +1,7 @@
-"""`python -m bench.peers.setup vllm transformers` makes the peers' environments.
+"""`python -m bench.peers.setup vllm transformers llama.cpp` makes the peers' environments.
 
-Each peer is installed from its own package into its own virtual environment, outside the repository.
+Each peer is installed from its own package into its own virtual environment, outside the repository;
+llama.cpp, which is no Python, is built from the package that has its sources.
 pip must be able to find the CPU build of torch; `--torch-index` names an index that holds it.
 """
 
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from bench.peers.llama_cpp import LlamaCpp
 
 DEFAULT_ENV_DIR = Path.home() / ".cache" / "tandem-bench"
 TORCH = "torch==2.13.0+cpu"
@@ -67,11 +70,16 @@ def install_transformers(environment: Environment) -> None:
     environment.install("transformers", "accelerate", "psutil")
 
 
-_INSTALLERS = {"vllm": install_vllm, "transformers": install_transformers}
+def build_llama_cpp(environment: Environment) -> None:
+    """A native build of llama.cpp. Needs a C++ compiler, CMake and Ninja."""
+    LlamaCpp(environment.path).install()
+
+
+_INSTALLERS = {"vllm": install_vllm, "transformers": install_transformers, "llama.cpp": build_llama_cpp}
 
 
 def main(
-    peers: Annotated[list[str], typer.Argument(help="vllm, transformers")],
+    peers: Annotated[list[str], typer.Argument(help="vllm, transformers, llama.cpp")],
     env_dir: Annotated[Path, typer.Option(help="where the environments go")] = DEFAULT_ENV_DIR,
     torch_index: Annotated[str | None, typer.Option(help="package index with CPU builds of torch")] = None,
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.peers.llama_cpp import LlamaCpp
 from bench.peers.ports import HOST, free_port
 from bench.peers.process import Command
 from bench.record import REPO
@@ -148,6 +149,29 @@ def _transformers(engine: str) -> Builder:
     return build
 
 
+def _llama_cpp(type: str) -> Builder:
+    """llama-server with the model's weights in this GGUF type, and its own KV for each request."""
+
+    def build(setting: Setting, extra: Sequence[str]) -> tuple[str, list[Command]]:
+        port = free_port()
+        llama = LlamaCpp(setting.env_dir / "llama.cpp")
+        llama.check_installed()
+        argv = [sys.executable, "-m", "bench.peers.llama_cpp", "--home", str(llama.home)]
+        argv += ["--model", str(setting.model), "--type", type]
+        argv += ["--", "--host", HOST, "--port", str(port), "--alias", SERVED_NAME]
+        argv += [
+            "--threads",
+            str(setting.threads),
+            "--parallel",
+            str(setting.max_num_seqs),
+            "--no-kv-unified",
+        ]
+        argv += ["--ctx-size", str(setting.max_num_seqs * setting.max_model_len), *extra]
+        return _url(port), [Command("llama.cpp", argv, f"{_url(port)}/health", {"PYTHONPATH": str(REPO)})]
+
+    return build
+
+
 SYSTEMS: dict[str, Builder] = {
     "tandem": _tandem("--prefill-replicas", "1", "--decode-replicas", "1"),
     "tandem-colocated": _tandem("--no-disaggregation"),
@@ -155,6 +179,9 @@ SYSTEMS: dict[str, Builder] = {
     "vllm-tamed": _vllm(tamed=True),
     "vllm-disaggregated": _vllm_disaggregated(tamed=False),
     "vllm-disaggregated-tamed": _vllm_disaggregated(tamed=True),
+    "llama.cpp": _llama_cpp("bf16"),
+    "llama.cpp-q8_0": _llama_cpp("q8_0"),
+    "llama.cpp-q4_0": _llama_cpp("q4_0"),
     "transformers": _transformers("continuous-batching"),
     "transformers-generate": _transformers("generate"),
 }

@@ -22,7 +22,7 @@ from protocol.sampling import SamplingParams
 PLAIN = "bf16"
 """The format's name where weights are not quantized."""
 
-_PROMPT = 16
+PROMPT = 16
 """Tokens of the prompts whose decoding is timed."""
 
 
@@ -67,7 +67,7 @@ def measure(
             prefills[name].append(prompt / (time.perf_counter() - started))
         for concurrency in concurrencies:
             for name, engine in engines.items():
-                seconds = _answer(engine, f"{number}-{concurrency}", concurrency, _PROMPT, output)
+                seconds = _answer(engine, f"{number}-{concurrency}", concurrency, PROMPT, output)
                 decodes[name, concurrency].append((output - 1) * concurrency / seconds)
     return {
         name: Speed(

@@ -89,6 +89,10 @@ def setting(tmp_path: Path) -> Setting:
         folder = tmp_path / peer / "bin"
         folder.mkdir(parents=True)
         os.symlink(sys.executable, folder / "python")
+    built = tmp_path / "llama.cpp" / "build" / "bin"
+    built.mkdir(parents=True)
+    for tool in ("llama-bench", "llama-server", "llama-quantize"):
+        (built / tool).touch()
     return Setting(tmp_path / "model", tmp_path)
 
 
@@ -126,3 +130,5 @@ def test_bad_spec(setting, spec, complaint):
 def test_missing_environment_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"bench\.peers\.setup"):
         parse_system("vllm", Setting(tmp_path, tmp_path))
+    with pytest.raises(ValueError, match=r"llama-bench is missing: run .*bench\.peers\.setup llama\.cpp"):
+        parse_system("llama.cpp-q4_0", Setting(tmp_path, tmp_path))

