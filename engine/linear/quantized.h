@@ -65,12 +65,14 @@ struct Inputs {
     }
 };
 
+constexpr int64_t AHEAD = 64;  // times WORDS, 16 KiB: how far ahead codes are fetched, into the second cache
+
 // Weights of one panel for the inputs [k, k + count).
 template <class Codes> void expand(const Quantized& q, int64_t panel, int64_t k, int64_t count, uint16_t* to) {
     constexpr int64_t INPUTS = 2 * Codes::CODES;
     const uint16_t* words = q.words + (panel * q.in_features + k) / INPUTS * WORDS;
     for (int64_t i = 0; i < count / INPUTS; i++) {
-        for (int64_t line = 0; line < WORDS; line += 32) __builtin_prefetch(words + (i + 48) * WORDS + line);
+        for (int64_t line = 0; line < WORDS; line += 32) __builtin_prefetch(words + (i + AHEAD) * WORDS + line, 0, 2);
         Codes::expand(words + i * WORDS, to + i * INPUTS * PANEL);
     }
 }
