@@ -24,6 +24,10 @@ _PACKAGE = "llama-cpp-python"
 _TARGETS = ("llama-bench", "llama-server", "llama-quantize")
 _FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_UI=OFF")
 
+# GCC 12 takes ldtilecfg to read 8 bytes and leaves out stores to the other 56: a fault at the first product.
+_TILE_SETUP = "_tile_loadconfig(&tc);"
+_AFTER_STORES = 'asm volatile("" : : "r"(&tc) : "memory");'
+
 # The script knows tokenizers by what they make of a text, and gives up on those of our shapes. Which words it
 # splits is nothing to their speed. It also looks for SentencePiece's package, which they do not need.
 _CONVERT = """
@@ -48,7 +52,14 @@ class LlamaCpp:
         self._build = home / "build"
 
     def install(self) -> None:
-        """Build it for this machine's CPU from the source distribution that has it within."""
+        """Build it for this machine's CPU. One that was stopped goes on."""
+        if not self._source.exists():
+            self._download()
+        subprocess.run(["cmake", "-G", "Ninja", "-S", self._source, "-B", self._build, *_FLAGS], check=True)
+        subprocess.run(["cmake", "--build", self._build, "--target", *_TARGETS], check=True)
+
+    def _download(self) -> None:
+        """The newest source distribution of a package that has it within."""
         with tempfile.TemporaryDirectory(dir=self.home) as folder:
             pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
             subprocess.run([*pip, "--dest", folder, _PACKAGE], check=True)
@@ -56,9 +67,9 @@ class LlamaCpp:
             with tarfile.open(archive) as packed:
                 packed.extractall(folder, filter="data")
             (unpacked,) = Path(folder).glob("*/vendor/llama.cpp")
+            amx = unpacked / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+            amx.write_text(amx.read_text().replace(_TILE_SETUP, f"{_AFTER_STORES} {_TILE_SETUP}"))
             unpacked.rename(self._source)
-        subprocess.run(["cmake", "-G", "Ninja", "-S", self._source, "-B", self._build, *_FLAGS], check=True)
-        subprocess.run(["cmake", "--build", self._build, "--target", *_TARGETS], check=True)
 
     def check_installed(self) -> None:
         """Raises ValueError."""
