@@ -308,13 +308,8 @@ def plan(
         run(parse(given), Console())
 
 
-speculate = typer.Typer(help="Draft heads for a model of your own.", no_args_is_help=True)
+speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=True)
 app.add_typer(speculate, name="speculate")
-
-
-@speculate.callback()
-def _speculate() -> None:
-    """Keeps `train` a command of its own while there is no other."""
 
 
 @speculate.command("train")
@@ -364,6 +359,32 @@ def speculate_train(
     )
     with _failures():
         train(options, Console())
+
+
+@speculate.command("choose-layers")
+def speculate_choose_layers(
+    model: Annotated[str, typer.Option(help="Local folder or hub id of the model that is to be served.")],
+    data: Annotated[
+        Path,
+        typer.Option(help='Text to measure on: a file, a folder, or JSONL with a "text" in each line.'),
+    ],
+    output: Annotated[Path, typer.Option(help="File for the --speculative-config.")] = Path("layers.json"),
+    num_layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Layers to skip. Default: as many as make it fastest, up to half."),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text to measure on.")] = 8,
+    length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 256,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+) -> None:
+    """Choose which of its layers a model skips when it drafts for itself."""
+    from rich.console import Console
+
+    from training.layer_choice import ChooseOptions, choose_layers
+
+    options = ChooseOptions(model, data, output, num_layers, windows, length, device)
+    with _failures():
+        choose_layers(options, Console())
 
 
 @app.command("quantize")

@@ -75,6 +75,8 @@ def _expected(kind: inspect.Type) -> str:
             return f"a string that matches {pattern}"
         case inspect.BoolType():
             return "true or false"
+        case inspect.ListType(item_type=item):
+            return f"a list, each {_expected(item)}"
         case _:
             return "a string"
 

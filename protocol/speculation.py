@@ -12,11 +12,23 @@ from protocol.bounded import Count, Seconds
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.fields import FieldError, to_struct
 
-Method = Literal["draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "custom"]
-METHODS: tuple[Method, ...] = ("draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle")
+Method = Literal[
+    "draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "self_speculative", "custom"
+]
+METHODS: tuple[Method, ...] = (
+    "draft_model",
+    "ngram",
+    "suffix",
+    "lookahead",
+    "medusa",
+    "eagle",
+    "self_speculative",
+)
 """Those that come with Tandem."""
 CUSTOM: Literal["custom"] = "custom"
 """By a drafter of the deployment's own."""
+SELF: Literal["self_speculative"] = "self_speculative"
+"""By the model's own layers."""
 WEIGHTLESS: tuple[Method, ...] = ("ngram", "suffix", "lookahead")
 """Methods that need no weights: a request may ask for them whatever the deployment's method is."""
 
@@ -33,7 +45,9 @@ MAX_TREE_NODES = 63
 """With the sequence's last token as root, one bit each of a 64-bit mask."""
 
 REMOTE: Literal["remote"] = "remote"
-Source = Literal["draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "custom", "remote"]
+Source = Literal[
+    "draft_model", "ngram", "suffix", "lookahead", "medusa", "eagle", "self_speculative", "custom", "remote"
+]
 """Where drafts come from: a method of the decode worker's own, or a draft worker; statistics are by it."""
 
 REMOTE_METHODS: tuple[Method, ...] = ("draft_model",)
@@ -59,7 +73,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     together, and at most 1,048,576 tokens of them in up to 40 MiB; 0 keeps none.
     `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
     Without `decode_workers_draft` draft workers alone have the draft: one that doesn't fit beside the model.
-    `quantization` rounds the weights of a draft model at load, as `--quantization` does the model's.
+    `quantization` rounds the weights of a draft model at load, as `--quantization` does the model's, or those
+    of the copy that `self_speculative` drafts with. That has the model's layers (0 is the first) without
+    `skip_layers`, or the first `exit_layer` alone.
     `drafter` names the class of the method `custom` as `module:name`, to be made from this config, the
     server's and the model: a `speculation.drafter.Drafter`.
     """
@@ -74,6 +90,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prefill: Literal["auto", "carry", "rebuild"] = "auto"
     decode_workers_draft: bool = True
     quantization: Quantization | None = None
+    skip_layers: list[Annotated[int, Meta(ge=0)]] = []
+    exit_layer: Positive | None = None
     drafter: str | None = None
 
     prompt_lookup_min: Positive = 2
@@ -190,8 +208,13 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(config: SpeculativeConfig) -> None:
-    if config.quantization is not None and config.method != "draft_model":
+    if config.quantization is not None and config.method not in ("draft_model", SELF):
         raise FieldError("quantization", f"must be absent: the method {config.method} has no draft model")
+    for name in ("skip_layers", "exit_layer"):
+        if getattr(config, name) and config.method != SELF:
+            raise FieldError(name, f"must be absent: the method {config.method} drafts without layers")
+    if config.skip_layers and config.exit_layer is not None:
+        raise FieldError("exit_layer", "must be absent where skip_layers is given")
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise FieldError(
             "prompt_lookup_min",
@@ -219,7 +242,7 @@ def check_request_speculation(asked: RequestSpeculation | None, deployed: Specul
     if asked is None or not asked.enabled or asked.method is None or asked.method in WEIGHTLESS:
         return
     if deployed is None or deployed.method != asked.method:
-        what = "a drafter" if asked.method == CUSTOM else "weights"
+        what = {CUSTOM: "a drafter", SELF: "a draft"}.get(asked.method, "weights")
         serves = "none" if deployed is None else f"{deployed.method!r}"
         raise InvalidRequestError(
             "speculative.method",

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from engine.attention.select import select_backend
-from engine.decoder.forward import DecoderForward
 from engine.draft import Draft
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
@@ -26,9 +25,8 @@ from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
+from speculation.chains import ChainDrafting
 from speculation.drafter import Computed, Drafter
-from speculation.drawing import Chain, Drawing
-from speculation.native_chain import NativeChain
 from speculation.ranking import rank_drafted
 from speculation.tree import TREE_WIDTH, DraftTrees, TreeRows
 
@@ -85,10 +83,9 @@ class DraftModel(Drafter):
         backend = backend_class(pool.layers(DRAFT), pool.groups[DRAFT].arena)
         self._runner = build_runner(self._loaded, backend, self._config.compile)
         self._sampler = Sampler(self._vocab_size, device, loaded.eos_token_ids)
-        self._drawing = Drawing(self._sampler, self._options.verification)
-        self._native: NativeChain | None = None
-        if isinstance(self._runner, DecoderForward):
-            self._native = NativeChain(self._runner, self._vocab_size, self._options.verification)
+        self._drafting = ChainDrafting(
+            self._runner, self._vocab_size, self._options.verification, self._sampler
+        )
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -120,28 +117,14 @@ class DraftModel(Drafter):
         return ready
 
     def _chains(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        if self._native is not None and self._native.can_draft(sequences):
-            rows = [self._next_rows(sequence, []) for sequence in sequences]
-            drafts = self._native.draft(sequences, rows, counts)
-        else:
-            drafts = self._draw_chains(sequences, counts)
+        drafts = self._drafting.draft(sequences, self._unread_rows(sequences), counts)
         for sequence, draft in zip(sequences, drafts, strict=True):
             self._computed[sequence.request_id] = len(sequence.token_ids) + draft.num_nodes - 1
         return [*drafts]
 
-    def _draw_chains(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft]:
-        chains = [Chain(sequence) for sequence in sequences]
-        wanted = dict(zip(sequences, counts, strict=True))
-        growing = chains
-        while growing:
-            logits = self._run([self._next_rows(chain.sequence, chain.token_ids) for chain in growing])
-            self._drawing.extend(growing, logits)
-            growing = [chain for chain in growing if len(chain.token_ids) < wanted[chain.sequence]]
-        return [chain.draft() for chain in chains]
-
     def _trees(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         trees = DraftTrees(counts, self._options.max_speculative_tokens, TREE_WIDTH)
-        logits = self._run([self._next_rows(sequence, []) for sequence in sequences])
+        logits = self._drafting.logits(self._unread_rows(sequences))
         for sequence in sequences:
             self._computed[sequence.request_id] = len(sequence.token_ids)
         with_noise = self._options.verification == "coupled"
@@ -164,19 +147,12 @@ class DraftModel(Drafter):
         every = range(sum(len(rows.token_ids) for rows in batch))
         return self._runner.run(batch, list(every)).logits[:, : self._vocab_size]
 
-    def _next_rows(self, sequence: SequenceState, drafted: list[int]) -> SequenceRows:
-        if drafted:
-            start = len(sequence.token_ids) + len(drafted) - 1
-            return SequenceRows(drafted[-1:], start, sequence.held.blocks)
-        start = self._computed.get(sequence.request_id, 0)
-        return SequenceRows(sequence.token_ids[start:], start, sequence.held.blocks)
-
-    def _run(self, batch: list[SequenceRows]) -> Tensor:
-        ends, row = [], 0
-        for rows in batch:
-            row += len(rows.token_ids)
-            ends.append(row - 1)
-        return self._runner.run(batch, ends).logits[:, : self._vocab_size]
+    def _unread_rows(self, sequences: Sequence[SequenceState]) -> list[SequenceRows]:
+        starts = [self._computed.get(sequence.request_id, 0) for sequence in sequences]
+        return [
+            SequenceRows(sequence.token_ids[start:], start, sequence.held.blocks)
+            for sequence, start in zip(sequences, starts, strict=True)
+        ]
 
     def _read(self, sequence: SequenceState, end: int) -> None:
         """Compute the KV of the committed places up to `end`."""

@@ -39,6 +39,10 @@ def build_drafter(
             from speculation.eagle.drafter import EagleDrafter
 
             return EagleDrafter(options, config, loaded)
+        case "self_speculative":
+            from speculation.self_speculative.drafter import SelfDrafter
+
+            return SelfDrafter(options, config, loaded)
         case "custom":
             from speculation.custom import custom_drafter
 

@@ -55,6 +55,7 @@ _IMPORTED = (
     "kvtransfer.transports.ucx",
     "speculation.eagle.drafter",
     "speculation.medusa.drafter",
+    "speculation.self_speculative.drafter",
     "speculation.weightless.lookahead",
     "speculation.weightless.ngram",
     "speculation.weightless.suffix",

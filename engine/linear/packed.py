@@ -134,11 +134,12 @@ def joined(packed: Sequence[Tensor], outputs: Sequence[int]) -> Tensor:
     """What `pack` gave of some weights with so many `outputs` each, as it would give it of all."""
     if all(count % PANEL == 0 for count in outputs):
         return torch.cat(list(packed))
-    rows = [_unpacked(part)[:count] for part, count in zip(packed, outputs, strict=True)]
+    rows = [unpacked(part)[:count] for part, count in zip(packed, outputs, strict=True)]
     return pack(torch.cat(rows), packed[0].shape[3])
 
 
-def _unpacked(packed: Tensor) -> Tensor:
+def unpacked(packed: Tensor) -> Tensor:
+    """What `pack` gave, as it was, with the rows that it added."""
     return packed.transpose(1, 2).reshape(-1, packed.shape[1] * packed.shape[3])
 
 
@@ -147,7 +148,7 @@ def packed_rows(packed: Tensor, rows: Sequence[range]) -> Tensor:
     first = rows[0]
     if len(rows) == 1 and first.start % PANEL == 0 and first.stop % PANEL == 0:
         return packed[first.start // PANEL : first.stop // PANEL]
-    plain = _unpacked(packed)
+    plain = unpacked(packed)
     return pack(torch.cat([plain[each.start : each.stop] for each in rows]), packed.shape[3])
 
 

@@ -16,6 +16,7 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.speculation import (
     METHODS,
+    SELF,
     WEIGHTLESS,
     RequestSpeculation,
     SpeculativeConfig,
@@ -112,6 +113,16 @@ def test_a_bad_entry_of_the_file_is_blamed_on_it(tmp_path: Path) -> None:
         ({"precision": "x"}, "precision: there is no such field; there are method, model, "),
         ({"quantization": "int3"}, "quantization: must be one of 'fp8', 'int4', 'int8', 'mxfp4', got 'int3'"),
         ({"quantization": "int8"}, "quantization: must be absent: the method ngram has no draft model"),
+        ({"skip_layers": [1]}, "skip_layers: must be absent: the method ngram drafts without layers"),
+        ({"exit_layer": 1}, "exit_layer: must be absent: the method ngram drafts without layers"),
+        ({"method": SELF, "exit_layer": 0}, "exit_layer: must be an integer of at least 1, got 0"),
+        (
+            {"method": SELF, "skip_layers": [2, -1]},
+            "skip_layers: must be a list, each an integer of at least 0, got",
+        ),
+        ({"method": SELF, "skip_layers": [1], "exit_layer": 1}, "exit_layer: .* where skip_layers is given"),
+        ({"method": SELF, "tree": True}, "tree: the method self_speculative drafts no tree"),
+        ({"method": SELF, "model": "x"}, "model: the method self_speculative has none"),
     ],
 )
 def test_a_bad_field_is_named_with_its_limit(fields: dict, expected: str) -> None:
@@ -153,7 +164,7 @@ def test_a_model_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_bundled_model_has_a_bundled_draft() -> None:
-    assert set(DRAFTS) == set(METHODS) - set(WEIGHTLESS)
+    assert set(DRAFTS) == set(METHODS) - {*WEIGHTLESS, SELF}
     config = load_config({"speculative_config": '{"method": "draft_model"}'}, {})
     assert config.speculative_config is not None
     assert config.speculative_config.model == str(DRAFT)

@@ -48,7 +48,7 @@ def test_it_travels_in_the_workers_state(speculation: SpeculationState | None) -
     [
         (("max_tokens",), 64),
         (("max_tokens",), -1),
-        (("methods",), [{"method": "eagle"}] * 9),
+        (("methods",), [{"method": "eagle"}] * 10),
         (("methods", 0, "method"), "guess"),
         (("methods", 0, "num_requests"), -1),
         (("methods", 0, "acceptance"), [1.5]),

@@ -29,6 +29,7 @@ METHODS: list[dict[str, Any]] = [
     {"method": "draft_model", "num_speculative_tokens": 3, "tree": True},
     {"method": "medusa", "num_speculative_tokens": 4, "tree": True},
     {"method": "eagle", "num_speculative_tokens": 4, "tree": True},
+    {"method": "self_speculative", "num_speculative_tokens": 4},
     {"method": "lookahead", "num_speculative_tokens": 4},
 ]
 

@@ -16,6 +16,7 @@ from engine.block_manager import Holdings
 from engine.draft import Draft
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
+from engine.rows import SequenceRows
 from engine.sampler import Purpose, draw, uniform_noise
 from engine.sequence import SequenceState
 from models.bundled import BUNDLED_MODEL
@@ -105,7 +106,7 @@ def test_the_same_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     natively = serve(engine, prompts, temperature, top_p)
-    monkeypatch.setattr(drafter_of(engine), "_native", None)
+    monkeypatch.setattr(drafter_of(engine)._drafting, "_native", None)
     assert serve(engine, prompts, temperature, top_p) == natively
 
 
@@ -113,7 +114,7 @@ def test_nearly_the_same_where_filters_are_left_out(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, _, accepted = serve(engine, prompts, 0.9, 0.9)
-    monkeypatch.setattr(drafter_of(engine), "_native", None)
+    monkeypatch.setattr(drafter_of(engine)._drafting, "_native", None)
     same_tokens, _, accepted_with_filters = serve(engine, prompts, 0.9, 0.9)
     assert tokens == same_tokens
     assert accepted > 0.85 * accepted_with_filters
@@ -129,7 +130,7 @@ def test_the_same_drafts_by_chance(
 ) -> None:
     """Which are the target's own tokens where chance has no part in it."""
     natively = serve(by_chance, prompts, temperature, 1.0)
-    monkeypatch.setattr(drafter_of(by_chance), "_native", None)
+    monkeypatch.setattr(drafter_of(by_chance)._drafting, "_native", None)
     assert serve(by_chance, prompts, temperature, 1.0) == natively
     own, _, _ = serve(engine, prompts, temperature, 1.0)
     assert (natively[0] == own) == (temperature < 0.1)
@@ -151,7 +152,8 @@ NUM_DRAWS = 4_000
 def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
     """Drafts of three tokens after the same prompt, of unlike seeds."""
     drafter = drafter_of(by_chance)
-    assert drafter._native is not None
+    native = drafter._drafting._native
+    assert native is not None
     found = []
     for seed in range(NUM_DRAWS):
         params = SamplingParams(max_tokens=9, temperature=0.7, seed=seed)
@@ -159,7 +161,7 @@ def drawn(by_chance: Engine) -> list[tuple[SequenceState, Draft]]:
         sequence = SequenceState(request, seed)
         sequence.holdings = Holdings(by_chance.blocks, b"")
         sequence.holdings.blocks = [[by_chance.blocks.num_blocks - 1]]
-        (draft,) = drafter._native.draft([sequence], [drafter._next_rows(sequence, [])], [3])
+        (draft,) = native.draft([sequence], drafter._unread_rows([sequence]), [3])
         found.append((sequence, draft))
     return found
 
@@ -170,8 +172,10 @@ def test_drafts_come_with_the_softmax_they_were_drawn_from(
     drafter = drafter_of(by_chance)
     for sequence, draft in drawn[:50]:
         assert draft.distributions is not None and draft.distributions.dtype is torch.float32
-        logits = [drafter._run([drafter._next_rows(sequence, [])])]
-        logits += [drafter._run([drafter._next_rows(sequence, draft.token_ids[:n])]) for n in (1, 2)]
+        place, blocks = len(sequence.token_ids), sequence.held.blocks
+        rows = drafter._unread_rows([sequence])
+        rows += [SequenceRows(draft.token_ids[n : n + 1], place + n, blocks) for n in (0, 1)]
+        logits = [drafter._drafting.logits([each]) for each in rows]
         expected = (torch.cat(logits).float() / 0.7).softmax(dim=1)
         # Scaled logits are below 32 and may differ by one unit in the last place, which is 2e-6.
         torch.testing.assert_close(draft.distributions, expected, atol=1e-7, rtol=4e-6)

@@ -92,6 +92,9 @@ METHODS: dict[str, Callable[[Given], Engine]] = {
     "medusa tree": lambda given: given.deploy(
         method="medusa", model=str(given.medusa), tree=True, tree_nodes=3 * given.num_tokens
     ),
+    "self_speculative": lambda given: given.deploy(
+        method="self_speculative", skip_layers=[1], quantization="int8"
+    ),
     "ngram": lambda given: given.deploy(method="ngram"),
     "suffix": lambda given: given.deploy(method="suffix"),
     "lookahead": lambda given: given.deploy(method="lookahead"),

@@ -1,0 +1,126 @@
+"""The model drafts with some of its own layers, or with its weights rounded.
+
+After Draft & Verify (Zhang et al. 2023), LayerSkip (Elhoushi et al. 2024) and SWIFT (Xia et al. 2024). It has
+no KV of its own. Committed tokens have the model's in each layer that drafts: that is better than the draft's
+own would be, and no prompt need be read. Drafted tokens get the draft's, at places that the verification
+computes anew before anything else reads them, so that no bit of the model's KV is the draft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.attention.interface import AttentionBackend
+from engine.attention.select import select_backend
+from engine.draft import Draft
+from engine.kv_pool import KVPool
+from engine.linear.packed import PackedLinear, kernel_fault, unpacked
+from engine.linear.packed_quantized import PackedQuantizedLinear, pack_quantized_linears
+from engine.linear.quantized import QuantizedLinear
+from engine.linear.rounding import round_linears
+from engine.loader import LoadedModel
+from engine.pool_layout import TARGET
+from engine.quantization.weight import CodeFormat
+from engine.rows import SequenceRows
+from engine.runner import Runner
+from engine.sampler import Sampler
+from engine.select_forward import build_runner
+from engine.sequence import SequenceState
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.speculation import SpeculativeConfig
+from speculation.chains import ChainDrafting
+from speculation.drafter import Drafter
+from speculation.self_speculative.layers import kept_layers, with_defaults, with_layers
+from speculation.self_speculative.native import PartialDescription
+
+_FIELD = "--speculative-config: quantization"
+
+
+class SelfDrafter(Drafter):
+    def __init__(self, options: SpeculativeConfig, config: ServeConfig, target: LoadedModel) -> None:
+        """The target's weights are packed already. Raises `ConfigError` that names the field."""
+        num_layers = target.model.config.get_text_config(decoder=True).num_hidden_layers
+        multiplies = kernel_fault(target.device, target.dtype) is None and not _is_quantized(target)
+        options = with_defaults(options, num_layers, can_round=multiplies)
+        self._options, self._config = options, config
+        self._kept = kept_layers(options, num_layers)
+        self._format = None if options.quantization is None else CodeFormat(options.quantization)
+        if self._format is not None and _is_quantized(target):
+            raise ConfigError(f"{_FIELD}: the model's weights are quantized already: leave it away")
+        self._loaded = self._part(target)
+
+    def _part(self, target: LoadedModel) -> LoadedModel:
+        if target.description is not None:
+            described = PartialDescription(target.description, self._kept, self._format)
+            if self._format is not None and not described.num_rounded:
+                raise ConfigError(f"{_FIELD}: {self._format.value} fits none of the model's layers")
+            return replace(target, description=described)
+        model = with_layers(target.model, self._kept)
+        if self._format is not None:
+            _round(model, self._format)
+            if kernel_fault(target.device, target.dtype) is None:
+                pack_quantized_linears(model)
+        return replace(target, model=model)
+
+    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
+        self._runner = self._build_runner(pool)
+        sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
+        verification = self._options.verification
+        self._drafting = ChainDrafting(self._runner, loaded.vocab_size, verification, sampler)
+        self._sampler = sampler
+
+    def _build_runner(self, pool: KVPool) -> Runner:
+        loaded, group = self._loaded, pool.groups[TARGET]
+        layers = pool.layers(TARGET)
+        if loaded.description is not None:  # it numbers its own layers
+            layers = [layers[layer] for layer in self._kept]
+        backend_class, _ = select_backend(loaded.device, loaded.dtype, self._config.attention_backend)
+        backend: AttentionBackend = backend_class(layers, group.arena, group.rows)
+        return build_runner(loaded, backend, self._config.compile)
+
+    def warm_up(self) -> None:
+        self._runner.warm_up()
+
+    def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
+        rows = [
+            SequenceRows(each.token_ids[-1:], len(each.token_ids) - 1, each.held.blocks) for each in sequences
+        ]
+        return [*self._drafting.draft(sequences, rows, counts)]
+
+    def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
+        """The model's KV is all that it needs."""
+
+    def forget(self, request_id: str) -> None:
+        self._sampler.forget(request_id)
+
+
+def _is_quantized(target: LoadedModel) -> bool:
+    if target.description is not None:
+        return any(layer.down.quantized is not None for layer in target.description.layers)
+    quantized = QuantizedLinear, PackedQuantizedLinear
+    return any(isinstance(module, quantized) for module in target.model.modules())
+
+
+def _round(model: PreTrainedModel, format: CodeFormat) -> None:
+    """Packed layers are rounded from what they were; the head stays as it is."""
+    head = model.get_output_embeddings()
+    for path, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear) and module is not head:
+            model.set_submodule(path, _plain(module))
+    try:
+        round_linears(model, format)
+    except ConfigError as error:
+        raise ConfigError(f"--speculative-config: {str(error).removeprefix('--')}") from error
+
+
+def _plain(packed: PackedLinear) -> nn.Linear:
+    linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
+    weight = unpacked(packed.weight)[: packed.out_features]
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.bias = packed.bias
+    return linear

@@ -1,0 +1,51 @@
+"""Some of a model's layers as the native decoder runs them, in the model's own memory or rounded."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from engine.decoder.description import NativeModel
+from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
+from engine.linear.packed import unpacked
+from engine.linear.packed_quantized import PackedWeight, fits
+from engine.linear.rounding import group_size, round_to_nearest
+from engine.quantization.weight import CodeFormat
+
+_PRODUCTS = ("qkv", "output", "gate_up", "down")
+
+
+class PartialDescription(NativeModel):
+    """`num_rounded` counts the products with rounded weights."""
+
+    def __init__(self, whole: NativeModel, kept: Sequence[int], format: CodeFormat | None) -> None:
+        super().__init__()
+        self._whole = whole  # which owns most of the memory
+        self.num_rounded = 0
+        layers = [self._layer(whole.layers[layer], format) for layer in kept]
+        self.layers = (LayerArgs * len(layers))(*layers)
+        self.model = ModelArgs.from_buffer_copy(whole.model)
+        self.model.layers = ctypes.addressof(self.layers)
+        self.model.num_layers = len(layers)
+        products = [getattr(layer, name) for layer in layers for name in _PRODUCTS]
+        self.model.products = sum(each.inputs * each.outputs for each in [*products, self.model.head])
+
+    def _layer(self, whole: LayerArgs, format: CodeFormat | None) -> LayerArgs:
+        layer = LayerArgs.from_buffer_copy(whole)
+        if format is not None:
+            for name in _PRODUCTS:
+                setattr(layer, name, self._rounded(getattr(whole, name), format))
+        return layer
+
+    def _rounded(self, whole: WeightsArgs, format: CodeFormat) -> WeightsArgs:
+        """Or as they are, where the format does not fit them."""
+        group = group_size(format, whole.inputs)
+        if group is None or whole.quantized is not None:
+            return whole
+        weight = unpacked(self._whole.kept(whole.values))[: whole.outputs]
+        rounded = round_to_nearest(weight, format, group)
+        if not fits(rounded):
+            return whole
+        self.num_rounded += 1
+        bias = None if whole.bias is None else self._whole.kept(whole.bias)
+        return self.keep_quantized(PackedWeight.of(rounded), bias)

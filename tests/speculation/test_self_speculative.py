@@ -1,0 +1,208 @@
+"""The model drafts with a part of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.draft import Draft
+from engine.engine import Engine
+from engine.linear.packed import kernel_fault
+from engine.pool_layout import TARGET
+from engine.sequence import SequenceState
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from protocol.speculation import SpeculativeConfig
+from speculation.self_speculative import drafter
+from speculation.speculator import speculate
+from tests.speculation.small_engine import ask, prompt_of, run, small_config, tokens
+
+NUM_LAYERS = 4
+HAS_KERNELS = kernel_fault(torch.device("cpu"), torch.bfloat16) is None
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32},
+    "gemma3_text": {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gpt2": {"n_embd": 128, "n_inner": 128, "n_positions": 512, "n_layer": NUM_LAYERS, "n_head": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models whose layers but the first change little."""
+    made = {}
+    for name, fields in MODELS.items():
+        folder = made[name] = tmp_path_factory.mktemp(name)
+        torch.manual_seed(3)
+        shape = {"vocab_size": 300, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4}
+        config = AutoConfig.for_model(
+            name, **(shape | {"max_position_embeddings": 512, "initializer_range": 0.1} | fields)
+        )
+        config.bos_token_id = config.eos_token_id = config.pad_token_id = 0
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for path, weight in model.named_parameters():
+                if ".0." not in path and any(end in path for end in ("o_proj", "down_proj", "c_proj")):
+                    weight *= 0.1
+        model.save_pretrained(folder)
+    return made
+
+
+def config_of(folder: Path, dtype: str = "bfloat16", **options: Any) -> ServeConfig:
+    asked = SpeculativeConfig(method="self_speculative", **({"num_speculative_tokens": 4} | options))
+    config = small_config(
+        folder,
+        dtype=dtype,
+        compile="auto" if folder.name.startswith("llama") and dtype == "bfloat16" else "off",
+    )
+    return msgspec.structs.replace(config, speculative_config=asked, kv_cache_memory_bytes=16 << 20)
+
+
+def engine_of(folder: Path, dtype: str = "bfloat16", **options: Any) -> Engine:
+    return Engine(config_of(folder, dtype, **options), speculate=speculate)
+
+
+def plain_of(folder: Path, dtype: str) -> Engine:
+    return Engine(msgspec.structs.replace(config_of(folder, dtype), speculative_config=None))
+
+
+REQUESTS = [
+    ask(f"r{i}", prompt_of(20 + 9 * i, i), 24, ignore_eos=True, temperature=0.8 * (i % 2)) for i in range(3)
+]
+
+DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.skipif(not HAS_KERNELS, reason="no kernels"))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "options",
+    [{"skip_layers": [1, 2]}, {"exit_layer": 3}, {"quantization": "int4"}, {}],
+    ids=lambda options: "-".join(options) or "default",
+)
+def test_any_part_drafts_and_no_token_changes(
+    folders: dict[str, Path], model: str, dtype: str, options: dict[str, Any]
+) -> None:
+    engine = engine_of(folders[model], dtype, **options)
+    assert [group.name for group in engine.pool.groups.values()] == [TARGET], "it has no KV of its own"
+    found = run(engine, REQUESTS)
+    assert tokens(found) == tokens(run(plain_of(folders[model], dtype), REQUESTS))
+    drafted = sum(output.drafted_tokens for output in found.values())
+    accepted = sum(output.accepted_tokens for output in found.values())
+    assert drafted / 5 < accepted < drafted
+    if "quantization" in options:
+        assert accepted > drafted / 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_all_layers_are_always_right(
+    folders: dict[str, Path], model: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with another's KV, or out of its order, would be wrong sometimes."""
+    monkeypatch.setattr(drafter, "with_defaults", lambda options, *_, **__: options)
+    found = run(engine_of(folders[model], dtype), REQUESTS).values()
+    drafted = sum(output.drafted_tokens for output in found)
+    assert drafted == sum(output.accepted_tokens for output in found) > 40
+
+
+# --- the KV that the model and its draft share ------------------------------------------------------
+
+
+def kv(engine: Engine, sequence: SequenceState, places: range, num_layers: int = NUM_LAYERS) -> Tensor:
+    """[layers, places, planes, KV heads, head_dim]"""
+    (blocks,) = sequence.held.blocks
+    size = engine.pool.block_size
+    numbers, offsets = [blocks[place // size] for place in places], [place % size for place in places]
+    return torch.stack([layer[numbers, :, offsets] for layer in engine.pool.layers(TARGET)[:num_layers]])
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")
+def test_the_first_layers_write_the_bits_that_the_verification_writes(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(folders["llama"], exit_layer=3)
+    drafting: list[tuple[SequenceState, int, list[int], Tensor]] = []
+    propose = drafter.SelfDrafter.propose
+
+    def watched(
+        self: drafter.SelfDrafter, sequences: list[SequenceState], counts: list[int]
+    ) -> list[Draft | None]:
+        drafts = propose(self, sequences, counts)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            assert draft is not None
+            last = len(sequence.token_ids) - 1
+            written = kv(engine, sequence, range(last, last + draft.num_nodes), 3)
+            drafting.append((sequence, last, list(draft.token_ids), written))
+        return drafts
+
+    monkeypatch.setattr(drafter.SelfDrafter, "propose", watched)
+    for request in REQUESTS:
+        engine.add(request)
+    compared = 0
+    while engine.has_work():
+        drafting.clear()
+        engine.step()
+        for sequence, last, drafted, written in drafting:
+            if sequence.holdings is not None:
+                right = [a == b for a, b in zip(drafted, sequence.token_ids[last + 1 :], strict=False)]
+                count = min(len(right) if all(right) else right.index(False) + 1, len(drafted))
+                assert torch.equal(kv(engine, sequence, range(last, last + count), 3), written[:, :count])
+                compared += count
+    assert compared > 40
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")
+@pytest.mark.parametrize("options", [{"skip_layers": [1]}, {"quantization": "int4"}], ids=str)
+def test_the_models_kv_is_what_it_is_without_drafts(
+    folders: dict[str, Path], options: dict[str, Any]
+) -> None:
+    """Also of layers whose weights, or whose inputs, are others in the draft."""
+    place = range(60)
+    values = []
+    for engine in (engine_of(folders["llama"], **options), plain_of(folders["llama"], "bfloat16")):
+        engine.add(ask("r", prompt_of(20), 60, ignore_eos=True))
+        sequence = engine._sequences["r"]
+        while sequence.num_computed < place.stop:
+            engine.step()
+        values.append(kv(engine, sequence, place))
+    assert torch.equal(*values)
+
+
+# --- what can't draft -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"exit_layer": 4}, "exit_layer: must be below the model's 4 layers, got 4"),
+        ({"skip_layers": [1, 4]}, "skip_layers: the model's layers are 0 to 3, got 4"),
+        ({"skip_layers": [0, 1, 2, 3]}, "skip_layers: at least one of the model's 4 layers must draft"),
+    ],
+)
+def test_layers_out_of_range_are_named(
+    folders: dict[str, Path], options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        engine_of(folders["llama"], "float32", **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_are_quantized_are_not_rounded_again(folders: dict[str, Path], dtype: str) -> None:
+    config = msgspec.structs.replace(
+        config_of(folders["llama"], dtype, quantization="int4"), quantization="int8"
+    )
+    with pytest.raises(ConfigError, match="quantization: the model's weights are quantized already"):
+        Engine(config, speculate=speculate)

@@ -1,0 +1,146 @@
+"""`tandem speculate choose-layers`: which of a model's layers it can skip when it drafts for itself.
+
+Greedily, one layer after the other: the one that costs the least agreement with the whole model. That is the
+share of places of a text, all of them at once, at which both have the same likeliest token (as in SWIFT, Xia
+et al. 2024).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from engine.loader import choose_device, choose_dtype
+from protocol.errors import ConfigError
+from protocol.speculation import SELF
+from speculation.self_speculative.layers import with_layers
+from training.data import encode, read_texts
+
+MOST_DRAFTED = 8
+"""Tokens in a row for which a choice is judged."""
+
+
+@dataclass(frozen=True)
+class ChooseOptions:
+    """The command's options by their names. `num_layers` None: as many as make it fastest, up to half."""
+
+    model: str
+    data: Path
+    output: Path
+    num_layers: int | None = None
+    windows: int = 8
+    length: int = 256
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`agreement` is the share of places at which the draft has the model's likeliest token."""
+
+    skipped: tuple[int, ...]
+    agreement: float
+    speed_up: float
+
+
+def choose_layers(options: ChooseOptions, console: Console) -> Choice:
+    """Choose, and write the `--speculative-config`. Raises `ConfigError` that names the option."""
+    model = _load(AutoModelForCausalLM, options.model, dtype="auto")
+    device = choose_device(options.device)
+    model = model.to(device, choose_dtype("auto", model.config, device)).eval().requires_grad_(False)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if options.num_layers is not None and options.num_layers >= num_layers:
+        raise ConfigError(
+            f"--num-layers: must be below the model's {num_layers} layers, got {options.num_layers}"
+        )
+    texts = _windows(options)
+    choices = []
+    for choice in search(model, texts.to(device), options.num_layers or num_layers // 2):
+        choices.append(choice)
+        layers = ", ".join(map(str, choice.skipped))
+        console.print(
+            f"without {layers}: {choice.agreement:.1%} of the tokens are the model's, "
+            f"up to {choice.speed_up:.2f} times as fast",
+            highlight=False,
+        )
+    best = choices[-1] if options.num_layers else max(choices, key=lambda choice: choice.speed_up)
+    if best.speed_up <= 1 and options.num_layers is None:
+        raise ConfigError(
+            f"--model: {options.model} drafts too badly without any of its layers to be faster on this text; "
+            'give --num-layers to have a choice all the same, or draft with "quantization"'
+        )
+    config = {"method": SELF, "skip_layers": sorted(best.skipped)}
+    options.output.write_text(json.dumps(config) + "\n", encoding="utf-8")
+    console.print(f"saved in {options.output}: {json.dumps(config)}", highlight=False)
+    return best
+
+
+@torch.inference_mode()
+def search(model: PreTrainedModel, texts: Tensor, most: int) -> list[Choice]:
+    """The best choice of each number of layers to skip, from 1 to `most`. `texts` int64 [windows, length]."""
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    expected = _likeliest(model, texts)
+    skipped: tuple[int, ...] = ()
+    found = []
+    for _ in range(most):
+        candidates = []
+        for layer in set(range(num_layers)) - {*skipped}:
+            kept = [other for other in range(num_layers) if other not in (*skipped, layer)]
+            part = with_layers(model, kept)
+            agreement = (_likeliest(part, texts) == expected).float().mean().item()
+            candidates.append((agreement, -layer, part))
+        agreement, layer, part = max(candidates, key=lambda candidate: candidate[:2])
+        skipped = (*skipped, -layer)
+        cost = _products(part) / _products(model)
+        found.append(Choice(skipped, agreement, _speed_up(agreement, cost)))
+    return found
+
+
+def _likeliest(model: PreTrainedModel, texts: Tensor) -> Tensor:
+    """Of each place, [windows, length]; window by window, as the logits of a large vocabulary take room."""
+    return torch.cat([model(input_ids=text, use_cache=False).logits.argmax(-1) for text in texts.split(1)])
+
+
+def _products(model: PreTrainedModel) -> int:
+    """Weights that a step reads."""
+    embeddings = model.get_input_embeddings().weight.numel()
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    return sum(weight.numel() for weight in model.parameters()) - (0 if is_tied else embeddings)
+
+
+def _speed_up(agreement: float, cost: float) -> float:
+    """With the best number of tokens to draft, if each is accepted with this chance and takes this share of a
+    step, and a step takes as long for several rows as for one (Leviathan et al. 2023, theorem 3.8).
+    """
+    best = 0.0
+    for count in range(1, MOST_DRAFTED + 1):
+        tokens = sum(agreement**place for place in range(count + 1))
+        best = max(best, tokens / (1 + count * cost))
+    return best
+
+
+def _windows(options: ChooseOptions) -> Tensor:
+    """Spread evenly over the text, int64 [windows, length]."""
+    tokens = encode(read_texts(options.data), _load(AutoTokenizer, options.model))
+    whole = tokens[: len(tokens) // options.length * options.length].view(-1, options.length)
+    if not len(whole):
+        raise ConfigError(
+            f"--length: {options.length} exceeds the {len(tokens)} tokens of the text; "
+            "give more text, or a shorter length"
+        )
+    chosen = torch.linspace(0, len(whole) - 1, min(options.windows, len(whole))).long()
+    return whole[chosen].long()
+
+
+def _load(kind: Any, model: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(model, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: cannot load {model!r}: {error}") from error
