@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -104,8 +104,17 @@ def _check_field(field: str, value: Any, source: str) -> None:
         msgspec.convert({field: value}, ServeConfig, strict=False)
     except msgspec.ValidationError as error:
         reason = str(error).split(" - at `$")[0]
+        if reason.startswith("Invalid enum value"):
+            reason = f"must be one of {', '.join(_choices(field))}"
         got = "" if field in _SECRET_FIELDS else f" (got {value!r})"
         raise ConfigError(f"{source}: {reason}{got}") from None
+
+
+def _choices(field: str) -> list[str]:
+    """What a `Literal` field takes."""
+    kinds = get_type_hints(ServeConfig)[field]
+    literals = [kind for kind in (kinds, *get_args(kinds)) if get_origin(kind) is Literal]
+    return [choice for literal in literals for choice in get_args(literal)]
 
 
 def _check_together(config: ServeConfig) -> None:

@@ -136,12 +136,13 @@ class Engine:
         if not config.paged_kv:
             self.blocks.least_blocks = -(-loaded.max_model_len // config.block_size)
         self.start_up = {
-            "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}",
+            "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}"
+            + (f", weights in {config.quantization}" if config.quantization else ""),
             "attention": f"{backend_class.name} ({why})",
             "forward": self._runner.choice,
             "products": self._runner.products,
             "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB, "
-            f"{loaded.kv_group.rows}",
+            f"KV in {loaded.kv_group.rows}",
             "kv_tiers": self.tiers.describe() if self.tiers is not None else "none",
             "threads": str(torch.get_num_threads()),
             "load_s": f"{loaded_s:.1f}",

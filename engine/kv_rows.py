@@ -34,7 +34,9 @@ class KvRows:
     quantization: str = "none"
 
     def __str__(self) -> str:
-        return self.quantization if self.coded else str(self.dtype).removeprefix("torch.")
+        return (
+            self.quantization.removesuffix("_rows") if self.coded else str(self.dtype).removeprefix("torch.")
+        )
 
     @property
     def coded(self) -> bool:

@@ -97,6 +97,14 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("field", "choices"), [("device", "auto, cpu, cuda"), ("quantization", "int8, int4, fp8, mxfp4")]
+)
+def test_a_value_that_is_none_of_the_choices_is_answered_with_them(field, choices):
+    with pytest.raises(ConfigError, match=f"^--{field}: must be one of {choices} \\(got 'x'\\)$"):
+        load_config(flags={field: "x"}, environ={})
+
+
 @pytest.mark.parametrize(("field", "value"), BAD)
 def test_a_bad_value_is_blamed_on_where_it_came_from(field, value, config_file):
     def message(**sources) -> str:
