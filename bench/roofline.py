@@ -1,0 +1,152 @@
+"""Why speculation stops paying: what a step takes over its rows, from results of `tandem bench speculate`.
+
+    python -m bench.roofline
+
+A step of few rows takes the time that weights take to be read, so that further rows are nearly free; one of
+many takes the time that they take to be computed (Williams et al. 2009). Drafts pay as long as a step with
+them takes fewer times a plain step's time than it brings tokens. Writes `roofline.svg` into `bench/results`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bench.record import RESULTS
+from bench.speculate.measurement import Measurement
+from bench.speculate.plan import Case
+
+RUNS = ("speculate-amx-light", "speculate-amx")
+"""Of one machine and commit: few requests, many requests."""
+METHODS = ("ngram", "draft_model")
+K = 4
+
+
+class Load(NamedTuple):
+    """Steps of so many requests, plain and with K tokens drafted for each.
+
+    Times in seconds, drafting included; `rows` of a step with drafts, `tokens` that it brings to a request.
+    """
+
+    requests: int
+    plain_s: float
+    drafted_s: float
+    rows: float
+    tokens: float
+
+    @property
+    def ratio(self) -> float:
+        """v + K c: how many times as long the step takes."""
+        return self.drafted_s / self.plain_s
+
+    @property
+    def speedup(self) -> float:
+        """Of decoding: tokens of a request in a step, over what the step takes."""
+        return self.tokens / self.ratio
+
+
+def read(results: Path = RESULTS) -> list[Measurement]:
+    runs = [msgspec.json.decode((results / run / "results.json").read_bytes()) for run in RUNS]
+    return [msgspec.convert(each, Measurement) for run in runs for each in run["measurements"]]
+
+
+def loads_of(measurements: Sequence[Measurement], method: str) -> list[Load]:
+    """By the number of requests; without those whose steps never had all requests decode."""
+    mine = [each for each in measurements if each.case.block.drafting == method]
+    loads = []
+    for block in dict.fromkeys(each.case.block for each in mine):
+        plain = [each for each in mine if each.case == Case(block, None)]
+        drafted = [each for each in mine if each.case == Case(block, K)]
+        seconds = [each.step_s for each in drafted if each.step_s is not None]
+        if seconds:
+            steps = sum(each.steps for each in drafted)
+            loads.append(
+                Load(
+                    requests=block.concurrency,
+                    plain_s=statistics.median(each.step_s for each in plain if each.step_s is not None),
+                    drafted_s=statistics.median(seconds),
+                    rows=block.concurrency * (1 + sum(each.drafted for each in drafted) / steps),
+                    tokens=sum(each.step_tokens for each in drafted) / steps,
+                )
+            )
+    return sorted(loads)
+
+
+def plot(loads: dict[str, list[Load]], path: Path) -> None:
+    """Left: rows a second over rows, under both roofs. Right: what a step takes and brings, over requests."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "roofline"
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    _roofs(left, loads["ngram"])
+    for colour, (method, each) in zip(("tab:blue", "tab:orange"), loads.items(), strict=True):
+        requests = [load.requests for load in each]
+        right.plot(
+            requests, [load.ratio for load in each], "-o", color=colour, label=f"{method}: time, plain steps"
+        )
+        right.plot(
+            requests,
+            [load.tokens for load in each],
+            "--",
+            color=colour,
+            label=f"{method}: tokens of a request",
+        )
+    right.set_title(f"a step with {K} tokens drafted")
+    right.set_xlabel("requests at once")
+    right.set_ylim(0, 7)
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _roofs(axes: Any, loads: Sequence[Load]) -> None:
+    plain = [(load.requests, load.requests / load.plain_s) for load in loads]
+    drafted = [(load.rows, load.rows / load.drafted_s) for load in loads]
+    fewest, slowest = plain[0]
+    most = max(rate for _, rate in plain + drafted)
+    widest = max(rows for rows, _ in plain + drafted)
+    axes.plot(
+        [fewest, fewest * most / slowest],
+        [slowest, most],
+        ":k",
+        label="roof: a step takes what one row takes",
+    )
+    axes.plot(
+        [fewest * most / slowest, widest],
+        [most, most],
+        "-.k",
+        label="roof: most rows a second that were seen",
+    )
+    axes.plot(*zip(*plain, strict=True), "o-", color="tab:gray", label="plain")
+    axes.plot(*zip(*drafted, strict=True), "s-", color="tab:blue", label=f"ngram, {K} tokens drafted")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_title("rows a second")
+    axes.set_xlabel("rows in a step")
+
+
+def main() -> None:
+    measurements = read()
+    loads = {method: loads_of(measurements, method) for method in METHODS}
+    for method, each in loads.items():
+        for load in each:
+            print(
+                f"{method} {load.requests}: plain {load.plain_s * 1e3:.2f} ms, "
+                f"drafted {load.drafted_s * 1e3:.2f} ms, "
+                f"ratio {load.ratio:.2f}, {load.tokens:.2f} tokens, speed-up of decoding {load.speedup:.2f}"
+            )
+    plot(loads, RESULTS / "roofline.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Tables of LLM_SERVING.md are those of the results that they name, or what the code gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.roofline import METHODS, loads_of, read
+from planner.profile import DEFAULT_PROFILE, read_profile
+from planner.scenarios import Scenario, Slo, Study
+from planner.trace import TraceFit, fitted, read_trace
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "LLM_SERVING.md").read_text()
+SWEEP = ROOT / "bench/results/speculate-amx-light/results.json"
+PROMPT = 1024
+
+
+def section(heading: str) -> str:
+    return DOCUMENT.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def table(heading: str) -> list[list[str]]:
+    """Cells of the rows below the heading's only table's first two lines."""
+    lines = [line for line in section(heading).splitlines() if line.startswith("|")]
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def sweep(method: str, requests: int) -> dict[Any, dict[str, Any]]:
+    """The figures by K."""
+    return {
+        each["case"]["num_tokens"]: each
+        for each in json.loads(SWEEP.read_bytes())["figures"]
+        if (each["case"]["block"]["drafting"], each["case"]["block"]["concurrency"]) == (method, requests)
+    }
+
+
+def expected_tokens(acceptance: float, drafted: int) -> float:
+    return (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
+
+
+def acceptance_of(tau: float, drafted: int) -> float:
+    """That brings `tau` tokens, by bisection."""
+    low, high = 0.0, 1 - 1e-9
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, drafted) < tau else (low, middle)
+    return low
+
+
+def test_expected_tokens_follow_from_one_acceptance() -> None:
+    rows = table("How many tokens does a step bring?")
+    assert [row[0] for row in rows] == ["draft_model", "ngram", "eagle"]
+    for method, *cells in rows:
+        taus = {k: each["tau"] for k, each in sweep(method, 1).items() if k in (2, 4, 6, 8)}
+        a = acceptance_of(taus[4], 4)
+        pairs = [f"{taus[k]:.2f}, {expected_tokens(a, k):.2f}" for k in (2, 6, 8)]
+        assert cells == [f"{a:.3f}", pairs[0], f"{taus[4]:.2f}", *pairs[1:]]
+
+
+def test_the_sweep_over_k_is_the_measured_one() -> None:
+    rows = table("How many tokens to draft?")
+    assert len(rows) == 6
+    for case, *cells in rows:
+        method, requests = case.split(", ")
+        figures = sweep(method, int(requests))
+        assert cells == [f"{figures[k]['speedup']:.2f}" for k in (2, 4, 6, 8, "auto")]
+
+
+HEADING = "From which concurrency does speculation stop paying, and why?"
+
+
+def test_steps_with_drafts_are_the_measured_ones() -> None:
+    measurements, expected = read(), []
+    for method in METHODS:
+        for load in loads_of(measurements, method):
+            figures = (load.plain_s * 1e3, load.drafted_s * 1e3, load.ratio, load.tokens, load.speedup)
+            expected.append([method, str(load.requests), *(f"{each:.2f}" for each in figures)])
+    assert table(HEADING) == expected
+    ratios = {method: [load.ratio for load in loads_of(measurements, method)] for method in METHODS}
+    text = " ".join(section(HEADING).split())
+    assert (
+        f"grows from {ratios['ngram'][0]:.2f} to {ratios['ngram'][-1]:.2f} times with `ngram` "
+        f"and to {ratios['draft_model'][-1]:.2f} with a draft model"
+    ) in text
+
+
+def test_the_crossover_is_the_measured_one() -> None:
+    verdicts = json.loads((ROOT / "bench/results/speculate-amx/results.json").read_bytes())["verdicts"]
+    [crossover] = [each["crossover"] for each in verdicts if each["block"]["drafting"] == "draft_model"]
+    assert f"here at {crossover:.0f} requests with a draft model" in DOCUMENT
+    costs = read_profile(DEFAULT_PROFILE).costs
+    assert f"= {costs.step_s / costs.row_s:.0f} rows" in DOCUMENT
+
+
+def test_pulls_are_compared_as_the_profile_says() -> None:
+    costs = read_profile(DEFAULT_PROFILE).costs
+    compute = (costs.token_s + costs.attention_s * PROMPT / 2) * 1e6
+    rates = (0.9 * 50e9, 12.5e9, 3.125e9, 0.125e9)
+    rows = table("What does a transfer cost, and when does a pull beat recomputing?")
+    for (_, *cells), rate in zip(rows, rates, strict=True):
+        pull = costs.kv_bytes / rate * 1e6
+        faster = "pull" if pull < compute else "compute"
+        ratio = max(pull, compute) / min(pull, compute)
+        assert cells == [f"{pull:,.1f}", f"{compute:.1f}", f"{faster}, {ratio:.1f} times"]
+    assert f"Break-even is at {costs.kv_bytes / compute / 1e3:.1f} GB/s" in DOCUMENT
+
+
+def test_gaps_beside_long_prompts_are_those_of_the_benchmarks() -> None:
+    rows = table("When does disaggregation pay?")
+    benchmarks = (ROOT / "docs/benchmarks.md").read_text()
+    assert len(rows) == 2
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in benchmarks
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """Of the trace that the document's own code writes."""
+    code = section("How many workers does a load take?").split("```python\n", 1)[1].split("```", 1)[0]
+    path = tmp_path_factory.mktemp("plan") / "chat.jsonl"
+    exec(code.replace('"chat.jsonl"', repr(str(path))), {})
+    fit = TraceFit()
+    requests = fitted(read_trace(path), fit)
+    return Study(read_profile(DEFAULT_PROFILE), requests, fit.block_tokens, Slo(1.0, 0.03))
+
+
+def scenario_of(workers: int, layout: str) -> Scenario:
+    if layout == "colocated":
+        return Scenario("colocated", 0, workers)
+    words = layout.split()
+    return Scenario("disaggregated", int(words[0]), int(words[2]))
+
+
+def test_plans_are_what_the_simulator_gives(study: Study) -> None:
+    rows = table("How many workers does a load take?")
+    assert len(rows) == 7
+    for workers, layout, *cells in rows:
+        outcome = study.outcome(scenario_of(int(workers), layout))
+        assert cells == [
+            f"{outcome.goodput:.2f}",
+            f"{outcome.attainment:.1%}".replace("%", " %"),
+            f"{outcome.ttft.p90:.2f}",
+            f"{outcome.tpot.p90 * 1e3:.1f}",
+        ]
