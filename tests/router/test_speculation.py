@@ -59,7 +59,7 @@ def test_the_engine_gets_what_the_request_says(make_router, path, body):
         ({"num_speculative_tokens": 33}, ".num_speculative_tokens", "an integer from 0 to 32, got 33"),
         ({"num_speculative_tokens": "4"}, ".num_speculative_tokens", "an integer from 0 to 32"),
         ({"enabled": "yes"}, ".enabled", "true or false"),
-        ({"method": "magic"}, ".method", "'ngram', 'suffix', got 'magic'"),
+        ({"method": "magic"}, ".method", "'ngram', 'self_speculative', 'suffix', got 'magic'"),
         ({"num_tokens": 3}, ".num_tokens", "is num_speculative_tokens meant?"),
         ({"method": "medusa"}, ".method", "'medusa' needs weights that this server has not loaded"),
         ("ngram", "", "expected object | null, got str"),
