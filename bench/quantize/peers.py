@@ -52,6 +52,7 @@ def main(
         model=str(model),
         device="cpu",
         dtype="bfloat16",
+        enable_prefix_caching=False,
         max_model_len=length,
         kv_cache_memory_bytes=256 << 20,
     )

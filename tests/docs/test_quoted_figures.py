@@ -85,7 +85,24 @@ def always_pay(document: Any) -> list[float]:
     return []
 
 
+def quantized(*requests: str) -> Callable[[Any], list[float]]:
+    """How many times as fast as in bf16 int8 and int4 decode so many requests; prompts without a number."""
+
+    def speeds(document: Any, format: str) -> list[float]:
+        speed = document["tokens_per_second"][format]
+        return [speed["decode"][each] for each in requests] or [speed["prefill"]]
+
+    def values(document: Any) -> list[float]:
+        plain = speeds(document, "bf16")
+        return [
+            a / b for format in ("int8", "int4") for a, b in zip(speeds(document, format), plain, strict=True)
+        ]
+
+    return values
+
+
 TRANSFER = ("transfer/results.json",)
+QUANTIZE = ("quantize/results.json",)
 DELAY = ("transfer-delay/results.json",)
 AMX = ("speculate-amx/results.json",)
 QUOTES = (
@@ -120,6 +137,13 @@ QUOTES = (
     Quote("`ngram` and `suffix` pay at every load", AMX, always_pay),
     Quote("a draft model up to {:.0f} requests, an EAGLE", AMX, last_gain("draft_model")),
     Quote("an EAGLE head up to {:.0f} (", AMX, last_gain("eagle")),
+    Quote(
+        "one request {:.2f} times as fast in int8 as in bf16 and {:.2f} times in int4",
+        QUANTIZE,
+        quantized("1"),
+    ),
+    Quote("16 requests {:.2f} and {:.2f} times", QUANTIZE, quantized("16")),
+    Quote("prompts go at {:.2f} and {:.2f} of bf16's speed", QUANTIZE, quantized()),
 )
 
 
