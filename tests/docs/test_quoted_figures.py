@@ -101,7 +101,25 @@ def quantized(*requests: str) -> Callable[[Any], list[float]]:
     return values
 
 
+def effects(figure: str, *techniques: str) -> Callable[[Any], list[float]]:
+    """Main effects of `tandem bench five` on a figure, as ratios."""
+
+    def values(document: Any) -> list[float]:
+        [finding] = document["findings"]
+        [found] = [each for each in finding["figures"] if each["name"] == figure]
+        ratios = {tuple(each["factors"]): each["ratio"] for each in found["effects"]}
+        return [ratios[technique,] for technique in techniques]
+
+    return values
+
+
+def all_over_none(document: Any) -> list[float]:
+    [finding] = document["findings"]
+    return [each["all_on"] for each in finding["figures"] if each["name"] == "goodput"]
+
+
 TRANSFER = ("transfer/results.json",)
+FIVE = ("five/results.json",)
 QUANTIZE = ("quantize/results.json",)
 DELAY = ("transfer-delay/results.json",)
 AMX = ("speculate-amx/results.json",)
