@@ -13,6 +13,7 @@ import typer
 
 from deploy.config import load_config
 from deploy.options import with_config_options
+from models.bundled import bundled_path
 from protocol.errors import TandemError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -345,7 +346,7 @@ def speculate_train(
 
     options = TrainOptions(
         method=method,
-        model=model,
+        model=bundled_path(model),
         data=data,
         output=output or Path(f"{Path(model).name}-{method}"),
         held_out=held_out,
@@ -382,7 +383,7 @@ def speculate_choose_layers(
 
     from training.layer_choice import ChooseOptions, choose_layers
 
-    options = ChooseOptions(model, data, output, num_layers, windows, length, device)
+    options = ChooseOptions(bundled_path(model), data, output, num_layers, windows, length, device)
     with _failures():
         choose_layers(options, Console())
 
@@ -419,7 +420,7 @@ def quantize_model(
 
     Run it again to go on with a run that was stopped.
     """
-    given = dict(locals())
+    given = dict(locals()) | {"model": bundled_path(model)}
     from rich.console import Console
 
     from quantization.command import QuantizeOptions, quantize

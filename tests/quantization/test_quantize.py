@@ -222,6 +222,12 @@ def test_data_that_is_missing_or_too_short(folder: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+def test_a_bundled_model_is_known_by_its_name(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("too short")
+    said = run(folder, tmp_path / "out", "gptq", **{"--model": "tandem-code-1m", "--data": tmp_path / "text"})
+    assert said.startswith("error: ") and "--data" in said
+
+
 def test_windows_longer_than_the_model(folder: Path, tmp_path: Path) -> None:
     said = run(folder, tmp_path / "out", "int8", "--sequence-length", 200)
     assert "--sequence-length: 200 exceeds the model's 128 positions" in said
