@@ -34,7 +34,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     threads: Annotated[int, typer.Option(min=1, help="for each")] = os.cpu_count() or 1,
     env_dir: Annotated[Path, typer.Option(help="the peers' environments")] = DEFAULT_ENV_DIR,
-    output: Annotated[Path, typer.Option(help="folder for the JSON")] = RESULTS / "quantize-llama.cpp",
+    output: Annotated[Path, typer.Option(help="folder for the JSON")] = RESULTS / "quantize-llama",
 ) -> None:
     """The two engines take turns. Both have one request, and no server."""
     logging.basicConfig(level="ERROR")
