@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from engine.sequence import SequenceState
 from models.bundled import BUNDLED_MODEL
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.drafter import Drafter

@@ -31,7 +31,8 @@ from engine.pool_layout import TARGET
 from engine.profiling import ProfilingRun
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest, TokenLogprobs
+from protocol.outputs import TokenLogprobs
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 FORMATS = ("auto", "int8", "fp8")

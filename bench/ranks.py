@@ -28,7 +28,7 @@ from engine.parallel.leader import Leader
 from kvtransfer.blocks.memory import PoolMemory
 from models.bundled import bundled_path
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 END_S = 30.0

@@ -23,7 +23,7 @@ from engine.engine import Engine
 from engine.loader import choose_device
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 BLOCK_SIZE = 16

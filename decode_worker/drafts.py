@@ -26,7 +26,7 @@ from protocol.draft_messages import (
     Drafts,
     Given,
 )
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 from speculation.remote import RemoteDrafter, RemoteRequest
 from worker.counters import Counters
 from worker.peer_links import PeerLinks

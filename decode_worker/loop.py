@@ -21,14 +21,14 @@ from kvtransfer.interface import Closed, Failed, Progress, ReceiveEvent, SendEve
 from protocol.draft_messages import Drafts
 from protocol.errors import InvalidRequestError
 from protocol.handoff import HandoffManifest, ManifestMismatchError, check_manifest
-from protocol.messages import (
+from protocol.outputs import ErrorKind, TokenOutput
+from protocol.peers import PeerAddress
+from protocol.requests import DraftPlan
+from protocol.router_to_worker import Generate
+from protocol.worker_to_worker import (
     ANY_LEASE,
-    DraftPlan,
-    ErrorKind,
-    Generate,
     Handoff,
     HandoffAck,
-    PeerAddress,
     PeerReply,
     PeerRequest,
     Release,
@@ -36,7 +36,6 @@ from protocol.messages import (
     Reserved,
     ReserveRefused,
     Stale,
-    TokenOutput,
 )
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop

@@ -13,7 +13,9 @@ from engine.results import Reservation
 from kvtransfer.interface import Arrival, Progress
 from protocol.handoff import HandoffManifest, SamplingState
 from protocol.ids import token_ids_digest
-from protocol.messages import DraftPlan, EngineRequest, RequestTiming, Reserve, TransferTiming
+from protocol.outputs import RequestTiming, TransferTiming
+from protocol.requests import DraftPlan, EngineRequest
+from protocol.worker_to_worker import Reserve
 from worker.requests import StagedRequest
 
 

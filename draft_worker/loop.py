@@ -27,7 +27,9 @@ from protocol.draft_messages import (
     Given,
 )
 from protocol.errors import InvalidRequestError
-from protocol.messages import ErrorKind, Generate, PeerRequest, TokenOutput
+from protocol.outputs import ErrorKind, TokenOutput
+from protocol.router_to_worker import Generate
+from protocol.worker_to_worker import PeerRequest
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from protocol.draft_messages import DRAFT_LEASE_S, DraftKey, DraftOpening, Given
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from worker.requests import StagedRequest
 
 ENGINE_TIMEOUT_S = 1e9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protocol.errors import InvalidRequestError
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import check_sampling_params
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from protocol.messages import TokenLogprobs
+from protocol.outputs import TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)

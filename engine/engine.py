@@ -41,7 +41,8 @@ from protocol.costs import StepCosts, itl_bound
 from protocol.errors import InvalidRequestError
 from protocol.handoff import REBUILD, DraftState, Extent
 from protocol.kv_events import CacheFormat
-from protocol.messages import DraftPlan, EngineRequest, ErrorKind, TokenOutput
+from protocol.outputs import ErrorKind, TokenOutput
+from protocol.requests import DraftPlan, EngineRequest
 from protocol.speculation import SpeculationState
 
 logger = logging.getLogger("tandem.engine")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.draft import Outcome
 from engine.sequence import SequenceState
-from protocol.messages import FinishReason, RequestTiming, TokenOutput
+from protocol.outputs import FinishReason, RequestTiming, TokenOutput
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from engine.packing import pack
 from engine.runner import ForwardOutput, Runner
 from engine.scheduler import ScheduledStep
 from engine.sequence import SequenceStage, SequenceState
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 _PHRASE = 7

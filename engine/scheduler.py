@@ -23,7 +23,8 @@ from engine.draft import Outcome
 from engine.sequence import SequenceStage, SequenceState
 from engine.tiers.host import HostTier
 from protocol.ids import BlockIdentity, root_identity
-from protocol.messages import EngineRequest, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.requests import EngineRequest
 
 
 @dataclass

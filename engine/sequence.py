@@ -12,7 +12,8 @@ from engine.draft import Draft
 from engine.sampler.penalties import common_prefix
 from engine.sampler.rows import SamplingRow, needs_history
 from engine.tiers.host import DiskFetch
-from protocol.messages import DraftPlan, EngineRequest, TokenLogprobs
+from protocol.outputs import TokenLogprobs
+from protocol.requests import DraftPlan, EngineRequest
 from protocol.sampling import SamplingParams
 
 

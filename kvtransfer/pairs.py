@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvtransfer.speed import WireSpeed
-from protocol.messages import PairState
+from protocol.worker_to_router import PairState
 
 MAX_PEERS = 128
 """Peers that are remembered; the least recently used one is forgotten first."""

@@ -20,7 +20,7 @@ from kvtransfer.transports.host import host_id
 from kvtransfer.transports.transport import Transport
 from messaging.wake import Wake
 from protocol.handoff import Extent
-from protocol.messages import TransferOffer
+from protocol.peers import TransferOffer
 from protocol.ports import ANY_PORT
 
 logger = logging.getLogger("tandem.kvtransfer")

@@ -20,7 +20,7 @@ from kvtransfer.streams.pieces import QueuedPiece, TransferTime
 from kvtransfer.transports.host import host_id
 from kvtransfer.transports.transport import Transport
 from protocol.handoff import Extent
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 
 logger = logging.getLogger("tandem.kvtransfer")
 

@@ -17,7 +17,8 @@ from planner.request import SimulatedRequest
 from planner.worker import SimulatedHandoff, SimulatedWorker
 from protocol.costs import itl_bound
 from protocol.kv_events import Medium
-from protocol.messages import PairState, PeerAddress, Register, WorkerState
+from protocol.peers import PeerAddress
+from protocol.worker_to_router import PairState, Register, WorkerState
 from router.demand import DemandMeter
 from router.kv_index import KvIndex
 from router.loads import Loads

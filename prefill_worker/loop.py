@@ -16,22 +16,21 @@ from kvtransfer.interface import Completed, Failed, ReceiveEvent, SendEvent
 from prefill_worker.request import PrefillRequest, PrefillStage
 from protocol.draft_messages import Drafts
 from protocol.errors import TandemError
-from protocol.messages import (
+from protocol.outputs import ErrorKind, TokenOutput
+from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.router_to_worker import Generate
+from protocol.worker_to_router import HandoverFailed
+from protocol.worker_to_worker import (
     ANY_LEASE,
-    EngineRequest,
-    ErrorKind,
-    Generate,
     Handoff,
     HandoffAck,
-    HandoverFailed,
-    PeerAddress,
     PeerReply,
     Release,
     Reserve,
     Reserved,
     ReserveRefused,
     Stale,
-    TokenOutput,
 )
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop

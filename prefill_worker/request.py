@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 
 from protocol.handoff import DraftState, HandoffManifest, SamplingState, SegmentInfo
 from protocol.ids import token_ids_digest
-from protocol.messages import EngineRequest, PeerAddress, Reserved
+from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.worker_to_worker import Reserved
 from worker.requests import StagedRequest
 
 

@@ -7,7 +7,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from protocol.errors import ProtocolError
-from protocol.messages import Introduced, PeerReply, PeerRequest, RouterToWorker, WorkerToRouter
+from protocol.router_to_worker import RouterToWorker
+from protocol.worker_to_router import Introduced, WorkerToRouter
+from protocol.worker_to_worker import PeerReply, PeerRequest
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+Role = Annotated[str, Meta(min_length=1, max_length=64)]
+"""A role's name in `ROLES`."""
 Task = Literal["prefill", "decode", "draft"]
 """What a worker does for a request: compute the prompt and hand it over, generate the tokens, or draft them
 for who does.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import metadata
 
 PROTOCOL = 1
-"""Of `protocol.messages`. Raise it when a router and a worker from before and after a change could not work
-together.
+"""Of the messages between processes. Raise it when a router and a worker from before and after a change could
+not work together.
 """
 
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 import msgspec
 
 from protocol.kv_events import CacheFormat
-from protocol.messages import TokenLogprobs, TokenOutput
+from protocol.outputs import TokenLogprobs, TokenOutput
 from router.detokenizer import Detokenizer
 from router.prompt_blocks import HashedBlocks, hash_blocks
 from router.stop_strings import StopStringMatcher

@@ -8,14 +8,9 @@ import time
 from typing import Literal, NoReturn
 
 from protocol.config import ServeConfig
-from protocol.messages import (
-    Abort,
-    ErrorKind,
-    HandoverFailed,
-    Redirect,
-    StepOutput,
-    TokenOutput,
-)
+from protocol.outputs import ErrorKind, TokenOutput
+from protocol.router_to_worker import Abort, Redirect
+from protocol.worker_to_router import HandoverFailed, StepOutput
 from router.errors import ApiError, client_gone, failed_generation, refused, unavailable
 from router.journal import Generation, Journal, LiveRequest
 from router.metrics import Metrics, RefusalReason

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from protocol.config import ServeConfig
-from protocol.messages import PeerGone, Replan
+from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import RequestClass, RequestSpeculation
 from router.draft_kinds import DraftKind, expect
 from router.journal import Journal, LiveRequest

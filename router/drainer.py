@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from protocol.config import ServeConfig
 from protocol.ids import new_incarnation
-from protocol.messages import Leave, Leaving, Prefetch, Prefetched, PrepareToLeave
 from protocol.roles import ROLES, RoleSpec
+from protocol.router_to_worker import Leave, Prefetch, PrepareToLeave
+from protocol.worker_to_router import Leaving, Prefetched
 from router.dispatcher import Dispatcher
 from router.errors import ApiError
 from router.journal import Journal, LiveRequest

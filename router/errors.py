@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from protocol.errors import TandemError
-from protocol.messages import ErrorKind
+from protocol.outputs import ErrorKind
 from router.placement.interface import Refusal
 
 MAX_TEXT = 1024

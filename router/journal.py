@@ -11,7 +11,8 @@ import msgspec
 
 from protocol.ids import new_request_id
 from protocol.kv_events import CacheFormat
-from protocol.messages import DraftPlan, EngineRequest, FinishReason, RequestTiming, TokenOutput
+from protocol.outputs import FinishReason, RequestTiming, TokenOutput
+from protocol.requests import DraftPlan, EngineRequest
 from protocol.roles import Task
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation

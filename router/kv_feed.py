@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from protocol.kv_events import IDENTITY_BYTES, CacheFormat, KvChange
-from protocol.messages import KvEvents, ReplayKvEvents, WorkerState
+from protocol.router_to_worker import ReplayKvEvents
+from protocol.worker_to_router import KvEvents, WorkerState
 from router.journal import LiveRequest
 from router.kv_index import KvIndex, block_keys
 from router.metrics import Metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from protocol.messages import TokenLogprobs
+from protocol.outputs import TokenLogprobs
 from router.choice import Choice, Delta
 from router.tokenizer import Tokenizer
 

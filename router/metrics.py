@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from protocol.messages import RequestTiming
 from protocol.metrics import PREFIX, ROUTER, Metric
+from protocol.outputs import RequestTiming
 from router.histogram import LoopHistogram
 from router.journal import LiveRequest
 from router.placement.drafts.interface import Where

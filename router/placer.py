@@ -11,8 +11,8 @@ from dataclasses import replace
 import msgspec
 
 from protocol.config import ServeConfig
-from protocol.messages import Abort, Generate
 from protocol.roles import Task
+from protocol.router_to_worker import Abort, Generate
 from router.decisions import DecisionLog
 from router.demand import DemandMeter
 from router.draft_planner import DraftPlanner

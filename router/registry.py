@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from protocol.messages import Register, WorkerState
 from protocol.roles import ROLES, RoleSpec, Task
 from protocol.version import protocol_problem
+from protocol.worker_to_router import Register, WorkerState
 from router.placement.cluster import Cluster
 from router.placement.interface import LinkSpeed, WorkerSnapshot
 

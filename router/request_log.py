@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.messages import TransferTiming
+from protocol.outputs import TransferTiming
 from router.errors import ApiError
 from router.journal import Generation, LiveRequest
 from router.timing import choice_timing

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from protocol.messages import Absent, CallRoll
+from protocol.router_to_worker import CallRoll
+from protocol.worker_to_router import Absent
 from router.dispatcher import Dispatcher
 from router.journal import Journal, LiveRequest
 from router.metrics import Metrics

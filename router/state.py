@@ -13,24 +13,21 @@ from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.ids import new_incarnation
-from protocol.messages import (
+from protocol.ports import ANY_PORT
+from protocol.router_to_worker import Peers, Refused, Registered, Unregistered
+from protocol.version import protocol_problem
+from protocol.worker_to_router import (
     Absent,
     HandoverFailed,
     Introduced,
     KvEvents,
     Leaving,
-    Peers,
     Prefetched,
-    Refused,
     Register,
-    Registered,
     StepOutput,
-    Unregistered,
     WorkerState,
     WorkerToRouter,
 )
-from protocol.ports import ANY_PORT
-from protocol.version import protocol_problem
 from router.api_keys import ApiKeys
 from router.bodies import Bodies
 from router.dispatcher import Dispatcher

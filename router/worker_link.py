@@ -13,9 +13,9 @@ import zmq
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, introduction, worker_to_router
 from protocol.errors import ProtocolError
-from protocol.messages import Introduced, Register, WorkerToRouter
 from protocol.ports import ANY_PORT
 from protocol.version import PROTOCOL
+from protocol.worker_to_router import Introduced, Register, WorkerToRouter
 from router.metrics import Metrics
 from router.registry import Worker
 

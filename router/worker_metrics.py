@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
-from protocol.messages import PairState, WorkerState
 from protocol.metrics import PAIR_COUNTERS, PAIR_STATE, PREFIX, REPORTED, WORKER, Metric, reported
+from protocol.worker_to_router import PairState, WorkerState
 from router.registry import Worker
 
 _FIELDS = {

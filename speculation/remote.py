@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.draft import Draft
 from engine.sequence import SequenceState
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 from speculation.drafter import Drafter
 
 Use = Literal["usable", "stale", "late"]

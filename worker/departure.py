@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from protocol.messages import Leave, Leaving, PrepareToLeave
 from protocol.roles import ROLES, RoleSpec
+from protocol.router_to_worker import Leave, PrepareToLeave
+from protocol.worker_to_router import Leaving
 from worker.link import RouterLink, RouterLinks
 from worker.parts import WorkerParts
 

@@ -24,7 +24,9 @@ from engine.prefix import PrefixRoom
 from kvtransfer.interface import Closed, Completed, Failed, Progress, ReceiveEvent, SendEvent, TransferError
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from protocol.messages import EngineRequest, Fetch, FetchRefused, Lent, PeerAddress
+from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.worker_to_worker import Fetch, FetchRefused, Lent
 from worker.counters import Counters
 from worker.peer_links import PeerLinks
 from worker.requests import RequestTable, StagedRequest

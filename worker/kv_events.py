@@ -15,7 +15,7 @@ from engine.block_manager import BlockManager
 from engine.cache_events import CacheEvent
 from protocol.codec import encode
 from protocol.kv_events import MAX_BLOCKS_PER_BATCH, REPLAY_BATCHES, KvChange
-from protocol.messages import KvEvents
+from protocol.worker_to_router import KvEvents
 from worker.kv_publisher import KvPublisher
 from worker.link import RouterLink, RouterLinks
 from worker.parts import WorkerParts

@@ -16,16 +16,10 @@ from messaging.sockets import connect_dealer
 from protocol.codec import encode, router_to_worker
 from protocol.errors import ProtocolError, TandemError
 from protocol.ids import router_of
-from protocol.messages import (
-    Refused,
-    Register,
-    Registered,
-    RouterToWorker,
-    StepOutput,
-    TokenOutput,
-    WorkerToRouter,
-)
+from protocol.outputs import TokenOutput
+from protocol.router_to_worker import Refused, Registered, RouterToWorker
 from protocol.version import protocol_problem
+from protocol.worker_to_router import Register, StepOutput, WorkerToRouter
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)

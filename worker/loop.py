@@ -20,34 +20,27 @@ from engine.parallel.group import LostRankError
 from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.errors import InvalidRequestError, TandemError
 from protocol.ids import peer_identity
-from protocol.messages import (
+from protocol.outputs import ErrorKind, TokenOutput
+from protocol.peers import PeerAddress
+from protocol.requests import DraftPlan, EngineRequest
+from protocol.router_to_worker import (
     Abort,
-    Absent,
     CallRoll,
-    DraftPlan,
-    EngineRequest,
-    ErrorKind,
-    Fetch,
-    FetchRefused,
     Generate,
     Leave,
-    Lent,
-    PeerAddress,
     PeerGone,
-    PeerReply,
-    PeerRequest,
     Peers,
     Prefetch,
-    Prefetched,
     PrepareToLeave,
     Redirect,
     Registered,
     Replan,
     ReplayKvEvents,
     RouterToWorker,
-    TokenOutput,
     Unregistered,
 )
+from protocol.worker_to_router import Absent, Prefetched
+from protocol.worker_to_worker import Fetch, FetchRefused, Lent, PeerReply, PeerRequest
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher, PrefixHolder, refused
 from worker.kv_events import KvEventSender

@@ -14,8 +14,8 @@ from kvtransfer.transports.transport import Transport
 from messaging.sockets import ClusterKeys
 from messaging.wake import Wake
 from protocol.config import ServeConfig
-from protocol.messages import WorkerState
 from protocol.roles import RoleSpec
+from protocol.worker_to_router import WorkerState
 from speculation.remote import RemoteDrafter
 from worker.cores import SharedCores
 from worker.counters import Counters

@@ -12,7 +12,8 @@ from messaging.sockets import connect_dealer, give_way
 from protocol.codec import encode, peer_reply
 from protocol.errors import ProtocolError
 from protocol.ids import peer_identity
-from protocol.messages import PeerAddress, PeerReply, PeerRequest
+from protocol.peers import PeerAddress
+from protocol.worker_to_worker import PeerReply, PeerRequest
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import zmq
 from messaging.sockets import bind_router, give_way, start_authenticator
 from protocol.codec import encode, peer_request
 from protocol.errors import ProtocolError
-from protocol.messages import PeerReply, PeerRequest
 from protocol.ports import worker_ports
+from protocol.worker_to_worker import PeerReply, PeerRequest
 from worker.parts import WorkerParts
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from protocol.messages import DraftPlan, EngineRequest
+from protocol.requests import DraftPlan, EngineRequest
 
 StageT = TypeVar("StageT", bound=enum.Enum)
 

@@ -13,16 +13,11 @@ import zmq
 from messaging.sockets import ClusterKeys, connect_dealer
 from protocol.codec import encode, router_to_worker
 from protocol.ids import new_incarnation
-from protocol.messages import (
-    Abort,
-    EngineRequest,
-    Generate,
-    PeerAddress,
-    Register,
-    StepOutput,
-    TokenOutput,
-    WorkerState,
-)
+from protocol.outputs import TokenOutput
+from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.router_to_worker import Abort, Generate
+from protocol.worker_to_router import Register, StepOutput, WorkerState
 
 WORKER_ID = "decode-0"
 HEARTBEAT_S = 0.25

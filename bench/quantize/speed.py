@@ -16,7 +16,7 @@ from engine.held import hold
 from engine.loader import LoadedModel, load_model
 from engine.select_forward import pack_model
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 PLAIN = "bf16"

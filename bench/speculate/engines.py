@@ -16,7 +16,7 @@ from bench.speculate.measurement import Answer, Measurement, summarize
 from bench.speculate.plan import Case, Drafting, NumTokens
 from engine.engine import Engine
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation
 from speculation.speculator import speculate

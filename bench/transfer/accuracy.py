@@ -26,7 +26,7 @@ from kvtransfer.blocks.layout import BlockLayout, block_bytes, tokens_in_blocks
 from kvtransfer.blocks.quantize import Quantizer
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 HELD_OUT = BUNDLED_MODEL.parent / "heldout_prompts.jsonl"

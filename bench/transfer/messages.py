@@ -21,7 +21,8 @@ from protocol.codec import encode, peer_reply
 from protocol.config import ServeConfig
 from protocol.handoff import HandoffManifest, SamplingState, SegmentInfo
 from protocol.ids import new_incarnation, token_ids_digest
-from protocol.messages import EngineRequest, Handoff, HandoffAck, PeerRequest, Reserve, Reserved
+from protocol.requests import EngineRequest
+from protocol.worker_to_worker import Handoff, HandoffAck, PeerRequest, Reserve, Reserved
 
 PROMPT_LEN = 960
 HANDOFFS = 100

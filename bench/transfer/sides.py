@@ -21,7 +21,7 @@ from kvtransfer.blocks.memory import map_peer_pool
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.tcp import TcpTransport
 from protocol.handoff import Extent, SegmentInfo
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 
 KEY = bytes(32)
 CHUNK_BYTES = 4 * 1024 * 1024

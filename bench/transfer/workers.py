@@ -16,19 +16,12 @@ from bench.transfer.process import processes
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.config import ServeConfig
-from protocol.messages import (
-    EngineRequest,
-    Generate,
-    HandoverFailed,
-    PeerAddress,
-    Register,
-    Registered,
-    Role,
-    StepOutput,
-    WorkerState,
-)
-from protocol.roles import ROLES
+from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.roles import ROLES, Role
+from protocol.router_to_worker import Generate, Registered
 from protocol.sampling import SamplingParams
+from protocol.worker_to_router import HandoverFailed, Register, StepOutput, WorkerState
 
 START_S = 300.0
 HEARTBEATS = 2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from protocol.messages import TokenLogprobs
+from protocol.outputs import TokenLogprobs
 
 _MIN_LOGPROB = -9999.0
 _MAX_ELEMENTS = 2**24

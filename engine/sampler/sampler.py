@@ -26,7 +26,7 @@ from engine.sampler.noise import NOISE_SPAN, Purpose, round_keys, stream_keys
 from engine.sampler.penalties import Penalties
 from engine.sampler.race import draw, race
 from engine.sampler.rows import SamplingRow
-from protocol.messages import TokenLogprobs
+from protocol.outputs import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from engine.engine import Engine
 from models.training.corpus import encode, training_texts
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 SHORTEST, LONGEST, CONTINUATION = 32, 160, 160  # tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.draft import Draft, Verdict
 from engine.sampler import Sampler, SamplingRow
 from engine.sequence import SequenceState
-from protocol.messages import TokenLogprobs
+from protocol.outputs import TokenLogprobs
 from protocol.sampling import SamplingParams
 
 _LIKELIEST = SamplingParams(max_tokens=1, temperature=0.0)

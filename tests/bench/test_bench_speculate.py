@@ -21,7 +21,8 @@ from bench.speculate.plan import Block, Case, NumTokens, Plan, parse_drafting
 from bench.speculate.workload import edit_prompt, load_prompts
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.errors import ConfigError
-from protocol.messages import EngineRequest, FinishReason, TokenOutput
+from protocol.outputs import FinishReason, TokenOutput
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.e2e.serving import HttpServing
 

@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 from deploy.resources import thread_environment
 from deploy.template.client import TemplateClient, TemplateError, WorkerProcess
 from protocol.config import ServeConfig
-from protocol.messages import Generate
 from protocol.roles import ROLES
+from protocol.router_to_worker import Generate
 from tests.worker.harness import Cluster, request, tiny_config
 from worker.launch import Launch
 

@@ -15,7 +15,7 @@ from deploy.config import load_config, speculative_config
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.e2e.serving import HttpServing
 

@@ -19,7 +19,7 @@ from engine.parallel.group import GATHER_TIMEOUT_S, Columns, LostRankError, Rank
 from engine.parallel.leader import Leader, _follow
 from kvtransfer.blocks.memory import PoolMemory
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 
 
 def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connection) -> None:

@@ -16,7 +16,8 @@ from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import EngineRequest, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from engine.engine import Engine
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate

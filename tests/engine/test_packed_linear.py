@@ -16,7 +16,8 @@ from engine.linear import packed
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from models.bundled import BUNDLED_MODEL
 from native import build
-from protocol.messages import EngineRequest, TokenLogprobs
+from protocol.outputs import TokenLogprobs
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 CPU = torch.device("cpu")

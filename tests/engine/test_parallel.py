@@ -39,7 +39,7 @@ from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from engine.select_forward import build_runner, pack_model
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, config_of, write_model
 from tests.engine import parallel_child
 from tests.worker.harness import request, tiny_config

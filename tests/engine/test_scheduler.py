@@ -7,7 +7,7 @@ import pytest
 from engine.block_manager import BlockManager
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.sequence import SequenceStage, SequenceState
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.fake_pool import FakePool
 

@@ -20,7 +20,8 @@ from engine.tiers.slot_file import SlotFile
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.ids import BlockIdentity
-from protocol.messages import EngineRequest, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.tiers_parts import eventually
 from tests.worker.tiny_model import VOCAB_SIZE, greedy, load, write_tiny_llama

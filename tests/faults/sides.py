@@ -31,7 +31,7 @@ from kvtransfer.transports.transport import Transport
 from messaging.tls import TlsFiles
 from protocol.handoff import Extent
 from protocol.ids import new_incarnation
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 from tests.faults.carrier import DescriptorCarrier
 from tests.faults.contents import SEGMENTS, Layout, blocks_received, pushed, received
 from tests.faults.leftovers import at_rest, held, more_than

@@ -7,7 +7,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 from tests.kvtransfer.signals import send_signal
 from tests.kvtransfer.transfer_sides import WAIT_S, ReceiverEnd, SenderEnd, make_pool
 

@@ -21,7 +21,7 @@ from kvtransfer.streams.link import MAX_ATTEMPTS
 from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.shm import ShmReader
 from kvtransfer.transports.tcp import TcpReader
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 from tests.kvtransfer.test_leases import BLOCK, runs
 from tests.kvtransfer.test_unlike_pools import pool as meaningful_pool
 from tests.kvtransfer.test_unlike_pools import tokens_of

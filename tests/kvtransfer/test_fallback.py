@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvtransfer import Completed, Failed, RegisteredPool, TransferError
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, moved, wait_until
 
 Closing = Callable[[Any], Any]

@@ -17,7 +17,7 @@ from kvtransfer.framing.messages import WIRE_VERSION, Challenge, Hello, Proof, S
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, introduce
 from kvtransfer.transports.shm import ShmTransport
 from protocol.handoff import SegmentInfo
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 from tests.kvtransfer.transfer_sides import (
     KEY,
     RawPeer,

@@ -27,7 +27,7 @@ from kvtransfer.transports.transport import MAX_IN_FLIGHT
 from messaging.wake import Wake
 from protocol.config import ServeConfig, transport_names
 from protocol.errors import ProtocolError
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 from tests.kvtransfer.ray_ends import RemoteSide, Side, wait_stored
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, make_pool
 

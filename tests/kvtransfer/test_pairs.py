@@ -13,7 +13,7 @@ import pytest
 from kvtransfer import Completed
 from kvtransfer.pairs import Pairs
 from kvtransfer.transports.registry import open_transports
-from protocol.messages import PairState
+from protocol.worker_to_router import PairState
 from tests.kvtransfer.test_fallback import transfer, with_offer
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, make_pool, wait_until
 

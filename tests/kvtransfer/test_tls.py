@@ -21,7 +21,7 @@ from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.tls import TlsTransport
 from messaging.tls import TlsFiles
 from messaging.wake import Wake
-from protocol.messages import PeerAddress
+from protocol.peers import PeerAddress
 from tests.kvtransfer.transfer_sides import (
     PLAIN,
     ReceiverEnd,

@@ -22,7 +22,7 @@ from kvtransfer.transports.transport import Transport
 from messaging.wake import Wake
 from protocol.handoff import Extent
 from protocol.ids import new_incarnation
-from protocol.messages import PeerAddress, TransferOffer
+from protocol.peers import PeerAddress, TransferOffer
 
 KEY = bytes(range(32))
 WAIT_S = 20.0

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from engine.engine import Engine
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate

@@ -8,33 +8,23 @@ from hypothesis import strategies as st
 from protocol import codec
 from protocol.errors import ProtocolError
 from protocol.handoff import Extent, HandoffManifest, SamplingState, SegmentInfo
-from protocol.messages import (
-    Abort,
-    EngineRequest,
+from protocol.outputs import RequestTiming, TokenLogprobs, TokenOutput
+from protocol.peers import PeerAddress, TransferOffer
+from protocol.requests import EngineRequest
+from protocol.router_to_worker import Abort, Generate, Peers, Redirect, Registered
+from protocol.sampling import SamplingParams
+from protocol.worker_to_router import HandoverFailed, Register, StepOutput, WorkerState
+from protocol.worker_to_worker import (
     Fetch,
     FetchRefused,
-    Generate,
     Handoff,
     HandoffAck,
-    HandoverFailed,
-    PeerAddress,
-    Peers,
-    Redirect,
-    Register,
-    Registered,
     Release,
-    RequestTiming,
     Reserve,
     Reserved,
     ReserveRefused,
     Stale,
-    StepOutput,
-    TokenLogprobs,
-    TokenOutput,
-    TransferOffer,
-    WorkerState,
 )
-from protocol.sampling import SamplingParams
 
 SAMPLING = SamplingParams(
     max_tokens=7,

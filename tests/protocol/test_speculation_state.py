@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from protocol.codec import encode, worker_to_router
-from protocol.messages import WorkerState
 from protocol.speculation import MethodState, SpeculationState, StepTimeState
+from protocol.worker_to_router import WorkerState
 
 METHOD = MethodState(
     method="eagle",

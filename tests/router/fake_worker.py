@@ -14,33 +14,33 @@ from messaging.sockets import ClusterKeys, connect_dealer
 from protocol.codec import encode, router_to_worker
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.ids import new_incarnation
-from protocol.messages import (
+from protocol.outputs import RequestTiming, TokenLogprobs, TokenOutput
+from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.router_to_worker import (
     Abort,
-    Absent,
     CallRoll,
-    EngineRequest,
     Generate,
-    HandoverFailed,
     Leave,
-    Leaving,
-    PairState,
-    PeerAddress,
     PeerGone,
     Prefetch,
-    Prefetched,
     PrepareToLeave,
     Redirect,
-    Register,
     Registered,
     Replan,
-    RequestTiming,
-    StepOutput,
-    TokenLogprobs,
-    TokenOutput,
     Unregistered,
-    WorkerState,
 )
 from protocol.speculation import SpeculationState
+from protocol.worker_to_router import (
+    Absent,
+    HandoverFailed,
+    Leaving,
+    PairState,
+    Prefetched,
+    Register,
+    StepOutput,
+    WorkerState,
+)
 
 MAX_MODEL_LEN = 512
 

@@ -29,26 +29,20 @@ from hypothesis.stateful import (
 from protocol.codec import encode, router_to_worker
 from protocol.config import ServeConfig
 from protocol.ids import new_incarnation
-from protocol.messages import (
-    Abort,
+from protocol.outputs import TokenOutput
+from protocol.peers import PeerAddress
+from protocol.roles import ROLES
+from protocol.router_to_worker import Abort, CallRoll, Generate, Leave, Prefetch, PrepareToLeave, Redirect
+from protocol.sampling import SamplingParams
+from protocol.worker_to_router import (
     Absent,
-    CallRoll,
-    Generate,
     HandoverFailed,
-    Leave,
     Leaving,
-    PeerAddress,
-    Prefetch,
     Prefetched,
-    PrepareToLeave,
-    Redirect,
     Register,
     StepOutput,
-    TokenOutput,
     WorkerState,
 )
-from protocol.roles import ROLES
-from protocol.sampling import SamplingParams
 from router.choice import Choice, Prompt
 from router.errors import ApiError
 from router.journal import Generation

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.config import ServeConfig
-from protocol.messages import TokenLogprobs, TokenOutput
+from protocol.outputs import TokenLogprobs, TokenOutput
 from router.choice import Choice, Prompt
 from router.tokenizer import Tokenizer
 

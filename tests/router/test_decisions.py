@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from router_clients import eventually, lose, make_pair, post
 
-from protocol.messages import PairState
+from protocol.worker_to_router import PairState
 
 
 @pytest.fixture

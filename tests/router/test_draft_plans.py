@@ -9,7 +9,7 @@ import pytest
 from router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
 from protocol.config import ServeConfig
-from protocol.messages import DraftPlan
+from protocol.requests import DraftPlan
 from protocol.speculation import SpeculativeConfig
 from router import draft_planner
 from router.draft_planner import DraftPlanner

@@ -6,7 +6,8 @@ import pytest
 from router_clients import emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 from protocol.codec import encode
-from protocol.messages import StepOutput, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.worker_to_router import StepOutput
 
 PROMPT = "naïve 🙂 日本語 text 👩‍👩‍👧 and more"
 NUM_TOKENS = 60

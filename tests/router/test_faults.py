@@ -16,7 +16,8 @@ from fake_worker import echo_script
 from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 from protocol.codec import encode
-from protocol.messages import Absent, StepOutput, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.worker_to_router import Absent, StepOutput
 
 # --- clients ---
 

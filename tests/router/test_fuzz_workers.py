@@ -14,18 +14,9 @@ from router_clients import eventually, is_idle, post
 from messaging.sockets import connect_dealer
 from protocol.codec import encode
 from protocol.kv_events import KvChange, Medium
-from protocol.messages import (
-    Absent,
-    KvEvents,
-    Leaving,
-    PairState,
-    Prefetched,
-    RequestTiming,
-    StepOutput,
-    TokenOutput,
-    TransferTiming,
-)
+from protocol.outputs import RequestTiming, TokenOutput, TransferTiming
 from protocol.speculation import MethodState, SpeculationState
+from protocol.worker_to_router import Absent, KvEvents, Leaving, PairState, Prefetched, StepOutput
 from tests.fuzzing import altered, damaged, fuzz
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)

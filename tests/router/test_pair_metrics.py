@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.messages import PairState
+from protocol.worker_to_router import PairState
 
 PAIRS = [
     PairState(

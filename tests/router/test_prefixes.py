@@ -12,8 +12,10 @@ import pytest
 from protocol.config import ServeConfig
 from protocol.ids import block_identities
 from protocol.kv_events import CacheFormat, KvChange, Medium
-from protocol.messages import KvEvents, PeerAddress, Register, ReplayKvEvents, WorkerState
+from protocol.peers import PeerAddress
+from protocol.router_to_worker import ReplayKvEvents
 from protocol.sampling import SamplingParams
+from protocol.worker_to_router import KvEvents, Register, WorkerState
 from router.choice import Choice, Prompt
 from router.journal import Generation, Journal, LiveRequest
 from router.kv_feed import KvFeed

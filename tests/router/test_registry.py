@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.messages import PeerAddress, Register, WorkerState
+from protocol.peers import PeerAddress
 from protocol.version import PROTOCOL, version
+from protocol.worker_to_router import Register, WorkerState
 from router.registry import Registry
 
 

@@ -7,7 +7,8 @@ from fake_worker import echo_script
 from router_clients import emitted, eventually, is_idle, lose, post
 
 from protocol.codec import encode
-from protocol.messages import StepOutput, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.worker_to_router import StepOutput
 
 NUM_TOKENS = 40
 POINTS = ("as its prompt is computed", "as it is handed over", "as it decodes", "before its last token")

@@ -15,7 +15,8 @@ from several import TwoRouters
 from deploy.slots import let_go, make_slots
 from protocol.config import ServeConfig
 from protocol.ids import router_of
-from protocol.messages import PeerAddress, Register, WorkerState
+from protocol.peers import PeerAddress
+from protocol.worker_to_router import Register, WorkerState
 from router.registry import Registry
 
 

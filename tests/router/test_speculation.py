@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_clients import emitted, events_of, eventually, lose, post
 
 from protocol.codec import encode
-from protocol.messages import StepOutput, TokenOutput
+from protocol.outputs import TokenOutput
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
+from protocol.worker_to_router import StepOutput
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 ZERO = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}

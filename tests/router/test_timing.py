@@ -7,7 +7,7 @@ import itertools
 import pytest
 from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
-from protocol.messages import RequestTiming, TransferTiming
+from protocol.outputs import RequestTiming, TransferTiming
 from protocol.sampling import SamplingParams
 from router.choice import Choice, Prompt
 from router.journal import Generation

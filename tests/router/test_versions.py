@@ -8,8 +8,10 @@ import zmq
 
 from messaging.sockets import connect_dealer
 from protocol.codec import router_to_worker
-from protocol.messages import PeerAddress, Refused, Register, WorkerState
+from protocol.peers import PeerAddress
+from protocol.router_to_worker import Refused
 from protocol.version import PROTOCOL
+from protocol.worker_to_router import Register, WorkerState
 
 ANSWER_MS = 20_000
 REGISTER = msgspec.to_builtins(

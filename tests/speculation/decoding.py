@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.draft import Draft
 from engine.sequence import SequenceState
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 

@@ -12,7 +12,7 @@ from engine.draft import Draft
 from engine.engine import Engine
 from engine.rows import SequenceRows
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
 from speculation.eagle.drafter import EagleDrafter

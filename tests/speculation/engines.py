@@ -10,7 +10,7 @@ import pytest
 
 from engine.engine import Engine
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
 from speculation.control import estimator

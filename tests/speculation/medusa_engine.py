@@ -15,7 +15,8 @@ from engine.draft import Draft
 from engine.engine import Engine
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Method, SpeculativeConfig
 from speculation.medusa.drafter import MedusaDrafter

@@ -11,7 +11,8 @@ import torch
 
 from engine.engine import Engine
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
 

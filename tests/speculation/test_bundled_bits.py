@@ -13,7 +13,8 @@ from deploy.config import load_config
 from engine.attention.select import available_backends
 from engine.engine import Engine
 from engine.linear.packed import kernel_fault
-from protocol.messages import EngineRequest, TokenLogprobs
+from protocol.outputs import TokenLogprobs
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from speculation.speculator import speculate
 from tests.speculation.engines import MODELS, TARGET

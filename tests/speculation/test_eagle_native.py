@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.linear.packed import kernel_fault
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
 from speculation.eagle.native import NativeHead

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from protocol.messages import EngineRequest, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig, Verification
 from speculation.speculator import speculate
 from tests.speculation import scripted

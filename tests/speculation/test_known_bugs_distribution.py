@@ -15,7 +15,7 @@ from engine.draft import Draft
 from engine.engine import Engine
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
 from speculation.drawing import Chain, Drawing

@@ -19,7 +19,7 @@ from engine.profiling import ProfilingRun
 from engine.rows import SequenceRows
 from engine.sequence import SequenceStage
 from protocol.errors import ConfigError
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import BatchSpeculator, speculate
 from tests.engine.refused_models import RECURRENT, TINY

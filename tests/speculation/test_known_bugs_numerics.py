@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.engine import Engine
-from protocol.messages import TokenOutput
+from protocol.outputs import TokenOutput
 from tests.speculation import scripted
 from tests.speculation.scripted import ScriptedDrafter
 from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens

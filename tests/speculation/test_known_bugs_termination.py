@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.engine import Engine
-from protocol.messages import TokenOutput
+from protocol.outputs import TokenOutput
 from tests.speculation import scripted
 from tests.speculation.scripted import Script, ScriptedDrafter
 from tests.speculation.small_engine import VOCAB_SIZE, ask, prompt_of, run, small_config, tokens

@@ -21,7 +21,7 @@ from engine.sampler import Purpose, draw, uniform_noise
 from engine.sequence import SequenceState
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig, Verification
 from speculation.draft_model import DraftModel

@@ -16,7 +16,7 @@ import torch
 
 from engine.engine import Engine
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate
 from tests.speculation import scripted

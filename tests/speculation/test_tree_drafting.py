@@ -14,7 +14,8 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.pool_layout import DRAFT, TARGET
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest, TokenOutput
+from protocol.outputs import TokenOutput
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import speculate

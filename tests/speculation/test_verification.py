@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.draft import Draft, Verdict
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
 from speculation.verification.verify import verify

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.engine import Engine
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.speculation import WEIGHTLESS, Method, RequestSpeculation, SpeculativeConfig
 from speculation.control.settings import Settings
 from speculation.speculator import BatchSpeculator, speculate

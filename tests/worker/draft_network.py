@@ -15,7 +15,9 @@ from decode_worker.loop import DecodeLoop
 from draft_worker.loop import DraftLoop
 from engine.engine import Engine
 from protocol.codec import encode, peer_reply, peer_request
-from protocol.messages import DraftPlan, EngineRequest, PeerAddress, PeerGone, Replan
+from protocol.peers import PeerAddress
+from protocol.requests import DraftPlan, EngineRequest
+from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import SpeculativeConfig
 from speculation.remote import RemoteDrafter
 from speculation.run_ahead import run_ahead

@@ -17,25 +17,14 @@ import zmq
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.config import ServeConfig
-from protocol.messages import (
-    Abort,
-    Absent,
-    EngineRequest,
-    Generate,
-    HandoverFailed,
-    KvEvents,
-    PeerAddress,
-    Redirect,
-    Register,
-    Registered,
-    Role,
-    StepOutput,
-    TokenOutput,
-    WorkerState,
-)
-from protocol.roles import ROLES
+from protocol.outputs import TokenOutput
+from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.roles import ROLES, Role
+from protocol.router_to_worker import Abort, Generate, Redirect, Registered
 from protocol.sampling import SamplingParams
 from protocol.version import PROTOCOL
+from protocol.worker_to_router import Absent, HandoverFailed, KvEvents, Register, StepOutput, WorkerState
 from tests.worker.child import run_child
 
 WAIT_S = 30.0

@@ -15,16 +15,11 @@ import worker.loop
 from engine.engine import Engine
 from kvtransfer.interface import Closed, Completed, Failed, ReceiveEvent, SendEvent, TransferError
 from protocol.handoff import Extent
-from protocol.messages import (
-    EngineRequest,
-    Generate,
-    PeerAddress,
-    PeerReply,
-    PeerRequest,
-    RouterToWorker,
-    TransferOffer,
-)
+from protocol.peers import PeerAddress, TransferOffer
+from protocol.requests import EngineRequest
 from protocol.roles import ROLES
+from protocol.router_to_worker import Generate, RouterToWorker
+from protocol.worker_to_worker import PeerReply, PeerRequest
 from speculation.remote import RemoteDrafter
 from speculation.speculator import speculate
 from tests.worker.harness import request, tiny_config

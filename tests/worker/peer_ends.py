@@ -17,16 +17,9 @@ from messaging.sockets import bind_router, connect_dealer
 from protocol.codec import encode, peer_reply, peer_request
 from protocol.handoff import Extent, HandoffManifest, SamplingState
 from protocol.ids import new_incarnation, token_ids_digest
-from protocol.messages import (
-    EngineRequest,
-    Handoff,
-    PeerAddress,
-    PeerReply,
-    PeerRequest,
-    Release,
-    Reserve,
-    Reserved,
-)
+from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.worker_to_worker import Handoff, PeerReply, PeerRequest, Release, Reserve, Reserved
 from tests.worker.harness import WAIT_S, Cluster
 
 Message = TypeVar("Message")

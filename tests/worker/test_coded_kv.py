@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.test_worker_handoff import prompt
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool, Sent
 from protocol.handoff import Extent
-from protocol.messages import ANY_LEASE, Abort, Handoff, HandoffAck, Reserved, ReserveRefused, Stale
+from protocol.router_to_worker import Abort
+from protocol.worker_to_worker import ANY_LEASE, Handoff, HandoffAck, Reserved, ReserveRefused, Stale
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import PrefillEnd, closing
 from tests.worker.tiny_model import VOCAB_SIZE, greedy

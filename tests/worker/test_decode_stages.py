@@ -27,10 +27,11 @@ from kvtransfer.interface import Failed, Progress
 from protocol.codec import encode, peer_request
 from protocol.handoff import DraftState, Extent, HandoffManifest, SamplingState, SegmentInfo
 from protocol.ids import token_ids_digest
-from protocol.messages import (
+from protocol.requests import EngineRequest
+from protocol.router_to_worker import Abort
+from protocol.speculation import SpeculativeConfig
+from protocol.worker_to_worker import (
     ANY_LEASE,
-    Abort,
-    EngineRequest,
     Handoff,
     HandoffAck,
     PeerRequest,
@@ -40,7 +41,6 @@ from protocol.messages import (
     ReserveRefused,
     Stale,
 )
-from protocol.speculation import SpeculativeConfig
 from tests.worker.light_loop import OURS, STALE, LightLoop, ask, small_engine
 from tests.worker.stages import check_transition, walk
 from tests.worker.tiny_model import VOCAB_SIZE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.messages import DraftPlan
+from protocol.requests import DraftPlan
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import DecodeSide, DraftSide, Network, plain_tokens, remote_plan
 from tests.worker.light_loop import address

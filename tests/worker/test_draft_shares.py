@@ -7,7 +7,7 @@ from collections import Counter
 from draft_worker.request import DraftRequest, DraftStage
 from draft_worker.shares import LONGEST, Pace, share_rows
 from protocol.draft_messages import DraftKey, DraftOpening
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 
 

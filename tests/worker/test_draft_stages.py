@@ -20,7 +20,7 @@ from draft_worker.loop import DraftLoop
 from draft_worker.request import DraftRequest, DraftStage, name_of
 from protocol.codec import encode, peer_reply, peer_request
 from protocol.draft_messages import DRAFT_LEASE_S, DraftFor, DraftKey, DraftOpening
-from protocol.messages import DraftPlan
+from protocol.requests import DraftPlan
 from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import DRAFTER, DecodeSide, DraftSide, plain_tokens, remote_plan

@@ -22,7 +22,7 @@ from protocol.draft_messages import (
     Drafts,
     Given,
 )
-from protocol.messages import DraftPlan, EngineRequest
+from protocol.requests import DraftPlan, EngineRequest
 from protocol.sampling import SamplingParams
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import (

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from engine.engine import Engine
 from kvtransfer.interface import RegisteredPool
-from protocol.messages import Handoff, Reserve
+from protocol.worker_to_worker import Handoff, Reserve
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.peer_ends import DecodeEnd, closing
 from tests.worker.test_worker_handoff import prompt

@@ -18,8 +18,10 @@ from engine.engine import Engine
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.kv_events import MAX_BLOCKS_PER_BATCH, Medium
-from protocol.messages import KvEvents, PeerAddress, Register, ReplayKvEvents, StepOutput
+from protocol.peers import PeerAddress
 from protocol.roles import ROLES
+from protocol.router_to_worker import ReplayKvEvents
+from protocol.worker_to_router import KvEvents, Register, StepOutput
 from router.kv_feed import KvFeed
 from router.kv_index import block_keys
 from router.metrics import Metrics

@@ -14,12 +14,12 @@ import pytest
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import Progress, RegisteredPool
 from protocol.handoff import Extent, SegmentInfo
-from protocol.messages import (
+from protocol.peers import PeerAddress
+from protocol.router_to_worker import Generate
+from protocol.worker_to_worker import (
     ANY_LEASE,
-    Generate,
     Handoff,
     HandoffAck,
-    PeerAddress,
     Release,
     Reserve,
     Reserved,

@@ -22,14 +22,13 @@ from kvtransfer.interface import Completed, Failed, Sent
 from prefill_worker.loop import PrefillLoop
 from prefill_worker.request import PrefillRequest, PrefillStage
 from protocol.handoff import Extent
-from protocol.messages import (
+from protocol.requests import EngineRequest
+from protocol.router_to_worker import Abort, Redirect
+from protocol.worker_to_worker import (
     ANY_LEASE,
-    Abort,
-    EngineRequest,
     Handoff,
     HandoffAck,
     PeerReply,
-    Redirect,
     Release,
     Reserve,
     Reserved,

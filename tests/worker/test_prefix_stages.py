@@ -11,7 +11,9 @@ from decode_worker.loop import DecodeLoop
 from engine.engine import Engine
 from kvtransfer.interface import Arrival, Completed, Failed, Progress
 from protocol.ids import block_identities
-from protocol.messages import Abort, DraftPlan, EngineRequest, Fetch, FetchRefused, Lent, Replan
+from protocol.requests import DraftPlan, EngineRequest
+from protocol.router_to_worker import Abort, Replan
+from protocol.worker_to_worker import Fetch, FetchRefused, Lent
 from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
 
 NUM_BLOCKS = 12

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import RequestTiming, TransferTiming
+from protocol.outputs import RequestTiming, TransferTiming
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.test_worker_handoff import prompt
 

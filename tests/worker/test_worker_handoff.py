@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from protocol.messages import Generate
+from protocol.router_to_worker import Generate
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
 from tests.worker.tiny_model import VOCAB_SIZE, greedy
 

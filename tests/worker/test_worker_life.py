@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from protocol.kv_events import IDENTITY_BYTES
-from protocol.messages import CallRoll, Leave, PrepareToLeave
+from protocol.router_to_worker import CallRoll, Leave, PrepareToLeave
 from protocol.speculation import SpeculativeConfig
 from protocol.version import PROTOCOL
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config

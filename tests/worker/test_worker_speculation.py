@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig
-from protocol.messages import EngineRequest
+from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from tests.worker.harness import Cluster, RunningWorker, tiny_config

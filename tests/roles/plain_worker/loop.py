@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decode_worker.loop import DecodeLoop
-from protocol.messages import PeerRequest
+from protocol.worker_to_worker import PeerRequest
 
 
 class PlainLoop(DecodeLoop):

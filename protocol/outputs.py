@@ -1,0 +1,76 @@
+"""What workers make of requests: tokens, how they end, and where the time went."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.bounded import Count, Id, Seconds, ShortText, TokenIds
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+ErrorKind = Literal["invalid", "overloaded", "timeout", "worker_lost", "transfer", "internal"]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the token's own and rank, then the likeliest, best first."""
+
+    logprob: float
+    rank: int
+    top_token_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class TransferTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prompt's way from its prefill worker to its decode worker, in seconds and bytes.
+
+    reserve_s: from asking the decode worker for blocks to having them. transfer_s: from the first push until
+    all blocks were in place; exposed_s of it after the prompt was computed. wait_s: pieces waited for their
+    turn on the wire, summed. handoff_s: from the last block's arrival to the first decode step. Nothing is
+    pushed if the decode worker has all blocks: then there is no transport, and handoff_s counts from the
+    manifest.
+    """
+
+    transport: Annotated[str, Meta(max_length=128)] = ""
+    transferred_bytes: Count = 0
+    reserve_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    exposed_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    handoff_s: Seconds = 0.0
+
+
+class RequestTiming(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a request's time went on one worker, in seconds.
+
+    `transfer` comes with the first token of a decode worker that took the request over, and `decode_queue_s`:
+    how long that had all of it before its first step began.
+    """
+
+    queue_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    decode_queue_s: Seconds = 0.0
+    transfer: TransferTiming | None = None
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step made for one request.
+
+    `position` tokens of the answer come before its own. `cached_tokens` comes with a sequence's first token.
+    Of the `drafted_tokens` that the step verified `accepted_tokens` are among its tokens.
+    """
+
+    request_id: Id
+    token_ids: TokenIds
+    position: Count = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cached_tokens: int | None = None
+    timing: RequestTiming | None = None
+    drafted_tokens: Count = 0
+    accepted_tokens: Count = 0
+    error_kind: ErrorKind | None = None
+    error: ShortText | None = None

@@ -1,0 +1,44 @@
+"""A request, as the router gives it to workers and workers to each other."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.bounded import Id, Seconds, TokenIds
+from protocol.peers import PeerAddress
+from protocol.sampling import SamplingParams
+from protocol.speculation import MAX_TREE_NODES, Method, RequestSpeculation
+
+
+class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a request's drafts are made, and the most tokens of one. Without a method nobody drafts.
+
+    Without `at` the worker that decodes the request drafts too, else that draft worker does.
+    """
+
+    method: Method | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TREE_NODES)] = MAX_TREE_NODES
+    at: PeerAddress | None = None
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate. `output_token_ids` were emitted before, by a worker that is gone.
+
+    Without a `draft_plan` the worker that decodes it drafts as the deployment and the request say. Beside it
+    steps that compute prompts keep `slo_tpot_s`, the time per output token that its client asks for.
+    """
+
+    request_id: Id
+    prompt_token_ids: TokenIds
+    sampling: SamplingParams
+    output_token_ids: TokenIds = []
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    timeout_s: Seconds = 600.0
+    slo_tpot_s: Annotated[float, Meta(gt=0)] = inf
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    speculation: RequestSpeculation | None = None
+    draft_plan: DraftPlan | None = None

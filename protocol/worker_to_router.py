@@ -1,0 +1,171 @@
+"""What workers tell the router."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.bounded import Count, Id, Seconds, ShortText, TokenIds
+from protocol.costs import StepCosts
+from protocol.kv_events import CacheFormat, KvChange
+from protocol.outputs import ErrorKind, TokenOutput
+from protocol.peers import PeerAddress
+from protocol.roles import Role
+from protocol.speculation import SpeculationState
+from protocol.version import PROTOCOL, version
+
+
+class PairState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What went between a worker and one peer over one transport, and whether that transport serves the pair.
+
+    `refused` is the kind of reason why not, `reason` the reason in words. Without a peer the transport serves
+    nobody; without a transport the counters are those of the pair as a whole. A piece takes `latency_s`, and
+    its bytes move at `bytes_per_s`, both measured; 0 bytes a second: not yet.
+    """
+
+    peer: Annotated[str, Meta(max_length=128)]
+    transport: Annotated[str, Meta(max_length=128)]
+    in_use: bool = False
+    refused: Annotated[str, Meta(max_length=32)] = ""
+    reason: Annotated[str, Meta(max_length=512)] = ""
+    latency_s: Seconds = 0.0
+    bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    counters: dict[Id, float] = {}
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+    """A worker's load, and what its steps cost.
+
+    Sent at a steady pace, from a thread of its own, so it doubles as the heartbeat. Counters are totals since
+    the incarnation began.
+    """
+
+    worker_id: Id
+    incarnation: Id
+    role: Role
+    num_running: Count = 0
+    num_waiting: Count = 0
+    waiting_tokens: Count = 0
+    total_blocks: Count = 0
+    free_blocks: Count = 0
+    cached_blocks: Count = 0
+    num_preemptions: Count = 0
+    prefix_query_tokens: Count = 0
+    prefix_hit_tokens: Count = 0
+    steps: Count = 0
+    num_kv_events: Count = 0
+    """Batches of `KvEvents` sent."""
+    counters: dict[Id, float] = {}
+    transports: dict[Id, Id] = {}
+    pairs: Annotated[list[PairState], Meta(max_length=4096)] = []
+    speculation: SpeculationState | None = None
+    costs: StepCosts = StepCosts()
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV pool that requests hold."""
+        free = self.free_blocks + self.cached_blocks
+        return 1 - free / self.total_blocks if self.total_blocks else 0.0
+
+
+class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
+    """A worker is ready to serve, as process `pid` on the machine named `host`.
+
+    `weights` tells those of its model from others, `cache` how it identifies blocks; without a prefix cache
+    there is none. `protocol` and `release` are as in `Registered`.
+    """
+
+    address: PeerAddress
+    host: ShortText = ""
+    pid: Count = 0
+    role: Role
+    model: ShortText
+    weights: ShortText = ""
+    max_model_len: Count
+    vocab_size: Count
+    eos_token_ids: TokenIds
+    state: WorkerState
+    cache: CacheFormat | None = None
+    start_up: dict[Id, ShortText] = {}
+    protocol: Count = PROTOCOL
+    release: ShortText = msgspec.field(default_factory=version)
+
+
+class Introduced(msgspec.Struct, frozen=True, tag="register"):
+    """A `Register` of any protocol, as far as all of them agree."""
+
+    address: PeerAddress
+    protocol: Count = 0
+    release: ShortText = ""
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """Everything that one engine step made for the requests of one router."""
+
+    worker_id: Id
+    incarnation: Id
+    outputs: list[TokenOutput]
+
+
+class KvEvents(msgspec.Struct, frozen=True, kw_only=True, tag="kv_events"):
+    """What changed in a worker's prefix cache, in this order. Its batches are numbered from 0.
+
+    One that begins with "cleared" needs none of those before it.
+    """
+
+    worker_id: Id
+    incarnation: Id
+    sequence: Count
+    changes: Annotated[list[KvChange], Meta(max_length=2**16)]
+
+
+class HandoverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_failed"):
+    """A decode worker did not take a request over.
+
+    What is computed of the prompt stays with the prefill worker, which goes on and waits for a `Redirect` or
+    an `Abort`. With `manifest_sent` the decode worker may have begun to run the request before it was told
+    to give it up.
+    """
+
+    worker_id: Id
+    incarnation: Id
+    request_id: Id
+    decode_incarnation: Id
+    error_kind: ErrorKind
+    reason: ShortText
+    manifest_sent: bool = False
+
+
+class Absent(msgspec.Struct, frozen=True, kw_only=True, tag="absent"):
+    """These of a `CallRoll` are not under way here. All that was to be said of them was said before."""
+
+    worker_id: Id
+    incarnation: Id
+    request_ids: Annotated[list[Id], Meta(max_length=2**16)]
+
+
+class Prefetched(msgspec.Struct, frozen=True, kw_only=True, tag="prefetched"):
+    """A `Prefetch` is over; `complete`: all full blocks that the request had are in the prefix cache."""
+
+    worker_id: Id
+    incarnation: Id
+    request_id: Id
+    complete: bool
+
+
+class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
+    """The worker was told to end, or to go on in another role. The router takes its requests elsewhere, then
+    answers `Leave`.
+    """
+
+    worker_id: Id
+    incarnation: Id
+    role: Role | None = None
+    next_incarnation: Id | None = None
+
+
+WorkerToRouter = (
+    Register | WorkerState | StepOutput | KvEvents | HandoverFailed | Absent | Prefetched | Leaving
+)
