@@ -145,12 +145,14 @@ def prefill(interval: Interval) -> Iterator[Finding]:
 
 
 def decode(interval: Interval) -> Iterator[Finding]:
-    """Requests wait for tokens of each other."""
+    """Requests wait for tokens of each other. Both times are the cost model's, so that what else slows a step
+    (drafts, a busy core) does not count as the batch's.
+    """
     for worker in interval.workers():
         running, costs, share = worker.mean("running"), worker.after.costs, worker.decode_share
         if worker.busy < BUSY or share < 0.5 or running <= 1:
             continue
-        step_s = worker.gained("engine_seconds_total") / max(worker.num_steps, 1)
+        step_s = costs.decode_s(running, worker.running_context)
         alone_s = costs.decode_s(1, worker.running_context / running)
         slower = step_s / alone_s if alone_s > 0 else 1.0
         if slower < SLOWED:

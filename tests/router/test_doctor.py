@@ -187,6 +187,18 @@ def test_a_draft_is_judged_by_what_plain_steps_would_bring() -> None:
     assert judged(even) == ["nothing"]
 
 
+def test_time_lost_to_drafts_is_not_the_batch_s() -> None:
+    """Eight rows slow each other 1.6 times, which is less than what their drafts cost."""
+    costs = StepCosts(step_s=4e-3, row_s=3.5e-4, context_s=0.0)
+    drafts = DRAFTS | {
+        'spec_decode_steps_total{drafts="yes"}': 140.0,
+        'spec_decode_num_drafts_total{method="ngram"}': 8 * 140.0,
+        "spec_decode_verify_seconds_total": 1.7,
+    }
+    pair = looks((worker(DECODE, running=8, rows=8.0, costs=costs), steps(140, 1.9, **drafts)))
+    assert names(pair) == ["draft", "decode"]
+
+
 def test_a_worker_that_was_started_anew_is_left_out() -> None:
     """Its totals began again."""
     old = worker(BUSY_PREFILL, steps=5000)
