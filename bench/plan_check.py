@@ -31,7 +31,7 @@ from bench.serve.runner import run_load
 from bench.serve.statistics import Summary
 from bench.serve.workload import LoadRequest
 from planner.calibration import ALWAYS_SPLIT, calibrate
-from planner.cluster import Layout, SimulatedCluster
+from planner.cluster import ClusterLayout, SimulatedCluster
 from planner.profile import Profile
 from planner.request import SimulatedRequest
 from router.placement import placement_policy
@@ -130,15 +130,15 @@ def requests(rate: float, number: int, options: Any) -> list[LoadRequest]:
     ).requests()
 
 
-def deployed(cluster: dict[str, Any]) -> Layout:
+def deployed(cluster: dict[str, Any]) -> ClusterLayout:
     """What runs there, for the simulation."""
     roles = [worker["role"] for worker in cluster["workers"]]
     told = cluster["placement"]
     policy = placement_policy("cost", told["prefill"], told["decode"])
-    return Layout(roles.count("prefill"), roles.count("decode"), policy, told["disaggregation"])
+    return ClusterLayout(roles.count("prefill"), roles.count("decode"), policy, told["disaggregation"])
 
 
-def simulate(profile: Profile, layout: Layout, load: Sequence[LoadRequest]) -> list[float]:
+def simulate(profile: Profile, layout: ClusterLayout, load: Sequence[LoadRequest]) -> list[float]:
     simulated = [
         SimulatedRequest(request.arrival or 0.0, len(request.prompt), request.output_len) for request in load
     ]

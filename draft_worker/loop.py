@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from draft_worker.request import DraftRequest, DraftStage, name_of
-from draft_worker.shares import Pace, share_rows
+from draft_worker.shares import DraftPace, share_rows
 from engine.engine import Engine
 from kvtransfer.interface import ReceiveEvent, SendEvent
 from protocol.draft_messages import (
@@ -67,7 +67,7 @@ class DraftLoop(WorkerLoop):
         delay those of another by one."""
         self._newest: dict[bytes, _Newest] = {}
         self._answers: dict[bytes, _Answer] = defaultdict(_Answer)
-        self._pace = Pace()
+        self._pace = DraftPace()
 
     # --- what the router asks for -----------------------------------------------------------------
 

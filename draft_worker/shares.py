@@ -32,7 +32,7 @@ def share_rows(requests: Iterable[DraftRequest], num_rows: int) -> list[DraftReq
     return [request for each in rounds for request in each if request is not None][:num_rows]
 
 
-class Pace:
+class DraftPace:
     """How far drafts may run ahead, by how often the targets overtake them."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.select_forward import build_runner, pack_model
 from engine.sequence import SequenceStage, SequenceState
-from engine.speculator import Speculator
+from engine.speculation_interface import Speculator
 from engine.step_times import StepTimes, work_of
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig

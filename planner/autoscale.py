@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from planner.cluster import Layout, SimulatedCluster
+from planner.cluster import ClusterLayout, SimulatedCluster
 from planner.profile import Profile
 from planner.request import SimulatedRequest
 from planner.scenarios import Scenario, Study
@@ -36,7 +36,9 @@ class ScalingCluster(SimulatedCluster):
     workers took, from the command that started each to its end.
     """
 
-    def __init__(self, layout: Layout, profile: Profile, block_tokens: int, elasticity: Elasticity) -> None:
+    def __init__(
+        self, layout: ClusterLayout, profile: Profile, block_tokens: int, elasticity: Elasticity
+    ) -> None:
         self._elasticity = elasticity
         most = {role: bounds.most for role, bounds in elasticity.policy.ranges.items()}
         self._names = [f"{role}-{number}" for role in most for number in range(elasticity.most_workers)]

@@ -33,7 +33,7 @@ REPORT_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterLayout:
     """How many workers there are and what requests go through. `disaggregation` is the option's value."""
 
     prefill: int
@@ -51,7 +51,7 @@ class Layout:
 class SimulatedCluster:
     def __init__(
         self,
-        layout: Layout,
+        layout: ClusterLayout,
         profile: Profile,
         block_tokens: int,
     ) -> None:

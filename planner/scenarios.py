@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from planner.cluster import Layout, SimulatedCluster
+from planner.cluster import ClusterLayout, SimulatedCluster
 from planner.profile import Profile
 from planner.request import SimulatedRequest, simulated
 from planner.trace import TraceRequest
@@ -55,10 +55,12 @@ class Scenario(msgspec.Struct, frozen=True):
         workers = f"--prefill-replicas {self.prefill} --decode-replicas {self.decode}"
         return workers if self.mode == "conditional" else f"{workers} --decode-placement least_loaded"
 
-    def layout(self, slo: Slo) -> Layout:
+    def layout(self, slo: Slo) -> ClusterLayout:
         is_apart = self.mode == "disaggregated" and self.placement == "cost"
         policy = placement_policy(self.placement, decode="least_loaded" if is_apart else None)
-        return Layout(self.prefill, self.decode, policy, self.mode != "colocated", slo.ttft_s, slo.tpot_s)
+        return ClusterLayout(
+            self.prefill, self.decode, policy, self.mode != "colocated", slo.ttft_s, slo.tpot_s
+        )
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -142,7 +144,7 @@ class Study:
             mean_rows=sum(engine.row_seconds for engine in engines) / decode_s if decode_s else 0.0,
         )
 
-    def run(self, layout: Layout) -> tuple[list[SimulatedRequest], SimulatedCluster]:
+    def run(self, layout: ClusterLayout) -> tuple[list[SimulatedRequest], SimulatedCluster]:
         requests = self.simulated()
         cluster = SimulatedCluster(layout, self.profile, self.block_tokens)
         cluster.run(requests)

@@ -20,7 +20,7 @@ _SAME = 1e-2
 
 
 @dataclass(frozen=True)
-class Group:
+class LinearGroup:
     """Linear layers of a block that read the same tensor: their names, in the order in which they run.
 
     `norm` is the module that wrote this tensor, if it has one weight for each channel.
@@ -137,7 +137,7 @@ class Calibration:
         self.hidden = [self._run(self.position, each) for each in self.hidden]
         self.position += 1
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[LinearGroup]:
         """All linear layers of the block. What the first window does not run forms groups of one."""
         inputs: dict[str, Tensor] = {}
         outputs: dict[str, Tensor] = {}
@@ -155,7 +155,7 @@ class Calibration:
             self.probe()
         return _grouped(linears(self.block), inputs, outputs)
 
-    def moments(self, groups: Iterable[Group]) -> dict[Group, Moments]:
+    def moments(self, groups: Iterable[LinearGroup]) -> dict[LinearGroup, Moments]:
         """Of the inputs that the block as it now is gives to these groups.
 
         Raises `ConfigError` where they are not finite.
@@ -195,7 +195,7 @@ def _values_shape(model: PreTrainedModel) -> tuple[int, int]:
 
 def _grouped(
     modules: dict[str, nn.Linear], inputs: dict[str, Tensor], outputs: dict[str, Tensor]
-) -> list[Group]:
+) -> list[LinearGroup]:
     members: list[tuple[Tensor, list[str]]] = []
     for name, given in inputs.items():
         for tensor, names in members:
@@ -207,8 +207,8 @@ def _grouped(
     norms = [
         next((name for name, output in outputs.items() if output is tensor), None) for tensor, _ in members
     ]
-    groups = [Group(tuple(names), norm) for (_, names), norm in zip(members, norms, strict=True)]
-    return groups + [Group((name,)) for name in modules if name not in inputs]
+    groups = [LinearGroup(tuple(names), norm) for (_, names), norm in zip(members, norms, strict=True)]
+    return groups + [LinearGroup((name,)) for name in modules if name not in inputs]
 
 
 def _has_weight_per_channel(module: nn.Module, output: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from protocol.version import version
-from quantization.evaluation import HeldOut, Prediction
+from quantization.evaluation import HeldOut, TextQuality
 from quantization.recipe import Recipe
 
 _MEGABYTE = 1e6
@@ -20,8 +20,8 @@ _MEGABYTE = 1e6
 class Result:
     """What was measured of the model before and after; sizes in bytes of weights."""
 
-    before: Prediction
-    after: Prediction
+    before: TextQuality
+    after: TextQuality
     size_before: int
     size_after: int
 

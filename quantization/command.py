@@ -22,7 +22,7 @@ from engine.loader import choose_device, choose_dtype
 from protocol.errors import ConfigError
 from quantization import card, checkpoint, methods
 from quantization.calibration import Calibration, find_blocks, linears
-from quantization.evaluation import HeldOut, Prediction, predict
+from quantization.evaluation import HeldOut, TextQuality, predict
 from quantization.recipe import Method, Recipe
 from quantization.source import Source
 from quantization.unfinished import Block, Unfinished, check_output
@@ -275,12 +275,12 @@ def _hash(tokens: Tensor) -> str:
     return hashlib.blake2b(tokens.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _before(unfinished: Unfinished, model: PreTrainedModel, text: HeldOut) -> Prediction:
+def _before(unfinished: Unfinished, model: PreTrainedModel, text: HeldOut) -> TextQuality:
     noted = unfinished.noted(_BEFORE)
     if noted is None:
         noted = dataclasses.asdict(predict(model, text))
         unfinished.note(_BEFORE, noted)
-    return Prediction(**noted)
+    return TextQuality(**noted)
 
 
 def _command(options: QuantizeOptions, recipe: Recipe, length: int) -> str:

@@ -29,15 +29,15 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class TextQuality:
     perplexity: float
     bits_per_byte: float
 
 
 @torch.inference_mode()
-def predict(model: PreTrainedModel, text: HeldOut) -> Prediction:
+def predict(model: PreTrainedModel, text: HeldOut) -> TextQuality:
     nats = sum(_nats(model, window) for window in text.windows.to(model.device).split(1))
-    return Prediction(math.exp(nats / text.num_tokens), nats / math.log(2) / max(1, text.num_bytes))
+    return TextQuality(math.exp(nats / text.num_tokens), nats / math.log(2) / max(1, text.num_bytes))
 
 
 def _nats(model: PreTrainedModel, window: Tensor) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantization.calibration import Calibration, Group, linears
+from quantization.calibration import Calibration, LinearGroup, linears
 
 _MOST_CHANGED = 0.01
 """Of the output's elements, by float16's subnormal numbers. Its size would not do to compare with: a few
@@ -30,7 +30,7 @@ class Fold:
     """
 
     module: str
-    group: Group
+    group: LinearGroup
     index: Tensor
 
     @property
@@ -73,14 +73,16 @@ class Fold:
         return bool((after != before).float().mean() <= _MOST_CHANGED)
 
 
-def find_fold(calibration: Calibration, groups: Sequence[Group], group: Group) -> Fold | None:
+def find_fold(calibration: Calibration, groups: Sequence[LinearGroup], group: LinearGroup) -> Fold | None:
     """None where no module before the group can take its scales."""
     return next(
         (fold for fold in _candidates(calibration, groups, group) if fold.is_exact(calibration)), None
     )
 
 
-def _candidates(calibration: Calibration, groups: Sequence[Group], group: Group) -> Iterator[Fold]:
+def _candidates(
+    calibration: Calibration, groups: Sequence[LinearGroup], group: LinearGroup
+) -> Iterator[Fold]:
     modules = linears(calibration.block)
     width = modules[group.linears[0]].in_features
     device = modules[group.linears[0]].weight.device

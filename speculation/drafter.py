@@ -89,9 +89,10 @@ class Computed:
 class Drafter(ABC):
     """Proposes tokens for the sequences of a batch, all at once. For one thread.
 
-    `segment` and `hidden_layers` are as in `engine.speculator.Speculator`. It keeps what it knows of a
-    request by its id until `forget`; a request may come back from far behind (preempted) or go to another
-    worker, so that whatever it lacks it must be able to make anew from the sequence's tokens, or do without.
+    `segment` and `hidden_layers` are as in `engine.speculation_interface.Speculator`. It keeps what it knows
+    of a request by its id until `forget`; a request may come back from far behind (preempted) or go to
+    another worker, so that whatever it lacks it must be able to make anew from the sequence's tokens, or do
+    without.
     """
 
     segment: Segment | None = None

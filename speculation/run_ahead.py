@@ -19,7 +19,7 @@ from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep
 from engine.select_forward import build_runner
 from engine.sequence import SequenceStage, SequenceState
-from engine.speculator import MakeRoom
+from engine.speculation_interface import MakeRoom
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import SpeculationState
@@ -36,8 +36,8 @@ def run_ahead(config: ServeConfig, loaded: LoadedModel) -> RunAhead:
 
 
 class RunAhead:
-    """Implements `engine.speculator.Speculator`. It verifies nothing, since each token that its engine makes
-    is a draft for somebody else. Without the native decoder, tokens come one a step.
+    """Implements `engine.speculation_interface.Speculator`. It verifies nothing, since each token that its
+    engine makes is a draft for somebody else. Without the native decoder, tokens come one a step.
     """
 
     segment: Segment | None = None

@@ -17,7 +17,7 @@ from engine.profiling import ProfilingRun
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep
 from engine.sequence import SequenceState
-from engine.speculator import MakeRoom
+from engine.speculation_interface import MakeRoom
 from protocol.config import ServeConfig
 from protocol.handoff import REBUILD, DraftState
 from protocol.speculation import (
@@ -53,7 +53,7 @@ def speculate(
 
 
 class BatchSpeculator:
-    """Implements `engine.speculator.Speculator`.
+    """Implements `engine.speculation_interface.Speculator`.
 
     The deployment's method is loaded at once. Those that need no weights are made when a request first asks.
     """

@@ -41,7 +41,7 @@ class ChooseOptions:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerChoice:
     """`agreement` is the share of places at which the draft has the model's likeliest token."""
 
     skipped: tuple[int, ...]
@@ -49,7 +49,7 @@ class Choice:
     speed_up: float
 
 
-def choose_layers(options: ChooseOptions, console: Console) -> Choice:
+def choose_layers(options: ChooseOptions, console: Console) -> LayerChoice:
     """Choose, and write the `--speculative-config`. Raises `ConfigError` that names the option."""
     model = _load(AutoModelForCausalLM, options.model, dtype="auto")
     device = choose_device(options.device)
@@ -82,7 +82,7 @@ def choose_layers(options: ChooseOptions, console: Console) -> Choice:
 
 
 @torch.inference_mode()
-def search(model: PreTrainedModel, texts: Tensor, most: int) -> list[Choice]:
+def search(model: PreTrainedModel, texts: Tensor, most: int) -> list[LayerChoice]:
     """The best choice of each number of layers to skip, from 1 to `most`. `texts` int64 [windows, length]."""
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     expected = _likeliest(model, texts)
@@ -98,7 +98,7 @@ def search(model: PreTrainedModel, texts: Tensor, most: int) -> list[Choice]:
         agreement, layer, part = max(candidates, key=lambda candidate: candidate[:2])
         skipped = (*skipped, -layer)
         cost = _products(part) / _products(model)
-        found.append(Choice(skipped, agreement, _speed_up(agreement, cost)))
+        found.append(LayerChoice(skipped, agreement, _speed_up(agreement, cost)))
     return found
 
 

@@ -12,7 +12,7 @@ from engine.attention.select import select_backend
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel, load_model
 from engine.parallel.group import LostRankError, Ranks
-from engine.parallel.messages import READY, Begin, Run, receive
+from engine.parallel.messages import READY, Begin, RunStep, receive
 from engine.parallel.runner import ShareRunner
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.select_forward import pack_model
@@ -33,11 +33,11 @@ def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
     runner = ShareRunner(config, loaded, pool, ranks, begin.hidden_layers)
     link.sendall(READY)
     runner.warm_up()
-    while (step := receive(link, Run)) is not None:
+    while (step := receive(link, RunStep)) is not None:
         try:
             runner.run(step.batch, step.logit_rows, wants_hidden=step.wants_hidden)
         except LostRankError:
-            if receive(link, Run) is None:
+            if receive(link, RunStep) is None:
                 return  # the lost one is rank 0
             raise
 

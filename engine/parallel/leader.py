@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
-from engine.parallel.messages import READY, Begin, Run, encode, send
+from engine.parallel.messages import READY, Begin, RunStep, encode, send
 from engine.parallel.runner import ShareRunner
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
@@ -141,7 +141,7 @@ class LeadingRunner:
         before: Tensor | None = None,
     ) -> ForwardOutput:
         """As `Runner.run`. Raises LostRankError."""
-        self._leader.tell(encode(Run(list(batch), logit_rows, wants_hidden)))
+        self._leader.tell(encode(RunStep(list(batch), logit_rows, wants_hidden)))
         return self._own.run(batch, logit_rows, wants_hidden=wants_hidden, before=before)
 
 

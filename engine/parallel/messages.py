@@ -28,7 +28,7 @@ class Begin(msgspec.Struct, frozen=True):
     hidden_layers: tuple[int, ...]
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
+class RunStep(msgspec.Struct, frozen=True, array_like=True):
     """The arguments of `Runner.run`."""
 
     batch: list[SequenceRows]

@@ -31,7 +31,7 @@ from engine.parallel import group
 from engine.parallel.group import Columns, LostRankError, Ranks
 from engine.parallel.heads import own_heads
 from engine.parallel.layers import model_share
-from engine.parallel.messages import Run, encode
+from engine.parallel.messages import RunStep, encode
 from engine.parallel.runner import ShareRunner
 from engine.pool_layout import TARGET, PoolLayout
 from engine.probe import probe
@@ -345,8 +345,8 @@ def test_a_packed_layer_of_gpt2() -> None:
 
 def test_a_step_travels_as_it_is() -> None:
     tree = SequenceRows([1, 2, 3], 7, [[4, 5]], [1, 3, 1 << 63], 6, 2)
-    sent = Run([tree], [0, 2], False)
-    got = msgspec.msgpack.decode(encode(sent), type=Run)
+    sent = RunStep([tree], [0, 2], False)
+    got = msgspec.msgpack.decode(encode(sent), type=RunStep)
     rows = got.batch[0]
     assert (got.logit_rows, got.wants_hidden) == ([0, 2], False)
     assert dataclasses.astuple(rows) == dataclasses.astuple(tree)

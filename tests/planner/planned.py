@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from planner.cluster import Layout, SimulatedCluster
+from planner.cluster import ClusterLayout, SimulatedCluster
 from planner.profile import LinkProfile, Profile
 from planner.request import SimulatedRequest
 from protocol.costs import StepCosts
@@ -36,8 +36,10 @@ def profile(kv_tokens: int = 100_000, **changes: Any) -> Profile:
     )
 
 
-def layout(prefill: int, decode: int, policy: str = "cost", **changes: Any) -> Layout:
-    return Layout(prefill, decode, placement_policy(policy), **{"disaggregation": prefill > 0} | changes)
+def layout(prefill: int, decode: int, policy: str = "cost", **changes: Any) -> ClusterLayout:
+    return ClusterLayout(
+        prefill, decode, placement_policy(policy), **{"disaggregation": prefill > 0} | changes
+    )
 
 
 def request(arrival: float, num_tokens: int, output_tokens: int, prompt: int = 0) -> SimulatedRequest:
@@ -48,7 +50,9 @@ def request(arrival: float, num_tokens: int, output_tokens: int, prompt: int = 0
     )
 
 
-def run(where: Layout, requests: list[SimulatedRequest], using: Profile | None = None) -> SimulatedCluster:
+def run(
+    where: ClusterLayout, requests: list[SimulatedRequest], using: Profile | None = None
+) -> SimulatedCluster:
     cluster = SimulatedCluster(where, using or profile(), BLOCK)
     cluster.run(requests)
     return cluster

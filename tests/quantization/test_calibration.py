@@ -10,16 +10,16 @@ from transformers import GPTNeoXConfig, Phi3Config, PreTrainedModel
 from engine.quantization.weight import QuantizedWeight
 from protocol.errors import ConfigError
 from quantization import awq, methods
-from quantization.calibration import Calibration, Group, Moments, linears
+from quantization.calibration import Calibration, LinearGroup, Moments, linears
 from quantization.folding import Fold, find_fold
 from quantization.recipe import Recipe
 from tests.quantization.tiny import tiny_config, tiny_model, windows
 
 LLAMA_LIKE = [
-    Group(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
-    Group(("self_attn.o_proj",)),
-    Group(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
-    Group(("mlp.down_proj",)),
+    LinearGroup(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm"),
+    LinearGroup(("self_attn.o_proj",)),
+    LinearGroup(("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm"),
+    LinearGroup(("mlp.down_proj",)),
 ]
 SMALL = {"vocab_size": 257, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 
@@ -49,7 +49,7 @@ def test_groups_are_the_layers_that_read_the_same() -> None:
 def test_a_layer_that_the_text_does_not_reach_stands_alone() -> None:
     model = tiny_model()
     model.model.layers[0].spare = nn.Linear(64, 64)
-    assert begin(model).groups() == [*LLAMA_LIKE, Group(("spare",))]
+    assert begin(model).groups() == [*LLAMA_LIKE, LinearGroup(("spare",))]
 
 
 def test_moments_are_of_all_inputs() -> None:

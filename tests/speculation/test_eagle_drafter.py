@@ -16,7 +16,7 @@ from engine.sampler import Sampler
 from engine.sampler.rows import SamplingRow
 from engine.scheduler import ScheduledStep
 from engine.sequence import SequenceState
-from engine.speculator import MakeRoom
+from engine.speculation_interface import MakeRoom
 from protocol.sampling import SamplingParams
 from speculation.control.controller import DraftController
 from speculation.drafter import Computed, HiddenRows

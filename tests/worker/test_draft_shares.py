@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from draft_worker.request import DraftRequest, DraftStage
-from draft_worker.shares import LONGEST, Pace, share_rows
+from draft_worker.shares import LONGEST, DraftPace, share_rows
 from protocol.draft_messages import DraftKey, DraftOpening
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -38,14 +38,14 @@ def test_the_shortest_drafts_of_a_target_come_first() -> None:
     assert [each.num_drafted for each in share_rows(requests, 3)] == [0, 1, 2]
 
 
-def run(pace: Pace, overtaken: int, commits: int = 100, longest: int = 17) -> bool:
+def run(pace: DraftPace, overtaken: int, commits: int = 100, longest: int = 17) -> bool:
     for number in range(commits):
         pace.committed(number < overtaken)
     return pace.adapt(longest)
 
 
 def test_drafts_are_shortened_before_requests_must_go() -> None:
-    pace = Pace()
+    pace = DraftPace()
     lengths = []
     while not run(pace, overtaken=80):
         lengths.append(pace.most_ahead)
@@ -58,6 +58,6 @@ def test_drafts_are_shortened_before_requests_must_go() -> None:
 
 
 def test_a_few_commits_decide_nothing() -> None:
-    pace = Pace()
+    pace = DraftPace()
     assert not run(pace, overtaken=10, commits=10)
     assert pace.most_ahead == LONGEST

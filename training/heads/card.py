@@ -10,7 +10,7 @@ _SERVED_AS = {"eagle3": "eagle", "medusa": "medusa"}
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The settings of a training. A checkpoint of other settings is not resumed.
 
     `data` is a hash of the training tokens.
@@ -27,7 +27,7 @@ class Run:
     options: dict[str, int | None]
 
 
-def write(folder: Path, run: Run, rates: list[float], parameters: int, windows: int) -> None:
+def write(folder: Path, run: TrainingRun, rates: list[float], parameters: int, windows: int) -> None:
     """`rates`: the held-out acceptance of each drafted position, measured on so many `windows`."""
     config = json.dumps({"method": _SERVED_AS[run.method], "model": str(folder)})
     rows = "\n".join(f"| {number} | {rate:.1%} |" for number, rate in enumerate(rates, start=1))

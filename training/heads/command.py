@@ -124,8 +124,8 @@ def head_schedule(steps: int) -> Schedule:
     return Schedule(steps, warm_up, decay=steps - warm_up + 1)
 
 
-def _describe(options: TrainOptions, windows: Windows, stream: Tensor) -> card.Run:
-    return card.Run(
+def _describe(options: TrainOptions, windows: Windows, stream: Tensor) -> card.TrainingRun:
+    return card.TrainingRun(
         method=options.method,
         model=options.model,
         data=hashlib.blake2b(stream.numpy().tobytes(), digest_size=8).hexdigest(),
