@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from protocol.roles import ROLES, RoleSpec
-from protocol.router_to_worker import Leave, PrepareToLeave
+from protocol.router_to_worker import PrepareToLeave
 from protocol.worker_to_router import Leaving
 from worker.link import RouterLink, RouterLinks
 from worker.parts import WorkerParts
@@ -48,8 +48,6 @@ class Departure:
 
     def prepare(self, message: PrepareToLeave) -> None:
         """One router was asked to drain the worker: all are told."""
-        if self._is_stale(message.incarnation):
-            return
         self._leaving = Leaving(
             worker_id=self._parts.worker_id,
             incarnation=self._parts.incarnation,
@@ -73,10 +71,8 @@ class Departure:
             log.error("a router did not let this worker go within --drain-timeout; it ends")
             self._stop()
 
-    def let_go(self, message: Leave, link: RouterLink) -> None:
+    def let_go(self, link: RouterLink) -> None:
         """The router has taken everything away."""
-        if self._is_stale(message.incarnation):
-            return
         link.has_let_go = True
         if self._leaving is not None:
             self._end_if_free(self._leaving)
@@ -96,9 +92,3 @@ class Departure:
         if leaving.role in ROLES and leaving.next_incarnation is not None:
             self.next_role = ROLES[leaving.role], leaving.next_incarnation
         self._stop()
-
-    def _is_stale(self, incarnation: str) -> bool:
-        if incarnation == self._parts.incarnation:
-            return False
-        self._parts.counters.add("stale_messages_total")
-        return True

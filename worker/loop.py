@@ -9,46 +9,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
 
-import msgspec
 import zmq
 
 from engine.engine import Engine
 from engine.parallel.group import LostRankError
-from kvtransfer.interface import ReceiveEvent, SendEvent
-from protocol.errors import InvalidRequestError, TandemError
-from protocol.ids import peer_identity
-from protocol.outputs import ErrorKind, TokenOutput
+from protocol.errors import TandemError
 from protocol.peers import PeerAddress
-from protocol.requests import DraftPlan, EngineRequest
-from protocol.router_to_worker import (
-    Abort,
-    CallRoll,
-    Generate,
-    Leave,
-    PeerGone,
-    Peers,
-    Prefetch,
-    PrepareToLeave,
-    Redirect,
-    Registered,
-    Replan,
-    ReplayKvEvents,
-    RouterToWorker,
-    Unregistered,
-)
-from protocol.worker_to_router import Absent, Prefetched
-from protocol.worker_to_worker import Fetch, FetchRefused, Lent, PeerReply, PeerRequest
+from protocol.worker_to_worker import Fetch, FetchRefused, Lent
 from worker.departure import Departure
 from worker.fetch import PrefixFetcher, PrefixHolder, refused
 from worker.kv_events import KvEventSender
-from worker.link import RouterLink, RouterLinks
+from worker.link import RouterLinks
 from worker.parts import WorkerParts
 from worker.peer_links import PeerLinks
 from worker.peer_socket import PeerSocket
+from worker.role_work import RoleWork
 from worker.router_leases import RouterLeases
+from worker.router_messages import RouterMessages
 from worker.transfers import open_transfers
 
 log = logging.getLogger(__name__)
@@ -62,19 +40,16 @@ class BrokenEngineError(TandemError):
     """The engine fails step after step, or its device is in an unknown state."""
 
 
-class WorkerLoop(ABC):
-    """What both roles do. Everything but `stop` runs in the thread that called `run`.
+class WorkerLoop(RoleWork):
+    """What all roles do. Everything but `stop` runs in the thread that called `run`.
 
     `address` is how other workers reach this one: `inbox` takes their requests, `receiver` their blocks. What
     this one asks of others goes through `peers`, its own blocks through `sender`.
     """
 
     def __init__(self, parts: WorkerParts, engine: Engine, links: RouterLinks) -> None:
-        self.parts = parts
-        self.config = parts.config
-        self.counters = parts.counters
+        super().__init__(parts, links)
         self.engine = engine
-        self.links = links
         self._router_leases = RouterLeases(links, parts.config.worker_timeout)
         self.poller = zmq.Poller()
         for socket in links.sockets:
@@ -92,90 +67,18 @@ class WorkerLoop(ABC):
         )
         self._fetcher = PrefixFetcher(self.address, engine, self.receiver, self.peers, self.counters)
         self._holder = PrefixHolder(engine, self.sender, self.counters)
-        self.outbox: list[TokenOutput] = []
         self._kv_events: KvEventSender | None = None
         if parts.tells_of_cache:
             self._kv_events = KvEventSender(parts, engine.blocks, links, parts.kv_publisher)
         self._stop = threading.Event()
         self.departure = Departure(parts, links, self.stop)
+        self.router_messages = RouterMessages(
+            self, self.sender, self._fetcher, self._kv_events, self.departure
+        )
         self._advancing = True
         """False after a step that had nothing to run: then the loop waits for a message in its poll."""
         self._failed_steps = 0
         self._next_housekeeping = 0.0
-
-    # --- the role's part --------------------------------------------------------------------------
-
-    @abstractmethod
-    def start_request(self, message: Generate) -> None:
-        """Give a new request to the engine. May raise `InvalidRequestError`."""
-
-    @abstractmethod
-    def abort(self, request_id: str) -> None:
-        """Forget a request, whatever its stage. Unknown ids are ignored."""
-
-    def redirect(self, request_id: str, decode: PeerAddress | None) -> None:
-        """Hand a request over to another decode worker, or to nobody. For prefill workers only."""
-        self.counters.add("dropped_messages_total")
-
-    def replan(self, request_id: str, plan: DraftPlan | None) -> None:
-        """Have the request's drafts made elsewhere. For decode workers only."""
-        self.counters.add("dropped_messages_total")
-
-    def peer_gone(self, peer: bytes) -> None:
-        """Free what is held for another worker, known by this identity. For draft workers only."""
-        self.counters.add("dropped_messages_total")
-
-    @abstractmethod
-    def knows(self, request_id: str) -> bool:
-        """Whether the request is under way here."""
-
-    @abstractmethod
-    def under_way(self) -> list[str]:
-        """The requests that hold something here, in whatever stage."""
-
-    @abstractmethod
-    def computing(self) -> list[str]:
-        """The requests that the engine still has to compute something for."""
-
-    def on_peer_request(self, identity: bytes, request: PeerRequest) -> None:
-        """Another worker asks for something that only one of this role can give."""
-        self.counters.add("dropped_messages_total")
-        log.warning("dropped a message that is not for a %s worker", self.parts.role.name)
-
-    def on_peer_reply(self, peer: PeerAddress, reply: PeerReply) -> None:
-        """An answer to what the role asked another worker for."""
-        self.counters.add("stale_messages_total")
-
-    @abstractmethod
-    def on_transfer(self, event: ReceiveEvent | SendEvent) -> None:
-        """Something happened to one of the role's leases."""
-
-    def peers_in_use(self) -> set[str]:
-        """The incarnations that the role awaits something from."""
-        return set()
-
-    def before_step(self, first_time: list[EngineRequest]) -> None:
-        """The engine takes these requests up, for the first time, in the step that runs next."""
-        return
-
-    def with_timing(self, outputs: list[TokenOutput], began: float) -> list[TokenOutput]:
-        """The outputs of a step that began then (monotonic seconds), with how their requests came here."""
-        return outputs
-
-    def deliver(self, outputs: list[TokenOutput]) -> None:
-        """Send what a step made to the router."""
-        self.outbox += outputs
-        self._flush()
-
-    @abstractmethod
-    def after_step(self, outputs: list[TokenOutput]) -> None:
-        """The outputs are with the router; do what follows from them."""
-
-    @abstractmethod
-    def expire(self, now: float) -> None:
-        """Give up whatever passed its deadline. `now` is `time.monotonic()`."""
-
-    # --- the loop ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """End the loop after its current step. Any thread may call it."""
@@ -191,7 +94,7 @@ class WorkerLoop(ABC):
             while not self._stop.is_set():
                 self._turn()
             if self.departure.next_role is not None:
-                self.abort_all(self.under_way())  # of routers that are gone
+                self.router_messages.abort_all(self.under_way())  # of routers that are gone
         finally:
             self.close()
 
@@ -217,7 +120,7 @@ class WorkerLoop(ABC):
             self._next_housekeeping = now + HOUSEKEEPING_INTERVAL_S
             self._keep_house(now)
         if self.outbox:
-            self._flush()
+            self.flush()
         self._tell_kv_events()
         self.counters.add("loop_seconds_total", time.perf_counter() - started - stepped)
 
@@ -226,7 +129,7 @@ class WorkerLoop(ABC):
         for link in self.links:
             if link.socket in events:
                 for message in link.receive():
-                    self._on_router_message(message, link)
+                    self.router_messages.take(message, link)
         if self.parts.wake.fileno() in events:
             self.parts.wake.clear()
             self._handle_transfers()
@@ -318,10 +221,6 @@ class WorkerLoop(ABC):
         self.after_step(outputs)
         return seconds
 
-    def _flush(self) -> None:
-        self.links.send_outputs(self.outbox)
-        self.outbox = []
-
     def _tell_kv_events(self) -> None:
         if self._kv_events is not None:
             self._kv_events.send()
@@ -332,172 +231,5 @@ class WorkerLoop(ABC):
         for request_id in self.computing():
             self.fail(request_id, "internal", "the engine failed; see the worker's log")
         if self.engine.pool.is_cuda or self._failed_steps >= MAX_FAILED_STEPS:
-            self._flush()
+            self.flush()
             raise BrokenEngineError(f"{self._failed_steps} engine steps failed in a row")
-
-    # --- requests ---------------------------------------------------------------------------------
-
-    def fail(self, request_id: str, kind: ErrorKind, reason: str) -> None:
-        """Free all that the request holds and tell the router why it ends."""
-        self.abort(request_id)
-        self.answer_error(request_id, kind, reason)
-
-    def answer_error(self, request_id: str, kind: ErrorKind, reason: str) -> None:
-        self.outbox.append(
-            TokenOutput(
-                request_id=request_id,
-                token_ids=[],
-                finish_reason="error",
-                error_kind=kind,
-                error=reason[:4096],
-            )
-        )
-
-    def abort_all(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._fetcher.abort(request_id)
-            self.abort(request_id)
-
-    def _on_router_message(self, message: RouterToWorker, link: RouterLink) -> None:
-        match message:
-            case Generate():
-                self._on_generate(message)
-            case Abort():
-                self.abort_all(message.request_ids)
-            case CallRoll():
-                self._on_roll_call(message, link)
-            case Peers():
-                self._warm_up(message.peers)
-            case Redirect():
-                self._on_redirect(message)
-            case Replan():
-                self._on_replan(message)
-            case PeerGone():
-                self._on_peer_gone(message)
-            case ReplayKvEvents():
-                self._on_replay(message, link)
-            case Prefetch():
-                self._on_prefetch(message)
-            case PrepareToLeave():
-                self.departure.prepare(message)
-            case Leave():
-                self.departure.let_go(message, link)
-            case Registered():
-                self._on_registered(message, link)
-            case Unregistered():
-                self.links.register_again(link)
-
-    def _on_generate(self, message: Generate) -> None:
-        request = message.request
-        if message.incarnation != self.parts.incarnation:
-            self.counters.add("stale_messages_total")
-            reason = f"{self.parts.worker_id} was restarted after the request was placed"
-            self.answer_error(request.request_id, "worker_lost", reason)
-        elif self._has(request.request_id):
-            self.counters.add("duplicate_messages_total")
-        else:
-            self._start_or_fetch(message)
-
-    def _has(self, request_id: str) -> bool:
-        return request_id in self._fetcher.fetches or self.knows(request_id)
-
-    def _on_roll_call(self, message: CallRoll, link: RouterLink) -> None:
-        if message.incarnation != self.parts.incarnation:
-            self.counters.add("stale_messages_total")
-            return
-        absent = [request_id for request_id in message.request_ids if not self._has(request_id)]
-        if not absent:
-            return
-        if self.outbox:  # how they ended comes first
-            self._flush()
-        link.send(
-            Absent(worker_id=self.parts.worker_id, incarnation=self.parts.incarnation, request_ids=absent)
-        )
-
-    def _on_redirect(self, message: Redirect) -> None:
-        if message.incarnation != self.parts.incarnation:
-            self.counters.add("stale_messages_total")
-        else:
-            self.redirect(message.request_id, message.decode)
-
-    def _on_replan(self, message: Replan) -> None:
-        if message.incarnation != self.parts.incarnation:
-            self.counters.add("stale_messages_total")
-        elif (fetch := self._fetcher.fetches.get(message.request_id)) is not None:
-            fetch.replan(message.plan)
-        else:
-            self.replan(message.request_id, message.plan)
-
-    def _on_peer_gone(self, message: PeerGone) -> None:
-        if message.incarnation != self.parts.incarnation:
-            self.counters.add("stale_messages_total")
-        else:
-            self.peer_gone(peer_identity(message.worker_id, message.gone).encode())
-
-    def _on_registered(self, message: Registered, link: RouterLink) -> None:
-        if message.incarnation != self.parts.incarnation:
-            self.counters.add("stale_messages_total")
-        elif message.router == link.router:
-            self.counters.add("duplicate_messages_total")
-        else:
-            link.confirmed(message.router)
-
-    def _on_replay(self, message: ReplayKvEvents, link: RouterLink) -> None:
-        if message.incarnation != self.parts.incarnation:
-            self.counters.add("stale_messages_total")
-        elif self._kv_events is not None:
-            self._kv_events.replay(message.first, link)
-
-    def _on_prefetch(self, message: Prefetch) -> None:
-        request = message.request
-
-        def answer(request: EngineRequest, complete: bool) -> None:
-            message = Prefetched(
-                worker_id=self.parts.worker_id,
-                incarnation=self.parts.incarnation,
-                request_id=request.request_id,
-                complete=complete,
-            )
-            self.links.send(request.request_id, message)
-
-        if message.incarnation != self.parts.incarnation:
-            self.counters.add("stale_messages_total")
-            return
-        if request.request_id in self._fetcher.fetches:
-            self.counters.add("duplicate_messages_total")
-            return
-        try:
-            if not self._fetcher.start(request, message.prefix, answer):
-                answer(request, False)
-        except InvalidRequestError as error:
-            about = {"request_id": request.request_id}
-            log.warning("no prefetch of %s: %s", request.request_id, error, extra=about)
-            answer(request, False)
-
-    def _start_or_fetch(self, message: Generate) -> None:
-        """Start the request, or fetch its prefix from another worker first."""
-
-        def start(request: EngineRequest, complete: bool) -> None:
-            self._start(msgspec.structs.replace(message, request=request))
-
-        try:
-            if message.prefix is not None and self._fetcher.start(message.request, message.prefix, start):
-                return
-        except InvalidRequestError as error:
-            self.answer_error(message.request.request_id, "invalid", str(error))
-            return
-        self._start(message)
-
-    def _start(self, message: Generate) -> None:
-        try:
-            self.start_request(message)
-        except InvalidRequestError as error:
-            self.answer_error(message.request.request_id, "invalid", str(error))
-
-    def _warm_up(self, peers: Iterable[PeerAddress]) -> None:
-        """First contact costs time that no request should wait for."""
-        for peer in peers:
-            try:
-                self.sender.connect(peer)
-            except TandemError as error:
-                log.warning("no transfer to %s: %s", peer.worker_id, error)

@@ -72,7 +72,7 @@ class DecodeSide:
 
     def replan(self, request_id: str, plan: DraftPlan | None) -> None:
         message = Replan(incarnation=self.incarnation, request_id=request_id, plan=plan)
-        self.light.loop._on_router_message(message, self.light.router)
+        self.light.loop.router_messages.take(message, self.light.router)
 
     def step(self) -> None:
         self.light.step()
@@ -127,7 +127,7 @@ class DraftSide:
     def tell_gone(self, peer: PeerAddress) -> None:
         """As the router does when a worker is lost."""
         message = PeerGone(incarnation=self.at.incarnation, worker_id=peer.worker_id, gone=peer.incarnation)
-        self.loop._on_router_message(message, self.light.router)
+        self.loop.router_messages.take(message, self.light.router)
 
     def step(self) -> None:
         if self.engine.has_work():

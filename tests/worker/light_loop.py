@@ -275,7 +275,7 @@ class LightLoop:
         self.flush()
 
     def hear(self, message: RouterToWorker) -> None:
-        self.loop._on_router_message(message, self.router)
+        self.loop.router_messages.take(message, self.router)
 
     def deliver(self) -> None:
         """Let the loop see the transfers' events."""
@@ -290,7 +290,7 @@ class LightLoop:
 
     def flush(self) -> None:
         if self.loop.outbox:
-            self.loop._flush()
+            self.loop.flush()
 
     def run(self) -> None:
         """Step until all is computed that there is room for."""

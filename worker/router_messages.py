@@ -1,0 +1,194 @@
+"""What a worker does when a router tells it something."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from kvtransfer.sender import Sender
+from protocol.errors import InvalidRequestError, TandemError
+from protocol.ids import peer_identity
+from protocol.peers import PeerAddress
+from protocol.requests import EngineRequest
+from protocol.router_to_worker import (
+    Abort,
+    CallRoll,
+    Generate,
+    Leave,
+    PeerGone,
+    Peers,
+    Prefetch,
+    PrepareToLeave,
+    Redirect,
+    Refused,
+    Registered,
+    Replan,
+    ReplayKvEvents,
+    RouterToWorker,
+    Unregistered,
+)
+from protocol.worker_to_router import Absent, Prefetched
+from worker.departure import Departure
+from worker.fetch import PrefixFetcher
+from worker.kv_events import KvEventSender
+from worker.link import RouterLink
+from worker.role_work import RoleWork
+
+log = logging.getLogger(__name__)
+
+
+class RouterMessages:
+    """Takes each message to the part of the worker that it is for. Belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        role: RoleWork,
+        sender: Sender,
+        fetcher: PrefixFetcher,
+        kv_events: KvEventSender | None,
+        departure: Departure,
+    ) -> None:
+        self._role = role
+        self._sender = sender
+        self._fetcher = fetcher
+        self._kv_events = kv_events
+        self._departure = departure
+        self._parts = role.parts
+        self._counters = role.counters
+        self._links = role.links
+
+    def take(self, message: RouterToWorker, link: RouterLink) -> None:
+        """`link` is the line that it came by."""
+        match message:
+            case Abort():
+                self.abort_all(message.request_ids)
+            case Peers():
+                self._warm_up(message.peers)
+            case Unregistered():
+                self._links.register_again(link)
+            case Refused():
+                pass  # only a registration is refused, which has ended
+            case Generate():
+                self._on_generate(message)
+            case _ if message.incarnation != self._parts.incarnation:
+                self._counters.add("stale_messages_total")
+            case Registered():
+                self._on_registered(message, link)
+            case CallRoll():
+                self._on_roll_call(message, link)
+            case Redirect():
+                self._role.redirect(message.request_id, message.decode)
+            case Replan():
+                self._on_replan(message)
+            case PeerGone():
+                self._role.peer_gone(peer_identity(message.worker_id, message.gone).encode())
+            case ReplayKvEvents():
+                if self._kv_events is not None:
+                    self._kv_events.replay(message.first, link)
+            case Prefetch():
+                self._on_prefetch(message)
+            case PrepareToLeave():
+                self._departure.prepare(message)
+            case Leave():
+                self._departure.let_go(link)
+
+    def abort_all(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests, and what is being fetched for them. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self._fetcher.abort(request_id)
+            self._role.abort(request_id)
+
+    # --- new requests -----------------------------------------------------------------------------
+
+    def _on_generate(self, message: Generate) -> None:
+        request = message.request
+        if message.incarnation != self._parts.incarnation:
+            self._counters.add("stale_messages_total")
+            reason = f"{self._parts.worker_id} was restarted after the request was placed"
+            self._role.answer_error(request.request_id, "worker_lost", reason)
+        elif self._has(request.request_id):
+            self._counters.add("duplicate_messages_total")
+        else:
+            self._start_or_fetch(message)
+
+    def _has(self, request_id: str) -> bool:
+        return request_id in self._fetcher.fetches or self._role.knows(request_id)
+
+    def _start_or_fetch(self, message: Generate) -> None:
+        """Start the request, or fetch its prefix from another worker first."""
+
+        def start(request: EngineRequest, complete: bool) -> None:
+            self._start(msgspec.structs.replace(message, request=request))
+
+        try:
+            if message.prefix is not None and self._fetcher.start(message.request, message.prefix, start):
+                return
+        except InvalidRequestError as error:
+            self._role.answer_error(message.request.request_id, "invalid", str(error))
+            return
+        self._start(message)
+
+    def _start(self, message: Generate) -> None:
+        try:
+            self._role.start_request(message)
+        except InvalidRequestError as error:
+            self._role.answer_error(message.request.request_id, "invalid", str(error))
+
+    def _on_prefetch(self, message: Prefetch) -> None:
+        request = message.request
+        if request.request_id in self._fetcher.fetches:
+            self._counters.add("duplicate_messages_total")
+            return
+        try:
+            if not self._fetcher.start(request, message.prefix, self._answer_prefetch):
+                self._answer_prefetch(request, False)
+        except InvalidRequestError as error:
+            about = {"request_id": request.request_id}
+            log.warning("no prefetch of %s: %s", request.request_id, error, extra=about)
+            self._answer_prefetch(request, False)
+
+    def _answer_prefetch(self, request: EngineRequest, complete: bool) -> None:
+        message = Prefetched(
+            worker_id=self._parts.worker_id,
+            incarnation=self._parts.incarnation,
+            request_id=request.request_id,
+            complete=complete,
+        )
+        self._links.send(request.request_id, message)
+
+    # --- requests that are here -------------------------------------------------------------------
+
+    def _on_roll_call(self, message: CallRoll, link: RouterLink) -> None:
+        absent = [request_id for request_id in message.request_ids if not self._has(request_id)]
+        if not absent:
+            return
+        if self._role.outbox:  # how they ended comes first
+            self._role.flush()
+        link.send(
+            Absent(worker_id=self._parts.worker_id, incarnation=self._parts.incarnation, request_ids=absent)
+        )
+
+    def _on_replan(self, message: Replan) -> None:
+        fetch = self._fetcher.fetches.get(message.request_id)
+        if fetch is not None:
+            fetch.replan(message.plan)
+        else:
+            self._role.replan(message.request_id, message.plan)
+
+    # --- the router, and other workers ------------------------------------------------------------
+
+    def _on_registered(self, message: Registered, link: RouterLink) -> None:
+        if message.router == link.router:
+            self._counters.add("duplicate_messages_total")
+        else:
+            link.confirmed(message.router)
+
+    def _warm_up(self, peers: Iterable[PeerAddress]) -> None:
+        """First contact costs time that no request should wait for."""
+        for peer in peers:
+            try:
+                self._sender.connect(peer)
+            except TandemError as error:
+                log.warning("no transfer to %s: %s", peer.worker_id, error)
