@@ -138,7 +138,8 @@ class Engine:
             self.blocks.least_blocks = -(-loaded.max_model_len // config.block_size)
         self.start_up = {
             "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}"
-            + (f", weights in {config.quantization}" if config.quantization else ""),
+            + (f", weights in {config.quantization}" if config.quantization else "")
+            + (", head in int8" if config.quantize_lm_head else ""),
             "attention": f"{backend_class.name} ({why})",
             "forward": self._runner.choice,
             "products": self._runner.products,

@@ -16,7 +16,7 @@ from engine.fingerprint import model_fingerprint
 from engine.held import take
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.rounding import round_linears
+from engine.linear.rounding import round_head, round_linears
 from engine.pool_layout import Group
 from engine.probe import probe
 from engine.quantization.weight import CodeFormat
@@ -61,6 +61,8 @@ def load_model(config: ServeConfig) -> LoadedModel:
     model = _load_weights(config, hf_config, dtype, device)
     if config.quantization is not None:
         round_linears(model, CodeFormat(config.quantization))
+    if config.quantize_lm_head:
+        round_head(model)
     weights = model_fingerprint(model).hex()
     if kernel_fault(device, dtype) is None:
         pack_quantized_linears(model)

@@ -58,6 +58,10 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
             "the head stays as it is. Quantized checkpoints need no option."
         ),
     ] = None
+    quantize_lm_head: Annotated[
+        bool,
+        _doc("Round the output head's weights to int8 at load, and a draft model's; embeddings stay."),
+    ] = False
     max_model_len: Annotated[
         PositiveInt | None, _doc("Longest sequence, prompt and output; default: the model's.")
     ] = None

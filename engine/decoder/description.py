@@ -134,7 +134,7 @@ class Description(NativeModel):
             num_heads=config.num_attention_heads,
             head_dim=attention.head_dim,
             vocab=model.lm_head.out_features,
-            products=_products(model) - embeddings.numel(),
+            products=num_weights(model) - embeddings.numel(),
             embeddings=self.keep(embeddings),
             final_norm=self.keep(decoder.norm.weight),
             head=self.weights(model.lm_head),
@@ -165,8 +165,8 @@ class Description(NativeModel):
         )
 
 
-def _products(model: PreTrainedModel) -> int:
-    """Weights, quantized or not."""
+def num_weights(model: nn.Module) -> int:
+    """Quantized or not."""
     quantized = [module for module in model.modules() if isinstance(module, PackedQuantizedLinear)]
     count = sum(linear.in_features * linear.out_features for linear in quantized)
     return count + sum(parameter.numel() for parameter in model.parameters())

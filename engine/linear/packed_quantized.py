@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from engine.linear.packed import joined, library, pack, packed_rows
+from engine.linear.packed import joined, library, pack, packed_rows, unpacked
 from engine.linear.quantized import QuantizedLinear
 from engine.linear.structs import QuantizedArgs
 from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
@@ -109,6 +109,21 @@ class PackedWeight:
             offsets=None if self.offsets is None else packed_rows(self.offsets, rows),
             out_features=sum(map(len, rows)),
         )
+
+    def chosen(self, outputs: Tensor) -> PackedWeight:
+        """With these outputs alone, int64 [n], in this order."""
+        return replace(
+            self,
+            words=pack(unpacked(self.words)[outputs]),
+            scales=pack(unpacked(self.scales)[outputs], 1),
+            offsets=None if self.offsets is None else pack(unpacked(self.offsets)[outputs], 1),
+            out_features=len(outputs),
+        )
+
+    def scaled(self, factor: float) -> PackedWeight:
+        """Of which each product is so many times this one's. Codes are shared."""
+        offsets = None if self.offsets is None else self.offsets * factor
+        return replace(self, scales=self.scales * factor, offsets=offsets)
 
     def args(self, bias: Tensor | None) -> QuantizedArgs:
         """What they point to must live longer."""

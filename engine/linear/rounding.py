@@ -1,4 +1,7 @@
-"""Rounds the weights of a model that is loaded: `--quantization`. Nothing is calibrated."""
+"""Rounds the weights of a model that is loaded: `--quantization` and `--quantize-lm-head`.
+
+Nothing is calibrated.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,22 @@ def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
             f"--quantization: {format.value} fits none of the model's {len(paths)} linear layers: "
             f"their inputs would have to be a multiple of {_GROUPS[format][-1]}"
         )
+
+
+def round_head(model: PreTrainedModel) -> None:
+    """Quantize the output head to int8. Embeddings that share its weight keep theirs.
+
+    Raises ConfigError where it is no linear layer, or quantized already.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, QuantizedLinear):
+        raise ConfigError("--quantize-lm-head: the model's head is quantized already: leave the option out")
+    path = next((path for path, module in model.named_modules() if module is head), None)
+    if path is None or type(head) is not nn.Linear:
+        raise ConfigError(f"--quantize-lm-head: {model.config.model_type}'s head is no linear layer")
+    weight = head.weight.detach()
+    quantized = round_to_nearest(weight, CodeFormat.INT8, weight.shape[1])
+    model.set_submodule(path, QuantizedLinear(quantized, head.bias))
 
 
 def group_size(format: CodeFormat, inputs: int) -> int | None:

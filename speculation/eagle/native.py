@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.attention.cpu_kernel.backend import CpuBackend
-from engine.decoder.description import ROPE_TYPES, NativeModel
+from engine.decoder.description import ROPE_TYPES, NativeModel, num_weights
 from engine.decoder.forward import NativeDecoder
-from engine.decoder.structs import EntryArgs, LayerArgs, ModelArgs
+from engine.decoder.structs import EntryArgs, LayerArgs, ModelArgs, WeightsArgs
+from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
 from speculation.eagle.head import Head
@@ -32,9 +33,14 @@ class NativeHead(NativeDecoder):
     """
 
     def __init__(
-        self, head: Head, embedding: Tensor, lm_head: Tensor, draft_ids: Tensor | None, backend: CpuBackend
+        self,
+        head: Head,
+        embedding: Tensor,
+        lm_head: nn.Linear | PackedQuantizedLinear,
+        draft_ids: Tensor | None,
+        backend: CpuBackend,
     ) -> None:
-        """`embedding` [vocab_size, hidden_size], `lm_head` [draft_vocab_size, hidden_size]; `draft_ids` as in
+        """`embedding` [vocab_size, hidden_size]; `lm_head` has `draft_vocab_size` outputs; `draft_ids` as in
         `speculation.eagle.weights.LoadedHead`.
         """
         description = _HeadDescription(head, embedding, lm_head, draft_ids)
@@ -56,7 +62,13 @@ class NativeHead(NativeDecoder):
 
 
 class _HeadDescription(NativeModel):
-    def __init__(self, head: Head, embedding: Tensor, lm_head: Tensor, draft_ids: Tensor | None) -> None:
+    def __init__(
+        self,
+        head: Head,
+        embedding: Tensor,
+        lm_head: nn.Linear | PackedQuantizedLinear,
+        draft_ids: Tensor | None,
+    ) -> None:
         super().__init__()
         shape, layer = head.shape, head.midlayer
         attention, mlp = layer.self_attn, layer.mlp
@@ -93,14 +105,20 @@ class _HeadDescription(NativeModel):
             hidden=shape.hidden_size,
             num_heads=shape.num_heads,
             head_dim=shape.head_dim,
-            vocab=len(lm_head),
-            products=sum(p.numel() for p in head.parameters()) + lm_head.numel(),
+            vocab=lm_head.out_features,
+            products=num_weights(head) + num_weights(lm_head),
             embeddings=self.keep(embedding),
             final_norm=self.keep(head.norm.weight if shape.is_eagle3 else None),
-            head=self.matrix(lm_head * shape.logit_scale),
+            head=self._lm_head(lm_head, shape.logit_scale),
             cosines=cosines,
             sines=sines,
             norm_epsilon=shape.rms_norm_eps,
             attention_scale=shape.head_dim**-0.5,
             entry=ctypes.addressof(self._entry),
         )
+
+    def _lm_head(self, linear: nn.Linear | PackedQuantizedLinear, scale: float) -> WeightsArgs:
+        bias = None if linear.bias is None else linear.bias * scale
+        if isinstance(linear, PackedQuantizedLinear):
+            return self.keep_quantized(linear.packed.scaled(scale), bias)
+        return self.matrix(linear.weight * scale, bias)

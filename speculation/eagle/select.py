@@ -9,6 +9,7 @@ from torch import nn
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.linear.packed import kernel_fault, pack_linears
+from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.loader import LoadedModel
 from engine.runner import Runner
 from native.build import BuildError
@@ -41,22 +42,18 @@ def _tables(loaded: LoadedHead, target: LoadedModel) -> tuple[nn.Module, nn.Modu
     if loaded.embedding is not None:
         embedding = nn.Embedding.from_pretrained(loaded.embedding)
     if loaded.lm_head is not None:
-        lm_head = nn.Linear(*reversed(loaded.lm_head.shape), bias=False, device="meta")
-        lm_head.weight = nn.Parameter(loaded.lm_head, requires_grad=False)
+        lm_head = loaded.lm_head
     return embedding, lm_head
 
 
 def _native(
     loaded: LoadedHead, embedding: nn.Module, lm_head: nn.Module, backend: CpuBackend
 ) -> NativeHead | None:
-    if (
-        unfit(loaded.head) is not None
-        or type(embedding) is not nn.Embedding
-        or type(lm_head) is not nn.Linear
-    ):
+    fits = isinstance(lm_head, nn.Linear | PackedQuantizedLinear)
+    if unfit(loaded.head) is not None or type(embedding) is not nn.Embedding or not fits:
         return None  # among others a target that scales its embeddings, or whose LM head is packed already
     try:
-        return NativeHead(loaded.head, embedding.weight, lm_head.weight, loaded.draft_ids, backend)
+        return NativeHead(loaded.head, embedding.weight, lm_head, loaded.draft_ids, backend)
     except BuildError as error:
         logger.warning("the native decoder cannot be built: %s", error)
         return None

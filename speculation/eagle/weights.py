@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine.linear.outputs import linear_of, with_outputs
 from engine.loader import LoadedModel
 from speculation.checkpoint import Checkpoint
 from speculation.eagle.head import Head, HeadShape
@@ -19,14 +20,14 @@ _NOT_OURS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 @dataclass(eq=False)
 class LoadedHead:
-    """`embedding` [vocab_size, hidden_size] and `lm_head` [draft_vocab_size, hidden_size] are None where the
+    """`embedding` [vocab_size, hidden_size] and `lm_head`, of `draft_vocab_size` outputs, are None where the
     target's serve. `draft_ids` [draft_vocab_size], int64, are the target's ids of the tokens that can be
     drafted, None if all can.
     """
 
     head: Head
     embedding: Tensor | None
-    lm_head: Tensor | None
+    lm_head: nn.Module | None
     draft_ids: Tensor | None
 
 
@@ -82,13 +83,13 @@ def _check_shape(checkpoint: Checkpoint, name: str, tensor: Tensor, expected: tu
 
 def _lm_head(
     checkpoint: Checkpoint, shape: HeadShape, draft_ids: Tensor | None, target: LoadedModel
-) -> Tensor | None:
+) -> nn.Module | None:
     """The file's; else the target's, as far as it is needed."""
     rows = target.vocab_size if draft_ids is None else len(draft_ids)
     own = _own(checkpoint, LM_HEAD, rows, shape, target)
-    if own is None and draft_ids is not None:
-        return target.model.get_output_embeddings().weight[draft_ids]
-    return own
+    if own is not None:
+        return linear_of(own)
+    return None if draft_ids is None else with_outputs(target.model.get_output_embeddings(), draft_ids)
 
 
 def _own(

@@ -18,6 +18,7 @@ from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
 from engine.draft import Draft
 from engine.kv_pool import KVPool
+from engine.linear.outputs import linear_of
 from engine.linear.packed import PackedLinear, kernel_fault, unpacked
 from engine.linear.packed_quantized import PackedQuantizedLinear, pack_quantized_linears
 from engine.linear.quantized import QuantizedLinear
@@ -102,8 +103,8 @@ class SelfDrafter(Drafter):
 def _is_quantized(target: LoadedModel) -> bool:
     if target.description is not None:
         return any(layer.down.quantized is not None for layer in target.description.layers)
-    quantized = QuantizedLinear, PackedQuantizedLinear
-    return any(isinstance(module, quantized) for module in target.model.modules())
+    quantized, head = (QuantizedLinear, PackedQuantizedLinear), target.model.get_output_embeddings()
+    return any(isinstance(module, quantized) and module is not head for module in target.model.modules())
 
 
 def _round(model: PreTrainedModel, format: CodeFormat) -> None:
@@ -119,8 +120,4 @@ def _round(model: PreTrainedModel, format: CodeFormat) -> None:
 
 
 def _plain(packed: PackedLinear) -> nn.Linear:
-    linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
-    weight = unpacked(packed.weight)[: packed.out_features]
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    linear.bias = packed.bias
-    return linear
+    return linear_of(unpacked(packed.weight)[: packed.out_features], packed.bias)

@@ -47,9 +47,9 @@ def prompt(number: int) -> str:
     return text[-150 * (number % 3 + 1) :]
 
 
-def alone(quantization: str, prompts: list[list[int]]) -> list[list[int]]:
+def alone(weights: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
     """By an engine with one request at a time, without drafts."""
-    settings = OPTIONS | {"quantization": quantization, "enable_prefix_caching": False}
+    settings = OPTIONS | weights | {"enable_prefix_caching": False}
     engine = Engine(load_config({"model": str(BUNDLED_MODEL)} | settings, environ={}))
     answers: list[list[int]] = []
     for number, (request, token_ids) in enumerate(zip(REQUESTS, prompts, strict=True)):
@@ -77,15 +77,15 @@ def ask(serving: HttpServing, number: int) -> tuple[list[int], list[int]]:
     return choice["prompt_token_ids"], choice["token_ids"]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_the_same_tokens_however_it_is_served(quantization: str) -> None:
+@pytest.mark.parametrize(
+    "weights", [{"quantization": "int8"}, {"quantization": "int4", "quantize_lm_head": True}], ids=str
+)
+def test_the_same_tokens_however_it_is_served(weights: dict[str, Any]) -> None:
     drafts = speculative_config(DRAFT, "--speculative-config", str(BUNDLED_MODEL))
     workers = {"prefill-0": "", "decode-0": "KILL:after:after_step:4", "decode-1": ""}
     numbers = range(len(REQUESTS))
     with (
-        HttpServing(
-            BUNDLED_MODEL, workers, quantization=quantization, speculative_config=drafts, **OPTIONS
-        ) as serving,
+        HttpServing(BUNDLED_MODEL, workers, speculative_config=drafts, **weights, **OPTIONS) as serving,
         ThreadPoolExecutor(len(REQUESTS)) as pool,
     ):
         answers = [pool.submit(ask, serving, number) for number in numbers]
@@ -96,7 +96,7 @@ def test_the_same_tokens_however_it_is_served(quantization: str) -> None:
         for method in ("draft_model", "ngram"):
             assert serving.metric("tandem_spec_decode_num_accepted_tokens_total", method=method) > 0, method
         serving.wait_empty()
-    expected = alone(quantization, [token_ids for token_ids, _ in crowd])
+    expected = alone(weights, [token_ids for token_ids, _ in crowd])
     assert [token_ids for _, token_ids in crowd] == expected
     assert [token_ids for _, token_ids in again] == expected
     assert len({token for tokens in expected for token in tokens}) > NUM_TOKENS, "a test that cannot fail"

@@ -22,7 +22,7 @@ from engine.forward import Forward
 from engine.linear.packed import kernel_fault, pack_linears
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.quantized import QuantizedLinear
-from engine.linear.rounding import round_linears, round_to_nearest
+from engine.linear.rounding import round_head, round_linears, round_to_nearest
 from engine.quantization.weight import CodeFormat
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
@@ -99,11 +99,14 @@ class Both:
         hidden_layers: tuple[int, ...] = (),
         arena: int = 0,
         quantization: CodeFormat | None = None,
+        quantized_head: bool = False,
     ) -> None:
         model = make_model(name)
         if quantization is not None:
             round_linears(model, quantization)
-            pack_quantized_linears(model)
+        if quantized_head:
+            round_head(model)
+        pack_quantized_linears(model)
         assert unfit(model) is None
         ours, theirs = new_backend(model, arena), new_backend(model, arena)
         own = copy.deepcopy(model)
@@ -171,6 +174,15 @@ def test_logits_are_the_modules(name: str, threads: int, threads_restored: None)
 @pytest.mark.parametrize("format", list(CodeFormat))
 def test_quantized_layers_give_the_modules_logits(format: CodeFormat) -> None:
     both = Both("qwen2", quantization=format)
+    for batch, logit_rows in steps():
+        ours, theirs = both.run(batch, logit_rows)
+        assert_same(ours.logits, theirs.logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases"])
+def test_a_quantized_head_gives_the_modules_logits(name: str) -> None:
+    """The second model has its embeddings' weights in its head."""
+    both = Both(name, quantized_head=True)
     for batch, logit_rows in steps():
         ours, theirs = both.run(batch, logit_rows)
         assert_same(ours.logits, theirs.logits)

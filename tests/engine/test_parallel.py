@@ -25,7 +25,7 @@ from engine.kv_pool import KVPool
 from engine.kv_rows import CODE_DTYPES
 from engine.linear.packed import PackedLinear, kernel_fault, pack, packed_rows
 from engine.linear.packed_quantized import pack_quantized_linears
-from engine.linear.rounding import round_linears
+from engine.linear.rounding import round_head, round_linears
 from engine.loader import LoadedModel
 from engine.parallel import group
 from engine.parallel.group import Columns, LostRankError, Ranks
@@ -83,6 +83,7 @@ def load(
         parameter.requires_grad_(False)
     if quantization is not None:
         round_linears(model, quantization)
+        round_head(model)
         pack_quantized_linears(model)
     kv_group = probe(model, dtype, model.config.num_hidden_layers)
     loaded = LoadedModel(model, CPU, dtype, kv_group, model.config.vocab_size, 512, [], "weights")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.linear.packed import kernel_fault
+from engine.linear.packed_quantized import PackedQuantizedLinear
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from protocol.speculation import Verification
@@ -47,7 +48,22 @@ def prompt(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_native_rows_are_those_of_torch(name: str, target: Path, tmp_path: Path) -> None:
-    watched = native(target, HEADS[name](target).write(tmp_path / "head"))
+    assert_native_rows(native(target, HEADS[name](target).write(tmp_path / "head")))
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_they_are_with_the_target_s_head_in_int8_too(reduced: bool, target: Path, tmp_path: Path) -> None:
+    """EAGLE-1 scores with the target's head, EAGLE-3 without one of its own with some of its outputs."""
+    published = files.eagle3() if reduced else files.eagle1(target)
+    published.tensors.pop("lm_head.weight", None)
+    watched = native(target, published.write(tmp_path / "head"), quantize_lm_head=True)
+    _, lm_head = _tables(watched.drafter._loaded, watched.target)
+    assert isinstance(lm_head, PackedQuantizedLinear)
+    assert lm_head.out_features == (files.DRAFT_VOCAB if reduced else files.VOCAB)
+    assert_native_rows(watched)
+
+
+def assert_native_rows(watched: Watched) -> None:
     drafter = watched.drafter
     native_head = drafter._runner
     assert isinstance(native_head, NativeHead)

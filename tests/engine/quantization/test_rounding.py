@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from transformers import AutoConfig
 
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear
-from engine.linear.rounding import group_size, round_to_nearest
+from engine.linear.rounding import group_size, round_head, round_to_nearest
 from engine.loader import load_model
 from engine.quantization.weight import CodeFormat
 from protocol.config import ServeConfig
@@ -86,6 +87,42 @@ def test_a_model_is_rounded_at_load_but_for_its_head(tmp_path: Path) -> None:
     assert type(int8.model.lm_head) is nn.Linear
     assert len({plain.weights, int8.weights, fp8.weights}) == 3, "their KV is not the same"
     assert load_model(config(tmp_path, "int8")).weights == int8.weights
+
+
+def write_plain(folder: Path, **shape: object) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    AutoConfig.for_model("llama", vocab_size=300, **sizes, **shape).save_pretrained(folder)
+
+
+@pytest.mark.skipif(kernel_fault(CPU, torch.bfloat16) is not None, reason="this machine has no such kernel")
+@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_alone_is_rounded_to_int8(tmp_path: Path, tied: bool, quantization: str | None) -> None:
+    write_plain(tmp_path, tie_word_embeddings=tied)
+    asked = msgspec.structs.replace(config(tmp_path, quantization), load_format="dummy")
+    plain = load_model(asked)
+    head = load_model(msgspec.structs.replace(asked, quantize_lm_head=True))
+    assert plain.weights != head.weights
+    ours = head.model.get_output_embeddings()
+    assert isinstance(ours, PackedQuantizedLinear) and ours.format is CodeFormat.INT8
+    embeddings = head.model.get_input_embeddings()
+    assert type(embeddings) is nn.Embedding
+    assert torch.equal(embeddings.weight, plain.model.get_input_embeddings().weight)
+    x = torch.randn(9, ours.in_features).bfloat16()
+    exact = x.double() @ plain.model.get_output_embeddings().weight.T.double()
+    error = (ours(x).double() - exact).square().mean().sqrt()
+    assert 0 < error < 0.02 * exact.square().mean().sqrt()
+
+
+def test_a_head_that_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    model = load_model(config(tmp_path, None, "float32")).model
+    round_head(model)
+    with pytest.raises(ConfigError, match="--quantize-lm-head: the model's head is quantized already"):
+        round_head(model)
+    model.lm_head = nn.Identity()
+    with pytest.raises(ConfigError, match="--quantize-lm-head: llama's head is no linear layer"):
+        round_head(model)
 
 
 def test_layers_that_no_group_fits_are_refused_if_they_are_all(tmp_path: Path) -> None:

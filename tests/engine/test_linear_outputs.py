@@ -1,0 +1,66 @@
+"""Some outputs of a linear layer are those of the whole layer, in the order asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from engine.linear.outputs import linear_of, with_outputs
+from engine.linear.packed import PackedLinear, kernel_fault
+from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight
+from engine.linear.quantized import QuantizedLinear
+from engine.quantization.weight import CodeFormat
+from tests.engine.quantized_weights import make_weight
+
+OUTPUTS, INPUTS = 150, 64
+NEEDS_KERNEL = pytest.mark.skipif(
+    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="this machine has no such kernel"
+)
+
+
+def plain(bias: torch.Tensor | None) -> nn.Linear:
+    return linear_of(
+        torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(1)).bfloat16(), bias
+    )
+
+
+def quantized(bias: torch.Tensor | None) -> QuantizedLinear:
+    return QuantizedLinear(make_weight(CodeFormat.INT4, INPUTS, OUTPUTS, 32, zeros=True, permuted=True), bias)
+
+
+LAYERS: dict[str, Callable[[torch.Tensor | None], nn.Module]] = {
+    "plain": plain,
+    "packed": lambda bias: PackedLinear(plain(bias)),
+    "quantized": quantized,
+    "packed-quantized": lambda bias: PackedQuantizedLinear(PackedWeight.of(quantized(bias).quantized), bias),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[NEEDS_KERNEL] if kind.startswith("packed") else []) for kind in LAYERS]
+)
+def test_chosen_outputs(kind: str, bias: bool) -> None:
+    whole = LAYERS[kind](torch.randn(OUTPUTS).bfloat16() if bias else None)
+    outputs = torch.tensor([149, 3, 77, 64, 63, 0, 3])
+    x = torch.randn(5, INPUTS).bfloat16()
+    part = with_outputs(whole, outputs)
+    torch.testing.assert_close(part(x), whole(x)[:, outputs], rtol=1e-2, atol=1e-2)
+    if kind == "packed-quantized":
+        assert torch.equal(part(x), whole(x)[:, outputs]), "the same kernel, the same bits"
+
+
+@NEEDS_KERNEL
+def test_a_scaled_weight_gives_scaled_products() -> None:
+    weight = PackedWeight.of(quantized(None).quantized)
+    x = torch.randn(5, INPUTS).bfloat16()
+    halved = PackedQuantizedLinear(weight.scaled(0.5), None)
+    assert torch.equal(halved(x), PackedQuantizedLinear(weight, None)(x) * 0.5)
+
+
+def test_other_layers_have_no_outputs_to_choose() -> None:
+    with pytest.raises(TypeError, match="Embedding is no linear layer"):
+        with_outputs(nn.Embedding(3, 4), torch.tensor([0]))
