@@ -25,6 +25,7 @@ from engine.engine import Engine
 from engine.parallel.follower import follow
 from engine.parallel.group import Ranks
 from engine.parallel.leader import Leader
+from engine.select_forward import runner_of_one_process
 from kvtransfer.blocks.memory import PoolMemory
 from models.bundled import bundled_path
 from protocol.config import ServeConfig
@@ -52,11 +53,14 @@ def be_engine(config: ServeConfig, size: int, pipe: Connection) -> None:
         lend = None if leader is None else lambda fd: leader.lend(fd, config.start_timeout)
         return PoolMemory(nbytes, lend=lend).buffer
 
-    engine = Engine(config, allocate=allocate, leader=leader)
+    make_runner = leader.runner if leader is not None else runner_of_one_process
+    engine = Engine(config, allocate=allocate, make_runner=make_runner)
     pipe.send(engine.start_up["forward"])
     while pipe.recv():
         pipe.send([seconds(engine, *work) for work in WORK.values()])
     engine.close()
+    if leader is not None:
+        leader.close()
 
 
 def seconds(engine: Engine, sequences: int, length: int) -> float:

@@ -14,26 +14,25 @@ from math import inf
 import torch
 from torch import Tensor
 
-from engine.attention.select import select_backend
 from engine.block_manager import BlockManager
 from engine.calibration import measure_steps
 from engine.check import check_request
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
 from engine.kv_pool import Allocate, KVPool, pool_blocks
-from engine.loader import LoadedModel, load_model
+from engine.loader import LoadedModel
 from engine.outputs import Kept, keep_tokens, token_output
 from engine.packing import PackedStep, pack
-from engine.parallel.leader import Leader
-from engine.pool_layout import DRAFT, TARGET, Group, PoolLayout
+from engine.pool_layout import DRAFT, Group, PoolLayout
 from engine.prefix import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
-from engine.select_forward import build_runner, pack_model
+from engine.select_forward import MakeRunner, load_packed, runner_of_one_process
 from engine.sequence import SequenceStage, SequenceState
 from engine.speculation_interface import Speculator
+from engine.start_up import describe_start
 from engine.step_times import StepTimes, work_of
 from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
@@ -63,20 +62,18 @@ class Engine:
         *,
         allocate: Allocate | None = None,
         speculate: Speculate | None = None,
-        leader: Leader | None = None,
+        make_runner: MakeRunner = runner_of_one_process,
     ) -> None:
-        """With a `leader` the model runs on its ranks too, to which `allocate` lends the pool."""
-        self.config = config
+        """`allocate` gives the memory of a pool on the CPU. The runner is to be made once that is there."""
         started = time.monotonic()
-        loaded = load_model(config)
-        self.weights = loaded.weights
-        """Tells them from others of the same name."""
-        backend_class, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
-        loaded = pack_model(loaded, config.compile, backend_class)
+        loaded = load_packed(config)
+        self.config = config
         self.device = loaded.device
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
+        self.weights = loaded.weights
+        """Tells them from others of the same name."""
         self.kv_format = loaded.kv_group.describe(config.block_size)
         self.cache_format = CacheFormat(
             model=f"{config.model_name}@{self.weights}",
@@ -84,33 +81,26 @@ class Engine:
             block_size=config.block_size,
         )
         self._speculator = speculate(config, loaded) if speculate is not None else None
-        groups = [loaded.kv_group]
-        hidden_layers: tuple[int, ...] = ()
-        if self._speculator is not None:
-            hidden_layers = self._speculator.hidden_layers
-            if self._speculator.segment is not None:
-                groups.append(Group.uniform(DRAFT, self._speculator.segment))
-        hidden_size = loaded.model.config.get_text_config(decoder=True).hidden_size
-        self.feature_size = len(hidden_layers) * hidden_size
+        hidden_layers = self._speculator.hidden_layers if self._speculator is not None else ()
+        self.feature_size = len(hidden_layers) * loaded.hidden_size
         """Values in the hidden state that the drafter reads of one token."""
-        layout = PoolLayout(tuple(groups), config.block_size)
-        num_blocks = pool_blocks(config, layout, loaded.device, loaded.max_model_len)
-        self.pool = KVPool(layout, num_blocks, loaded.device, allocate)
+        self.pool = self._make_pool(loaded, allocate)
         self.tiers = build_tiers(config, self.pool, bytes.fromhex(self.weights), self._fetched)
         tiers = [self.tiers] if self.tiers is not None else []
         self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
-        self._leader = leader
-        if leader is None:
-            backend = backend_class(self.pool.layers(TARGET), loaded.kv_group.arena, loaded.kv_group.rows)
-            self._runner = build_runner(loaded, backend, config.compile, hidden_layers)
-        else:
-            self._runner = leader.runner(config, loaded, self.pool, hidden_layers)
+        self._runner = make_runner(config, loaded, self.pool, hidden_layers)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
-        budget = _token_budget(config, loaded.device)
-        kv_bytes = self.pool.num_bytes // (num_blocks * config.block_size)
+        self._sequences: dict[str, SequenceState] = {}
+        self._order = itertools.count()
+        self._eos = frozenset(loaded.eos_token_ids)
         self._own_threads = torch.get_num_threads()
+        self._steps = 0
+        self._started_at = 0.0
+        self._ended_at: float | None = None
+        """When the latest step ended, if there was more to do."""
+        budget = _token_budget(config, loaded.device)
         bound_s = itl_bound(config.itl_budget, config.slo_tpot or inf)
-        self._times = StepTimes(budget, kv_bytes, bound_s)
+        self._times = StepTimes(budget, self.pool.token_bytes, bound_s)
         self._scheduler = Scheduler(
             self.blocks,
             model=self.cache_format.model,
@@ -120,36 +110,30 @@ class Engine:
             fetcher=self.tiers,
             bound=ChunkBound(self._costs_now, bound_s, config.block_size),
         )
-        self._sequences: dict[str, SequenceState] = {}
-        self._order = itertools.count()
-        self._steps = 0
-        self._eos = frozenset(loaded.eos_token_ids)
-        loaded_s = time.monotonic() - started
-        warm_up_s = self._runner.warm_up()
-        self._started_at = 0.0
-        self._ended_at: float | None = None
-        """When the latest step ended, if there was more to do."""
+        load_s = time.monotonic() - started
+        compile_s = self._runner.warm_up()
+        self._profile(loaded, budget)
+        self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)
+
+    def _make_pool(self, loaded: LoadedModel, allocate: Allocate | None) -> KVPool:
+        """For the model's KV, and that of the speculator's draft, if it has any."""
+        groups = [loaded.kv_group]
+        if self._speculator is not None and self._speculator.segment is not None:
+            groups.append(Group.uniform(DRAFT, self._speculator.segment))
+        layout = PoolLayout(tuple(groups), self.config.block_size)
+        num_blocks = pool_blocks(self.config, layout, loaded.device, loaded.max_model_len)
+        return KVPool(layout, num_blocks, loaded.device, allocate)
+
+    def _profile(self, loaded: LoadedModel, budget: int) -> None:
+        """Measure what steps take and what drafts cost, over blocks that are free afterwards."""
         with ProfilingRun(self.blocks, self._runner, loaded.max_model_len) as profiling:
-            self._times.seed(measure_steps(profiling, self._profile_sampling, config.max_num_seqs, budget))
+            steps = measure_steps(profiling, self._profile_sampling, self.config.max_num_seqs, budget)
+            self._times.seed(steps)
             if self._speculator is not None:
                 self._speculator.attach(loaded, self.pool, self._sampler)
                 self._speculator.warm_up(profiling)
-        if not config.paged_kv:
-            self.blocks.least_blocks = -(-loaded.max_model_len // config.block_size)
-        self.start_up = {
-            "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}"
-            + (f", weights in {config.quantization}" if config.quantization else "")
-            + (", head in int8" if config.quantize_lm_head else ""),
-            "attention": f"{backend_class.name} ({why})",
-            "forward": self._runner.choice,
-            "products": self._runner.products,
-            "kv_pool": f"{num_blocks} blocks of {config.block_size} tokens, {self.pool.num_bytes >> 20} MiB, "
-            f"KV in {loaded.kv_group.rows}",
-            "kv_tiers": self.tiers.describe() if self.tiers is not None else "none",
-            "threads": str(torch.get_num_threads()),
-            "load_s": f"{loaded_s:.1f}",
-            "compile_s": f"{warm_up_s:.1f}",
-        }
+        if not self.config.paged_kv:
+            self.blocks.least_blocks = -(-loaded.max_model_len // self.config.block_size)
 
     @property
     def runs_on_any_threads(self) -> bool:
@@ -385,11 +369,9 @@ class Engine:
         return self._speculator.report() if self._speculator is not None else None
 
     def close(self) -> None:
-        """Let the disk tier finish what it was given, and other ranks end. Idempotent."""
+        """Let the disk tier finish what it was given. Idempotent."""
         if self.tiers is not None:
             self.tiers.close()
-        if self._leader is not None:
-            self._leader.close()
 
     @property
     def _spread(self) -> float:

@@ -35,6 +35,8 @@ class KVPool:
         self, layout: PoolLayout, num_blocks: int, device: torch.device, allocate: Allocate | None
     ) -> None:
         self.block_size = layout.block_size
+        self.num_blocks = num_blocks
+        """In each arena."""
         self.segments = layout.describe()
         self.groups = {group.name: group for group in layout.groups}
         self.arenas: list[Tensor] = []
@@ -59,6 +61,11 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         return sum(blocks.nbytes for blocks in self.arenas)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's KV."""
+        return self.num_bytes // (self.num_blocks * self.block_size)
 
     @property
     def is_cuda(self) -> bool:

@@ -48,6 +48,10 @@ class LoadedModel:
     """Tells them from others of the same name; taken before they are packed."""
     description: NativeModel | None = None
 
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.get_text_config(decoder=True).hidden_size
+
 
 def load_model(config: ServeConfig) -> LoadedModel:
     """Raises `UnsupportedModelError` or `ConfigError`, naming what is wrong."""

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
+from engine.attention.select import select_backend
 from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward, library
 from engine.forward import Forward
+from engine.kv_pool import KVPool
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
-from engine.loader import LoadedModel
+from engine.loader import LoadedModel, load_model
+from engine.pool_layout import TARGET
 from engine.runner import Runner
 from native.build import BuildError
+from protocol.config import ServeConfig
 
 logger = logging.getLogger("tandem.engine")
+
+MakeRunner = Callable[[ServeConfig, LoadedModel, KVPool, tuple[int, ...]], Runner]
+"""Makes what runs a packed model over this pool, and captures the hidden states of these layers."""
+
+
+def load_packed(config: ServeConfig) -> LoadedModel:
+    """The configuration's model, packed as the forward reads it that will run it. Raises as `load_model`."""
+    loaded = load_model(config)
+    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    return pack_model(loaded, config.compile, backend)
+
+
+def runner_of_one_process(
+    config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
+) -> Runner:
+    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    attention = backend(pool.layers(TARGET), loaded.kv_group.arena, loaded.kv_group.rows)
+    return build_runner(loaded, attention, config.compile, hidden_layers)
 
 
 def build_runner(

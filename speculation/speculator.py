@@ -86,8 +86,7 @@ class BatchSpeculator:
             drafter = build_drafter(self._deployed.method, self._options, config, loaded)
             self._drafters[self._deployed.method] = drafter
             self.segment, self.hidden_layers = drafter.segment, drafter.hidden_layers
-        hidden_size = loaded.model.config.get_text_config(decoder=True).hidden_size
-        self._feature_bytes = len(self.hidden_layers) * hidden_size * loaded.dtype.itemsize
+        self._feature_bytes = len(self.hidden_layers) * loaded.hidden_size * loaded.dtype.itemsize
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         self._pool, self._sampler = pool, sampler

@@ -100,6 +100,8 @@ def run_worker(
         context.destroy(linger=500)
         if parts.engine is not None:
             parts.engine.close()
+        if leader is not None:
+            leader.close()
         parts.wake.close()
     if told_to_leave:
         _die_by_sigterm()

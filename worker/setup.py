@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.kv_pool import Allocate
 from engine.loader import model_shape
 from engine.parallel.leader import Leader
+from engine.select_forward import runner_of_one_process
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
@@ -89,12 +90,13 @@ def build_engine(
         engine = _draft_engine(config, allocate_pool)
     else:
         speculator = partial(speculate, remote=remote)
-        engine = Engine(config, allocate=allocate_pool, speculate=speculator, leader=leader)
+        make_runner = leader.runner if leader is not None else runner_of_one_process
+        engine = Engine(config, allocate=allocate_pool, speculate=speculator, make_runner=make_runner)
     blocks = engine.pool.arenas[0]
     pool = RegisteredPool(
         buffer=memory[0].buffer if memory else memoryview(bytearray()),
         block_bytes=blocks.shape[1],
-        num_blocks=len(blocks),
+        num_blocks=engine.pool.num_blocks,
         segments=tuple(engine.pool.segments),
         memory_fd=memory[0].fd if memory else None,
         device=blocks if not memory else None,

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.attention.select import select_backend
 from engine.engine import Engine
 from engine.held import hold
-from engine.loader import LoadedModel, load_model
-from engine.select_forward import pack_model
+from engine.loader import LoadedModel
+from engine.select_forward import load_packed
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
@@ -37,9 +36,7 @@ class Speed:
 def make_engine(config: ServeConfig, format: str) -> tuple[Engine, int]:
     """With weights in this format; and their bytes."""
     config = msgspec.structs.replace(config, quantization=None if format == PLAIN else format)
-    loaded = load_model(config)
-    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
-    loaded = pack_model(loaded, config.compile, backend)
+    loaded = load_packed(config)
     num_bytes = weight_bytes(loaded)
     hold([(config, loaded)])
     engine = Engine(config)

@@ -8,23 +8,20 @@ import socket
 
 import torch
 
-from engine.attention.select import select_backend
 from engine.kv_pool import KVPool
-from engine.loader import LoadedModel, load_model
+from engine.loader import LoadedModel
 from engine.parallel.group import LostRankError, Ranks
 from engine.parallel.messages import READY, Begin, RunStep, receive
 from engine.parallel.runner import ShareRunner
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
-from engine.select_forward import pack_model
+from engine.select_forward import load_packed
 from protocol.config import ServeConfig
 from protocol.handoff import SegmentInfo
 
 
 def follow(config: ServeConfig, ranks: Ranks, link: socket.socket) -> None:
     """Be a rank until rank 0 is gone. Raises what the engine raises for a model that it can't serve."""
-    loaded = load_model(config)
-    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
-    loaded = pack_model(loaded, config.compile, backend)
+    loaded = load_packed(config)
     memory = _map_pool(link)
     if memory is None or (begin := receive(link, Begin)) is None:
         return

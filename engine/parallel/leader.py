@@ -71,8 +71,8 @@ class Leader:
     def runner(
         self, config: ServeConfig, loaded: LoadedModel, pool: KVPool, hidden_layers: tuple[int, ...]
     ) -> LeadingRunner:
-        """For the whole model, once its pool is lent. Raises LostRankError, UnsupportedModelError."""
-        begin = Begin(len(pool.arenas[0]), pool.segments, hidden_layers)
+        """A `MakeRunner`, once the pool is lent. Raises LostRankError, UnsupportedModelError."""
+        begin = Begin(pool.num_blocks, pool.segments, hidden_layers)
         self.tell(encode(begin))
         own = ShareRunner(config, loaded, pool, self.ranks, hidden_layers)
         self._await(_BUILD_S)

@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.parallel.follower import follow
 from engine.parallel.group import GATHER_TIMEOUT_S, Columns, LostRankError, Ranks
 from engine.parallel.leader import Leader, _follow
+from engine.select_forward import runner_of_one_process
 from kvtransfer.blocks.memory import PoolMemory
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
@@ -38,7 +39,8 @@ def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connecti
         return PoolMemory(nbytes, lend=lend).buffer
 
     try:
-        engine = Engine(checked, allocate=allocate, leader=leader)
+        make_runner = leader.runner if leader is not None else runner_of_one_process
+        engine = Engine(checked, allocate=allocate, make_runner=make_runner)
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
@@ -52,6 +54,8 @@ def run(config: dict[str, Any], size: int, requests: list[bytes], pipe: Connecti
     _finish(engine, results)
     pipe.send((engine.start_up["forward"], results))
     engine.close()
+    if leader is not None:
+        leader.close()
 
 
 def lose_a_rank(pipe: Connection) -> None:

@@ -11,13 +11,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.attention.select import select_backend
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
 from engine.held import hold, holds
 from engine.loader import load_model
 from engine.pool_layout import Group, Segment
-from engine.select_forward import pack_model
+from engine.select_forward import load_packed
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from tests.engine.refused_models import REFUSED
@@ -96,9 +95,7 @@ def test_an_engine_takes_a_model_that_was_packed_before(tmp_path: Path) -> None:
     """As a worker does that was forked. What tells weights apart can no longer be read off packed ones."""
     write_tiny_llama(tmp_path)
     config = config_for(tmp_path, dtype="bfloat16", load_format="auto", kv_cache_memory_bytes=2**24)
-    loaded = load_model(config)
-    backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
-    hold([(config, pack_model(loaded, config.compile, backend))])
+    hold([(config, load_packed(config))])
     try:
         assert Engine(config).weights == load_model(config).weights
     finally:

@@ -1,0 +1,39 @@
+"""What an engine tells of its start: one line of text for each thing that was chosen or measured."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.select import select_backend
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel
+from engine.runner import Runner
+from engine.tiers.host import HostTier
+from protocol.config import ServeConfig
+
+
+def describe_start(
+    config: ServeConfig,
+    loaded: LoadedModel,
+    pool: KVPool,
+    runner: Runner,
+    tiers: HostTier | None,
+    load_s: float,
+    compile_s: float,
+) -> dict[str, str]:
+    """By what it is about, as `GET /workers` shows it."""
+    backend, why = select_backend(loaded.device, loaded.dtype, config.attention_backend)
+    weights = f", weights in {config.quantization}" if config.quantization else ""
+    head = ", head in int8" if config.quantize_lm_head else ""
+    size = f"{pool.num_blocks} blocks of {pool.block_size} tokens, {pool.num_bytes >> 20} MiB"
+    return {
+        "device": f"{loaded.device}, {str(loaded.dtype).removeprefix('torch.')}{weights}{head}",
+        "attention": f"{backend.name} ({why})",
+        "forward": runner.choice,
+        "products": runner.products,
+        "kv_pool": f"{size}, KV in {loaded.kv_group.rows}",
+        "kv_tiers": tiers.describe() if tiers is not None else "none",
+        "threads": str(torch.get_num_threads()),
+        "load_s": f"{load_s:.1f}",
+        "compile_s": f"{compile_s:.1f}",
+    }
