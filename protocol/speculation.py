@@ -74,8 +74,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     `prefill` says who computes a prompt's draft KV: "carry" the prefill worker, "rebuild" the decode worker.
     Without `decode_workers_draft` draft workers alone have the draft: one that doesn't fit beside the model.
     `quantization` rounds the weights of a draft model at load, as `--quantization` does the model's, or those
-    of the copy that `self_speculative` drafts with. That has the model's layers (0 is the first) without
-    `skip_layers`, or the first `exit_layer` alone.
+    of heads, their own LM heads too, or of the copy that `self_speculative` drafts with. That has the model's
+    layers (0 is the first) without `skip_layers`, or the first `exit_layer` alone.
     `drafter` names the class of the method `custom` as `module:name`, to be made from this config, the
     server's and the model: a `speculation.drafter.Drafter`.
     """
@@ -208,7 +208,7 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(config: SpeculativeConfig) -> None:
-    if config.quantization is not None and config.method not in ("draft_model", SELF):
+    if config.quantization is not None and config.method not in (*MODEL_METHODS, SELF):
         raise FieldError("quantization", f"must be absent: the method {config.method} has no draft model")
     for name in ("skip_layers", "exit_layer"):
         if getattr(config, name) and config.method != SELF:

@@ -28,13 +28,21 @@ _LARGEST_E2M1 = 6.0
 
 
 def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
-    """Quantize the model's linear layers but its head, each as soon as its weight is freed.
+    """Quantize the model's linear layers but its head. Raises ConfigError where the format fits none."""
+    try:
+        round_layers(model, format, model.get_output_embeddings())
+    except ValueError as error:
+        raise ConfigError(f"--quantization: {error}") from error
 
-    Layers whose inputs are no multiple of a group stay as they are. Raises ConfigError where those are all.
+
+def round_layers(model: nn.Module, format: CodeFormat, kept: nn.Module | None = None) -> None:
+    """Quantize the linear layers but the one to be `kept`, each as soon as its weight is freed.
+
+    Layers whose inputs are no multiple of a group stay as they are. Raises ValueError where those are all.
     """
-    head, count = model.get_output_embeddings(), 0
     linears = (nn.Linear, Conv1D)
-    paths = [p for p, module in model.named_modules() if type(module) in linears and module is not head]
+    paths = [p for p, module in model.named_modules() if type(module) in linears and module is not kept]
+    count = 0
     for path in paths:
         linear = model.get_submodule(path)
         weight = plain_weight(linear).detach()
@@ -44,8 +52,8 @@ def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
             model.set_submodule(path, QuantizedLinear(quantized, linear.bias))
             count += 1
     if not count:
-        raise ConfigError(
-            f"--quantization: {format.value} fits none of the model's {len(paths)} linear layers: "
+        raise ValueError(
+            f"{format.value} fits none of the model's {len(paths)} linear layers: "
             f"their inputs would have to be a multiple of {_GROUPS[format][-1]}"
         )
 

@@ -20,6 +20,7 @@ from engine.draft import Draft
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
 from engine.pool_layout import DRAFT, Segment
+from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
@@ -67,6 +68,8 @@ class EagleDrafter(Drafter):
         self._options = options
         self._config = config
         self._loaded = load_head(options.model, target)
+        if options.quantization is not None:
+            self._loaded.round(CodeFormat(options.quantization), target)
         shape = self._loaded.head.shape
         self.segment = Segment(1, shape.num_kv_heads, shape.head_dim, target.dtype)
         self.hidden_layers = shape.captured

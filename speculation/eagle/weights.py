@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from engine.linear.outputs import linear_of, with_outputs
 from engine.loader import LoadedModel
+from engine.quantization.weight import CodeFormat
 from speculation.checkpoint import Checkpoint
 from speculation.eagle.head import Head, HeadShape
+from speculation.rounding import round_draft
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _NOT_OURS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -29,6 +31,12 @@ class LoadedHead:
     embedding: Tensor | None
     lm_head: nn.Module | None
     draft_ids: Tensor | None
+
+    def round(self, format: CodeFormat, target: LoadedModel) -> None:
+        """The layers that are not the target's own. Raises ConfigError where the format fits none."""
+        own = nn.ModuleList([self.head] if self.lm_head is None else [self.head, self.lm_head])
+        round_draft(own, format, target)
+        self.lm_head = own[1] if len(own) > 1 else None
 
 
 def load_head(model: str, target: LoadedModel) -> LoadedHead:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.draft import Draft
 from engine.loader import LoadedModel
+from engine.quantization.weight import CodeFormat
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from protocol.speculation import SpeculativeConfig
@@ -34,7 +35,8 @@ class MedusaDrafter(Drafter):
         hidden_size = target.model.config.get_text_config(decoder=True).hidden_size
         weights = read_heads(options.model, hidden_size, target.vocab_size)
         self.hidden_layers = (len(target.kv_group.layers),)
-        self._heads = MedusaHeads(weights, target)
+        format = None if options.quantization is None else CodeFormat(options.quantization)
+        self._heads = MedusaHeads(weights, target, format)
         self._sampler = Sampler(target.vocab_size, target.device, target.eos_token_ids)
         self._drawing = Drawing(self._sampler, options.verification)
         self._shares_noise = options.verification == "coupled"

@@ -6,26 +6,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.linear.packed import PackedLinear, kernel_fault
+from engine.linear.outputs import linear_of
+from engine.linear.packed import kernel_fault, pack_linears
 from engine.loader import LoadedModel
+from engine.quantization.weight import CodeFormat
 from speculation.medusa.weights import HeadWeights
+from speculation.rounding import round_draft
 
 
-class MedusaHeads:
+class MedusaHeads(nn.Module):
     """Their weights lie together: the first layer of all heads is one product, as they read the same input,
-    each further layer one batched product, and an LM head that they share one product again.
+    each further layer one batched product, and an LM head that they share one product again. Rounded, further
+    layers are a product for each head.
     """
 
-    def __init__(self, weights: HeadWeights, target: LoadedModel) -> None:
+    def __init__(self, weights: HeadWeights, target: LoadedModel, format: CodeFormat | None = None) -> None:
+        """Weights are rounded to the `format`, if any. Raises ConfigError where it does not fit them."""
+        super().__init__()
         self.num_heads = weights.num_heads
         self._vocab_size = target.vocab_size
         own = {"device": target.device, "dtype": target.dtype}
         self._biases = [None if bias is None else bias.to(**own).unsqueeze(1) for _, bias in weights.layers]
-        self._layers: list[nn.Module] = [_Stacked(weight.to(**own)) for weight, _ in weights.layers]
-        if self._layers:
-            self._layers[0] = _FromOne(weights.layers[0][0].to(**own))
+        each_for_its_own = _Stacked if format is None else _Each
+        first, further = weights.layers[:1], weights.layers[1:]
+        self._layers = nn.ModuleList([_FromOne(weight.to(**own)) for weight, _ in first])
+        self._layers.extend(each_for_its_own(weight.to(**own)) for weight, _ in further)
         lm_heads = weights.lm_heads.to(**own)
-        self._lm_head: nn.Module = _linear(lm_heads[0]) if len(lm_heads) == 1 else _Stacked(lm_heads)
+        self._lm_head = linear_of(lm_heads[0]) if len(lm_heads) == 1 else each_for_its_own(lm_heads)
+        if format is not None:
+            round_draft(self, format, target)
+        if kernel_fault(target.device, target.dtype) is None:
+            pack_linears(self)
         self._scale = weights.logit_scale
         self._token_map = None if weights.token_map is None else weights.token_map.to(target.device)
 
@@ -50,7 +61,7 @@ class _FromOne(nn.Module):
 
     def __init__(self, weights: Tensor) -> None:
         super().__init__()
-        self._all = _linear(weights.flatten(0, 1))
+        self._all = linear_of(weights.flatten(0, 1))
         self._num_heads = len(weights)
 
     def forward(self, states: Tensor) -> Tensor:
@@ -68,8 +79,12 @@ class _Stacked(nn.Module):
         return torch.bmm(states, self._weights[: len(states)])
 
 
-def _linear(weight: Tensor) -> nn.Module:
-    rows, hidden_size = weight.shape
-    linear = nn.Linear(hidden_size, rows, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return PackedLinear(linear) if kernel_fault(weight.device, weight.dtype) is None else linear
+class _Each(nn.Module):
+    """The same, a product for each head: one that can be quantized."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        self._heads = nn.ModuleList(map(linear_of, weights))
+
+    def forward(self, states: Tensor) -> Tensor:
+        return torch.stack([head(own) for head, own in zip(self._heads, states, strict=False)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention.interface import AttentionBackend
@@ -20,9 +20,8 @@ from engine.draft import Draft
 from engine.kv_pool import KVPool
 from engine.linear.outputs import linear_of
 from engine.linear.packed import PackedLinear, kernel_fault, unpacked
-from engine.linear.packed_quantized import PackedQuantizedLinear, pack_quantized_linears
+from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.linear.quantized import QuantizedLinear
-from engine.linear.rounding import round_linears
 from engine.loader import LoadedModel
 from engine.pool_layout import TARGET
 from engine.quantization.weight import CodeFormat
@@ -36,10 +35,9 @@ from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.chains import ChainDrafting
 from speculation.drafter import Drafter
+from speculation.rounding import FIELD, round_draft
 from speculation.self_speculative.layers import kept_layers, with_defaults, with_layers
 from speculation.self_speculative.native import PartialDescription
-
-_FIELD = "--speculative-config: quantization"
 
 
 class SelfDrafter(Drafter):
@@ -52,20 +50,19 @@ class SelfDrafter(Drafter):
         self._kept = kept_layers(options, num_layers)
         self._format = None if options.quantization is None else CodeFormat(options.quantization)
         if self._format is not None and _is_quantized(target):
-            raise ConfigError(f"{_FIELD}: the model's weights are quantized already: leave it away")
+            raise ConfigError(f"{FIELD}: the model's weights are quantized already: leave it away")
         self._loaded = self._part(target)
 
     def _part(self, target: LoadedModel) -> LoadedModel:
         if target.description is not None:
             described = PartialDescription(target.description, self._kept, self._format)
             if self._format is not None and not described.num_rounded:
-                raise ConfigError(f"{_FIELD}: {self._format.value} fits none of the model's layers")
+                raise ConfigError(f"{FIELD}: {self._format.value} fits none of the model's layers")
             return replace(target, description=described)
         model = with_layers(target.model, self._kept)
         if self._format is not None:
-            _round(model, self._format)
-            if kernel_fault(target.device, target.dtype) is None:
-                pack_quantized_linears(model)
+            _unpack(model)
+            round_draft(model, self._format, target, model.get_output_embeddings())
         return replace(target, model=model)
 
     def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
@@ -107,17 +104,10 @@ def _is_quantized(target: LoadedModel) -> bool:
     return any(isinstance(module, quantized) and module is not head for module in target.model.modules())
 
 
-def _round(model: PreTrainedModel, format: CodeFormat) -> None:
-    """Packed layers are rounded from what they were; the head stays as it is."""
+def _unpack(model: PreTrainedModel) -> None:
+    """Packed layers become what they were, to be rounded; the head stays as it is."""
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         if isinstance(module, PackedLinear) and module is not head:
-            model.set_submodule(path, _plain(module))
-    try:
-        round_linears(model, format)
-    except ConfigError as error:
-        raise ConfigError(f"--speculative-config: {str(error).removeprefix('--')}") from error
-
-
-def _plain(packed: PackedLinear) -> nn.Linear:
-    return linear_of(unpacked(packed.weight)[: packed.out_features], packed.bias)
+            plain = linear_of(unpacked(module.weight)[: module.out_features], module.bias)
+            model.set_submodule(path, plain)

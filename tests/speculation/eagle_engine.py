@@ -14,7 +14,7 @@ from engine.rows import SequenceRows
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import SpeculativeConfig, Verification
+from protocol.speculation import Quantization, SpeculativeConfig, Verification
 from speculation.eagle.drafter import EagleDrafter
 from speculation.speculator import BatchSpeculator
 
@@ -24,6 +24,7 @@ class Watched:
 
     With `correct` the engine gets others in their place: of a draft after n tokens the first
     `correct(n)` tokens are those of `answers[request id]` (prompt and continuation), the rest is wrong.
+    `quantization` is the head's.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Watched:
         num_tokens: int = 4,
         tree_nodes: int = 0,
         verification: Verification = "coupled",
+        quantization: Quantization | None = None,
         **options: Any,
     ) -> None:
         self.drafts: list[tuple[str, list[int], list[int]]] = []
@@ -43,10 +45,11 @@ class Watched:
             method="eagle",
             model=str(head),
             num_speculative_tokens=tree_nodes or num_tokens,
-            max_speculative_tokens=num_tokens,
+            max_speculative_tokens=max(1, num_tokens),
             tree=tree_nodes > 0,
             verification=verification,
             tree_nodes=max(1, tree_nodes),
+            quantization=quantization,
         )
         config = ServeConfig(
             model=str(target),

@@ -18,13 +18,18 @@ from protocol.config import ServeConfig
 from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import Method, SpeculativeConfig
+from protocol.speculation import Method, Quantization, SpeculativeConfig
 from speculation.medusa.drafter import MedusaDrafter
 from speculation.speculator import speculate
 
 
 def make_engine(
-    target: Path, heads: Path | None = None, num_blocks: int = 96, method: Method = "medusa", **options: Any
+    target: Path,
+    heads: Path | None = None,
+    num_blocks: int = 96,
+    method: Method = "medusa",
+    heads_in: Quantization | None = None,
+    **options: Any,
 ) -> Engine:
     """With heads unless there are none. Options are the speculation's or the server's."""
     config = ServeConfig(
@@ -42,7 +47,7 @@ def make_engine(
     if heads is None:
         return Engine(config)
     rest = {name: value for name, value in options.items() if name not in of_server}
-    speculative = SpeculativeConfig(method=method, model=str(heads), **rest)
+    speculative = SpeculativeConfig(method=method, model=str(heads), quantization=heads_in, **rest)
     return Engine(msgspec.structs.replace(config, speculative_config=speculative), speculate=speculate)
 
 

@@ -10,9 +10,10 @@ import torch
 
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear
+from engine.quantization.weight import CodeFormat
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-from protocol.speculation import Verification
+from protocol.speculation import Quantization, Verification
 from speculation.eagle.native import NativeHead
 from speculation.eagle.paged import HeadForward, PagedHead
 from speculation.eagle.select import _tables
@@ -61,6 +62,34 @@ def test_they_are_with_the_target_s_head_in_int8_too(reduced: bool, target: Path
     assert isinstance(lm_head, PackedQuantizedLinear)
     assert lm_head.out_features == (files.DRAFT_VOCAB if reduced else files.VOCAB)
     assert_native_rows(watched)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "eagle3-target-s-lm-head"])
+def test_a_rounded_head_is_that_of_torch_too(
+    name: str, format: Quantization, target: Path, tmp_path: Path
+) -> None:
+    published = files.eagle1(target) if name == "eagle1" else files.eagle3()
+    if name == "eagle3-target-s-lm-head":
+        del published.tensors["lm_head.weight"]
+    watched = native(target, published.write(tmp_path / "head"), quantization=format)
+    loaded = watched.drafter._loaded
+    rounded = [module for module in loaded.head.modules() if isinstance(module, PackedQuantizedLinear)]
+    assert len(rounded) == 7, "all but the one whose 48 inputs fit no kernel"
+    assert {module.format for module in rounded} == {CodeFormat(format)}
+    assert isinstance(loaded.lm_head, type(None) if name == "eagle1" else PackedQuantizedLinear)
+    assert_native_rows(watched)
+
+
+def test_a_rounded_head_changes_no_token(target: Path, tmp_path: Path) -> None:
+    head = files.eagle3().write(tmp_path / "head")
+    requests = [(f"r{i}", prompt(i, 12 + i), {"temperature": 0.7 * (i % 2), "seed": i}) for i in range(4)]
+    answers = []
+    for watched in (native(target, head, quantization="int8"), native(target, head, num_tokens=0)):
+        for request_id, token_ids, sampling in requests:
+            watched.ask(request_id, token_ids, 20, sampling=sampling)
+        answers.append(watched.run())
+    assert answers[0] == answers[1]
 
 
 def assert_native_rows(watched: Watched) -> None:

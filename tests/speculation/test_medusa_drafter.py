@@ -8,16 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.linear.packed import kernel_fault
 from engine.sampler import gumbel_noise, stream_keys
+from protocol.errors import ConfigError
 from protocol.handoff import REBUILD
 from speculation import ranking
 from speculation.medusa.tree import StaticTree, assumed_acceptance, choose_tree
 from tests.speculation.medusa_engine import Watch, ask, drafter_of, final_hidden, make_engine, run, tokens
-from tests.speculation.medusa_files import PlainHeads, own_names, random_heads, write_v1
+from tests.speculation.medusa_files import (
+    PlainHeads,
+    own_names,
+    random_heads,
+    vllm_names,
+    write_v1,
+    write_vllm,
+)
 from tests.worker.tiny_model import VOCAB_SIZE, load, write_tiny_llama
 
+NEEDS_KERNEL = pytest.mark.skipif(
+    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="this machine has no such kernel"
+)
 HIDDEN_SIZE = 64
 NUM_HEADS = 4
 SAMPLED = {"temperature": 0.8, "seed": 11}
@@ -83,6 +95,45 @@ def test_output_is_what_it_is_without_speculation(
     assert sum(output.drafted_tokens for found in outputs.values() for output in found) > 30
     assert sum(engine.blocks.available) == engine.blocks.num_blocks
     assert not drafter_of(engine)._features
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=NEEDS_KERNEL)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rounded_heads_draft_nearly_the_same_and_change_no_token(
+    target: Path, tmp_path: Path, shared: bool, dtype: str
+) -> None:
+    """With an LM head and two layers each, or one LM head for all."""
+    heads = random_heads(NUM_HEADS, 2, HIDDEN_SIZE, VOCAB_SIZE)
+    if shared:
+        heads.lm_heads = [heads.lm_heads[0]] * NUM_HEADS
+    tensors = {name: each for name, each in vllm_names(heads).items() if not shared or "lm_heads" not in name}
+    write_vllm(tmp_path, tensors | ({"lm_head.weight": heads.lm_heads[0]} if shared else {}))
+    options = {"num_speculative_tokens": NUM_HEADS, "dtype": dtype, "enable_prefix_caching": False}
+    rounded = make_engine(target, tmp_path, heads_in="int8", **options)
+    plain = make_engine(target, tmp_path, **options)
+    answers = []
+    for engine in (rounded, plain, make_engine(target, dtype=dtype)):
+        for request in REQUESTS:
+            engine.add(request)
+        answers.append(tokens(run(engine)))
+    assert answers[0] == answers[1] == answers[2]
+    random = torch.Generator().manual_seed(0)
+    features = torch.randn(40, HIDDEN_SIZE, generator=random).to(getattr(torch, dtype))
+    with torch.inference_mode():
+        ours, theirs = (drafter_of(each)._heads.logits(features, 3).float() for each in (rounded, plain))
+    error = (ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt()
+    assert 1e-3 < error < 0.03, "rounded, but to int8"
+
+
+def test_heads_that_the_format_does_not_fit_are_refused(tmp_path: Path) -> None:
+    shape = {"hidden_size": 40, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+    narrow = AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE, **shape)
+    AutoModelForCausalLM.from_config(narrow).save_pretrained(tmp_path / "target")
+    write_v1(tmp_path / "heads", own_names(random_heads(2, 1, 40, VOCAB_SIZE)))
+    with pytest.raises(
+        ConfigError, match="--speculative-config: quantization: int4 fits none of the model's 3"
+    ):
+        make_engine(tmp_path / "target", tmp_path / "heads", heads_in="int4")
 
 
 @pytest.mark.parametrize("tree", [False, True])
