@@ -82,10 +82,10 @@ class PackedWeight:
 
     @property
     def in_features(self) -> int:
-        return self.words.shape[1] * 2 * (16 // _BITS[self.format])
+        return _num_inputs(self.words, self.format)
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         return self.words, self.scales, self.offsets, self.inputs
 
     def is_like(self, other: PackedWeight) -> bool:
@@ -127,16 +127,7 @@ class PackedWeight:
 
     def args(self, bias: Tensor | None) -> QuantizedArgs:
         """What they point to must live longer."""
-        return QuantizedArgs(
-            *(
-                None if tensor is None else tensor.data_ptr()
-                for tensor in (self.words, self.scales, self.offsets, self.inputs, bias)
-            ),
-            self.in_features,
-            self.out_features,
-            self.in_features // self.scales.shape[1],
-            FORMATS.index(self.format),
-        )
+        return _args(*self.tensors, bias, FORMATS.index(self.format), self.out_features)
 
 
 def join(weights: Sequence[PackedWeight]) -> PackedWeight:
@@ -152,6 +143,34 @@ def join(weights: Sequence[PackedWeight]) -> PackedWeight:
         offsets=joined(offsets, outputs) if offsets else None,
         out_features=sum(outputs),
     )
+
+
+def _args(
+    words: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    inputs: Tensor | None,
+    bias: Tensor | None,
+    format: int,
+    out_features: int,
+) -> QuantizedArgs:
+    """`format` is an index in `FORMATS`, as torch's operators take no enum."""
+    in_features = _num_inputs(words, FORMATS[format])
+    return QuantizedArgs(
+        words.data_ptr(),
+        scales.data_ptr(),
+        None if offsets is None else offsets.data_ptr(),
+        None if inputs is None else inputs.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        in_features,
+        out_features,
+        in_features // scales.shape[1],
+        format,
+    )
+
+
+def _num_inputs(words: Tensor, format: CodeFormat) -> int:
+    return words.shape[1] * 2 * (16 // _BITS[format])
 
 
 def _words(weight: QuantizedWeight) -> Tensor:
@@ -174,14 +193,13 @@ def _run(
     format: int,
     out_features: int,
 ) -> Tensor:
-    weight = PackedWeight(FORMATS[format], words, scales, offsets, inputs, out_features)
+    args = _args(words, scales, offsets, inputs, bias, format, out_features)
     if not x.is_contiguous():
         x = x.contiguous()
     *batch, in_features = x.shape
-    if in_features != weight.in_features or x.dtype is not torch.bfloat16:
-        raise ValueError(f"not a bfloat16 input of {weight.in_features} features: {x.dtype} {tuple(x.shape)}")
+    if in_features != args.in_features or x.dtype is not torch.bfloat16:
+        raise ValueError(f"not a bfloat16 input of {args.in_features} features: {x.dtype} {tuple(x.shape)}")
     out = torch.empty((*batch, out_features), dtype=torch.bfloat16)
-    args = weight.args(bias)
     _kernel()(
         x.data_ptr(),
         ctypes.addressof(args),
