@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.errors import UnsupportedModelError
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
+from engine.quantization import mxfp4
 from engine.quantization.checkpoint import Layout, parse_layout
 from engine.quantization.files import read_tensors
 from engine.quantization.stored import StoredLayer
@@ -41,20 +42,25 @@ def load_quantized(
     Raises UnsupportedModelError, naming a tensor or a field of the configuration, or ConfigError.
     """
     method = quantization_config(hf_config) or {}
-    layout = parse_layout(method)
     plain_config = copy.deepcopy(hf_config)
     del plain_config.quantization_config
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(plain_config, dtype=dtype, **options)
-    rest, weights = _split(read_tensors(model, revision), layout, empty)
+    tensors = read_tensors(model, revision)
+    weights: dict[str, QuantizedWeight] = {}
+    if method.get("quant_method") == mxfp4.METHOD:
+        rest = mxfp4.dequantized(tensors, dtype)
+        logger.info("mxfp4 checkpoint: %d tensors of experts are dequantized", len(tensors) - len(rest))
+    else:
+        rest, weights = _split(tensors, parse_layout(method), empty)
+        logger.info(
+            "%s checkpoint: %d linear layers stay quantized; their inputs are not",
+            method["quant_method"],
+            len(weights),
+        )
     loaded = _load_rest(empty, rest)
     for name, weight in weights.items():
         loaded.set_submodule(name, QuantizedLinear(weight, loaded.get_submodule(name).bias))
-    logger.info(
-        "%s checkpoint: %d linear layers stay quantized; their inputs are not",
-        method["quant_method"],
-        len(weights),
-    )
     _take_generation_config(loaded, model, revision)
     return loaded
 

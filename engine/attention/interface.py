@@ -73,12 +73,15 @@ class AttentionBackend(Protocol):
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write key and value into the pool, then attend.
 
         query is [total_tokens, num_heads, head_dim], key and value are
         [total_tokens, num_kv_heads, head_dim], all of the rows' dtype and with any strides.
         A sliding window w lets position p see the positions in (p - w, p]; a soft cap c turns a score s into
-        c * tanh(s / c). Returns a new contiguous tensor of the query's shape and dtype.
+        c * tanh(s / c). `sinks`, floats [num_heads], are one more score per head, of a key that all rows see
+        and whose value is zero: it only adds to the softmax's denominator, and is neither scaled nor capped.
+        Returns a new contiguous tensor of the query's shape and dtype.
         """
         ...

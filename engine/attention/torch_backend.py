@@ -77,6 +77,7 @@ class TorchBackend:
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         self._write(layer, key, value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -84,9 +85,9 @@ class TorchBackend:
             rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
             gathered, keys, values = self._gather(layer, sequence, sliding_window)
             q = query[rows].transpose(0, 1)
-            if softcap:
+            if softcap or sinks is not None:
                 mask = _visible(sequence, gathered, sliding_window, q.device)
-                attended = _soft_capped_attention(q, keys, values, mask, scale, softcap)
+                attended = _spelled_out_attention(q, keys, values, mask, scale, softcap, sinks)
             else:
                 attended = _attention(q, keys, values, sequence, gathered, sliding_window, scale)
             out[rows] = attended.transpose(0, 1)
@@ -153,13 +154,23 @@ def _attention(
     return attended[0]
 
 
-def _soft_capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float
+def _spelled_out_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """The same in float32 with scores capped before the softmax, which SDPA cannot do."""
+    """The same in float32 with capped scores or with sinks, which SDPA does not know."""
     heads, query_len, head_dim = q.shape
     grouped = q.float().reshape(k.shape[0], -1, head_dim)
-    scores = torch.tanh(grouped @ k.float().transpose(1, 2) * (scale / softcap)) * softcap
+    scores = grouped @ k.float().transpose(1, 2) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     scores = scores.view(heads, query_len, -1).masked_fill(~mask, float("-inf"))
-    weights = scores.softmax(-1).view(k.shape[0], -1, k.shape[1])
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, query_len, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[1]].reshape(k.shape[0], -1, k.shape[1])
     return (weights @ v.float()).view(q.shape).to(q.dtype)

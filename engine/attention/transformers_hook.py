@@ -54,32 +54,45 @@ def set_current_backend(backend: AttentionBackend | None) -> None:
 
 
 def _run(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     backend = _current.backend
     if backend is None:
         raise RuntimeError("no attention backend is set: call set_current_backend before the forward")
     return backend.forward(
-        layer, query, key, value, scale=scale, sliding_window=window or None, softcap=softcap or None
+        layer,
+        query,
+        key,
+        value,
+        scale=scale,
+        sliding_window=window or None,
+        softcap=softcap or None,
+        sinks=sinks,
     )
 
 
-def _run_meta(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int, softcap: float
-) -> Tensor:
+def _run_meta(query: Tensor, *_: Any) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
 _library = torch.library.Library(NAME, "FRAGMENT")
 _library.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale, int window,"
-    " float softcap) -> Tensor"
+    " float softcap, Tensor? sinks) -> Tensor"
 )
 _library.impl("paged_attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAME}::paged_attention", _run_meta, lib=_library)
 paged_attention = torch.ops.tandem.paged_attention.default
 """Attention of packed rows over the current backend's pool: query [rows, num_heads, head_dim], key and value
-[rows, num_kv_heads, head_dim], layer, scale, sliding window (0: none), soft cap (0: none)."""
+[rows, num_kv_heads, head_dim], layer, scale, sliding window (0: none), soft cap (0: none), sinks [num_heads]
+or None."""
 
 
 def paged_attention_forward(
@@ -92,14 +105,17 @@ def paged_attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention function for packed rows.
 
     query is [1, num_heads, total_tokens, head_dim], key and value the same with num_kv_heads; the result is
-    [1, total_tokens, num_heads, head_dim]. Raises UnsupportedModelError for what would be computed wrongly.
+    [1, total_tokens, num_heads, head_dim]. `s_aux` are the heads' attention sinks. Raises
+    UnsupportedModelError for what would be computed wrongly.
     """
     _refuse_unsupported(module, query, key, value, attention_mask, dropout, kwargs)
+    _refuse_other_sinks(module, query.shape[1], s_aux)
     out = paged_attention(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
@@ -108,6 +124,7 @@ def paged_attention_forward(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
         softcap or 0.0,
+        s_aux,
     )
     return out.unsqueeze(0), None
 
@@ -134,13 +151,22 @@ def _refuse_unsupported(
         )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise UnsupportedModelError(f"{name}: attention that is not causal is not supported")
-    if getattr(module, "sinks", None) is not None or kwargs.get("s_aux") is not None:
-        raise UnsupportedModelError(f"{name}: attention sinks are not supported")
     if dropout or kwargs.get("output_attentions"):
         raise UnsupportedModelError(f"{name}: attention dropout and output_attentions are not supported")
     for argument, given in kwargs.items():
         if given is not None and argument not in _HARMLESS:
             raise UnsupportedModelError(f"{name}: attention argument {argument!r} is not supported")
+
+
+def _refuse_other_sinks(module: torch.nn.Module, num_heads: int, sinks: Tensor | None) -> None:
+    name = type(module).__name__
+    if sinks is None and getattr(module, "sinks", None) is not None:
+        raise UnsupportedModelError(f"{name}: attention sinks that are not handed over are not supported")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise UnsupportedModelError(
+            f"{name}: attention sinks of shape {list(sinks.shape)}, not one for each of {num_heads} heads, "
+            "are not supported"
+        )
 
 
 def refuse_masks(*args: Any, config: Any = None, use_vmap: bool = False, **kwargs: Any) -> None:

@@ -54,6 +54,7 @@ class OwnHeads:
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `AttentionBackend.forward`, of all heads. Raises LostRankError."""
         queries, keys = (slice(heads.start, heads.stop) for heads in self._heads)
@@ -65,6 +66,7 @@ class OwnHeads:
             scale=scale,
             sliding_window=sliding_window,
             softcap=softcap,
+            sinks=None if sinks is None else sinks[queries],
         )
         _, count, size = query.shape
         columns = Columns(range(queries.start * size, queries.stop * size), count * size)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.errors import UnsupportedModelError
+from engine.quantization import mxfp4
 from engine.quantization.awq import Awq
 from engine.quantization.compressed_tensors import CompressedTensors, Scheme
 from engine.quantization.fp8 import Fp8
@@ -47,9 +48,8 @@ def parse_layout(config: Mapping[str, Any]) -> Layout:
     """Of a `quantization_config`. Raises UnsupportedModelError, naming the field."""
     method = config.get("quant_method")
     if method not in _PARSE:
-        raise UnsupportedModelError(
-            f"quantization_config: quant_method is {method!r}, not one of {', '.join(_PARSE)}"
-        )
+        known = ", ".join((*_PARSE, mxfp4.METHOD))
+        raise UnsupportedModelError(f"quantization_config: quant_method is {method!r}, not one of {known}")
     return _PARSE[method](config)
 
 

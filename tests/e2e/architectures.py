@@ -63,6 +63,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
     "gpt_neox": {"rotary_pct": 0.25},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gpt_oss": {**_MOE, "sliding_window": SLIDING_WINDOW, "initializer_range": 0.5},
 }
 
 

@@ -105,10 +105,10 @@ def run(
     scale: float = 0.125,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     cls, _ = select_backend(pack.pool.device, pack.rows.dtype, backend)
     attention = cls(pack.pool.unbind(1), rows=pack.rows)
     attention.begin_step(pack.metadata)
-    return attention.forward(
-        layer, pack.query, pack.key, pack.value, scale=scale, sliding_window=window, softcap=softcap
-    )
+    new = (pack.query, pack.key, pack.value)
+    return attention.forward(layer, *new, scale=scale, sliding_window=window, softcap=softcap, sinks=sinks)

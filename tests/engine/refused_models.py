@@ -27,7 +27,6 @@ RECURRENT: dict[str, dict[str, Any]] = {
 
 _BY_TYPE: list[tuple[str, dict[str, Any], str]] = [
     ("mamba2", RECURRENT["mamba2"], "mamba2"),
-    ("gpt_oss", {"head_dim": 16, "num_local_experts": 2}, "sinks"),
     ("bloom", {"n_layer": 2, "n_head": 2}, "bloom"),
     (
         "deepseek_v3",

@@ -12,7 +12,9 @@ BACKENDS = available_backends(torch.device("cpu"))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-def reference(pack: Pack, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+def reference(
+    pack: Pack, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Row by row in float64, from the context that the pack was made of."""
     out = torch.zeros(pack.query.shape, dtype=torch.float64)
     group = pack.query.shape[1] // pack.key.shape[1]
@@ -25,15 +27,24 @@ def reference(pack: Pack, scale: float, window: int | None, softcap: float | Non
             scores = torch.einsum("hd,khd->hk", pack.query[row].double(), k[first : position + 1]) * scale
             if softcap:
                 scores = torch.tanh(scores / softcap) * softcap
-            out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[first : position + 1])
+            weights = scores.softmax(-1)
+            if sinks is not None:
+                weights = torch.cat([scores, sinks.double()[:, None]], dim=1).softmax(-1)[:, :-1]
+            out[row] = torch.einsum("hk,khd->hd", weights, v[first : position + 1])
             row += 1
     return out
 
 
-def check(backend: str, pack: Pack, window: int | None = None, softcap: float | None = None) -> None:
+def check(
+    backend: str,
+    pack: Pack,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
     scale = pack.query.shape[-1] ** -0.5 * 2
-    out = run(backend, pack, scale=scale, window=window, softcap=softcap)
-    expected = reference(pack, scale, window, softcap)
+    out = run(backend, pack, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    expected = reference(pack, scale, window, softcap, sinks)
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=TOLERANCE[out.dtype])
 
 
@@ -77,6 +88,16 @@ def test_window_and_soft_cap(backend: str, window: int, softcap: float | None) -
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_soft_cap_alone(backend: str) -> None:
     check(backend, make_pack(MIXED), softcap=3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks(backend: str, softcap: float | None, window: int | None, dtype: torch.dtype) -> None:
+    """From one without weight to one with nearly all of it, which would overflow as an exponential."""
+    sinks = torch.tensor([-torch.inf, -1.0, 3.0, 200.0]).to(dtype)
+    check(backend, make_pack([*MIXED, (3, 1100)], dtype=dtype), window, softcap, sinks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

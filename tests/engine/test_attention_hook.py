@@ -56,6 +56,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt_neox": {},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gpt_oss": GQA | {"head_dim": 16, **WINDOW, **MOE, "initializer_range": 2.0},
 }
 
 
@@ -183,7 +184,7 @@ def attention_inputs(head_dim: int = 8, value_dim: int = 8) -> tuple[Tensor, Ten
 @pytest.mark.parametrize(
     ("kwargs", "named"),
     [
-        ({"s_aux": torch.zeros(4)}, "sinks"),
+        ({"s_aux": torch.zeros(3, 4)}, "sinks"),
         ({"is_causal": False}, "causal"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"dropout": 0.1}, "dropout"),
@@ -206,12 +207,16 @@ def test_refuses_inputs_it_would_get_wrong() -> None:
         forward(module, *attention_inputs(), torch.zeros(1, 1, 3, 3))
     with pytest.raises(UnsupportedModelError, match="packed"):
         forward(module, *(t.expand(2, -1, -1, -1) for t in attention_inputs()), None)
+    module.sinks = torch.zeros(4)
+    with pytest.raises(UnsupportedModelError, match="sinks that are not handed over"):
+        forward(module, *attention_inputs(), None)
+    module.sinks = None  # type: ignore[assignment]
     module.is_causal = False  # type: ignore[assignment]
     with pytest.raises(UnsupportedModelError, match="causal"):
         forward(module, *attention_inputs(), None)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4_text", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v3"])
 def test_refuses_models_with_other_attention(model_type: str) -> None:
     transformers_hook.register()
     other = {"head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2}

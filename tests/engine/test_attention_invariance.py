@@ -68,7 +68,9 @@ def test_prefill_whole_in_chunks_or_row_by_row(
     assert torch.equal(run_in_chunks(chunked, chunk, window, softcap), expected)
 
 
-def run_in_chunks(pack: Pack, chunk: int, window: int | None, softcap: float | None) -> Tensor:
+def run_in_chunks(
+    pack: Pack, chunk: int, window: int | None, softcap: float | None, sinks: Tensor | None = None
+) -> Tensor:
     backend = CpuBackend(pack.pool.unbind(1), rows=pack.rows)
     length, table, slots = pack.lengths[0][1], pack.metadata.block_table, pack.metadata.slot_mapping
     parts = []
@@ -76,5 +78,27 @@ def run_in_chunks(pack: Pack, chunk: int, window: int | None, softcap: float | N
         rows = slice(begin, min(begin + chunk, length))
         backend.begin_step(describe([(rows.stop - begin, rows.stop)], table, slots[rows]))
         new = (pack.query[rows], pack.key[rows], pack.value[rows])
-        parts.append(backend.forward(1, *new, scale=0.125, sliding_window=window, softcap=softcap))
+        options = {"scale": 0.125, "sliding_window": window, "softcap": softcap, "sinks": sinks}
+        parts.append(backend.forward(1, *new, **options))  # type: ignore[arg-type]
     return torch.cat(parts)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8_rows"])
+def test_sinks(quantization: str) -> None:
+    """Alone, in a crowd, with splits shared by threads, in chunks."""
+    sinks = torch.tensor([0.5, -3.0, 4.0, 0.0])
+    together = []
+    for count in (1, 5):
+        torch.set_num_threads(count)
+        together.append(run("cpu", make_pack(CROWD, quantization=quantization), sinks=sinks))
+    assert torch.equal(*together)
+    assert not torch.equal(together[0], run("cpu", make_pack(CROWD, quantization=quantization)))
+    row = 0
+    for s, lengths in enumerate(CROWD):
+        alone = run("cpu", make_pack([lengths], first_seed=s, quantization=quantization), sinks=sinks)
+        assert torch.equal(together[0][row : row + lengths[0]], alone), lengths
+        row += lengths[0]
+    whole = make_pack([(600, 600)], quantization=quantization)
+    expected = run("cpu", whole, sinks=sinks)
+    chunked = make_pack([(600, 600)], quantization=quantization)
+    assert torch.equal(run_in_chunks(chunked, 100, None, None, sinks), expected)

@@ -380,8 +380,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             const int64_t token = first_token + origins[r].query;
             if (step.slots[token] < 0) continue;
             const int64_t offset = token * call.out_token + origins[r].head * call.out_head;
-            const float inverse_sum = 1 / sum_of_lanes(load(state.sums(r)));
-            write_output(state.output(r), inverse_sum, head_dim, static_cast<Query*>(call.out) + offset);
+            const float* sink = call.sinks ? call.sinks + origins[r].head : nullptr;
+            write_output(state.output(r), inverse_sum(state, r, sink), head_dim, static_cast<Query*>(call.out) + offset);
         }
     }
 

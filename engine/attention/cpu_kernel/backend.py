@@ -119,6 +119,7 @@ class CpuBackend:
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
@@ -126,6 +127,10 @@ class CpuBackend:
             query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._check(layer, query, key, value)
+        if sinks is not None:
+            if sinks.shape != query.shape[1:2]:
+                raise ValueError(f"sinks {tuple(sinks.shape)} are not one for each of {query.shape[1]} heads")
+            sinks = sinks.float().contiguous()
         call = CallArgs(
             query.data_ptr(),
             key.data_ptr(),
@@ -140,6 +145,7 @@ class CpuBackend:
             sliding_window or 0,
             scale,
             softcap or 0.0,
+            None if sinks is None else sinks.data_ptr(),
         )
         self._run(self._kernel, ctypes.byref(call))
         return out

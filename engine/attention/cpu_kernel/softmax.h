@@ -5,6 +5,8 @@
 
 #include "pack.h"
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
 // How raw scores become base-2 logarithms of weights.
 struct ScoreScale {
     float scale;   // applied to q.k, in units of log2
@@ -12,10 +14,9 @@ struct ScoreScale {
     float capped;  // soft cap: log2(e) cap
 
     ScoreScale(float qk_scale, float softcap) {
-        const float log2_e = 1.4426950408889634f;
-        inner = softcap > 0 ? 2 * log2_e * qk_scale / softcap : 0;
-        capped = log2_e * softcap;
-        scale = softcap > 0 ? 1 : qk_scale * log2_e;
+        inner = softcap > 0 ? 2 * LOG2_E * qk_scale / softcap : 0;
+        capped = LOG2_E * softcap;
+        scale = softcap > 0 ? 1 : qk_scale * LOG2_E;
     }
 
     Vec cap(Vec score) const {  // cap * tanh(score * scale / cap)
@@ -117,6 +118,15 @@ static __attribute__((noinline)) void rescale_rows(float* rows, int64_t stride, 
                                                    const float* factors) {
     for (int r = 0; r < count; r++, rows += stride)
         for (int i = 0; i < width; i += LANES) store(rows + i, load(rows + i) * factors[r]);
+}
+
+// One by the sum of a row's weights, relative to its maximum. A sink adds a weight to the sum, and may raise the maximum.
+static inline float inverse_sum(const RowState& state, int row, const float* sink) {
+    const float sum = sum_of_lanes(load(state.sums(row)));
+    if (!sink) return 1 / sum;
+    const float score = *sink * LOG2_E, maximum = std::max(state.maximum(row), score);
+    const Vec shares = exp2(splat(state.maximum(row) - maximum)), sinks = exp2(splat(score - maximum));
+    return shares[0] / (sum * shares[0] + sinks[0]);
 }
 
 // The row's output divided by the sum of its weights.

@@ -98,4 +98,5 @@ struct Call {
     int64_t query_token, query_head, key_token, key_head, value_token, value_head, out_token, out_head;
     int64_t layer, num_heads, window;
     double scale, softcap;
+    const float* sinks;  // one more score per head, of a key whose value is zero; or null
 };

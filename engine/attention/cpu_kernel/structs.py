@@ -37,4 +37,5 @@ class CallArgs(Structure):
         *((name, c_int64) for name in ("layer", "num_heads", "window")),
         ("scale", c_double),
         ("softcap", c_double),
+        ("sinks", c_void_p),
     )
