@@ -12,7 +12,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from bench.quantize.command import FORMATS
+from bench.quantize.cells import PLAIN, ROUNDED
 from bench.record import RESULTS, command_line, made_by, write_results
 from models.bundled import BUNDLED_MODEL
 from protocol.errors import TandemError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bench.speculate.plan import Drafting, NumTokens, Plan
     from protocol.config import ServeConfig
 
-PLAIN = "bf16"
+FORMATS = ",".join([PLAIN, *ROUNDED])
 
 
 class Pair(msgspec.Struct, frozen=True):

@@ -19,10 +19,11 @@ from rich.table import Table
 from bench.peers.llama_cpp import LlamaCpp
 from bench.peers.setup import DEFAULT_ENV_DIR
 from bench.quantize import speed
+from bench.quantize.cells import PLAIN, Cell
 from bench.record import RESULTS, write_results
 from protocol.config import ServeConfig
 
-TYPES = {speed.PLAIN: "bf16", "int8": "q8_0", "int4": "q4_0"}
+TYPES = {PLAIN: "bf16", "int8": "q8_0", "int4": "q4_0"}
 """llama.cpp's for each of our formats."""
 
 
@@ -56,7 +57,7 @@ def main(
         max_model_len=length,
         kv_cache_memory_bytes=256 << 20,
     )
-    engines = {each: speed.make_engine(config, each)[0] for each in formats}
+    engines = {each: speed.make_engine(Cell(each).applied(config, {}))[0] for each in formats}
     ggufs = {each: llama.gguf(model, TYPES[each]) for each in formats}
     measured: list[dict[str, Any]] = []
     for number in range(rounds):

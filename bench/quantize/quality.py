@@ -1,26 +1,27 @@
-"""How well the bundled model still predicts held-out code with its weights in a format."""
+"""How well a model still predicts held-out code with weights and KV in a format."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
-from bench.quantize.speed import PLAIN
-from engine.loader import load_model
+from engine.engine import Engine
+from engine.rows import SequenceRows
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
-from protocol.config import ServeConfig
+
+_CHUNK = 256
+"""Tokens of a text that run at once, as parts of a long prompt do."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Held-out bits per byte; and against the plain weights, the Kullback-Leibler divergence of the next
+    """Held-out bits per byte; and against the plain model, the Kullback-Leibler divergence of the next
     token's distribution in nats, and the share of places with the same likeliest token.
     """
 
@@ -31,47 +32,45 @@ class Quality:
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids, each text's int64 [1, length]; and the bytes that are predicted."""
+    """Token ids of each text, and the bytes that are predicted: all but those of first tokens."""
 
-    token_ids: Sequence[Tensor]
+    token_ids: Sequence[list[int]]
     num_bytes: int
 
 
 def held_out(texts: int) -> Text:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     lines = (BUNDLED_FOLDER / "heldout_prompts.jsonl").read_text().splitlines()[:texts]
-    encoded = [tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids for line in lines]
-    num_bytes = sum(len(tokenizer.decode(ids[0, 1:]).encode()) for ids in encoded)
-    return Text(encoded, num_bytes)
+    encoded: list[list[int]] = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
+    return Text(encoded, sum(len(tokenizer.decode(ids[1:]).encode()) for ids in encoded))
+
+
+def measure(engines: Mapping[str, Engine], plain: str, text: Text) -> dict[str, Quality]:
+    """By the engine's name; `plain` is the one that the others are compared with. They have no requests."""
+    reference = [_log_probabilities(engines[plain], ids) for ids in text.token_ids]
+    return {name: _quality(engine, reference, text) for name, engine in engines.items()}
 
 
 @torch.inference_mode()
-def measure(formats: Sequence[str], text: Text) -> dict[str, Quality]:
-    """By format, in bfloat16."""
-    plain = _log_probabilities(PLAIN, text)
-    qualities = {}
-    for format in formats:
-        found = plain if format == PLAIN else _log_probabilities(format, text)
-        qualities[format] = _quality(found, plain, text)
-    return qualities
+def _log_probabilities(engine: Engine, token_ids: list[int]) -> Tensor:
+    """Of a text's tokens but the first, float32 [length - 1, vocabulary]: through the pool, so that KV is in
+    its format wherever it is read.
+    """
+    blocks = list(range(-(-len(token_ids) // engine.pool.block_size)))
+    parts = []
+    for start in range(0, len(token_ids), _CHUNK):
+        rows = SequenceRows(token_ids[start : start + _CHUNK], start, [blocks])
+        parts.append(engine._runner.run([rows], list(range(len(rows.token_ids))), wants_hidden=False).logits)
+    logits = torch.cat(parts)[:-1, : engine.vocab_size]
+    return logits.float().log_softmax(-1)
 
 
-def _log_probabilities(format: str, text: Text) -> list[Tensor]:
-    """Of each text's tokens but the first, float32 [length - 1, vocabulary]."""
-    config = ServeConfig(model=str(BUNDLED_MODEL), device="cpu", dtype="bfloat16")
-    if format != PLAIN:
-        config = msgspec.structs.replace(config, quantization=format)
-    model: PreTrainedModel = load_model(config).model
-    model.set_attn_implementation("sdpa")
-    every = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in text.token_ids)
-    return [logits.float().log_softmax(-1) for logits in every]
-
-
-def _quality(found: Sequence[Tensor], plain: Sequence[Tensor], text: Text) -> Quality:
+def _quality(engine: Engine, reference: Sequence[Tensor], text: Text) -> Quality:
     nats, divergence, agreeing, places = 0.0, 0.0, 0, 0
-    for ours, reference, ids in zip(found, plain, text.token_ids, strict=True):
-        nats -= float(ours.gather(1, ids[0, 1:, None]).sum())
-        divergence += float((reference.exp() * (reference - ours)).sum())
-        agreeing += int((ours.argmax(1) == reference.argmax(1)).sum())
+    for plain, ids in zip(reference, text.token_ids, strict=True):
+        ours = _log_probabilities(engine, ids)
+        nats -= float(ours.gather(1, torch.tensor(ids)[1:, None]).sum())
+        divergence += float((plain.exp() * (plain - ours)).sum())
+        agreeing += int((ours.argmax(1) == plain.argmax(1)).sum())
         places += len(ours)
     return Quality(nats / math.log(2) / text.num_bytes, divergence / places, agreeing / places)

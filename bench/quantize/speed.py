@@ -8,8 +8,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from engine.engine import Engine
 from engine.held import hold
 from engine.loader import LoadedModel
@@ -17,9 +15,6 @@ from engine.select_forward import load_packed
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
-
-PLAIN = "bf16"
-"""The format's name where weights are not quantized."""
 
 PROMPT = 16
 """Tokens of the prompts whose decoding is timed."""
@@ -33,9 +28,8 @@ class Speed:
     decode: Mapping[int, float]
 
 
-def make_engine(config: ServeConfig, format: str) -> tuple[Engine, int]:
-    """With weights in this format; and their bytes."""
-    config = msgspec.structs.replace(config, quantization=None if format == PLAIN else format)
+def make_engine(config: ServeConfig) -> tuple[Engine, int]:
+    """And the bytes of its weights."""
     loaded = load_packed(config)
     num_bytes = weight_bytes(loaded)
     hold([(config, loaded)])
@@ -52,9 +46,16 @@ def weight_bytes(loaded: LoadedModel) -> int:
 
 
 def measure(
-    engines: Mapping[str, Engine], concurrencies: Sequence[int], prompt: int, output: int, rounds: int
+    engines: Mapping[str, Engine],
+    concurrencies: Sequence[int],
+    prompt: int,
+    output: int,
+    rounds: int,
+    context: int = PROMPT,
 ) -> dict[str, Speed]:
-    """Medians over rounds, by the engine's name. Prompts are of `prompt` tokens, answers of `output`."""
+    """Medians over rounds, by the engine's name. Prompts are of `prompt` tokens where they are timed, else of
+    `context`; answers of `output`.
+    """
     prefills: dict[str, list[float]] = defaultdict(list)
     decodes: dict[tuple[str, int], list[float]] = defaultdict(list)
     for number in range(rounds):
@@ -64,7 +65,7 @@ def measure(
             prefills[name].append(prompt / (time.perf_counter() - started))
         for concurrency in concurrencies:
             for name, engine in engines.items():
-                seconds = _answer(engine, f"{number}-{concurrency}", concurrency, PROMPT, output)
+                seconds = _answer(engine, f"{number}-{concurrency}", concurrency, context, output)
                 decodes[name, concurrency].append((output - 1) * concurrency / seconds)
     return {
         name: Speed(

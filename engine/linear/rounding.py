@@ -5,6 +5,8 @@ Nothing is calibrated.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,6 +16,8 @@ from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import E2M1_VALUES, INT4_ZERO, CodeFormat, QuantizedWeight
 from protocol.errors import ConfigError
+
+logger = logging.getLogger("tandem.engine")
 
 _GROUPS = {
     CodeFormat.INT8: (0,),
@@ -33,6 +37,12 @@ def round_linears(model: PreTrainedModel, format: CodeFormat) -> None:
         round_layers(model, format, model.get_output_embeddings())
     except ValueError as error:
         raise ConfigError(f"--quantization: {error}") from error
+    fused = [each for name, each in model.named_parameters() if ".experts." in name and each.ndim == 3]
+    if fused:
+        num_bytes = sum(each.nbytes for each in fused)
+        logger.warning(
+            "--quantization: experts that the model fuses, %.1f MB, are not rounded", num_bytes / 1e6
+        )
 
 
 def round_layers(model: nn.Module, format: CodeFormat, kept: nn.Module | None = None) -> None:

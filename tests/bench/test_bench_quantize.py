@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from bench.cli import app
+from models.bundled import BUNDLED_MODEL
 
 
 def run(*arguments: object) -> Result:
@@ -36,9 +38,40 @@ def test_formats_are_compared_with_bf16(tmp_path: Path) -> None:
     assert plain["bits_per_byte"] == pytest.approx(int4["bits_per_byte"], rel=0.1)
 
 
+def test_each_format_of_weights_is_compared_with_each_of_kv(tmp_path: Path) -> None:
+    """The bundled model's own predictions, and a checkpoint of it that is quantized already."""
+    shutil.copytree(BUNDLED_MODEL, tmp_path / "copy")
+    limits = ["--rounds", 1, "--texts", 2, "--prompt-len", 20, "--output-len", 3, "--threads", 1]
+    done = run(
+        *("--model", BUNDLED_MODEL.name, "--format", "int4+head", "--kv", "bf16,int8"),
+        *("--checkpoint", f"copy={tmp_path / 'copy'}", "--concurrency", "2", *limits, "--output", tmp_path),
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert list(found["quality"]) == ["bf16", "int4+head", "int4+head, KV int8", "copy", "copy, KV int8"]
+    plain, rounded = found["quality"]["bf16"], found["quality"]["copy, KV int8"]
+    assert found["quality"]["copy"] == plain and plain["divergence"] == 0
+    assert 0 < rounded["divergence"] < found["quality"]["int4+head"]["divergence"]
+    assert found["kv_token_bytes"]["copy, KV int8"] < 0.6 * found["kv_token_bytes"]["copy"]
+    tokens = 2 * (16 + 3)
+    for name, memory in found["memory_bytes"].items():
+        assert memory == found["weight_bytes"][name] + tokens * found["kv_token_bytes"][name]
+    table = (tmp_path / "README.md").read_text()
+    assert "| int4+head | int8 |" in table and "](formats.svg)" in table
+    assert "copy, KV int8" in (tmp_path / "formats.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [
+        ("--kv", "bf16,int4", "--kv: 'int4' is not one of bf16,int8,fp8"),
+        ("--checkpoint", "int4=folder", "has no name of its own, as in awq=folder"),
+        ("--checkpoint", "awq=/nowhere", "'/nowhere' is no folder with a model"),
+        (
+            "--checkpoint",
+            f"awq={BUNDLED_MODEL}",
+            "--checkpoint: held-out texts are for --model tandem-code-10m",
+        ),
         ("--format", "int8,int3", "'int3' is not one of bf16"),
         ("--concurrency", "1,x", "is not numbers with commas"),
         ("--concurrency", "0", "is not within 1 to 64"),

@@ -125,6 +125,17 @@ def test_a_head_that_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
         round_head(model)
 
 
+def test_experts_that_are_not_rounded_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    AutoConfig.for_model("qwen3_moe", vocab_size=64, **sizes, **experts).save_pretrained(tmp_path)
+    asked = config(tmp_path, "int8", "float32")
+    with caplog.at_level("WARNING", "tandem.engine"):
+        load_model(msgspec.structs.replace(asked, load_format="dummy"))
+    megabytes = 4 * 3 * 32 * 64 * 4 / 1e6
+    assert f"experts that the model fuses, {megabytes:.1f} MB, are not rounded" in caplog.text
+
+
 def test_layers_that_no_group_fits_are_refused_if_they_are_all(tmp_path: Path) -> None:
     shape = {"hidden_size": 40, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
     AutoConfig.for_model("llama", vocab_size=64, **shape).save_pretrained(tmp_path)

@@ -1,0 +1,75 @@
+"""What is compared: a format of the weights with a format of the KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from protocol.config import ServeConfig
+from protocol.speculation import Quantization
+
+PLAIN = "bf16"
+"""Of weights and of KV: not quantized."""
+
+ROUNDED: tuple[str, ...] = get_args(Quantization)
+KV_FORMATS = (PLAIN, "int8", "fp8")
+HEAD = "+head"
+"""Behind a format of the weights: the output head is rounded, too."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    weights: str
+    kv: str = PLAIN
+
+    @property
+    def name(self) -> str:
+        return self.weights if self.kv == PLAIN else f"{self.weights}, KV {self.kv}"
+
+    @property
+    def is_plain(self) -> bool:
+        return self == Cell(PLAIN)
+
+    def applied(self, config: ServeConfig, checkpoints: Mapping[str, Path]) -> ServeConfig:
+        """The configuration, of a plain model, with these formats; `checkpoints` are quantized copies."""
+        layers = self.weights.removesuffix(HEAD)
+        changes: dict[str, Any] = {"quantize_lm_head": self.weights.endswith(HEAD)}
+        if self.kv != PLAIN:
+            changes["kv_cache_dtype"] = self.kv
+        if layers in checkpoints:
+            changes["model"] = str(checkpoints[layers])
+        elif layers != PLAIN:
+            changes["quantization"] = layers
+        return msgspec.structs.replace(config, **changes)
+
+
+def parse_cells(weights: str, kv: str, checkpoints: Mapping[str, Path]) -> list[Cell]:
+    """Of lists with commas, the plain one first: what the others are compared with. Raises ValueError."""
+    known = [PLAIN, *ROUNDED, *checkpoints]
+    names = [*weights.split(","), *(name for name in checkpoints if name not in weights.split(","))]
+    for name in names:
+        if name.removesuffix(HEAD) not in known:
+            raise ValueError(f"--format: {name!r} is not one of {','.join(known)}, with or without {HEAD}")
+    kinds = kv.split(",")
+    for kind in kinds:
+        if kind not in KV_FORMATS:
+            raise ValueError(f"--kv: {kind!r} is not one of {','.join(KV_FORMATS)}")
+    cells = [Cell(PLAIN), *(Cell(name, kind) for name in names for kind in kinds)]
+    return list(dict.fromkeys(cells))
+
+
+def parse_checkpoints(given: list[str]) -> dict[str, Path]:
+    """From NAME=FOLDER. Raises ValueError."""
+    checkpoints = {}
+    for each in given:
+        name, _, folder = each.partition("=")
+        if not name or name in (PLAIN, *ROUNDED) or any(char in name for char in ",+"):
+            raise ValueError(f"--checkpoint: {each!r} has no name of its own, as in awq=folder")
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"--checkpoint: {each!r}: {folder!r} is no folder with a model")
+        checkpoints[name] = Path(folder)
+    return checkpoints
