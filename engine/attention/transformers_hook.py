@@ -61,7 +61,7 @@ def _run(
     scale: float,
     window: int,
     softcap: float,
-    sinks: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     backend = _current.backend
     if backend is None:
@@ -85,7 +85,7 @@ def _run_meta(query: Tensor, *_: Any) -> Tensor:
 _library = torch.library.Library(NAME, "FRAGMENT")
 _library.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale, int window,"
-    " float softcap, Tensor? sinks) -> Tensor"
+    " float softcap, Tensor? sinks=None) -> Tensor"
 )
 _library.impl("paged_attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAME}::paged_attention", _run_meta, lib=_library)
