@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend, AttentionMetadata
+from engine.attention.interface import AttentionBackend, AttentionMetadata, LayerKv
 from engine.attention.select import available_backends, select_backend
 from engine.host_memory import host_zeros
 
@@ -86,7 +86,9 @@ class Case:
 def measure(case: Case, names: list[str], seconds: float) -> dict[str, float]:
     """Best seconds of a step by backend, in interleaved runs."""
     backends = {
-        name: select_backend(case.pool.device, case.pool.dtype, name)[0](case.pool.unbind(1))
+        name: select_backend(case.pool.device, case.pool.dtype, name)[0](
+            [LayerKv.of(layer) for layer in case.pool.unbind(1)]
+        )
         for name in names
     }
     times: dict[str, list[float]] = {name: [] for name in names}

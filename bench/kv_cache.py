@@ -74,8 +74,9 @@ class Decoding:
         pool, generator = self.engine.pool, torch.Generator().manual_seed(0)
         rows = pool.groups[TARGET].rows
         for layer in pool.layers(TARGET):
-            shape = (*layer.shape[1:4], rows.head_dim(layer.shape[4]))
-            layer.copy_(rows.encode(torch.randn(shape, generator=generator).to(rows.dtype)))
+            for side in layer:
+                shape = (*side.shape[1:3], rows.head_dim(side.shape[3]))
+                side.copy_(rows.encode(torch.randn(shape, generator=generator).to(rows.dtype)))
 
     def step(self) -> float:
         """Its seconds."""

@@ -23,7 +23,7 @@ from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.loader import LoadedModel
 from engine.outputs import Kept, keep_tokens, token_output
 from engine.packing import PackedStep, pack
-from engine.pool_layout import DRAFT, Group, PoolLayout
+from engine.pool_layout import PoolLayout
 from engine.prefix import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
@@ -118,8 +118,8 @@ class Engine:
     def _make_pool(self, loaded: LoadedModel, allocate: Allocate | None) -> KVPool:
         """For the model's KV, and that of the speculator's draft, if it has any."""
         groups = [loaded.kv_group]
-        if self._speculator is not None and self._speculator.segment is not None:
-            groups.append(Group.uniform(DRAFT, self._speculator.segment))
+        if self._speculator is not None and self._speculator.kv_group is not None:
+            groups.append(self._speculator.kv_group)
         layout = PoolLayout(tuple(groups), self.config.block_size)
         num_blocks = pool_blocks(self.config, layout, loaded.device, loaded.max_model_len)
         return KVPool(layout, num_blocks, loaded.device, allocate)

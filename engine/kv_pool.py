@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from engine.attention.interface import LayerKv
 from engine.host_memory import host_zeros
 from engine.pool_layout import PoolLayout
 from protocol.config import ServeConfig
@@ -74,12 +75,19 @@ class KVPool:
     def segment(self, name: str) -> Tensor:
         return next(views[name] for views in self._segments if name in views)
 
-    def layers(self, group: str) -> list[Tensor]:
-        """The view of each of the group's layers: [num_blocks, num_planes, block_size, num_kv_heads,
-        head_dim or the width of a coded row].
-        """
+    def layers(self, group: str) -> list[LayerKv]:
+        """The keys and values of each of the group's layers."""
         of = self.groups[group]
-        return [self.segment(of.segment_name(place.segment))[:, place.index] for place in of.layers]
+
+        def view(segment: int, index: int) -> Tensor:
+            return self.segment(of.segment_name(segment))[:, index]
+
+        return [
+            LayerKv.of(view(place.segment, place.index))
+            if place.value_segment is None
+            else LayerKv(view(place.segment, place.index)[:, 0], view(place.value_segment, place.index)[:, 0])
+            for place in of.layers
+        ]
 
     def copy_block(self, arena: int, source: int, target: int) -> None:
         """All of it, source to target."""

@@ -7,6 +7,8 @@ of its arena: their segments, one after the other.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,11 +53,34 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class LayerShape:
+    """What a layer keeps of a token: keys and values, in some models of different sizes."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_values(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+    def segments(self, num_layers: int, dtype: torch.dtype) -> tuple[Segment, ...]:
+        """Of so many such layers: one, or one of the keys and one of the values."""
+        if self.key_dim == self.value_dim:
+            return (Segment(num_layers, self.num_kv_heads, self.key_dim, dtype),)
+        dims = self.key_dim, self.value_dim
+        return tuple(Segment(num_layers, self.num_kv_heads, dim, dtype, num_planes=1) for dim in dims)
+
+
+@dataclass(frozen=True)
 class LayerPlace:
-    """Where a layer's KV lies: `index` among the layers of its group's `segment`."""
+    """Where a layer's KV lies: `index` among the layers of its group's `segment`. This has the keys alone
+    where the values lie at the same index of `value_segment`.
+    """
 
     segment: int
     index: int
+    value_segment: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,33 @@ class Group:
     def uniform(cls, name: str, segment: Segment) -> Group:
         """Each layer has its own place in one segment."""
         return cls(name, (segment,), tuple(LayerPlace(0, index) for index in range(segment.num_layers)))
+
+    @classmethod
+    def of_layers(cls, name: str, layers: Sequence[LayerShape | int], dtype: torch.dtype) -> Group:
+        """Layers of one shape lie together. A number stands for the KV of an earlier layer, which this one
+        shares.
+        """
+        counts = Counter(layer for layer in layers if isinstance(layer, LayerShape))
+        segments: list[Segment] = []
+        firsts: dict[LayerShape, int] = {}
+        for shape, count in counts.items():
+            firsts[shape] = len(segments)
+            segments += shape.segments(count, dtype)
+        places: list[LayerPlace] = []
+        taken: Counter[LayerShape] = Counter()
+        for layer in layers:
+            if isinstance(layer, int):
+                places.append(places[layer])
+                continue
+            first, unlike = firsts[layer], layer.key_dim != layer.value_dim
+            places.append(LayerPlace(first, taken[layer], first + 1 if unlike else None))
+            taken[layer] += 1
+        return cls(name, tuple(segments), tuple(places))
+
+    @property
+    def num_values(self) -> int:
+        """Of a token, in all layers."""
+        return sum(math.prod((s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim)) for s in self.segments)
 
     @property
     def rows(self) -> KvRows:

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,13 +24,16 @@ from engine.attention.interface import AttentionMetadata
 from engine.attention.select import select_backend
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
-from engine.pool_layout import TARGET, Group, PoolLayout, Segment
+from engine.pool_layout import TARGET, Group, LayerShape, PoolLayout
+from protocol.handoff import MAX_SEGMENTS
 
 _BLOCK_SIZE = 4
 _TEXT, _SPLIT, _MATE = 6, 3, 2
 """Tokens of the text, of its first chunk, and of the request beside it. Few: large models take time."""
 _TABLE = ((1, 0), (3, 2))
 """Blocks of the other request, and of the text."""
+_MAX_SEGMENTS = MAX_SEGMENTS // 2
+"""The other half is for a draft model."""
 _TWINS = 0, 2
 """Rows with the same token and position."""
 _POISONED = 1
@@ -48,8 +51,13 @@ def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int) -> Group:
     name = model.config.model_type
     try:
         with torch.inference_mode():
-            num_kv_heads, head_dim = _probe_structure(model, name, num_layers)
-            group = Group.uniform(TARGET, Segment(num_layers, num_kv_heads, head_dim, dtype))
+            layers = _probe_structure(model, name, num_layers)
+            group = Group.of_layers(TARGET, layers, dtype)
+            if len(group.segments) > _MAX_SEGMENTS:
+                raise UnsupportedModelError(
+                    f"{name}: layers with KV of {len(group.segments)} different shapes are not supported, at "
+                    f"most {_MAX_SEGMENTS}"
+                )
             if not any(_same_logits(model, group, dtype, seed) for seed in range(_ATTEMPTS)):
                 raise UnsupportedModelError(
                     f"{name}: a text in chunks beside another request gets other logits than whole and alone"
@@ -68,17 +76,23 @@ class _AttentionOff:
     """Stands in for a backend: attends to nothing, and looks at what each layer hands over."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int]] = {}
+        self.layers: dict[int, LayerShape | int] = {}
+        """As `Group.of_layers` takes them."""
+        self._handed: list[tuple[int, Tensor, Tensor]] = []
+        """Layers with KV of their own, and that: kept, so that no later one gets its memory."""
         self.num_leaks = self.num_unlike = torch.zeros(())
         """Tensors with NaN in rows that were not poisoned, and those in which twins differ."""
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        if layer in self.shapes:
+        if layer in self.layers:
             raise UnsupportedModelError(f"layer {layer} runs attention more than once in a forward")
-        self.shapes[layer] = (key.shape[1], key.shape[2])
+        shares = [other for other, *kv in self._handed if other < layer and _are_same(kv, (key, value))]
+        self.layers[layer] = shares[0] if shares else LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        if not shares:
+            self._handed.append((layer, key, value))
         for rows in (query, key, value):
             self.look(rows)
-        return torch.zeros_like(query)
+        return query.new_zeros((*query.shape[:2], value.shape[2]))
 
     def look(self, rows: Tensor) -> None:
         is_tainted = rows.isnan().flatten(1).any(1)
@@ -89,21 +103,27 @@ class _AttentionOff:
         self.num_unlike = self.num_unlike + (difference > _MAX_TWIN_DIFFERENCE**2 * first.square().mean())
 
 
-def _probe_structure(model: PreTrainedModel, name: str, num_layers: int) -> tuple[int, int]:
-    """Number of KV heads and their size. Every layer must attend once, through our function."""
+def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Not equal, but the same memory: a layer hands over what another has computed."""
+    return all(
+        (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+        for a, b in zip(tensors, others, strict=True)
+    )
+
+
+def _probe_structure(model: PreTrainedModel, name: str, num_layers: int) -> list[LayerShape | int]:
+    """Each layer's KV, as `Group.of_layers` takes it. Every layer must attend once, through our function."""
     attention = _AttentionOff()
     tokens, positions = torch.tensor([[1, 2, 1, 3], [3, 0, 3, 1]], device=model.device)
     poisoned = torch.tensor([_POISONED], device=model.device)
     with _embeddings(model, lambda embeddings: embeddings.index_fill(1, poisoned, torch.nan)):
         attention.look(_forward(model, transformers_hook.PROBE_NAME, attention, tokens, positions))
-    missing = sorted(set(range(num_layers)) - set(attention.shapes))
+    missing = sorted(set(range(num_layers)) - set(attention.layers))
     if missing:
         raise UnsupportedModelError(
             f"{name}: layers {missing} do not use the attention interface (recurrent state or attention of "
             "their own), which is not supported"
         )
-    if len(set(attention.shapes.values())) != 1:
-        raise UnsupportedModelError(f"{name}: layers with KV of different shapes are not supported")
     if attention.num_leaks:
         raise UnsupportedModelError(
             f"{name}: tokens influence each other outside of attention (recurrent state or a convolution), "
@@ -111,7 +131,7 @@ def _probe_structure(model: PreTrainedModel, name: str, num_layers: int) -> tupl
         )
     if attention.num_unlike:
         raise UnsupportedModelError(f"{name}: a token's state depends on its row, not on its position alone")
-    return attention.shapes[0]
+    return [attention.layers[layer] for layer in range(num_layers)]
 
 
 def _same_logits(model: PreTrainedModel, group: Group, dtype: torch.dtype, seed: int) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.draft import Verdict
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.pool_layout import Segment
+from engine.pool_layout import Group
 from engine.profiling import ProfilingRun
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep
@@ -29,13 +29,13 @@ returns how many got room."""
 class Speculator(Protocol):
     """One per engine, for the engine's thread; `counters` and `report` may be called from any thread.
 
-    In each step the engine calls `prepare`, `verify` if there are drafts, and `finish`. `segment` is the
-    shape of the draft's KV, None if it has none. `hidden_layers` are the hidden states that it reads,
+    In each step the engine calls `prepare`, `verify` if there are drafts, and `finish`. `kv_group` is the
+    draft's KV, named `DRAFT`, None if it has none. `hidden_layers` are the hidden states that it reads,
     numbered as in Transformers' `hidden_states`: 0 the embeddings, i the output of layer i, the last one
     after the final norm.
     """
 
-    segment: Segment | None
+    kv_group: Group | None
     hidden_layers: tuple[int, ...]
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:

@@ -31,9 +31,19 @@ def describe_start(
         "attention": f"{backend.name} ({why})",
         "forward": runner.choice,
         "products": runner.products,
-        "kv_pool": f"{size}, KV in {loaded.kv_group.rows}",
+        "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}",
         "kv_tiers": tiers.describe() if tiers is not None else "none",
         "threads": str(torch.get_num_threads()),
         "load_s": f"{load_s:.1f}",
         "compile_s": f"{compile_s:.1f}",
     }
+
+
+def _expansion(loaded: LoadedModel) -> str:
+    """Latent attention (MLA, DeepSeek-V2, 2024) could keep the latents that keys and values are made of."""
+    config = loaded.model.config.get_text_config(decoder=True)
+    rank = getattr(config, "kv_lora_rank", None)
+    if not rank:
+        return ""
+    kept, latent = loaded.kv_group.num_values // len(loaded.kv_group.layers), rank + config.qk_rope_head_dim
+    return f", expanded: {kept} values a token and layer instead of {latent}"

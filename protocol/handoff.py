@@ -38,6 +38,10 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 Extents = Annotated[list[Extent], Meta(max_length=16)]
 
 
+MAX_SEGMENTS = 32
+"""Of a pool: layers with KV of another shape, or of another model, have one of their own, or two."""
+
+
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One segment of the blocks of an arena: `shape` is that of a single block, without the block dimension.
 
@@ -94,7 +98,7 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
     decode_incarnation: str
     num_tokens: Annotated[int, Meta(ge=1)]
     token_ids_digest: bytes
-    segments: list[SegmentInfo]
+    segments: Annotated[list[SegmentInfo], Meta(max_length=MAX_SEGMENTS)]
     state_position: Annotated[int, Meta(ge=0)]
     extents: Extents
     pushed_blocks: Annotated[int, Meta(ge=0)]

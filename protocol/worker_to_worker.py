@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from protocol.bounded import BlockHash, Count, Id, ShortText
 from protocol.draft_messages import DraftFor, Drafts
-from protocol.handoff import MAX_HANDOFF_S, Extents, HandoffManifest, SegmentInfo
+from protocol.handoff import MAX_HANDOFF_S, MAX_SEGMENTS, Extents, HandoffManifest, SegmentInfo
 from protocol.outputs import ErrorKind
 from protocol.peers import PeerAddress
 from protocol.requests import EngineRequest
@@ -28,7 +28,7 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
     request: EngineRequest
     prefill_worker: Id
     prefill_incarnation: Id
-    segments: Annotated[list[SegmentInfo], Meta(max_length=8)]
+    segments: Annotated[list[SegmentInfo], Meta(max_length=MAX_SEGMENTS)]
     ttl_s: Annotated[float, Meta(ge=0, le=MAX_HANDOFF_S)]
     wire_dtype: Annotated[str, Meta(max_length=32)] = "auto"
 

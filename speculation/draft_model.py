@@ -7,6 +7,7 @@ Its KV lies in the pool's second segment, under the target's blocks. It drafts c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -73,7 +74,7 @@ class DraftModel(Drafter):
             raise ConfigError(f"--speculative-config: model: {reason}") from error
         check_draft(self._loaded, target)
         self._vocab_size = target.vocab_size
-        self.segment = self._loaded.kv_group.segments[0]
+        self.kv_group = replace(self._loaded.kv_group, name=DRAFT)
         self._computed: dict[str, int] = {}
         """By request: leading places that have the draft model's KV."""
 

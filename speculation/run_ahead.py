@@ -12,7 +12,7 @@ from engine.decoder.forward import DecoderForward
 from engine.draft import Outcome, Verdict
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.pool_layout import TARGET, Segment
+from engine.pool_layout import TARGET, Group
 from engine.profiling import ProfilingRun
 from engine.rows import SequenceRows
 from engine.sampler import Sampler
@@ -40,7 +40,7 @@ class RunAhead:
     engine makes is a draft for somebody else. Without the native decoder, tokens come one a step.
     """
 
-    segment: Segment | None = None
+    kv_group: Group | None = None
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, config: ServeConfig) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.draft import Draft, Outcome, Verdict
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.pool_layout import Segment
+from engine.pool_layout import Group
 from engine.profiling import ProfilingRun
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep
@@ -77,7 +77,7 @@ class BatchSpeculator:
         self._account = Account()
         self._watch = CollapseWatch()
         self._controller = DraftController(config.max_num_seqs, most_drafted(self._options))
-        self.segment: Segment | None = None
+        self.kv_group: Group | None = None
         self.hidden_layers: tuple[int, ...] = ()
         self._remote = remote
         if remote is not None:
@@ -85,7 +85,7 @@ class BatchSpeculator:
         if self._deployed is not None and self._deployed.decode_workers_draft:
             drafter = build_drafter(self._deployed.method, self._options, config, loaded)
             self._drafters[self._deployed.method] = drafter
-            self.segment, self.hidden_layers = drafter.segment, drafter.hidden_layers
+            self.kv_group, self.hidden_layers = drafter.kv_group, drafter.hidden_layers
         self._feature_bytes = len(self.hidden_layers) * loaded.hidden_size * loaded.dtype.itemsize
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
@@ -103,11 +103,11 @@ class BatchSpeculator:
         for method, drafter in self._drafters.items():
             drafter.warm_up()
             self._add_method(method, drafter)
-            if measures and drafter.segment is not None and drafter.hidden_layers:
+            if measures and drafter.kv_group is not None and drafter.hidden_layers:
                 estimator.methods[method].time.per_read = measure_reading(profiling, drafter)
 
     def _add_method(self, method: Source, drafter: Drafter) -> None:
-        has_kv = drafter.segment is not None
+        has_kv = drafter.kv_group is not None
         self._controller.estimator.add_method(
             method,
             draft_shape(method, self._options),
@@ -269,7 +269,7 @@ class BatchSpeculator:
             if hidden is None and drafter.hidden_layers:
                 continue
             drafter.observe(found)
-            if drafter.segment is not None:
+            if drafter.kv_group is not None:
                 for each in found:
                     each.sequence.held.mark_drafted(drafter.num_drafted(each.sequence.request_id))
 
@@ -420,7 +420,7 @@ def _origin(sequence: SequenceState) -> Origin:
 
 def _unread(sequence: SequenceState, drafter: Drafter) -> int:
     """Tokens that the drafter must read before it drafts, but for the two that it may read with any draft."""
-    if drafter.segment is None:
+    if drafter.kv_group is None:
         return 0
     missed = max(len(sequence.token_ids) - drafter.num_drafted(sequence.request_id) - 2, 0)
     return min(missed, MOST_STEPS) if drafter.hidden_layers else missed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -46,10 +46,23 @@ class AttentionMetadata:
     """int32 [num_seqs]: no row sees keys before this one. At most the first query row's key. None: all 0."""
 
 
+class LayerKv(NamedTuple):
+    """A layer's part of a pool: two views [num_blocks, block_size, num_kv_heads, head_dim], or the width of a
+    coded row in place of head_dim. Keys and values may differ in that.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, both: Tensor) -> LayerKv:
+        """Of one view [num_blocks, 2, block_size, num_kv_heads, head_dim]."""
+        return cls(*both.unbind(1))
+
+
 class AttentionBackend(Protocol):
-    """Attends causally over the layers of a pool: each is a view [num_blocks, 2, block_size, num_kv_heads,
-    head_dim] of its keys and values, with shapes of its own and the same blocks. `rows` says how these are
-    kept if not as the model computes them; the last dimension is then the width of a coded row.
+    """Attends causally over the layers of a pool, each with shapes of its own and the same blocks. `rows`
+    says how keys and values are kept if not as the model computes them.
     """
 
     name: str
@@ -57,7 +70,7 @@ class AttentionBackend(Protocol):
     arena: int
     """Whose blocks the metadata name."""
 
-    def __init__(self, layers: Sequence[Tensor], arena: int = 0, rows: KvRows | None = None) -> None: ...
+    def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None: ...
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of the coming step share."""
@@ -77,11 +90,11 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Write key and value into the pool, then attend.
 
-        query is [total_tokens, num_heads, head_dim], key and value are
-        [total_tokens, num_kv_heads, head_dim], all of the rows' dtype and with any strides.
+        query is [total_tokens, num_heads, key_dim], key [total_tokens, num_kv_heads, key_dim] and value
+        [total_tokens, num_kv_heads, value_dim], all of the rows' dtype and with any strides.
         A sliding window w lets position p see the positions in (p - w, p]; a soft cap c turns a score s into
         c * tanh(s / c). `sinks`, floats [num_heads], are one more score per head, of a key that all rows see
         and whose value is zero: it only adds to the softmax's denominator, and is neither scaled nor capped.
-        Returns a new contiguous tensor of the query's shape and dtype.
+        Returns a new contiguous tensor [total_tokens, num_heads, value_dim] of the query's dtype.
         """
         ...

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.interface import AttentionMetadata
+from engine.attention.interface import AttentionMetadata, LayerKv
 from engine.kv_rows import KvRows
 
 
@@ -36,12 +36,13 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, layers: Sequence[Tensor], arena: int = 0, rows: KvRows | None = None) -> None:
+    def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena = arena
-        self._stored = rows or KvRows(layers[0].dtype)
+        keys = layers[0].keys
+        self._stored = rows or KvRows(keys.dtype)
         self._layers = list(layers)
-        self._device = layers[0].device
-        self.block_size = layers[0].shape[2]
+        self._device = keys.device
+        self.block_size = keys.shape[1]
         self._sequences: list[_Sequence] = []
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -80,7 +81,7 @@ class TorchBackend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         self._write(layer, key, value)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
         for sequence in self._sequences:
             rows = slice(sequence.first_row, sequence.first_row + sequence.query_len)
             gathered, keys, values = self._gather(layer, sequence, sliding_window)
@@ -98,8 +99,8 @@ class TorchBackend:
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         if self._has_padding:
             key, value = key[self._rows], value[self._rows]
-        self._layers[layer][self._blocks, 0, self._offsets] = self._stored.encode(key)
-        self._layers[layer][self._blocks, 1, self._offsets] = self._stored.encode(value)
+        for pool, rows in zip(self._layers[layer], (key, value), strict=True):
+            pool[self._blocks, self._offsets] = self._stored.encode(rows)
 
     def _gather(self, layer: int, sequence: _Sequence, window: int | None) -> tuple[int, Tensor, Tensor]:
         """The position of the first gathered key, and keys and values [num_kv_heads, keys, head_dim]."""
@@ -109,9 +110,12 @@ class TorchBackend:
             first = max(first, sequence.first_position - window + 1)
         first = first // size * size
         last = -(-sequence.context_len // size)
-        blocks = self._stored.decode(self._layers[layer][sequence.blocks[first // size : last]])
-        both = blocks.transpose(0, 1).flatten(1, 2)[:, : sequence.context_len - first]
-        return first, both[0].transpose(0, 1), both[1].transpose(0, 1)
+        blocks = sequence.blocks[first // size : last]
+        keys, values = (
+            self._stored.decode(pool[blocks]).flatten(0, 1)[: sequence.context_len - first].transpose(0, 1)
+            for pool in self._layers[layer]
+        )
+        return first, keys, values
 
 
 def _paths(metadata: AttentionMetadata, s: int, rows: slice) -> Tensor | None:
@@ -139,12 +143,15 @@ def _visible(sequence: _Sequence, gathered: int, window: int | None, device: tor
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sequence: _Sequence, gathered: int, window: int | None, scale: float
 ) -> Tensor:
-    """q [num_heads, query_len, head_dim] over k, v [num_kv_heads, keys, head_dim]; returns q's shape."""
+    """q [num_heads, query_len, key_dim] over k [num_kv_heads, keys, key_dim] and v [num_kv_heads, keys,
+    value_dim]: [num_heads, query_len, value_dim].
+    """
     kv_heads = k.shape[0]
     has_edge = gathered < sequence.first_key or (window and k.shape[1] > window)
     if sequence.query_len == 1 and not has_edge:
         grouped = q.reshape(1, kv_heads, -1, q.shape[-1])
-        return scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).view(q.shape)
+        attended = scaled_dot_product_attention(grouped, k[None], v[None], scale=scale)
+        return attended.reshape(q.shape[0], 1, -1)
     causal = sequence.paths is None and not has_edge and sequence.query_len == sequence.context_len
     mask = None if causal else _visible(sequence, gathered, window, q.device)
     gqa = q.shape[0] != kv_heads
@@ -173,4 +180,4 @@ def _spelled_out_attention(
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, query_len, 1)], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[1]].reshape(k.shape[0], -1, k.shape[1])
-    return (weights @ v.float()).view(q.shape).to(q.dtype)
+    return (weights @ v.float()).view(heads, query_len, -1).to(q.dtype)

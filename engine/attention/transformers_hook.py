@@ -78,8 +78,8 @@ def _run(
     )
 
 
-def _run_meta(query: Tensor, *_: Any) -> Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+def _run_meta(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty((*query.shape[:2], value.shape[2]))
 
 
 _library = torch.library.Library(NAME, "FRAGMENT")
@@ -90,9 +90,9 @@ _library.define(
 _library.impl("paged_attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAME}::paged_attention", _run_meta, lib=_library)
 paged_attention = torch.ops.tandem.paged_attention.default
-"""Attention of packed rows over the current backend's pool: query [rows, num_heads, head_dim], key and value
-[rows, num_kv_heads, head_dim], layer, scale, sliding window (0: none), soft cap (0: none), sinks [num_heads]
-or None."""
+"""Attention of packed rows over the current backend's pool: query [rows, num_heads, key_dim], key
+[rows, num_kv_heads, key_dim], value [rows, num_kv_heads, value_dim], layer, scale, sliding window (0: none),
+soft cap (0: none), sinks [num_heads] or None."""
 
 
 def paged_attention_forward(
@@ -110,9 +110,9 @@ def paged_attention_forward(
 ) -> tuple[Tensor, None]:
     """Transformers' attention function for packed rows.
 
-    query is [1, num_heads, total_tokens, head_dim], key and value the same with num_kv_heads; the result is
-    [1, total_tokens, num_heads, head_dim]. `s_aux` are the heads' attention sinks. Raises
-    UnsupportedModelError for what would be computed wrongly.
+    query is [1, num_heads, total_tokens, head_dim], key and value the same with num_kv_heads; values may have
+    another head_dim. The result is [1, total_tokens, num_heads, value's head_dim]. `s_aux` are the heads'
+    attention sinks. Raises UnsupportedModelError for what would be computed wrongly.
     """
     _refuse_unsupported(module, query, key, value, attention_mask, dropout, kwargs)
     _refuse_other_sinks(module, query.shape[1], s_aux)
@@ -145,10 +145,6 @@ def _refuse_unsupported(
         )
     if attention_mask is not None:
         raise UnsupportedModelError(f"{name}: an attention mask of its own is not supported")
-    if value.shape[-1] != key.shape[-1] or query.shape[-1] != key.shape[-1]:
-        raise UnsupportedModelError(
-            f"{name}: keys of head_dim {key.shape[-1]} with values of {value.shape[-1]} (MLA) not supported"
-        )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise UnsupportedModelError(f"{name}: attention that is not causal is not supported")
     if dropout or kwargs.get("output_attentions"):

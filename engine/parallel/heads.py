@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,7 +36,8 @@ def own_heads(queries: int, keys: int, ranks: Ranks) -> Heads:
 class OwnHeads:
     """An `AttentionBackend` over the pool's own KV heads: attends with the rank's own heads, and gathers."""
 
-    def __init__(self, backend: AttentionBackend, heads: Heads, ranks: Ranks) -> None:
+    def __init__(self, backend: AttentionBackend, heads: Sequence[Heads], ranks: Ranks) -> None:
+        """`heads` are those of each layer."""
         self.name, self.block_size, self.arena = backend.name, backend.block_size, backend.arena
         self._backend = backend
         self._heads = heads
@@ -57,7 +59,7 @@ class OwnHeads:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """As `AttentionBackend.forward`, of all heads. Raises LostRankError."""
-        queries, keys = (slice(heads.start, heads.stop) for heads in self._heads)
+        queries, keys = (slice(heads.start, heads.stop) for heads in self._heads[layer])
         attended = self._backend.forward(
             layer,
             query[:, queries],
@@ -68,6 +70,6 @@ class OwnHeads:
             softcap=softcap,
             sinks=None if sinks is None else sinks[queries],
         )
-        _, count, size = query.shape
+        (rows, count, _), size = query.shape, value.shape[2]
         columns = Columns(range(queries.start * size, queries.stop * size), count * size)
-        return self._ranks.gather(attended.flatten(1), columns).view(query.shape)
+        return self._ranks.gather(attended.flatten(1), columns).view(rows, count, size)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from engine.attention.interface import AttentionBackend
+from engine.attention.interface import AttentionBackend, LayerKv
 from engine.attention.select import select_backend
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
@@ -43,11 +43,14 @@ class ShareRunner:
         """Raises UnsupportedModelError where the model's heads can't be divided among so many ranks."""
         self._ranks = ranks
         heads = _share_heads(loaded, ranks)
-        layers = [layer[:, :, :, heads.keys.start : heads.keys.stop] for layer in pool.layers(TARGET)]
+        layers = [
+            LayerKv(*(side[:, :, own.keys.start : own.keys.stop] for side in layer))
+            for layer, own in zip(pool.layers(TARGET), heads, strict=True)
+        ]
         backend_class, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
         backend: AttentionBackend = backend_class(layers, loaded.kv_group.arena, loaded.kv_group.rows)
         if loaded.description is not None:
-            share = replace(loaded, description=DescriptionShare(loaded.description, heads, ranks))
+            share = replace(loaded, description=DescriptionShare(loaded.description, heads[0], ranks))
         else:
             share = replace(loaded, model=model_share(loaded.model, ranks))
             backend = OwnHeads(backend, heads, ranks)
@@ -73,12 +76,14 @@ class ShareRunner:
         return output
 
 
-def _share_heads(loaded: LoadedModel, ranks: Ranks) -> Heads:
-    text_config = loaded.model.config.get_text_config(decoder=True)
-    queries, keys = text_config.num_attention_heads, loaded.kv_group.segments[0].num_kv_heads
+def _share_heads(loaded: LoadedModel, ranks: Ranks) -> list[Heads]:
+    """Of each layer."""
+    group = loaded.kv_group
+    queries = loaded.model.config.get_text_config(decoder=True).num_attention_heads
     if queries % ranks.size:
         model = loaded.model.config.model_type
         raise UnsupportedModelError(
             f"{model}: {queries} attention heads cannot be divided among {ranks.size} tensor-parallel ranks"
         )
-    return own_heads(queries, keys, ranks)
+    keys = [group.segments[place.segment].num_kv_heads for place in group.layers]
+    return [own_heads(queries, count, ranks) for count in keys]

@@ -117,8 +117,10 @@ def _check(top: Tensor, segment: SegmentLayout, blocks: npt.NDArray[np.int64], p
     bad = ~(top <= LARGEST)
     if bad.any():
         row, plane, _, head, _ = bad.nonzero()[0].tolist()
-        layer, which = divmod(planes.start + plane, 2)
+        per_layer = segment.info.shape[1]
+        layer, which = divmod(planes.start + plane, per_layer)
+        kind = "KV"[which] if per_layer == 2 else f"plane {which}"
         raise NonFiniteError(
-            f"block {blocks[row]}, segment {segment.info.name}, layer {layer}, {'KV'[which]}, head {head}: "
+            f"block {blocks[row]}, segment {segment.info.name}, layer {layer}, {kind}, head {head}: "
             f"a value is not finite or is beyond {LARGEST:g}, and can't be quantized"
         )

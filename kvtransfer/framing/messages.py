@@ -10,7 +10,7 @@ from msgspec import Meta
 from kvtransfer.blocks.extents import MAX_PIECE_BLOCKS, PARTS_AT_ONCE, RUN_BYTES
 from protocol.bounded import Id
 from protocol.errors import ProtocolError
-from protocol.handoff import ArenaIndex, SegmentInfo
+from protocol.handoff import MAX_SEGMENTS, ArenaIndex, SegmentInfo
 
 WIRE_VERSION = 6
 NONCE_BYTES = 32
@@ -67,7 +67,7 @@ Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Reason = Annotated[str, Meta(max_length=512)]
 Number = Annotated[int, Meta(ge=0, lt=2**62)]
 Duration = Annotated[float, Meta(ge=0, le=1e9)]
-Segments = Annotated[list[SegmentInfo], Meta(max_length=8)]
+Segments = Annotated[list[SegmentInfo], Meta(max_length=MAX_SEGMENTS)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -19,7 +19,7 @@ from engine.attention.select import select_backend
 from engine.draft import Draft
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.pool_layout import DRAFT, Segment
+from engine.pool_layout import DRAFT, Group, Segment
 from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
 from engine.sampler import Sampler
@@ -71,7 +71,8 @@ class EagleDrafter(Drafter):
         if options.quantization is not None:
             self._loaded.round(CodeFormat(options.quantization), target)
         shape = self._loaded.head.shape
-        self.segment = Segment(1, shape.num_kv_heads, shape.head_dim, target.dtype)
+        segment = Segment(1, shape.num_kv_heads, shape.head_dim, target.dtype)
+        self.kv_group = Group.uniform(DRAFT, segment)
         self.hidden_layers = shape.captured
         self._combine = self._loaded.head.combine
         self._known: dict[str, Known] = {}

@@ -48,6 +48,12 @@ class SelfDrafter(Drafter):
         options = with_defaults(options, num_layers, can_round=multiplies)
         self._options, self._config = options, config
         self._kept = kept_layers(options, num_layers)
+        places = target.kv_group.layers
+        if len(self._kept) < num_layers and len(set(places)) < num_layers:
+            raise ConfigError(
+                f"--speculative-config: skip_layers: {target.model.config.model_type} has layers that share "
+                "their KV, so that it cannot draft with some of its layers alone"
+            )
         self._format = None if options.quantization is None else CodeFormat(options.quantization)
         if self._format is not None and _is_quantized(target):
             raise ConfigError(f"{FIELD}: the model's weights are quantized already: leave it away")

@@ -28,6 +28,22 @@ _COMMON: dict[str, Any] = {
 
 _MOE: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
+_ALTERNATING: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": SLIDING_WINDOW,
+}
+
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # of the rotated part
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+
 _UNTIED = {"tie_word_embeddings": False}  # else these repeat one token, whatever their attention does
 
 # What differs from the common shape, by model type.
@@ -63,6 +79,41 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
     "gpt_neox": {"rotary_pct": 0.25},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "mimo_v2_flash": {
+        **_MOE,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 48,
+        "num_key_value_heads": 1,  # twice that in layers with a window
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": SLIDING_WINDOW,
+    },
+    "gemma3n_text": {
+        **_UNTIED,
+        **_ALTERNATING,
+        "num_kv_shared_layers": 1,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
+    "gemma4_text": {
+        **_UNTIED,
+        **_ALTERNATING,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 16,
+    },
+    "deepseek_v3": {
+        **_MOE,
+        **_LATENT,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
     "gpt_oss": {**_MOE, "sliding_window": SLIDING_WINDOW, "initializer_range": 0.5},
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.interface import AttentionMetadata
+from engine.attention.interface import AttentionMetadata, LayerKv
 from engine.attention.select import select_backend
 from engine.kv_rows import KvRows
 
@@ -27,6 +27,10 @@ class Pack:
     query: Tensor
     key: Tensor
     value: Tensor
+
+    @property
+    def layers(self) -> list[LayerKv]:
+        return [LayerKv.of(layer) for layer in self.pool.unbind(1)]
 
 
 def describe(lengths: list[tuple[int, int]], block_table: Tensor, slots: Tensor) -> AttentionMetadata:
@@ -108,7 +112,7 @@ def run(
     sinks: Tensor | None = None,
 ) -> Tensor:
     cls, _ = select_backend(pack.pool.device, pack.rows.dtype, backend)
-    attention = cls(pack.pool.unbind(1), rows=pack.rows)
+    attention = cls(pack.layers, rows=pack.rows)
     attention.begin_step(pack.metadata)
     new = (pack.query, pack.key, pack.value)
     return attention.forward(layer, *new, scale=scale, sliding_window=window, softcap=softcap, sinks=sinks)

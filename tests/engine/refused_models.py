@@ -28,18 +28,6 @@ RECURRENT: dict[str, dict[str, Any]] = {
 _BY_TYPE: list[tuple[str, dict[str, Any], str]] = [
     ("mamba2", RECURRENT["mamba2"], "mamba2"),
     ("bloom", {"n_layer": 2, "n_head": 2}, "bloom"),
-    (
-        "deepseek_v3",
-        {
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 12,
-        }
-        | {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
-        "head_dim|MLA",
-    ),
     ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "encoder-decoder"),
     ("qwen3_next", RECURRENT["qwen3_next"], r"recurrent state|linear|qwen3_next"),
     (

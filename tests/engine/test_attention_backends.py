@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from engine.attention.interface import LayerKv
 from engine.attention.select import available_backends, select_backend
 from tests.engine.attention_packs import Pack, make_pack, run
 
@@ -16,7 +19,7 @@ def reference(
     pack: Pack, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Row by row in float64, from the context that the pack was made of."""
-    out = torch.zeros(pack.query.shape, dtype=torch.float64)
+    out = torch.zeros((*pack.query.shape[:2], pack.value.shape[2]), dtype=torch.float64)
     group = pack.query.shape[1] // pack.key.shape[1]
     row = 0
     for (query_len, context_len), keys, values in zip(pack.lengths, pack.keys, pack.values, strict=True):
@@ -150,7 +153,7 @@ def test_layers_with_shapes_of_their_own(backend: str, dtype: torch.dtype) -> No
     places = blocks.split([part[0].numel() for part in parts], dim=1)
     layers = [place.unflatten(1, part.shape[1:]) for place, part in zip(places, parts, strict=True)]
     cls, _ = select_backend(blocks.device, dtype, backend)
-    attention = cls(layers)
+    attention = cls([LayerKv.of(layer) for layer in layers])
     attention.begin_step(packs[0].metadata)
     for layer, pack in enumerate(packs):
         alone = run(backend, pack)
@@ -159,6 +162,55 @@ def test_layers_with_shapes_of_their_own(backend: str, dtype: torch.dtype) -> No
         )
         assert torch.equal(out, alone)
         assert torch.equal(layers[layer].nan_to_num(9.0), pack.pool[:, 1].nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 16), (16, 40), (192, 128), (40, 33)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_of_another_size_than_keys(
+    backend: str, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    pack, layer = with_values_of(value_dim, make_pack(MIXED, head_dim=key_dim, dtype=dtype, padding=2))
+    sinks, scale = torch.tensor([-1.0, 3.0, 0.5, 1.0]), key_dim**-0.5
+    out = attend(backend, pack, layer, scale, sinks)
+    expected = reference(pack, scale, 50, None, sinks)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("quantization", ["int8_rows", "fp8_rows"])
+def test_coded_values_of_another_size_than_keys(quantization: str) -> None:
+    """Both backends read the same bytes. Weights and queries of int8 are rounded, too."""
+    outs = []
+    for backend in BACKENDS:
+        keyed = make_pack(MIXED, head_dim=24, quantization=quantization)
+        pack, layer = with_values_of(40, keyed)
+        outs.append((attend(backend, pack, layer, 0.2, None), layer.keys.clone(), layer.values.clone()))
+    for out, keys, values in outs[1:]:
+        torch.testing.assert_close(out, outs[0][0], atol=1e-3, rtol=1e-3)
+        assert torch.equal(keys, outs[0][1])
+        assert torch.equal(values, outs[0][2])
+
+
+def with_values_of(value_dim: int, keyed: Pack) -> tuple[Pack, LayerKv]:
+    """The pack with values of another size, and its layer in a pool where these lie behind the keys."""
+    padding = len(keyed.query) - sum(q for q, _ in keyed.lengths)
+    options = {"dtype": keyed.rows.dtype, "quantization": keyed.rows.quantization, "padding": padding}
+    valued = make_pack(keyed.lengths, head_dim=value_dim, **options)  # type: ignore[arg-type]
+    sides = keyed.layers[1].keys, valued.layers[1].values
+    blocks = torch.cat([side.flatten(1) for side in sides], dim=1)
+    parts = blocks.split([side[0].numel() for side in sides], dim=1)
+    layer = LayerKv(*(part.unflatten(1, side.shape[1:]) for part, side in zip(parts, sides, strict=True)))
+    return replace(keyed, values=valued.values, value=valued.value), layer
+
+
+def attend(
+    backend: str, pack: Pack, layer: LayerKv, scale: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    cls, _ = select_backend(layer.keys.device, pack.rows.dtype, backend)
+    attention = cls([layer], rows=pack.rows)
+    attention.begin_step(pack.metadata)
+    new = pack.query, pack.key, pack.value
+    return attention.forward(0, *new, scale=scale, sliding_window=50, softcap=None, sinks=sinks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

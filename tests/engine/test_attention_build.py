@@ -222,13 +222,13 @@ def test_metadata_that_lead_outside_the_pool_are_refused(field: str, wrong: int)
     pack = make_pack([(1, 20), (3, 30)])
     getattr(pack.metadata, field).view(-1)[0] = wrong
     with pytest.raises(ValueError, match=field):
-        CpuBackend(pack.pool.unbind(1)).begin_step(pack.metadata)
+        CpuBackend(pack.layers).begin_step(pack.metadata)
 
 
 @has_compiler
 def test_tensors_that_do_not_fit_are_refused() -> None:
     pack = make_pack([(3, 30)])
-    backend = CpuBackend(pack.pool.unbind(1))
+    backend = CpuBackend(pack.layers)
     with pytest.raises(RuntimeError, match="begin_step"):
         backend.forward(0, pack.query, pack.key, pack.value, **PLAIN)
     backend.begin_step(pack.metadata)

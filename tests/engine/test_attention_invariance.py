@@ -71,7 +71,7 @@ def test_prefill_whole_in_chunks_or_row_by_row(
 def run_in_chunks(
     pack: Pack, chunk: int, window: int | None, softcap: float | None, sinks: Tensor | None = None
 ) -> Tensor:
-    backend = CpuBackend(pack.pool.unbind(1), rows=pack.rows)
+    backend = CpuBackend(pack.layers, rows=pack.rows)
     length, table, slots = pack.lengths[0][1], pack.metadata.block_table, pack.metadata.slot_mapping
     parts = []
     for begin in range(0, length, chunk):

@@ -87,7 +87,7 @@ def test_every_code_is_read_as_its_value(name: str, dtype: torch.dtype) -> None:
 
 @needs_kernel
 def test_rows_that_the_kernel_cannot_read_are_refused() -> None:
-    layers = make_pack([(1, 1)], quantization="int8_rows").pool.unbind(1)
+    layers = make_pack([(1, 1)], quantization="int8_rows").layers
     for rows in (None, KvRows(torch.float32), KvRows(torch.float16, "int8_rows")):
         with pytest.raises(ValueError, match=r"layers of torch.uint8 are not rows of"):
             CpuBackend(layers, rows=rows)

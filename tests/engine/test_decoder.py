@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import transformers_hook
 from engine.attention.cpu_kernel.backend import CpuBackend
+from engine.attention.interface import LayerKv
 from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward
 from engine.forward import Forward
@@ -87,7 +88,7 @@ def new_backend(model: PreTrainedModel, arena: int = 0) -> CpuBackend:
     attention = model.model.layers[0].self_attn
     heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
     pool = torch.zeros(NUM_BLOCKS, layers, 2, BLOCK, heads, attention.head_dim, dtype=torch.bfloat16)
-    return CpuBackend(pool.unbind(1), arena)
+    return CpuBackend([LayerKv.of(layer) for layer in pool.unbind(1)], arena)
 
 
 class Both:

@@ -12,20 +12,17 @@ import torch
 from torch import Tensor
 
 from engine.kv_pool import KVPool, pool_blocks
-from engine.pool_layout import DRAFT, TARGET, Group, LayerPlace, PoolLayout, Segment
+from engine.pool_layout import DRAFT, TARGET, Group, LayerPlace, LayerShape, PoolLayout, Segment
 from engine.tiers.memory import HostMemory
 from protocol.config import ServeConfig
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 TABLE = [7, 2, 9, 4, 0]
-UNLIKE = Group(
-    TARGET,
-    (Segment(2, 2, 8, torch.float32), Segment(1, 1, 12, torch.bfloat16, num_planes=1)),
-    (LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(0, 1), LayerPlace(0, 0)),
-)
-"""The second layer has one plane of its own shape, and the last shares the first one's KV."""
+LIKE, WIDE_KEYS = LayerShape(2, 8, 8), LayerShape(1, 12, 4)
+UNLIKE = Group.of_layers(TARGET, [LIKE, WIDE_KEYS, LIKE, 0], torch.float32)
+"""The second layer has values of another size than keys, and the last shares the first one's KV."""
 LAYOUT = PoolLayout((UNLIKE, Group.uniform(DRAFT, Segment(1, 1, 4, torch.bfloat16))), BLOCK_SIZE)
-NAMES = [TARGET, f"{TARGET}.1", DRAFT]
+NAMES = [TARGET, f"{TARGET}.1", f"{TARGET}.2", DRAFT]
 
 
 @pytest.fixture
@@ -47,20 +44,38 @@ def test_a_block_is_its_segments_one_after_the_other(pool: KVPool) -> None:
         parts = [pool.segment(name)[block].contiguous().view(torch.uint8).flatten() for name in NAMES]
         assert torch.equal(pool.arenas[0][block], torch.cat(parts))
     assert pool.arenas[0].is_contiguous()
-    assert pool.num_bytes == NUM_BLOCKS * (2 * 2 * 4 * 2 * 8 * 4 + 4 * 12 * 2 + 2 * 4 * 4 * 2)
+    assert pool.num_bytes == NUM_BLOCKS * (2 * 2 * 4 * 2 * 8 * 4 + 4 * 12 * 4 + 4 * 4 * 4 + 2 * 4 * 4 * 2)
     assert [info.name for info in pool.segments] == NAMES
-    assert [info.shape for info in pool.segments] == [(2, 2, 4, 2, 8), (1, 1, 4, 1, 12), (1, 2, 4, 1, 4)]
+    assert [info.shape for info in pool.segments] == [
+        (2, 2, 4, 2, 8),
+        (1, 1, 4, 1, 12),
+        (1, 1, 4, 1, 4),
+        (1, 2, 4, 1, 4),
+    ]
 
 
 def test_layers_are_views_of_their_places(pool: KVPool) -> None:
     first, second, third, shared = pool.layers(TARGET)
-    assert torch.equal(first, pool.segment(TARGET)[:, 0])
-    assert torch.equal(second, pool.segment(f"{TARGET}.1")[:, 0])
-    assert second.shape == (NUM_BLOCKS, 1, BLOCK_SIZE, 1, 12)
-    assert torch.equal(third, pool.segment(TARGET)[:, 1])
-    assert shared.data_ptr() == first.data_ptr()
-    third[5].fill_(9.0)
-    assert (pool.segment(TARGET)[5, 1] == 9.0).all()
+    assert torch.equal(first.keys, pool.segment(TARGET)[:, 0, 0])
+    assert torch.equal(first.values, pool.segment(TARGET)[:, 0, 1])
+    assert torch.equal(second.keys, pool.segment(f"{TARGET}.1")[:, 0, 0])
+    assert torch.equal(second.values, pool.segment(f"{TARGET}.2")[:, 0, 0])
+    assert second.keys.shape == (NUM_BLOCKS, BLOCK_SIZE, 1, 12)
+    assert second.values.shape == (NUM_BLOCKS, BLOCK_SIZE, 1, 4)
+    assert torch.equal(third.keys, pool.segment(TARGET)[:, 1, 0])
+    assert [side.data_ptr() for side in shared] == [side.data_ptr() for side in first]
+    third.values[5].fill_(9.0)
+    assert (pool.segment(TARGET)[5, 1, 1] == 9.0).all()
+
+
+def test_layers_of_one_shape_lie_together() -> None:
+    places = (LayerPlace(0, 0), LayerPlace(1, 0, 2), LayerPlace(0, 1), LayerPlace(0, 0))
+    assert UNLIKE.layers == places
+    segments = Segment(2, 2, 8, torch.float32), *WIDE_KEYS.segments(1, torch.float32)
+    assert UNLIKE.segments == segments
+    assert UNLIKE.num_values == 2 * LIKE.num_values + WIDE_KEYS.num_values == 2 * 32 + 16
+    plain = Group.of_layers(TARGET, [LIKE] * 3, torch.float32)
+    assert plain == Group.uniform(TARGET, Segment(3, 2, 8, torch.float32))
 
 
 def test_formats_of_unlike_shapes_have_unlike_names() -> None:

@@ -12,21 +12,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine import probe as probe_module
 from engine.attention import transformers_hook
 from engine.errors import UnsupportedModelError
-from engine.pool_layout import Group, Segment
+from engine.pool_layout import Group, LayerShape, Segment
 from engine.probe import probe
 from tests.e2e.architectures import ARCHITECTURES, config_of
 
 DTYPES = [torch.float32, torch.bfloat16]
+LAYERS = [LayerShape(2, 16, 16)] * 3
 
-GEMMA3N = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 1,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-    "vocab_size_per_layer_input": 320,
-    "hidden_size_per_layer_input": 16,
-    "laurel_rank": 8,
-    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-}
+UNLIKE = ("gemma3n_text", "gemma4_text", "mimo_v2_flash", "deepseek_v3")
+"""Not all of their layers have KV of the common shape."""
 FALCON_H1 = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32}
 
 
@@ -43,7 +37,7 @@ def check(model: PreTrainedModel) -> Group:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", [each for each in ARCHITECTURES if each not in UNLIKE])
 def test_accepts_what_is_served_right(model_type: str, dtype: torch.dtype) -> None:
     group = check(build(model_type, dtype))
     heads = 4 if model_type in ("gpt2", "gpt_neox", "opt") else 2
@@ -52,7 +46,27 @@ def test_accepts_what_is_served_right(model_type: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accepts_layers_that_share_their_keys(dtype: torch.dtype) -> None:
-    assert check(build("gemma3n_text", dtype, **GEMMA3N)).segments[0].num_layers == 4
+    group = check(build("gemma3n_text", dtype))
+    assert group.segments == (Segment(3, 2, 16, dtype),)
+    assert [place.index for place in group.layers] == [0, 1, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accepts_layers_of_unlike_shapes(dtype: torch.dtype) -> None:
+    """Two of four share their KV, too."""
+    group = check(build("gemma4_text", dtype))
+    assert group.segments == (Segment(1, 2, 16, dtype), Segment(1, 2, 32, dtype))
+    assert [(place.segment, place.index) for place in group.layers] == [(0, 0), (1, 0)] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accepts_values_of_another_size_than_keys(dtype: torch.dtype) -> None:
+    group = check(build("mimo_v2_flash", dtype))
+    full = [Segment(1, 1, dim, dtype, num_planes=1) for dim in (24, 16)]
+    sliding = [Segment(2, 2, dim, dtype, num_planes=1) for dim in (24, 16)]
+    assert group.segments == (*full, *sliding)
+    latent = check(build("deepseek_v3", dtype))
+    assert latent.segments == tuple(Segment(3, 4, dim, dtype, num_planes=1) for dim in (24, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -64,7 +78,7 @@ def test_refuses_recurrent_state_beside_attention(dtype: torch.dtype) -> None:
 
 def test_refuses_what_leaks_by_its_logits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("falcon_h1", torch.float32, initializer_range=0.02, **FALCON_H1)
-    monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: (2, 16))
+    monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: LAYERS)
     with pytest.raises(UnsupportedModelError, match="falcon_h1: a text in chunks"):
         check(model)
 
@@ -93,7 +107,7 @@ def test_refuses_positions_by_row(dtype: torch.dtype, monkeypatch: pytest.Monkey
     with pytest.raises(UnsupportedModelError, match="llama: a token's state depends on its row"):
         check(model)
     if dtype is torch.float32:
-        monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: (2, 16))
+        monkeypatch.setattr(probe_module, "_probe_structure", lambda *_: LAYERS)
         with pytest.raises(UnsupportedModelError, match="llama: a text in chunks"):
             check(model)
 

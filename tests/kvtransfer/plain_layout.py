@@ -13,12 +13,12 @@ from protocol.handoff import SegmentInfo
 
 
 def segment(
-    *shape: int, name: str = "target", dtype: str = "float32", quantization: str = "none"
+    *shape: int, name: str = "target", dtype: str = "float32", quantization: str = "none", planes: int = 2
 ) -> SegmentInfo:
     """`shape`: layers, block_size, kv_heads, head_dim."""
     layers, block_size, heads, head_dim = shape
     return SegmentInfo(
-        name=name, dtype=dtype, shape=(layers, 2, block_size, heads, head_dim), quantization=quantization
+        name=name, dtype=dtype, shape=(layers, planes, block_size, heads, head_dim), quantization=quantization
     )
 
 

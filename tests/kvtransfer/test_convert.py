@@ -61,11 +61,13 @@ def cases(draw: st.DrawFn) -> tuple:
     )
     quantization = draw(st.sampled_from(["none", "none", "int8", "fp8"]))
     wire, ours = [], []
-    for name in ["target", "draft"][: draw(st.integers(1, 2))]:
+    for name in ["target", "target.1", "draft"][: draw(st.integers(1, 3))]:
         layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        planes, size = draw(st.integers(1, 2)), draw(st.sampled_from([4, 8]))
         their, our = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
-        wire.append(segment(layers, wire_size, heads, 4, name=name, dtype=their, quantization=quantization))
-        ours.append(segment(layers, our_size, heads, 4, name=name, dtype=our))
+        stored = {"name": name, "planes": planes}
+        wire.append(segment(layers, wire_size, heads, size, dtype=their, quantization=quantization, **stored))
+        ours.append(segment(layers, our_size, heads, size, dtype=our, **stored))
     num_tokens = draw(st.integers(0, 60))
     first_token = draw(st.integers(0, num_tokens))
     # One position more than the prompt has: it is outside, like the slots behind the last token.

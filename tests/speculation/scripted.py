@@ -14,7 +14,7 @@ from engine.draft import Draft
 from engine.engine import Engine
 from engine.kv_pool import KVPool
 from engine.loader import LoadedModel
-from engine.pool_layout import Segment
+from engine.pool_layout import Group
 from engine.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
@@ -34,7 +34,7 @@ class ScriptedDrafter:
     Until it is `listening`, as while the engine measures itself, it drafts nothing.
     """
 
-    segment: Segment | None = None
+    kv_group: Group | None = None
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, script: Script) -> None:

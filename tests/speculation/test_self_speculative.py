@@ -126,7 +126,8 @@ def kv(engine: Engine, sequence: SequenceState, places: range, num_layers: int =
     (blocks,) = sequence.held.blocks
     size = engine.pool.block_size
     numbers, offsets = [blocks[place // size] for place in places], [place % size for place in places]
-    return torch.stack([layer[numbers, :, offsets] for layer in engine.pool.layers(TARGET)[:num_layers]])
+    layers = engine.pool.layers(TARGET)[:num_layers]
+    return torch.stack([torch.stack([side[numbers, offsets] for side in layer], dim=1) for layer in layers])
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="no kernels")

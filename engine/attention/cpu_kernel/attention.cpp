@@ -57,7 +57,7 @@ class Attention {
         call = given;
         layer = &layers[call.layer];
         const int group = int(call.num_heads / layer->num_kv_heads);
-        const int layer_width = int(layer->head_dim + LANES - 1) / LANES * LANES;
+        const int layer_width = int(layer->value_dim + LANES - 1) / LANES * LANES;
         if (plan.group != group || plan.kv_heads != layer->num_kv_heads || width != layer_width) {
             width = layer_width;
             plan.build(step, int(layer->num_kv_heads), group);
@@ -69,7 +69,7 @@ class Attention {
         const int64_t chunks = (step.total_tokens + WRITTEN_AT_ONCE - 1) / WRITTEN_AT_ONCE;
         share_out(chunks, step.total_tokens > SERIAL_TOKENS ? step.threads : 1, step.parallel,
                   [this](int64_t chunk) { write_rows(chunk); });
-        const bool threads_pay = plan.cost * layer->head_dim >= SERIAL_COST && step.parallel;
+        const bool threads_pay = plan.cost * (layer->key_dim + layer->value_dim) / 2 >= SERIAL_COST && step.parallel;
         threads_running = threads_pay ? step.threads : 1;
         next_task = 0;
         on_threads(threads_running, step.parallel, [this](int64_t thread) { attend(thread); });
@@ -86,7 +86,7 @@ class Attention {
     const Pool pool;
     const std::vector<KvLayer> layers;
     const KvLayer* layer = nullptr;  // of the call
-    int width = 0;                 // its head_dim rounded up to whole vectors
+    int width = 0;                 // its value_dim rounded up to whole vectors
     Step step{};
     Call call{};
     Plan plan;
@@ -108,7 +108,7 @@ template <class Query> void Attention::write_row(int64_t token) {
     const int64_t slot = step.slots[token];
     if (slot < 0) {
         auto* out = static_cast<Query*>(call.out) + token * call.out_token;
-        for (int64_t h = 0; h < call.num_heads; h++) memset(out + h * call.out_head, 0, layer->head_dim * sizeof(Query));
+        for (int64_t h = 0; h < call.num_heads; h++) memset(out + h * call.out_head, 0, layer->value_dim * sizeof(Query));
         return;
     }
     switch (pool.stored) {
@@ -125,14 +125,15 @@ template <class Query> static void put(const Query* row, int head_dim, Int8* to)
 template <class Query> static void put(const Query* row, int head_dim, Fp8* to) { encode(row, head_dim, to); }
 
 template <class Element, class Query> void Attention::write_heads(int64_t token, int64_t slot) {
-    const int head_dim = int(layer->head_dim);
+    const int key_dim = int(layer->key_dim), value_dim = int(layer->value_dim);
     const auto* key = static_cast<const Query*>(call.key) + token * call.key_token;
     const auto* value = static_cast<const Query*>(call.value) + token * call.value_token;
-    const int64_t row = slot % pool.block_size * layer->token_stride;
-    auto* to = static_cast<Element*>(layer->data) + slot / pool.block_size * pool.block_stride + row;
-    for (int64_t h = 0; h < layer->num_kv_heads; h++, to += stored<Element>(head_dim)) {
-        put(key + h * call.key_head, head_dim, to);
-        put(value + h * call.value_head, head_dim, to + layer->side_stride);
+    const int64_t block = slot / pool.block_size * pool.block_stride, offset = slot % pool.block_size;
+    auto* keys = static_cast<Element*>(layer->keys) + block + offset * layer->key_stride;
+    auto* values = static_cast<Element*>(layer->values) + block + offset * layer->value_stride;
+    for (int64_t h = 0; h < layer->num_kv_heads; h++) {
+        put(key + h * call.key_head, key_dim, keys + h * stored<Element>(key_dim));
+        put(value + h * call.value_head, value_dim, values + h * stored<Element>(value_dim));
     }
 }
 
@@ -141,7 +142,7 @@ void Attention::attend(int64_t thread) {
     if (pool.stored == INT8) return attend_as<WholeMath, Int8, float>(thread);
 #if defined(BF16_PAIRS)
     if (pool.stored == FP8 && pool.is_bf16) return attend_as<PairMath, Fp8, uint16_t>(thread);
-    if (pool.is_bf16 && layer->head_dim % 2 == 0) return attend_as<PairMath, uint16_t, uint16_t>(thread);
+    if (pool.is_bf16 && layer->key_dim % 2 == 0) return attend_as<PairMath, uint16_t, uint16_t>(thread);
 #else
     if (pool.stored == FP8 && pool.is_bf16) return attend_as<FloatMath, Fp8, uint16_t>(thread);
 #endif
@@ -169,13 +170,14 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
     Worker(Attention& attention, Scratch& scratch)
         : a(attention), step(a.step), call(a.call), how(float(call.scale), float(call.softcap)),
-          head_dim(int(a.layer->head_dim)), row_size(stored<Element>(head_dim)),
-          words(head_dim / Math::PER_WORD), width(a.width), origins(a.plan.max_rows()) {
+          key_dim(int(a.layer->key_dim)), value_dim(int(a.layer->value_dim)), key_size(stored<Element>(key_dim)),
+          value_size(stored<Element>(value_dim)), words(key_dim / Math::PER_WORD), width(a.width), origins(a.plan.max_rows()) {
         const size_t rows = a.plan.max_rows(), states = rows * RowState::stride(width);
         const size_t sizes[] = {rows * words,          2 * size_t(TILE) * words, size_t(TILE) * width,
-                                size_t(16) * head_dim, 3 * BLOCK_ROWS * TILE,    BLOCK_ROWS * TILE,
-                                states,                states,                   CODED ? rows : 0,
-                                CODED ? 2 * TILE : 0,  CODED ? TILE : 0};
+                                size_t(16) * std::max(key_dim, value_dim),
+                                3 * BLOCK_ROWS * TILE, BLOCK_ROWS * TILE,        states,
+                                states,                CODED ? rows : 0,         CODED ? 2 * TILE : 0,
+                                CODED ? TILE : 0};
         size_t floats = 0;
         for (size_t size : sizes) floats += Scratch::rounded(size);
         scratch.reserve(floats);
@@ -233,7 +235,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                     origins[r] = {q, (task.first_head + head) * a.plan.group + g, sight};
                     const int64_t offset = (first_token + q) * call.query_token + origins[r].head * call.query_head;
                     const Query* row = static_cast<const Query*>(call.query) + offset;
-                    const float unit = load_query(row, head_dim, buffer, queries + r * words, words);
+                    const float unit = load_query(row, key_dim, buffer, queries + r * words, words);
                     if (CODED) units[r] = unit;
                 }
             }
@@ -252,14 +254,17 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     }
 
     void locate(const Task& task, int64_t first_key, int64_t end, TileRows<Element>& to) const {
-        const auto* base = static_cast<const Element*>(a.layer->data) + task.first_head * row_size;
-        const int64_t row = a.layer->token_stride;
+        const auto* keys = static_cast<const Element*>(a.layer->keys) + task.first_head * key_size;
+        const auto* values = static_cast<const Element*>(a.layer->values) + task.first_head * value_size;
+        const int64_t key_stride = a.layer->key_stride, value_stride = a.layer->value_stride;
         int64_t block = first_key / a.pool.block_size, offset = first_key % a.pool.block_size;
-        to.to_value = a.layer->side_stride;
         to.count = int(std::clamp<int64_t>(end - first_key, 0, TILE));
-        for (int k = 0; k < to.count; k++) {
-            to.keys[k] = base + step.block(task.sequence, block) * a.pool.block_stride + offset * row;
-            if (++offset == a.pool.block_size) block++, offset = 0;
+        for (int k = 0; k < to.count; block++, offset = 0) {
+            const int64_t start = step.block(task.sequence, block) * a.pool.block_stride;
+            const Element* key = keys + start + offset * key_stride;
+            const Element* value = values + start + offset * value_stride;
+            const int last = int(std::min<int64_t>(to.count, k + a.pool.block_size - offset));
+            for (; k < last; k++, key += key_stride, value += value_stride) to.keys[k] = key, to.values[k] = value;
         }
     }
 
@@ -273,12 +278,13 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
     void attend_tile(const Task& task, int64_t first_key, const RowState& state) {
         constexpr int PLACES = 11;  // a head's fetches: four while packing keys, four for values, then three
-        Sweep<Element> sweep{*next, row_size * task.heads, 2 * TILE / task.heads / PLACES + 1};
+        Sweep<Element> sweep{*next, key_size * task.heads, value_size * task.heads,
+                             2 * TILE / task.heads / PLACES + 1};
         const bool in_tree = step.is_tree(task.sequence) && first_key + TILE > step.tree_start[task.sequence];
         if (in_tree) locate(task, first_key + TILE, last_key(task), behind);
         for (int head = 0; head < task.heads; head++) {
-            take_keys(*tile, head * row_size, sweep, 0);
-            take_values(*tile, head * row_size, sweep, 0);
+            take_keys(*tile, head * key_size, sweep, 0);
+            take_values(*tile, head * value_size, sweep, 0);
             if (in_tree) {
                 attend_paths(task, head, first_key, sweep, state);
                 continue;
@@ -291,30 +297,29 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
     // Packs the keys of tile i: this one, or the one behind it.
     void take_keys(const TileRows<Element>& from, int64_t offset, Sweep<Element>& sweep, int i) {
-        pack_keys(from, offset, head_dim, words, sweep, buffer, keys + i * TILE * words);
-        if constexpr (CODED) take_scales(from, offset, head_dim, 0, key_scales + i * TILE);
+        pack_keys(from, offset, key_dim, words, sweep, buffer, keys + i * TILE * words);
+        if constexpr (CODED) take_scales(from.keys, from.count, offset, key_dim, 0, key_scales + i * TILE);
     }
 
     // Packs values to the places from `first` on, a multiple of the keys in a word.
     void take_values(const TileRows<Element>& from, int64_t offset, Sweep<Element>& sweep, int first) {
-        pack_values(from, offset, head_dim, sweep, width, buffer, values + first / Math::PER_WORD * width);
-        if constexpr (CODED) take_scales(from, offset + from.to_value, head_dim, first, value_scales);
+        pack_values(from, offset, value_dim, sweep, width, buffer, values + first / Math::PER_WORD * width);
+        if constexpr (CODED) take_scales(from.values, from.count, offset, value_dim, first, value_scales);
     }
 
     // For a tile with keys of the tree: each row's keys are moved to the places that they would have in a chain, so
     // that the row's result has the same bits as in a chain.
     void attend_paths(const Task& task, int head, int64_t first_key, Sweep<Element>& sweep, const RowState& state) {
-        const int64_t start = step.tree_start[task.sequence], offset = head * row_size;
-        take_keys(behind, offset, sweep, 1);
+        const int64_t start = step.tree_start[task.sequence];
+        take_keys(behind, head * key_size, sweep, 1);
         const int in_place = int(std::clamp<int64_t>(start - first_key, 0, TILE)) / Math::PER_WORD * Math::PER_WORD;
         for (int q = 0; q < task.queries; q++) {
             const Path path(step.path(task.sequence, task.first_query + q), start - first_key);
             if (path.end <= in_place) continue;
             TileRows<Element> moved;
-            moved.to_value = a.layer->side_stride;
             for (int k = in_place; k < path.end; k++)
-                moved.keys[moved.count++] = (path.from[k] < TILE ? *tile : behind).keys[path.from[k] % TILE];
-            take_values(moved, offset, sweep, in_place);
+                moved.values[moved.count++] = (path.from[k] < TILE ? *tile : behind).values[path.from[k] % TILE];
+            take_values(moved, head * value_size, sweep, in_place);
             const int first = head * head_rows + q * a.plan.group, last = first + a.plan.group;
             for (int row = first; row < last; row += BLOCK_ROWS)
                 attend_rows(row, std::min(BLOCK_ROWS, last - row), first_key, sweep, state, &path);
@@ -381,7 +386,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             if (step.slots[token] < 0) continue;
             const int64_t offset = token * call.out_token + origins[r].head * call.out_head;
             const float* sink = call.sinks ? call.sinks + origins[r].head : nullptr;
-            write_output(state.output(r), inverse_sum(state, r, sink), head_dim, static_cast<Query*>(call.out) + offset);
+            write_output(state.output(r), inverse_sum(state, r, sink), value_dim, static_cast<Query*>(call.out) + offset);
         }
     }
 
@@ -389,7 +394,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     const Step& step;
     const Call& call;
     const ScoreScale how;
-    const int head_dim, row_size, words, width;
+    const int key_dim, value_dim, key_size, value_size, words, width;
     std::vector<Origin> origins;
     Word *queries, *keys, *values, *buffer, *weights;
     float *scores, *units, *key_scales, *value_scales;

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.cpu_kernel.structs import CallArgs, KvLayerArgs, PoolArgs, StepArgs
-from engine.attention.interface import AttentionMetadata
+from engine.attention.interface import AttentionMetadata, LayerKv
 from engine.kv_rows import KvRows
 from native.build import declare, load_library
 from native.openmp import gomp_parallel
@@ -43,23 +43,25 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, layers: Sequence[Tensor], arena: int = 0, rows: KvRows | None = None) -> None:
+    def __init__(self, layers: Sequence[LayerKv], arena: int = 0, rows: KvRows | None = None) -> None:
         self.arena = arena
-        self._rows = rows or KvRows(layers[0].dtype)
+        first = layers[0].keys
+        self._rows = rows or KvRows(first.dtype)
         self.parallel = gomp_parallel()
         """The address of the function that runs work on several threads (native/parallel.h)."""
-        first = layers[0]
         if (
             self._rows.dtype not in (torch.float32, torch.bfloat16)
             or first.dtype is not self._rows.stored_dtype
         ):
             raise ValueError(f"layers of {first.dtype} are not rows of {self._rows} that the kernel reads")
-        num_blocks, _, self.block_size, _, _ = first.shape
+        num_blocks, self.block_size, _, _ = first.shape
         self._library = load()
         self._layers = list(layers)
         self._num_rows = 0
         table = [
-            KvLayerArgs(layer.data_ptr(), layer.stride(1), layer.stride(2), *self._shape(layer))
+            KvLayerArgs(
+                *(side.data_ptr() for side in layer), *(side.stride(1) for side in layer), *self._shape(layer)
+            )
             for layer in layers
         ]
         copied = (KvLayerArgs * len(layers))(*table)
@@ -125,7 +127,7 @@ class CpuBackend:
         if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
         self._check(layer, query, key, value)
         if sinks is not None:
             if sinks.shape != query.shape[1:2]:
@@ -150,9 +152,10 @@ class CpuBackend:
         self._run(self._kernel, ctypes.byref(call))
         return out
 
-    def _shape(self, layer: Tensor) -> tuple[int, int]:
-        """A layer's KV heads, and their size."""
-        return layer.shape[3], self._rows.head_dim(layer.shape[4])
+    def _shape(self, layer: LayerKv) -> tuple[int, int, int]:
+        """A layer's KV heads, and the sizes of their keys and values."""
+        key_dim, value_dim = (self._rows.head_dim(side.shape[3]) for side in layer)
+        return layer.keys.shape[2], key_dim, value_dim
 
     def _check(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """What the kernel would read or write out of bounds."""
@@ -160,10 +163,13 @@ class CpuBackend:
             raise RuntimeError("begin_step must come before forward")
         if not 0 <= layer < len(self._layers):
             raise ValueError(f"layer {layer} is not among the pool's {len(self._layers)}")
-        shape, expected = query.shape, (self._num_rows, *self._shape(self._layers[layer]))
-        if key.shape != expected or value.shape != expected:
-            raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {expected}")
-        if shape[0] != expected[0] or shape[2] != expected[2] or shape[1] % expected[1]:
-            raise ValueError(f"query {tuple(shape)} does not fit keys {expected}")
+        rows, (kv_heads, key_dim, value_dim) = self._num_rows, self._shape(self._layers[layer])
+        keys, values = (rows, kv_heads, key_dim), (rows, kv_heads, value_dim)
+        if key.shape != keys or value.shape != values:
+            raise ValueError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} are not {keys} and {values}"
+            )
+        if query.shape[::2] != keys[::2] or query.shape[1] % kv_heads:
+            raise ValueError(f"query {tuple(query.shape)} does not fit keys {keys}")
         if not query.dtype is key.dtype is value.dtype is self._rows.dtype:
             raise ValueError(f"query, key and value must be of the pool's {self._rows.dtype}")

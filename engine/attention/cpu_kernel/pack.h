@@ -127,10 +127,9 @@ static inline void transpose_codes(const int32_t* const* from, int fours, int32_
     }
 }
 
-// Pointers to a tile's keys, for the first head of a task. A key's value is `to_value` elements after the key.
+// Pointers to a tile's keys and values, for the first head of a task.
 template <class Element> struct TileRows {
-    const Element* keys[TILE];
-    int64_t to_value;
+    const Element *keys[TILE], *values[TILE];
     int count = 0;
 };
 
@@ -138,8 +137,8 @@ template <class Element> struct TileRows {
 // parts of the work on this tile, so that loads and arithmetic overlap.
 template <class Element> struct Sweep {
     const TileRows<Element>& rows;
-    int elements;  // of a row, all heads
-    int quota;     // rows to fetch at a time
+    int key_elements, value_elements;  // of a row, all heads
+    int quota;                         // rows to fetch at a time
     int done = 0;
 
     // always_inline: g++ drops calls to a function that only prefetches, because it sees no effect.
@@ -147,8 +146,8 @@ template <class Element> struct Sweep {
         constexpr int LINE = 64 / sizeof(Element);
         for (int last = std::min(done + quota, 2 * rows.count); done < last; done++) {
             const bool value = done >= rows.count;
-            const Element* row = value ? rows.keys[done - rows.count] + rows.to_value : rows.keys[done];
-            for (int e = 0; e < elements; e += LINE) __builtin_prefetch(row + e, 0, 2);
+            const Element* row = value ? rows.values[done - rows.count] : rows.keys[done];
+            for (int e = 0; e < (value ? value_elements : key_elements); e += LINE) __builtin_prefetch(row + e, 0, 2);
         }
     }
 };
@@ -182,10 +181,9 @@ static void pack_keys(const TileRows<Int8>& rows, int64_t offset, int head_dim, 
 
 // scales[TILE]: of the rows at this offset, zeros after the last one.
 template <class Element>
-static void take_scales(const TileRows<Element>& rows, int64_t offset, int head_dim, int first, float* scales) {
-    const int count = rows.count;
+static void take_scales(const Element* const* rows, int count, int64_t offset, int head_dim, int first, float* scales) {
 #pragma GCC unroll 8
-    for (int k = 0; k < count; k++) scales[first + k] = scale_of(rows.keys[k] + offset, head_dim);
+    for (int k = 0; k < count; k++) scales[first + k] = scale_of(rows[k] + offset, head_dim);
     for (int k = first + count; k < TILE; k++) scales[k] = 0;
 }
 
@@ -193,10 +191,9 @@ static void take_scales(const TileRows<Element>& rows, int64_t offset, int head_
 template <class Element>
 static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
                         int width, float*, float* packed) {
-    offset += rows.to_value;
     for (int k = 0; k < rows.count; k++, packed += width) {
         if (k % 16 == 0) sweep.fetch();
-        const float* row = as_words(rows.keys[k] + offset, head_dim, packed);
+        const float* row = as_words(rows.values[k] + offset, head_dim, packed);
         if (row != packed) memcpy(packed, row, head_dim * sizeof(float));
         memset(packed + head_dim, 0, (width - head_dim) * sizeof(float));
     }
@@ -207,7 +204,6 @@ static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_
 template <class Element>
 static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
                         int width, uint32_t* buffer, uint32_t* packed) {
-    offset += rows.to_value;
     alignas(64) uint16_t order[64];
     for (int i = 0; i < 32; i++) order[2 * i] = i, order[2 * i + 1] = 32 + i;
     const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
@@ -215,9 +211,9 @@ static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_
     for (int k = 0; k < rows.count; k += 2, packed += width) {
         if (k % 16 == 0) sweep.fetch();
         const bool paired = k + 1 < rows.count;
-        const auto* row = (const uint16_t*)as_words(rows.keys[k] + offset, head_dim, buffer);
+        const auto* row = (const uint16_t*)as_words(rows.values[k] + offset, head_dim, buffer);
         const auto* row_after =
-            (const uint16_t*)as_words(rows.keys[paired ? k + 1 : k] + offset, head_dim, buffer + head_dim);
+            (const uint16_t*)as_words(rows.values[paired ? k + 1 : k] + offset, head_dim, buffer + head_dim);
         const __mmask32 odd_mask = paired ? ~0u : 0;
         int d = 0;
         for (; d + 32 <= head_dim; d += 32) {
@@ -238,12 +234,11 @@ static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_
 // packed[pair of keys][width]: a word holds one dimension of two keys as int16; an odd last key is paired with zeros.
 static void pack_values(const TileRows<Int8>& rows, int64_t offset, int head_dim, Sweep<Int8>& sweep, int width,
                         int32_t*, int32_t* packed) {
-    offset += rows.to_value;
     for (int k = 0; k < rows.count; k += 2, packed += width) {
         if (k % 16 == 0) sweep.fetch();
         static const int8_t zeros[MAX_CODES] = {};
-        const int8_t* row = &rows.keys[k][offset].code;
-        const int8_t* row_after = k + 1 < rows.count ? &rows.keys[k + 1][offset].code : zeros;
+        const int8_t* row = &rows.values[k][offset].code;
+        const int8_t* row_after = k + 1 < rows.count ? &rows.values[k + 1][offset].code : zeros;
         int d = 0;
 #pragma GCC unroll 4
         for (; d + LANES <= head_dim; d += LANES)

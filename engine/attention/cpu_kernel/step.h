@@ -10,11 +10,11 @@
 // How a head's key or value of a token is stored: as the model computes it, or as codes (codes.h).
 enum Stored : int64_t { PLAIN, INT8, FP8 };
 
-// A layer's KV. The values are `side_stride` elements after the keys, a token's `token_stride` after the last one's.
-// An element is a value, or a byte where codes are stored.
+// A layer's KV: where the first block's keys and values begin, and the strides from a token's to the next one's, in
+// elements. An element is a value, or a byte where codes are stored. A token's heads lie one after the other.
 struct KvLayer {
-    void* data;
-    int64_t side_stride, token_stride, num_kv_heads, head_dim;
+    void *keys, *values;
+    int64_t key_stride, value_stride, num_kv_heads, key_dim, value_dim;
 };
 
 struct Pool {

@@ -7,8 +7,8 @@ from ctypes import Structure, c_double, c_int64, c_void_p
 
 class KvLayerArgs(Structure):
     _fields_ = (
-        ("data", c_void_p),
-        *((name, c_int64) for name in ("side_stride", "token_stride", "num_kv_heads", "head_dim")),
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("key_stride", "value_stride", "num_kv_heads", "key_dim", "value_dim")),
     )
 
 
