@@ -178,6 +178,12 @@ def _load_weights(
         raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
     except ValueError as error:
         raise UnsupportedModelError(f"{hf_config.model_type}: {error}") from error
+    except KeyError as error:
+        if error.args != (transformers_hook.NAME,):
+            raise
+        raise UnsupportedModelError(
+            f"{hf_config.model_type}: attention that cannot be replaced by another is not supported"
+        ) from error
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -62,9 +62,9 @@ def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int) -> Group:
                 raise UnsupportedModelError(
                     f"{name}: a text in chunks beside another request gets other logits than whole and alone"
                 )
-    except UnsupportedModelError:
+    except (UnsupportedModelError, torch.OutOfMemoryError):
         raise
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
         raise UnsupportedModelError(f"{name}: cannot run packed rows: {error}") from error
     finally:
         transformers_hook.set_current_backend(None)
@@ -75,7 +75,8 @@ def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int) -> Group:
 class _AttentionOff:
     """Stands in for a backend: attends to nothing, and looks at what each layer hands over."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self.layers: dict[int, LayerShape | int] = {}
         """As `Group.of_layers` takes them."""
         self._handed: list[tuple[int, Tensor, Tensor]] = []
@@ -85,7 +86,9 @@ class _AttentionOff:
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         if layer in self.layers:
-            raise UnsupportedModelError(f"layer {layer} runs attention more than once in a forward")
+            raise UnsupportedModelError(
+                f"{self._name}: layer {layer} runs attention more than once in a forward"
+            )
         shares = [other for other, *kv in self._handed if other < layer and _are_same(kv, (key, value))]
         self.layers[layer] = shares[0] if shares else LayerShape(key.shape[1], key.shape[2], value.shape[2])
         if not shares:
@@ -113,7 +116,7 @@ def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 
 def _probe_structure(model: PreTrainedModel, name: str, num_layers: int) -> list[LayerShape | int]:
     """Each layer's KV, as `Group.of_layers` takes it. Every layer must attend once, through our function."""
-    attention = _AttentionOff()
+    attention = _AttentionOff(name)
     tokens, positions = torch.tensor([[1, 2, 1, 3], [3, 0, 3, 1]], device=model.device)
     poisoned = torch.tensor([_POISONED], device=model.device)
     with _embeddings(model, lambda embeddings: embeddings.index_fill(1, poisoned, torch.nan)):

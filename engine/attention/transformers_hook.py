@@ -120,13 +120,20 @@ def paged_attention_forward(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),
-        module.layer_idx,
+        _layer_of(module),
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window or 0,
         softcap or 0.0,
         s_aux,
     )
     return out.unsqueeze(0), None
+
+
+def _layer_of(module: torch.nn.Module) -> int:
+    number: object = getattr(module, "layer_idx", None)
+    if not isinstance(number, int):
+        raise UnsupportedModelError(f"{type(module).__name__}: layers without a number are not supported")
+    return number
 
 
 def _refuse_unsupported(

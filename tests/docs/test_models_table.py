@@ -1,9 +1,29 @@
-"""The list of models is what the loader does."""
+"""The list of models is what the engine does."""
 
 from __future__ import annotations
 
-from tests.docs.models_table import DOCUMENT, document
+import pytest
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.docs.models_table import DOCUMENT, head, row
+from tests.docs.verdicts import verdict
+
+LINES = DOCUMENT.read_text().splitlines()
+SAMPLES = ["llama", "granite_swa", "qwen2_moe", "glm4_moe_lite", "minicpm3", "olmo3"]
+REFUSED = ["bloom", "lfm2", "git", "llama4_text", "diffllama", "zamba"]
 
 
-def test_the_list_of_models_is_fresh() -> None:
-    assert DOCUMENT.read_text() == document(), "run python -m tests.docs.models_table"
+@pytest.mark.parametrize("model_type", SAMPLES + REFUSED)
+def test_what_becomes_of_a_type_is_what_the_list_says(model_type: str) -> None:
+    found = verdict(model_type)
+    assert found.kind == ("served" if model_type in SAMPLES else "refused")
+    assert row(model_type, found) in LINES, "run python -m tests.docs.models_table"
+
+
+def test_every_type_is_listed_once_and_none_differs() -> None:
+    assert not any("Different" in line for line in LINES)
+    if head() not in DOCUMENT.read_text():
+        pytest.skip(f"the list is of another version than Transformers {transformers.__version__}")
+    listed = [line.split("`")[1] for line in LINES if line.startswith("| `")]
+    assert sorted(listed) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

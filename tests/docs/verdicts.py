@@ -1,0 +1,77 @@
+"""What becomes of a model type: a small random model of it is served, and asked what `generate` is asked."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.engine import Engine
+from engine.errors import UnsupportedModelError
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
+from tests.docs.tiny_shapes import tiny_config
+from tests.engine.test_engine import ask, run, tokens
+from tests.worker.tiny_model import greedy
+
+LENGTHS, NUM_TOKENS, CHUNK = (5, 45), 12, 16
+"""Of two prompts, one longer than the small windows, which is computed in chunks beside the other."""
+
+MOST_PARAMETERS = 100_000_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`reason` is empty for what is served. Types are untried that Transformers does not build or run."""
+
+    kind: Literal["served", "refused", "different", "untried"]
+    reason: str = ""
+
+
+def verdict(model_type: str) -> Verdict:
+    prompts = [[4 + (7 * i * i + 3 * i + 5 * length) % 300 for i in range(length)] for length in LENGTHS]
+    try:
+        model = _build(model_type)
+        expected = [greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
+    except Exception as error:  # whatever Transformers raises
+        return Verdict("untried", " ".join(f"{type(error).__name__}: {error}".split())[:200])
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = ServeConfig(
+            model=folder,
+            dtype="float32",
+            device="cpu",
+            compile="off",
+            max_model_len=128,
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=4,
+            kv_cache_memory_bytes=2**24,
+        )
+        try:
+            engine = Engine(config)
+        except (UnsupportedModelError, ConfigError) as error:
+            return Verdict("refused", str(error).splitlines()[0].replace(folder, "FOLDER"))
+    for i, prompt in enumerate(prompts):
+        engine.add(ask(str(i), prompt, NUM_TOKENS))
+    outputs = run(engine)
+    found = [tokens(outputs[str(i)]) for i in range(len(prompts))]
+    return Verdict("served") if found == expected else Verdict("different", f"{found} instead of {expected}")
+
+
+@torch.no_grad()
+def _build(model_type: str) -> PreTrainedModel:
+    """With weights so large that its tokens vary."""
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"{count} parameters in what is to be a small model")
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1 and weight.std() < 0.1:
+            torch.nn.init.normal_(weight, std=0.2)
+    return model
