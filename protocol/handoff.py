@@ -98,7 +98,7 @@ class HandoffManifest(msgspec.Struct, frozen=True, kw_only=True):
     decode_incarnation: str
     num_tokens: Annotated[int, Meta(ge=1)]
     token_ids_digest: bytes
-    segments: Annotated[list[SegmentInfo], Meta(max_length=MAX_SEGMENTS)]
+    segments: list[SegmentInfo]
     state_position: Annotated[int, Meta(ge=0)]
     extents: Extents
     pushed_blocks: Annotated[int, Meta(ge=0)]
