@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
+from bench.day import over_a_day, synthetic
 from bench.record import write_results
-from planner.autoscale import Elasticity, fewest, scaled, windows
-from planner.day import over_a_day, synthetic
+from bench.scaled_cluster import Elasticity, fewest, scaled, windows
 from planner.profile import DEFAULT_PROFILE, Profile, read_profile
 from planner.scenarios import Scenario, Slo, Study
 from planner.trace import TRACE_BLOCK_TOKENS, TraceFit, TraceRequest, fitted, read_trace

@@ -7,8 +7,8 @@ import pytest
 from bench.autoscale import MOST as MOST_OF_ALL
 from bench.autoscale import SLO as SLO_OF_ALL
 from bench.autoscale import START_S, larger
-from planner.autoscale import Elasticity, ScalingCluster, attained, fewest, scaled, windows
-from planner.day import arrivals, over_a_day, synthetic
+from bench.day import arrivals, over_a_day, synthetic
+from bench.scaled_cluster import Elasticity, ScalingCluster, attained, fewest, scaled, windows
 from planner.profile import DEFAULT_PROFILE, read_profile
 from planner.request import simulated
 from planner.scenarios import Scenario, Slo, Study
