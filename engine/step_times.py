@@ -70,14 +70,11 @@ class _Step(NamedTuple):
 class StepTimes:
     """`observe` belongs to the engine's thread; `costs` is for any."""
 
-    def __init__(
-        self, chunk_tokens: int, kv_bytes: int, itl_budget_s: float = 0.0, memory: float = MEMORY
-    ) -> None:
+    def __init__(self, chunk_tokens: int, kv_bytes: int, itl_budget_s: float = 0.0) -> None:
         self._constants = StepCosts(chunk_tokens=chunk_tokens, kv_bytes=kv_bytes, itl_budget_s=itl_budget_s)
-        self._memory = memory
         self.latest = self._constants
         """What `costs` last answered; costs nothing to read."""
-        self._decode, self._prefill = NonNegativeFit(memory), NonNegativeFit(memory)
+        self._decode, self._prefill = NonNegativeFit(MEMORY), NonNegativeFit(MEMORY)
         self._decode_scaling, self._prefill_scaling = _Scaling(DECODE_SCALING), _Scaling(PREFILL_SCALING)
         self._pending: deque[_Step] = deque(maxlen=_MOST_PENDING)
         self._accepted = self._rows = 0.0
@@ -125,7 +122,7 @@ class StepTimes:
 
     def _judge(self, steps: Sequence[_Step]) -> None:
         """Compare new steps with what was known before them."""
-        fade = (1 - 1 / self._memory) ** len(steps)
+        fade = (1 - 1 / MEMORY) ** len(steps)
         seconds, spread = _seconds(steps), _spread(steps)
         predicted = self._decode_seconds(steps) * self._decode_scaling.share(spread)
         predicted += _prefill_features(steps) @ self._prefill.weights * self._prefill_scaling.share(spread)

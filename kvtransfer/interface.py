@@ -32,7 +32,6 @@ class RegisteredPool:
     num_blocks: int
     segments: tuple[SegmentInfo, ...] = ()
     memory_fd: int | None = None
-    tensor_parallel: int = 1
     device: Tensor | None = None
 
     def __post_init__(self) -> None:

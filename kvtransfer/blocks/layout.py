@@ -166,20 +166,12 @@ def foreign_format(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> 
     return "" if theirs == here else ",".join("/".join(pair) for pair in theirs)
 
 
-def conversion_problem(
-    wire: Sequence[SegmentInfo],
-    ours: Sequence[SegmentInfo],
-    *,
-    their_tensor_parallel: int = 1,
-    our_tensor_parallel: int = 1,
-) -> tuple[str, str] | None:
+def conversion_problem(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> tuple[str, str] | None:
     """Why blocks of the wire can't become blocks of our pool: (field, reason), or None if they can.
 
     Block sizes may differ in any way, dtypes among `DTYPES`, and the wire may be quantized. Everything else
     must agree. `wire` may come from a peer, so nothing but its types is trusted.
     """
-    if their_tensor_parallel != our_tensor_parallel:
-        return "tensor_parallel", _unlike(their_tensor_parallel, our_tensor_parallel)
     if not needs_conversion(wire, ours):
         return None
     theirs_names, our_names = ([segment.name for segment in side] for side in (wire, ours))

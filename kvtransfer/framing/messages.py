@@ -83,7 +83,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     num_blocks: Number
     segments: Segments
     wire: Segments
-    tensor_parallel: Number = 1
     checksum: Literal["off", "sampled", "full"] = "off"
 
 

@@ -78,7 +78,6 @@ def introduce(
         num_blocks=pool.num_blocks,
         segments=list(pool.segments),
         wire=list(wire_segments(pool.segments, transport.wire_dtype)),
-        tensor_parallel=pool.tensor_parallel,
         checksum=ours.checksum,
     )
     spoken = encode(hello)
@@ -123,7 +122,6 @@ def _mismatch(hello: Hello, ours: Identity, transport: str) -> tuple[str, str]:
         "version": (WIRE_VERSION, ""),
         "transport": (transport, ""),
         "receiver_incarnation": (ours.incarnation, "stale, "),
-        "tensor_parallel": (ours.pool.tensor_parallel, ""),
     }
     for field, (here, remark) in expected.items():
         there = getattr(hello, field)

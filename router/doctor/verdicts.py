@@ -27,7 +27,6 @@ EXPOSED_S = 0.02
 ROUTER_BUSY = 0.7
 """Share of one core."""
 ROUTER_LAG_S = 0.02
-KV_FULL = 0.9
 DRAFT_LOSS = 0.03
 """Less is noise of what was measured."""
 MORE_PREFILL = "add prefill workers (--prefill-replicas)"

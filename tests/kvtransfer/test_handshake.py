@@ -131,7 +131,6 @@ BF16 = SegmentInfo(name="target", dtype="bfloat16", shape=(1, 2, 16, 4, 16))
     ("field", "theirs", "ours"),
     [
         ("block_bytes", {"block_bytes": 2048}, {}),
-        ("tensor_parallel", {"tensor_parallel": 2}, {"tensor_parallel": 1}),
         ("segments", {"segments": (BF16,)}, {}),
         ("segments", {"segments": (BF16,)}, {"segments": (BF16, BF16)}),
     ],

@@ -174,11 +174,6 @@ def test_equal_opaque_blocks_need_no_conversion() -> None:
     assert conversion_problem((), ()) is None
 
 
-def test_unequal_tensor_parallel_degrees_are_refused_even_for_equal_blocks() -> None:
-    problem = conversion_problem([TARGET], [TARGET], their_tensor_parallel=2, our_tensor_parallel=1)
-    assert problem == ("tensor_parallel", "the sender has 2, here it is 1")
-
-
 @given(st.integers(1, 40), st.integers(0, 200))
 def test_tokens_in_blocks(block_size: int, num_tokens: int) -> None:
     positions = np.arange(210)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from transformers import PreTrainedModel
@@ -76,20 +77,19 @@ def test_the_decode_worker_computes_nothing_of_a_prompt(cluster: Cluster, model_
     assert decode.counter("computed_tokens_total") == 11
 
 
-def test_another_tensor_parallel_degree_is_an_error_that_names_it(
+def test_a_pool_that_does_not_fit_is_an_error_that_names_what(
     cluster: Cluster, model_folder: Path, source: tuple[Engine, RegisteredPool]
 ) -> None:
     _, pool = source
-    split = RegisteredPool(
-        pool.buffer, pool.block_bytes, pool.num_blocks, pool.segments, pool.memory_fd, tensor_parallel=4
-    )
+    others = tuple(msgspec.structs.replace(segment, name="other") for segment in pool.segments)
+    unlike = RegisteredPool(pool.buffer, pool.block_bytes, pool.num_blocks, others, pool.memory_fd)
     prefill = cluster.start("prefill", "prefill-0", tiny_config(model_folder, handoff_timeout=60.0))
-    for peer in closing(DecodeEnd(cluster, split)):
+    for peer in closing(DecodeEnd(cluster, unlike)):
         cluster.generate(prefill, request("r", prompt(50)), peer.address)
         peer.reply(peer.grant(peer.receive(Reserve).request))
         failure = cluster.handover_failed("r")
         assert failure.error_kind == "transfer"
-        assert "tensor_parallel" in failure.reason
+        assert "refused for segments" in failure.reason
         cluster.redirect(prefill, "r", None)
         cluster.run("r")
     cluster.wait_empty(prefill)
