@@ -8,7 +8,8 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+#include <utility>
+#if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
@@ -26,71 +27,57 @@ inline uint16_t high_half(float value) {
     return uint16_t(bits >> 16);
 }
 
+// Of each format: how many codes a word has, and their values, of one word or of a vector.
+
+// bfloat16 itself.
+struct Plain {
+    static constexpr int CODES = 1;
+
+    static uint16_t value(uint16_t word, int) { return word; }
 #if defined(__AVX512BW__) && defined(__AVX512BF16__)
-// By a table of all codes. The index's fifth bit is a neighbour's, so that the table has every value twice.
-inline void look_up(const uint16_t* words, uint16_t* to, const uint16_t* values) {
-    const auto table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)values));
-    for (int64_t j = 0; j < WORDS; j += 32) {
-        const auto codes = _mm512_loadu_si512(words + j);
-        _mm512_store_si512(to + j, _mm512_permutexvar_epi16(codes, table));
-        _mm512_store_si512(to + j + WORDS, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table));
-        _mm512_store_si512(to + j + 2 * WORDS, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
-        _mm512_store_si512(to + j + 3 * WORDS, _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table));
-    }
-}
-#else
-inline void look_up(const uint16_t* words, uint16_t* to, const uint16_t* values) {
-    for (int i = 0; i < 4; i++)
-        for (int64_t j = 0; j < WORDS; j++) to[i * WORDS + j] = values[words[j] >> 4 * i & 15];
-}
+    template <int> static __m512i values(__m512i words) { return words; }
 #endif
-
-// Of each format: how many codes a word has, and how WORDS words become as many times WORDS bfloat16.
-
-struct Int4 {
-    static constexpr int CODES = 4;
-
-    static void expand(const uint16_t* words, uint16_t* to) {
-        static constexpr uint16_t VALUES[] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                              0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-        look_up(words, to, VALUES);  // -8 to 7
-    }
 };
 
-struct Mxfp4 {
+template <class Table> struct FourBits {
     static constexpr int CODES = 4;
 
-    static void expand(const uint16_t* words, uint16_t* to) {
-        static constexpr uint16_t VALUES[] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
-                                              0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
-        look_up(words, to, VALUES);  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero
+    static uint16_t value(uint16_t word, int i) { return Table::VALUES[word >> 4 * i & 15]; }
+#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+    // The index's fifth bit is a neighbour's, so that the table has every value twice.
+    template <int I> static __m512i values(__m512i words) {
+        const auto table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)Table::VALUES));
+        return _mm512_permutexvar_epi16(I ? _mm512_srli_epi16(words, 4 * I) : words, table);
     }
+#endif
+};
+
+struct Int4 : FourBits<Int4> {  // -8 to 7
+    static constexpr uint16_t VALUES[] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                          0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+};
+
+struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero
+    static constexpr uint16_t VALUES[] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                          0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 };
 
 // Its values are 2^24 times the codes: these are converted from the highest byte of an int32.
 struct Int8 {
     static constexpr int CODES = 2;
 
-    static void expand(const uint16_t* words, uint16_t* to) {
+    static uint16_t value(uint16_t word, int i) { return high_half(float(int32_t(uint32_t(word >> 8 * i) << 24))); }
 #if defined(__AVX512BW__) && defined(__AVX512BF16__)
-        const auto second_byte = _mm512_set1_epi32(0x01808080), third_byte = _mm512_set1_epi32(0x02808080);
-        const auto in_lanes = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
-        const auto second = _mm512_or_si512(second_byte, in_lanes), third = _mm512_or_si512(third_byte, in_lanes);
-        for (int64_t j = 0; j < WORDS; j += 32) {
-            const auto codes = _mm512_loadu_si512(words + j);
-            const auto high = _mm512_and_si512(codes, _mm512_set1_epi32(int32_t(0xff000000)));
-            _mm512_store_si512(to + j, pair(_mm512_slli_epi32(codes, 24), _mm512_shuffle_epi8(codes, third)));
-            _mm512_store_si512(to + j + WORDS, pair(_mm512_shuffle_epi8(codes, second), high));
-        }
-#else
-        for (int64_t j = 0; j < WORDS; j++) {
-            to[j] = high_half(float(int32_t(uint32_t(words[j]) << 24)));
-            to[WORDS + j] = high_half(float(int32_t(uint32_t(words[j] >> 8) << 24)));
-        }
-#endif
+    template <int I> static __m512i values(__m512i words) {
+        const auto to_highest = [&](int32_t byte) {
+            const auto in_lanes = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+            return _mm512_shuffle_epi8(words, _mm512_or_si512(_mm512_set1_epi32(byte << 24 | 0x808080), in_lanes));
+        };
+        if (I == 0) return pair(_mm512_slli_epi32(words, 24), to_highest(2));
+        return pair(to_highest(1), _mm512_and_si512(words, _mm512_set1_epi32(int32_t(0xff000000))));
     }
 
-#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+  private:
     // Two vectors of int32, as bfloat16 side by side.
     static __m512i pair(__m512i low, __m512i high) {
         const auto downwards = _mm512_set4_epi32(0x80800f0e, 0x80800b0a, 0x80800706, 0x80800302);
@@ -101,39 +88,62 @@ struct Int8 {
 #endif
 };
 
-// Its values are 1/256 of the format's, as they come out of float16, whose exponent has another bias.
+// Its values are 1/256 of the format's, so that the exponent's offset is bits that no code has. All but the eight
+// smallest are the code, shifted; SMALL is what these differ in.
 struct Fp8 {
     static constexpr int CODES = 2;
+    static constexpr uint16_t SMALL[] = {0x0000, 0x3710, 0x37a0, 0x37f0, 0x3840, 0x3870, 0x3820, 0x3810};
 
-    static void expand(const uint16_t* words, uint16_t* to) {
-#if defined(__AVX512BW__) && defined(__AVX512BF16__)
-        for (int64_t j = 0; j < WORDS; j += 32) {
-            const auto codes = _mm512_loadu_si512(words + j);
-            _mm512_store_si512(to + j, narrow(_mm512_slli_epi16(codes, 8)));
-            _mm512_store_si512(to + j + WORDS, narrow(codes));
-        }
-#else
-        for (int64_t j = 0; j < WORDS; j++) {
-            to[j] = value(words[j] & 255);
-            to[WORDS + j] = value(words[j] >> 8);
-        }
-#endif
-    }
-
-#if defined(__AVX512BW__) && defined(__AVX512BF16__)
-    static __m512i narrow(__m512i high_bytes) {
-        const auto halves = _mm512_and_si512(_mm512_srai_epi16(high_bytes, 1), _mm512_set1_epi16(int16_t(0xbf80)));
-        const auto low = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-        const auto high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-        return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-    }
-#else
-    static uint16_t value(uint32_t code) {
-        const uint32_t magnitude = code & 127, sign = (code & 128) << 8;
+    static uint16_t value(uint16_t word, int i) {
+        const uint32_t code = word >> 8 * i, magnitude = code & 127, sign = (code & 128) << 8;
         if (magnitude < 8) return uint16_t(high_half(float(magnitude) / (1 << 17)) | sign);
         return uint16_t(((magnitude << 4) + (112 << 7)) | sign);
     }
+#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+    template <int I> static __m512i values(__m512i words) {
+        const auto exponent = _mm512_set1_epi16(112 << 7), small = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)SMALL));
+        const auto codes = I ? _mm512_srli_epi16(words, 8) : words;
+        const auto is_small = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
+        const auto differences = _mm512_mask_permutexvar_epi16(exponent, is_small, codes, small);
+        const auto shifted = _mm512_srai_epi16(I ? words : _mm512_slli_epi16(words, 8), 4);
+        constexpr int AND_XOR = 0x6a;  // a & b ^ c
+        return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(int16_t(0x87f0)), differences, AND_XOR);
+    }
 #endif
 };
+
+template <class Work, int... I> void each_of(const Work& work, std::integer_sequence<int, I...>) {
+    (work(std::integral_constant<int, I>{}), ...);
+}
+
+// Calls work(i) for the codes of a word; i() is a constant.
+template <class Codes, class Work> void each_code(const Work& work) {
+    each_of(work, std::make_integer_sequence<int, Codes::CODES>{});
+}
+
+#if defined(__AVX512BF16__)
+// The values of 32 words' I-th codes.
+template <class Codes, int I> __m512i values(const uint16_t* words) {
+#if defined(__AVX512BW__)
+    return Codes::template values<I>(_mm512_loadu_si512(words));
+#else
+    uint16_t each[32];
+    for (int n = 0; n < 32; n++) each[n] = Codes::value(words[n], I);
+    return _mm512_loadu_si512(each);
+#endif
+}
+#endif
+
+// WORDS words become CODES times WORDS bfloat16.
+template <class Codes> void expand(const uint16_t* words, uint16_t* to) {
+    each_code<Codes>([&](auto i) {
+        uint16_t* part = to + i() * WORDS;
+#if defined(__AVX512BW__) && defined(__AVX512BF16__)
+        for (int64_t j = 0; j < WORDS; j += 32) _mm512_store_si512(part + j, values<Codes, i()>(words + j));
+#else
+        for (int64_t j = 0; j < WORDS; j++) part[j] = Codes::value(words[j], i());
+#endif
+    });
+}
 
 }  // namespace

@@ -10,12 +10,20 @@
 
 #include "../attention/cpu_kernel/simd.h"
 #include "product.h"
-#include "vector_tiles.h"
+#include "row_tiles.h"
+#include "shares.h"
 
 namespace {
 
-class Floats : public VectorTiles<Floats, float> {
+class Floats {
   public:
+    using Input = float;
+    static constexpr bool EXPANDS = false;
+    static constexpr int64_t FEW_ROWS = BLOCK_ROWS, LONGEST_RUN = 128;  // each run's weights are asked for once
+    struct Registers {
+        explicit Registers(const Product&) {}
+    };
+
     // The inputs of rows [row, end); valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const uint16_t* x = p.x + row * p.in_features;
@@ -25,6 +33,39 @@ class Floats : public VectorTiles<Floats, float> {
         for (size_t i = 0; i < count; i++) to[i] = bf16_to_float(x[i]);
         return to;
     }
+
+    // The rows [first, end) of one panel; `x` are the inputs of the first.
+    static void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
+        in_tiles<MOST_ROWS>(first, end, [&](auto rows, int64_t row) {
+            tile<rows()>(p, x + (row - first) * p.in_features, row, panel);
+        });
+    }
+
+    // The same rows, of a run. weights(k, count) are those of the panel for the inputs [k, k + count).
+    template <class Weights> static void rows_of_run(
+        const Product& p, const Input* x, int64_t first, int64_t end, const Run& run, const Weights& weights) {
+        const uint16_t* w = weights(run.k, run.count);
+        in_tiles<MOST_ROWS>(first, end, [&](auto rows, int64_t row) {
+            tile_of_run<rows()>(p, w, x + (row - first) * p.in_features + run.k, row - first, run);
+        });
+    }
+
+    // Of the rows [row, end); totals are those of the first on.
+    static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
+        for (int64_t r = row; r < end; r++, totals += PANEL)
+            for (int part = 0; part < PANEL; part += WIDTH) {
+                Vec sums[VECTORS];
+                for (int v = 0; v < VECTORS; v++) sums[v] = load(totals + part + v * LANES);
+                put(p, sums, r, panel * PANEL + part);
+            }
+    }
+
+  private:
+    static constexpr int MOST_ROWS = 6;
+    static constexpr int VECTORS = LANES == 16 ? 4 : 2;  // with the sums of 6 rows they fit into the registers
+    static constexpr int WIDTH = VECTORS * LANES;
+    static constexpr int64_t FETCHED = 6144;  // in weights: how far ahead is prefetched
+    template <int ROWS> using Sums = Vec[ROWS][VECTORS];
 
     template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
         const int64_t K = p.in_features;
@@ -45,27 +86,11 @@ class Floats : public VectorTiles<Floats, float> {
         }
     }
 
-    // Of the rows [row, end); totals are those of the first on.
-    static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
-        for (int64_t r = row; r < end; r++, totals += PANEL)
-            for (int part = 0; part < PANEL; part += WIDTH) {
-                Vec sums[VECTORS];
-                for (int v = 0; v < VECTORS; v++) sums[v] = load(totals + part + v * LANES);
-                put(p, sums, r, panel * PANEL + part);
-            }
-    }
-
-  private:
-    static constexpr int VECTORS = LANES == 16 ? 4 : 2;  // with the sums of 6 rows they fit into the registers
-    static constexpr int WIDTH = VECTORS * LANES;
-    static constexpr int64_t AHEAD = 6144, LINE = 32;  // in weights: how far ahead is prefetched, and a cache line
-    template <int ROWS> using Sums = Vec[ROWS][VECTORS];
-
     // Adds up `count` weights of WIDTH outputs, and as many inputs of each row, which lie `stride` apart.
     template <int ROWS>
     static void multiply(const uint16_t* w, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
         for (int64_t k = 0; k < count; k += 2, w += 2 * PANEL) {
-            for (int i = 0; i < 2 * WIDTH; i += LINE) __builtin_prefetch(w + AHEAD + i);
+            for (int i = 0; i < 2 * WIDTH; i += LINE_VALUES) __builtin_prefetch(w + FETCHED + i);
             for (int half = 0; half < 2; half++) {
                 Vec weights[VECTORS];
                 for (int v = 0; v < VECTORS; v++) weights[v] = half_of_pairs(w + 2 * v * LANES, half);

@@ -24,14 +24,19 @@ class Outputs {
         _mm256_mask_storeu_epi16(p.out + row * p.out_features + n, mask, (__m256i)rounded);
     }
 
+    static __m512 scaled(__m512 sums, const float* scales, __m512 total) {
+        return _mm512_fmadd_ps(sums, _mm512_loadu_ps(scales), total);
+    }
+
+    static __m512 less(__m512 total, const float* offsets, float input_sum) {
+        return _mm512_fnmadd_ps(_mm512_set1_ps(input_sum), _mm512_loadu_ps(offsets), total);
+    }
+
     // Adds sums of a block's row to its totals; n is an output of the panel.
     static void add(const Run& run, int64_t row, int64_t n, __m512 sums) {
         float* totals = run.totals + row * PANEL + n;
-        __m512 total = _mm512_fmadd_ps(sums, _mm512_loadu_ps(run.scales + n), _mm512_loadu_ps(totals));
-        if (run.offsets) {
-            const auto inputs = _mm512_set1_ps(run.input_sums[row * run.sums_stride]);
-            total = _mm512_fnmadd_ps(inputs, _mm512_loadu_ps(run.offsets + n), total);
-        }
+        __m512 total = scaled(sums, run.scales + n, _mm512_loadu_ps(totals));
+        if (run.offsets) total = less(total, run.offsets + n, run.input_sums[row * run.sums_stride]);
         _mm512_storeu_ps(totals, total);
     }
 

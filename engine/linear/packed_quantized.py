@@ -1,7 +1,6 @@
 """Quantized linear layers whose weights are packed for our kernel (`quantized.h`), for bfloat16 on the CPU.
 
-Few rows take as long as reading the codes; with many, the weights are expanded once for up to 192 rows. A
-row's result has the same bits in every batch.
+Few rows take as long as reading the codes. A row's result has the same bits in every batch.
 """
 
 from __future__ import annotations

@@ -1,58 +1,110 @@
-// A tile for AVX512-BF16, which multiplies pairs of bfloat16: inputs and weights need no conversion.
+// Tiles for AVX512-BF16, which multiplies pairs of bfloat16: inputs need no conversion, and quantized weights are
+// expanded in registers, which other units of the CPU do while it multiplies.
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <immintrin.h>
 
+#include "codes.h"
 #include "outputs.h"
 #include "product.h"
-#include "vector_tiles.h"
+#include "row_tiles.h"
 
 namespace {
 
-struct Pairs : VectorTiles<Pairs, uint16_t> {
-    static constexpr int VECTORS = PANEL / Outputs::COUNT;
-    template <int ROWS> using Sums = __m512[ROWS][VECTORS];
+class Pairs {
+  public:
+    using Input = uint16_t;
+    static constexpr bool EXPANDS = true;
+    static constexpr int64_t LONGEST_RUN = 128;
+    struct Registers {
+        explicit Registers(const Product&) {}
+    };
 
     const Input* inputs(const Product& p, int64_t row, int64_t) { return p.x + row * p.in_features; }
+
+    // The rows [first, end) of one panel; `x` are the inputs of the first.
+    static void rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
+        in_tiles<6>(first, end, [&](auto rows, int64_t row) {
+            tile<rows()>(p, x + (row - first) * p.in_features, row, panel);
+        });
+    }
+
+    // The same rows, of a panel of quantized weights.
+    template <class Codes> static void rows_of_codes(
+        const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel) {
+        in_tiles<12>(first, end, [&](auto rows, int64_t row) {
+            tile_of_codes<Codes, rows()>(p, w, x + (row - first) * p.in_features, row, panel);
+        });
+    }
+
+  private:
+    static constexpr int ALL_VECTORS = PANEL / Outputs::COUNT;
+    static constexpr int64_t AHEAD = 1 << 11;  // in words, 4 KiB: how far ahead codes are fetched
+
+    // Of 32 registers 24 hold sums. Many rows take half of a panel at a time, so that each expanded weight is used more
+    // often.
+    template <int ROWS> static constexpr int VECTORS = ROWS <= 6 ? ALL_VECTORS : ALL_VECTORS / 2;
+    template <int ROWS> using Sums = __m512[ROWS][VECTORS<ROWS>];
 
     template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
         const int64_t K = p.in_features;
         Sums<ROWS> sums;
-        multiply(p.weights + panel * PANEL * K, x, K, K, sums);
-        for (int v = 0; v < VECTORS; v++) {
-            const Outputs outputs(p, panel * PANEL + v * Outputs::COUNT);
-            for (int r = 0; r < ROWS; r++) outputs.put(row + r, sums[r][v]);
+        multiply<Plain>(p.weights + panel * PANEL * K, 0, x, K, K, sums);
+        put(p, sums, row, panel, 0);
+    }
+
+    template <class Codes, int ROWS>
+    static void tile_of_codes(const Product& p, const Coded& w, const Input* x, int64_t row, int64_t panel) {
+        const int64_t K = p.in_features;
+        for (int v = 0; v < ALL_VECTORS; v += VECTORS<ROWS>) {
+            Sums<ROWS> totals = {}, sums;
+            for (int64_t i = 0, k = 0; k < K; i++, k += w.run) {
+                multiply<Codes>(w.words + k * (PANEL / Codes::CODES), v, x + k, K, std::min(w.run, K - k), sums);
+                scale(w, k / w.group * PANEL + v * Outputs::COUNT, w.input_sums + row * w.runs + i, sums, totals);
+            }
+            put(p, totals, row, panel, v);
         }
     }
 
-    template <int ROWS> static void tile_of_run(
-        const Product& p, const uint16_t* w, const Input* x, int64_t row, const Run& run) {
-        Sums<ROWS> sums;
-        multiply(w, x, p.in_features, run.count, sums);
-        for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < VECTORS; v++) Outputs::add(run, row + r, v * Outputs::COUNT, sums[r][v]);
-    }
-
-    static void put_totals(const Product& p, const float* totals, int64_t row, int64_t end, int64_t panel) {
-        Outputs::put_totals(p, totals, row, end, panel);
-    }
-
-  private:
-    static __m512bh load(const uint16_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
-
-    // The sums over `count` weights of a panel, and as many inputs of each row, which lie `stride` apart.
-    template <int ROWS>
-    static void multiply(const uint16_t* w, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
+    // The sums over the weights of `count` inputs of each row, which lie `stride` apart, from a panel's vector v on.
+    template <class Codes, int ROWS> static void multiply(
+        const uint16_t* words, int v, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
+        constexpr int COUNT = VECTORS<ROWS>;
         for (auto& of_row : sums)
             for (auto& sum : of_row) sum = _mm512_setzero_ps();
-        for (int64_t k = 0; k < count; k += 2, w += 2 * PANEL) {
-            const __m512bh weights[VECTORS] = {load(w), load(w + 32), load(w + 64), load(w + 96)};
+        words += v * LINE_VALUES;
+        for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS) {
+            for (int i = 0; Codes::CODES > 1 && i < COUNT; i++) __builtin_prefetch(words + AHEAD + i * LINE_VALUES);
+            each_code<Codes>([&](auto code) {
+                __m512bh weights[COUNT];
+                for (int i = 0; i < COUNT; i++) weights[i] = (__m512bh)values<Codes, code()>(words + i * LINE_VALUES);
+                for (int r = 0; r < ROWS; r++) {
+                    const auto inputs = (__m512bh)_mm512_set1_epi32(*(const int32_t*)(x + r * stride + k + 2 * code()));
+                    for (int i = 0; i < COUNT; i++) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], weights[i], inputs);
+                }
+            });
+        }
+    }
+
+    template <int ROWS> static void scale(
+        const Coded& w, int64_t first, const float* input_sums, const Sums<ROWS>& sums, Sums<ROWS>& totals) {
+        for (int i = 0; i < VECTORS<ROWS>; i++) {
+            const int64_t n = first + i * Outputs::COUNT;
             for (int r = 0; r < ROWS; r++) {
-                const auto inputs = (__m512bh)_mm512_set1_epi32(*(const int32_t*)(x + r * stride + k));
-                for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], weights[v], inputs);
+                totals[r][i] = Outputs::scaled(sums[r][i], w.scales + n, totals[r][i]);
+                if (w.offsets) totals[r][i] = Outputs::less(totals[r][i], w.offsets + n, input_sums[r * w.runs]);
             }
+        }
+    }
+
+    template <int ROWS>
+    static void put(const Product& p, const Sums<ROWS>& sums, int64_t row, int64_t panel, int v) {
+        for (int i = 0; i < VECTORS<ROWS>; i++) {
+            const Outputs outputs(p, panel * PANEL + (v + i) * Outputs::COUNT);
+            for (int r = 0; r < ROWS; r++) outputs.put(row + r, sums[r][i]);
         }
     }
 };

@@ -7,11 +7,21 @@
 namespace {
 
 constexpr int PANEL = 64;  // outputs
+constexpr int64_t LINE_VALUES = 32;  // bfloat16 of a cache line
 
 struct Product {
     const uint16_t *x, *weights, *bias;
     uint16_t* out;
     int64_t rows, in_features, out_features;
+};
+
+// The quantized weights of a panel. Each run of inputs is summed, then scaled.
+struct Coded {
+    const uint16_t* words;
+    const float* scales;      // [group][64]
+    const float* offsets;     // the same, or null
+    const float* input_sums;  // [rows][runs]
+    int64_t group, run, runs;
 };
 
 // A part of a panel's weights, whose sums are multiplied by a scale and added to the totals.

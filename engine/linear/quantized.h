@@ -1,8 +1,8 @@
-// A product with quantized weights. Of each panel some inputs' weights at a time are expanded to bfloat16, which stay
-// in the first cache while all rows are multiplied by them, as bfloat16 weights are; where many rows have long runs,
-// the panel's are expanded at once, for the second cache. A run of inputs, which share their scales, is summed in
-// float32; then the sums are scaled and added up, over ascending inputs. So a row's result has the same bits in every
-// batch.
+// A product with quantized weights. Tiles that can, expand them to bfloat16 in registers. For others some inputs'
+// weights of a panel at a time are expanded in memory, and stay in the first cache while all rows are multiplied by
+// them, as bfloat16 weights are; where many rows have long runs, the panel's are expanded at once, for the second cache.
+// A run of inputs, which share their scales, is summed in float32; then the sums are scaled and added up, over ascending
+// inputs. So a row's result has the same bits in every batch.
 
 #pragma once
 
@@ -29,8 +29,6 @@ struct Quantized {
 };
 
 constexpr int64_t SLICE = 128;  // inputs whose weights are expanded at a time, 16 KiB
-
-constexpr int64_t LINE_VALUES = 32;  // bfloat16 of a cache line
 
 struct alignas(64) Line {
     uint16_t values[LINE_VALUES];
@@ -65,15 +63,45 @@ struct Inputs {
     }
 };
 
-constexpr int64_t AHEAD = 64;  // times WORDS, 16 KiB: how far ahead codes are fetched, into the second cache
+constexpr int64_t AHEAD = 1 << 13;  // in words, 16 KiB: how far ahead codes are fetched, into the second cache
 
-// Weights of one panel for the inputs [k, k + count).
-template <class Codes> void expand(const Quantized& q, int64_t panel, int64_t k, int64_t count, uint16_t* to) {
-    constexpr int64_t INPUTS = 2 * Codes::CODES;
-    const uint16_t* words = q.words + (panel * q.in_features + k) / INPUTS * WORDS;
-    for (int64_t i = 0; i < count / INPUTS; i++) {
-        for (int64_t line = 0; line < WORDS; line += 32) __builtin_prefetch(words + (i + AHEAD) * WORDS + line, 0, 2);
-        Codes::expand(words + i * WORDS, to + i * INPUTS * PANEL);
+// Weights for the inputs [k, k + count).
+template <class Codes> void expand(const Coded& w, int64_t k, int64_t count, uint16_t* to) {
+    const uint16_t* words = w.words + k * (PANEL / Codes::CODES);
+    for (int64_t i = 0; i < count; i += 2 * Codes::CODES, words += WORDS, to += Codes::CODES * WORDS) {
+        for (int64_t line = 0; line < WORDS; line += LINE_VALUES) __builtin_prefetch(words + AHEAD + line, 0, 2);
+        expand<Codes>(words, to);
+    }
+}
+
+// The rows [first, end) of one panel, whose weights are expanded in memory. `inputs` are those of the first row.
+template <class Codes, class Tiles>
+void rows_of_expanded(Tiles& tiles, const Product& p, const Coded& w, const typename Tiles::Input* inputs,
+                      int64_t first, int64_t end, int64_t panel) {
+    static thread_local std::vector<Line> lines;
+    static thread_local float totals[BLOCK_ROWS * PANEL];
+    const int64_t K = p.in_features;
+    const bool are_few = end - first <= Tiles::FEW_ROWS, whole = !are_few && w.run > SLICE;
+    const int64_t at_once = whole ? 2 * Tiles::FEW_ROWS : BLOCK_ROWS;
+    lines.resize((whole ? K : SLICE) * PANEL / LINE_VALUES);
+    uint16_t* expanded = lines.data()->values;
+    if (whole) expand<Codes>(w, 0, K, expanded);
+    for (int64_t row = first; row < end; row += at_once) {
+        const int64_t last = std::min(row + at_once, end);
+        std::fill_n(totals, (last - row) * PANEL, 0.0f);
+        for (int64_t i = 0, k = 0; k < K; i++, k += w.run) {
+            const int64_t count = std::min(w.run, K - k), scale = k / w.group * PANEL;
+            const Run of_run{k, count, w.scales + scale, w.offsets ? w.offsets + scale : nullptr,
+                             w.input_sums + row * w.runs + i, w.runs, totals};
+            if (!are_few && !whole) expand<Codes>(w, k, count, expanded);
+            tiles.rows_of_run(p, inputs + (row - first) * K, row, last, of_run, [&](int64_t from, int64_t some) {
+                if (!are_few) return expanded + (whole ? from : from - k) * PANEL;
+                uint16_t* to = expanded + from % SLICE * PANEL;
+                expand<Codes>(w, from, some, to);
+                return to;
+            });
+        }
+        tiles.put_totals(p, totals, row, last, panel);
     }
 }
 
@@ -87,30 +115,11 @@ void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows
     const float* input_sums = prepared.sums.data();
     const Product p{x, nullptr, q.bias, out, rows, K, q.out_features};
     each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t first, int64_t end, int64_t panel) {
-        static thread_local std::vector<Line> lines;
-        static thread_local float totals[BLOCK_ROWS * PANEL];
-        const bool are_few = end - first <= Tiles::FEW_ROWS, whole = !are_few && run > SLICE;
-        const int64_t at_once = whole ? 2 * Tiles::FEW_ROWS : BLOCK_ROWS;
-        lines.resize((whole ? K : SLICE) * PANEL / LINE_VALUES);
-        uint16_t* expanded = lines.data()->values;
-        if (whole) expand<Codes>(q, panel, 0, K, expanded);
-        for (int64_t row = first; row < end; row += at_once) {
-            const int64_t last = std::min(row + at_once, end);
-            std::fill_n(totals, (last - row) * PANEL, 0.0f);
-            for (int64_t i = 0, k = 0; k < K; i++, k += run) {
-                const int64_t count = std::min(run, K - k), scale = (panel * groups + k / q.group) * PANEL;
-                const Run of_run{k, count, q.scales + scale, q.offsets ? q.offsets + scale : nullptr,
-                                 input_sums + row * runs + i, runs, totals};
-                if (!are_few && !whole) expand<Codes>(q, panel, k, count, expanded);
-                tiles.rows_of_run(p, inputs + (row - first) * K, row, last, of_run, [&](int64_t from, int64_t some) {
-                    if (!are_few) return expanded + (whole ? from : from - k) * PANEL;
-                    uint16_t* to = expanded + from % SLICE * PANEL;
-                    expand<Codes>(q, panel, from, some, to);
-                    return to;
-                });
-            }
-            tiles.put_totals(p, totals, row, last, panel);
-        }
+        const int64_t scale = panel * groups * PANEL;
+        const Coded w{q.words + panel * K * (PANEL / Codes::CODES), q.scales + scale,
+                      q.offsets ? q.offsets + scale : nullptr, input_sums, q.group, run, runs};
+        if constexpr (Tiles::EXPANDS) tiles.template rows_of_codes<Codes>(p, w, inputs, first, end, panel);
+        else rows_of_expanded<Codes>(tiles, p, w, inputs, first, end, panel);
     });
 }
 
