@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
@@ -48,6 +49,7 @@ class Delta(msgspec.Struct):
     offsets: Sequence[int] = ()
 
 
+@dataclass(eq=False, slots=True)
 class Choice:
     """State of one sequence's text. `finish_reason` is set once it is complete.
 
@@ -57,41 +59,36 @@ class Choice:
     theirs.
     """
 
-    def __init__(
-        self,
-        index: int,
-        prompt: Prompt,
-        detokenizer: Detokenizer,
-        *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        keep_details: bool = False,
-        offset: int = 0,
-    ) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.num_tokens = 0
-        self.cached_tokens = 0
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.keep_spans = False
-        self.prompt_logprobs: list[TokenLogprobs | None] = []
-        self._include_stop = include_stop
-        self._min_tokens = min_tokens
-        self._matcher = StopStringMatcher(stop, include_stop) if stop else None
-        self._detokenizer = detokenizer
-        self._keep_details = keep_details
+    index: int
+    prompt: Prompt
+    detokenizer: Detokenizer
+    _: KW_ONLY
+    stop: InitVar[Sequence[str]] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    keep_details: bool = False
+    offset: InitVar[int] = 0
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    keep_spans: bool = False
+    has_news: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    _matcher: StopStringMatcher | None = field(init=False)
+    _length: int = field(init=False)
+    _token_ids: list[int] = field(default_factory=list)
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _offsets: list[int] = field(default_factory=list)
+    _pieces: list[str] = field(default_factory=list)
+    _drafted: list[bool] = field(default_factory=list)
+    """With `keep_spans`, of each piece."""
+
+    def __post_init__(self, stop: Sequence[str], offset: int) -> None:
+        self._matcher = StopStringMatcher(stop, self.include_stop) if stop else None
         self._length = offset
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._offsets: list[int] = []
-        self._pieces: list[str] = []
-        self._drafted: list[bool] = []
-        """With `keep_spans`, of each piece."""
-        self.has_news = False
 
     def add(self, output: TokenOutput) -> None:
         """Take one step's tokens. The accepted ones come first."""
@@ -99,13 +96,13 @@ class Choice:
         num_before = self.num_tokens
         if output.cached_tokens is not None and self.num_tokens == 0:
             self.cached_tokens = output.cached_tokens
-        ended_by_token = output.finish_reason == "stop" and not self._include_stop
+        ended_by_token = output.finish_reason == "stop" and not self.include_stop
         pieces = self._pieces
         num_pieces = len(pieces)
         for position, token_id in enumerate(token_ids):
             silent = ended_by_token and position == len(token_ids) - 1
-            text = "" if silent else self._detokenizer.push(token_id)
-            if self._keep_details:
+            text = "" if silent else self.detokenizer.push(token_id)
+            if self.keep_details:
                 self._keep(output, position, text)
             self.num_tokens += 1
             pieces.append(text if self._matcher is None else self._matched(text))
@@ -129,7 +126,7 @@ class Choice:
         if self.keep_spans:
             delta.spans = _spans(self._pieces, self._drafted)
             self._drafted.clear()
-        if self._keep_details:
+        if self.keep_details:
             delta.token_ids, delta.logprobs, delta.offsets = self._token_ids, self._logprobs, self._offsets
             self._token_ids, self._logprobs, self._offsets = [], [], []
         self._pieces.clear()
@@ -144,7 +141,7 @@ class Choice:
             self._logprobs.append(output.logprobs[position])
 
     def _matched(self, text: str) -> str:
-        if self._matcher is None or self.num_tokens <= self._min_tokens:
+        if self._matcher is None or self.num_tokens <= self.min_tokens:
             return text
         text = self._matcher.push(text)
         if self._matcher.matched is not None:
@@ -152,7 +149,7 @@ class Choice:
         return text
 
     def _end(self, output: TokenOutput) -> str:
-        text = self._matched(self._detokenizer.flush())
+        text = self._matched(self.detokenizer.flush())
         if self.finish_reason is None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_token_id
             if self._matcher is not None:

@@ -37,6 +37,7 @@ class Connections:
         self.limit = limit
         self.on_end = on_end
         self.idle: dict[HttpConnection, None] = {}
+        self.outbox = Outbox()
         self._next_log = 0.0
 
     def close_oldest_idle(self) -> bool:
@@ -64,22 +65,38 @@ def raise_file_limit() -> int:
     return min(MAX_CONNECTIONS, limit * 3 // 4)
 
 
+class Outbox:
+    """Chunks of many streams, written one after the other once the last of a step is made: Python's code and
+    the kernel's would drive each other out of the caches.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[tuple[asyncio.Transport, bytes]] = []
+
+    def put(self, transport: asyncio.Transport, chunk: bytes) -> None:
+        if not self._chunks:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._chunks.append((transport, chunk))
+
+    def _write(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        for transport, chunk in chunks:
+            if not transport.is_closing():
+                transport.write(chunk)
+
+
 class DirectWriter:
-    """Writes to an answer that has begun, without an ASGI message."""
+    """Writes to an answer that has begun, without an ASGI message; `is_ready` while its client reads."""
 
-    __slots__ = ("_cycle", "_flow", "_write")
+    __slots__ = ("_outbox", "_transport", "is_ready")
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the client is there and reads."""
-        return not self._flow.write_paused and not self._cycle.disconnected
+    def __init__(self, outbox: Outbox, transport: asyncio.Transport) -> None:
+        self._outbox, self._transport = outbox, transport
+        self.is_ready = True
 
     def write(self, body: bytes) -> None:
-        """One chunk, which is not empty."""
-        self._write(b"%x\r\n%b\r\n" % (len(body), body))
+        """One chunk, which is not empty. It goes out before what the answer's task, woken later, sends."""
+        self._outbox.put(self._transport, b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -94,9 +111,11 @@ class HttpConnection(HttpToolsProtocol):
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._direct: DirectWriter
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._direct = DirectWriter(self._all.outbox, transport)
         if len(self.connections) > self._all.limit and not self._all.close_oldest_idle():
             self._refuse(ApiError(503, "too many connections", retry_after_s=1.0))
             transport.close()
@@ -105,6 +124,7 @@ class HttpConnection(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._direct.is_ready = False
         self._all.idle.pop(self, None)
         self._cancel_deadline()
         self._cancel_unread()
@@ -142,7 +162,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             _end_without_chunks(self.cycle)
         else:
-            self.scope["state"][DIRECT_WRITER] = DirectWriter(self.cycle)
+            self.scope["state"][DIRECT_WRITER] = self._direct
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -151,10 +171,12 @@ class HttpConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._direct.is_ready = False
         self._unread = self.loop.call_later(UNREAD_TIMEOUT_S, self._is_not_read)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._direct.is_ready = True
         self._cancel_unread()
 
     def send_400_response(self, msg: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, get_args
 
@@ -33,6 +34,7 @@ ANYBODY = "0"
 """The name of the API key where none is needed."""
 
 
+@dataclass(eq=False, slots=True)
 class LiveRequest:
     """One sequence: its prompt, the tokens emitted so far, and who works on it.
 
@@ -42,55 +44,54 @@ class LiveRequest:
     for that reason since a decode worker last brought one.
     """
 
-    def __init__(self, generation: Generation, choice: Choice, sampling: SamplingParams) -> None:
-        self.generation = generation
-        self.choice = choice
-        self.sampling = sampling
-        self.request_id = ""
-        self.failures = 0
-        self.redirects = 0
-        self.failed: set[str] = set()
-        self.assigned: dict[Task, Worker] = {}
-        """Who does which task, in the order of the tasks; nobody while the request is parked."""
-        self.answered_by: Worker | None = None
-        """Who sent the current placement's newest token."""
-        self.is_handed_over = False
-        """Its prefill worker has nothing of it any more."""
-        self.waits_at: Worker | None = None
-        """Who is to bring the current placement's first token, and computes `num_uncached` tokens for it."""
-        self.num_uncached = 0
-        self.num_computed_beside = 0
-        """Of these, those that the worker computes which decodes it."""
-        self.decision: PlacementDecision | None = None
-        """The current placement."""
-        self.drafts = DraftHistory()
-        self.drafts_by: tuple[Worker, Worker] | None = None
-        """Who decodes it and the draft worker that drafts for it, which was given so many tokens to read."""
-        self.num_tokens_given = 0
-        self.expected: ExpectedTokens | None = None
-        """What it is to bring where it drafts, from the router's latest look at it on."""
-        self.prefix: str | None = None
-        """Whom its first worker is to fetch the beginning of the prompt from."""
-        self.cost = 0.0
-        """What it takes of its API key's share: uncached prompt tokens and expected output, as it came."""
-        self.charged: Worker | None = None
-        """Where that counts, from when it was sent there."""
-        self.prefilled_by: Worker | None = None
-        """Whose prefix cache has the prompt, or will have it."""
-        self.output_token_ids: list[int] = []
-        self.num_emitted_before = 0
-        """Tokens of earlier placements."""
-        self.early: list[TokenOutput] = []
-        """Outputs of the decode worker that overtook the prefill worker's token on their way here."""
-        self.workers: Mapping[Task, str] = {}
-        """Who is or was to do which task, by their ids."""
-        self.times = RequestTimes()
-        self.timing = RequestTiming()
-        """What the workers said of the current placement."""
-        self.first_token_time = 0.0
-        self.last_token_time = 0.0
-        self.asked_at = 0.0
-        """When its worker was last asked for it, for lack of news."""
+    generation: Generation
+    choice: Choice
+    sampling: SamplingParams
+    request_id: str = ""
+    failures: int = 0
+    redirects: int = 0
+    failed: set[str] = field(default_factory=set)
+    assigned: dict[Task, Worker] = field(default_factory=dict)
+    """Who does which task, in the order of the tasks; nobody while the request is parked."""
+    answered_by: Worker | None = None
+    """Who sent the current placement's newest token."""
+    is_handed_over: bool = False
+    """Its prefill worker has nothing of it any more."""
+    waits_at: Worker | None = None
+    """Who is to bring the current placement's first token, and computes `num_uncached` tokens for it."""
+    num_uncached: int = 0
+    num_computed_beside: int = 0
+    """Of these, those that the worker computes which decodes it."""
+    decision: PlacementDecision | None = None
+    """The current placement."""
+    drafts: DraftHistory = field(default_factory=DraftHistory)
+    drafts_by: tuple[Worker, Worker] | None = None
+    """Who decodes it and the draft worker that drafts for it, which was given so many tokens to read."""
+    num_tokens_given: int = 0
+    expected: ExpectedTokens | None = None
+    """What it is to bring where it drafts, from the router's latest look at it on."""
+    prefix: str | None = None
+    """Whom its first worker is to fetch the beginning of the prompt from."""
+    cost: float = 0.0
+    """What it takes of its API key's share: uncached prompt tokens and expected output, as it came."""
+    charged: Worker | None = None
+    """Where that counts, from when it was sent there."""
+    prefilled_by: Worker | None = None
+    """Whose prefix cache has the prompt, or will have it."""
+    output_token_ids: list[int] = field(default_factory=list)
+    num_emitted_before: int = 0
+    """Tokens of earlier placements."""
+    early: list[TokenOutput] = field(default_factory=list)
+    """Outputs of the decode worker that overtook the prefill worker's token on their way here."""
+    workers: Mapping[Task, str] = field(default_factory=dict)
+    """Who is or was to do which task, by their ids."""
+    times: RequestTimes = field(default_factory=RequestTimes)
+    timing: RequestTiming = field(default_factory=RequestTiming)
+    """What the workers said of the current placement."""
+    first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    asked_at: float = 0.0
+    """When its worker was last asked for it, for lack of news."""
 
     @property
     def token_ids(self) -> list[int]:

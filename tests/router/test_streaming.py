@@ -9,7 +9,7 @@ import socket
 import httpx
 from router_clients import BODY, emitted, eventually, post
 
-from router.connection import DirectWriter
+from router.connection import DirectWriter, Outbox
 from router.journal import Generation
 
 NUM_TOKENS = 400
@@ -58,6 +58,34 @@ async def test_nothing_overtakes_what_the_handler_has_to_write():
     handler.generation.notify()  # it writes
     assert handler.num_writes == 0
     await asyncio.wait_for(handler.generation.wait(handler.write), 5)
+
+
+class Transport:
+    """Notes in `written` what is written to it, by its name."""
+
+    def __init__(self, name: str, written: list[str]) -> None:
+        self.name, self.written, self.closed = name, written, False
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def write(self, data: bytes) -> None:
+        self.written.append(f"{self.name} {data.decode().split()[1]}")
+
+
+async def test_chunks_of_a_step_are_written_together_before_what_is_woken_after_them():
+    outbox, happened = Outbox(), []
+    first, second, gone = (Transport(name, happened) for name in ("first", "second", "gone"))
+    for step in ("one", "two"):
+        for transport in (first, second, gone):
+            DirectWriter(outbox, transport).write(step.encode())
+            asyncio.get_running_loop().call_soon(happened.append, f"{transport.name} is woken")
+        happened.append("all are made")
+        gone.closed = True  # its client went away meanwhile
+        await asyncio.sleep(0)
+        woken = [f"{name} is woken" for name in ("first", "second", "gone")]
+        assert happened == ["all are made", f"first {step}", f"second {step}", *woken]
+        happened.clear()
 
 
 def test_most_tokens_pass_by_the_handler(router, monkeypatch):
