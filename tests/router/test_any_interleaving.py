@@ -119,7 +119,7 @@ class World:
             mock.patch("router.state.Tokenizer.load"),
         ):
             self.state = RouterState(config, None)  # type: ignore[arg-type]
-        self.state.registry.expected = IDS
+        self.state.registry.expected = {worker_id: worker_id.partition("-")[0] for worker_id in IDS}
         self.loop = asyncio.new_event_loop()
         self.workers: dict[str, MiniWorker] = {}
         self.dead: list[MiniWorker] = []
