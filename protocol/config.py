@@ -213,7 +213,9 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 0.02
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 64
-    attention_backend: Annotated[Literal["auto", "cpu", "torch"], _doc("Attention kernels.")] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "cpu", "triton", "torch"], _doc("Attention kernels; `triton` is for CUDA.")
+    ] = "auto"
     compile: Annotated[
         Literal["auto", "on", "off"],
         _doc("`on`: torch.compile; `auto`: the native decoder for models that it knows, else as `on`."),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import logging
 
 import torch
@@ -14,7 +16,14 @@ from native.build import BuildError
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, type[AttentionBackend]] = {"cpu": CpuBackend, "torch": TorchBackend}
+NAMES = ("cpu", "triton", "torch")
+"""The best that serves is taken."""
+
+
+def backend_of(name: str) -> type[AttentionBackend]:
+    if name == "triton":  # is not there on every host
+        return importlib.import_module("engine.attention.triton_kernel.backend").TritonBackend
+    return CpuBackend if name == "cpu" else TorchBackend
 
 
 @functools.cache
@@ -36,9 +45,30 @@ def _cpu_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     return _cpu_kernel_fault()
 
 
+def _triton_fault(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"the triton kernel does not run on {device.type}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the triton kernel does not take {dtype}"
+    if not torch.cuda.is_available():
+        return "the triton kernel found no cuda device"
+    if importlib.util.find_spec("triton") is None:
+        return "the triton kernel needs the package triton, which PyTorch's build for CUDA brings along"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the triton kernel needs a device of compute capability 8.0 or later, not {major}.{minor}"
+    return None
+
+
+def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot serve."""
+    faults = {"cpu": _cpu_fault, "triton": _triton_fault}
+    return faults[name](device, dtype) if name in faults else None
+
+
 def available_backends(device: torch.device, dtype: torch.dtype = torch.float32) -> list[str]:
     """Names of the backends that can serve this device and dtype, best first."""
-    return ["torch"] if _cpu_fault(device, dtype) else ["cpu", "torch"]
+    return [name for name in NAMES if _fault(name, device, dtype) is None]
 
 
 def select_backend(
@@ -49,15 +79,14 @@ def select_backend(
     `requested` None or "auto" takes the best. Raises ValueError when it is unknown or cannot serve this
     device and dtype.
     """
-    if requested == "auto":
-        requested = None
-    if requested is not None and requested not in BACKENDS:
-        raise ValueError(f"unknown attention backend {requested!r}; known: {', '.join(BACKENDS)}")
-    fault = _cpu_fault(device, dtype)
-    if requested == "cpu" and fault:
-        raise ValueError(f"attention backend 'cpu': {fault}")
-    if requested is not None:
-        return BACKENDS[requested], "requested"
-    if fault:
-        return TorchBackend, fault
-    return CpuBackend, "reads the KV blocks in place"
+    if requested is not None and requested != "auto":
+        if requested not in NAMES:
+            raise ValueError(f"unknown attention backend {requested!r}; known: {', '.join(NAMES)}")
+        if fault := _fault(requested, device, dtype):
+            raise ValueError(f"attention backend {requested!r}: {fault}")
+        return backend_of(requested), "requested"
+    best = available_backends(device, dtype)[0]
+    if best != "torch":
+        return backend_of(best), "reads the KV blocks in place"
+    fault = _fault("cpu" if device.type == "cpu" else "triton", device, dtype)
+    return TorchBackend, fault or ""

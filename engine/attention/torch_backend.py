@@ -148,7 +148,7 @@ def _attention(
     """
     kv_heads = k.shape[0]
     has_edge = gathered < sequence.first_key or (window and k.shape[1] > window)
-    if sequence.query_len == 1 and not has_edge:
+    if sequence.query_len == 1 and sequence.paths is None and not has_edge:
         grouped = q.reshape(1, kv_heads, -1, q.shape[-1])
         attended = scaled_dot_product_attention(grouped, k[None], v[None], scale=scale)
         return attended.reshape(q.shape[0], 1, -1)
@@ -170,14 +170,15 @@ def _spelled_out_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same in float32 with capped scores or with sinks, which SDPA does not know."""
+    """The same in float32 at least, with capped scores or with sinks, which SDPA does not know."""
     heads, query_len, head_dim = q.shape
-    grouped = q.float().reshape(k.shape[0], -1, head_dim)
-    scores = grouped @ k.float().transpose(1, 2) * scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(wide).reshape(k.shape[0], -1, head_dim)
+    scores = grouped @ k.to(wide).transpose(1, 2) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.view(heads, query_len, -1).masked_fill(~mask, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, query_len, 1)], dim=-1)
+        scores = torch.cat([scores, sinks.to(wide)[:, None, None].expand(-1, query_len, 1)], dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[1]].reshape(k.shape[0], -1, k.shape[1])
-    return (weights @ v.float()).view(heads, query_len, -1).to(q.dtype)
+    return (weights @ v.to(wide)).view(heads, query_len, -1).to(q.dtype)

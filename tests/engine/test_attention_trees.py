@@ -178,15 +178,16 @@ def test_masks_that_no_tree_has(backend: str) -> None:
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (9, 4.0)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tree_that_grows_by_a_few_rows_at_a_time(
+def test_a_tree_that_grows_by_a_few_rows_or_one_at_a_time(
     backend: str, window: int | None, softcap: float | None
 ) -> None:
     """The last rows alone, over the keys that an earlier forward left, give what they give among all."""
     masks = tree_masks(40, 1)
     pack = with_masks(make_pack([(40, 530)]), [masks])
     whole = run(backend, pack, window=window, softcap=softcap)
-    last = with_masks(rows_of(pack, 33, 40), [masks[33:]], earlier=33)
-    torch.testing.assert_close(run(backend, last, window=window, softcap=softcap), whole[33:])
+    for first in (33, 39):
+        last = with_masks(rows_of(pack, first, 40), [masks[first:]], earlier=first)
+        torch.testing.assert_close(run(backend, last, window=window, softcap=softcap), whole[first:])
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, None), (None, 4.0)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention.select import BACKENDS, available_backends
+from engine.attention.select import available_backends, backend_of
 from engine.draft import Draft
 from engine.forward import Forward
 from engine.kv_pool import KVPool
@@ -46,7 +46,7 @@ def reference(folder: Path) -> PreTrainedModel:
 def runner(folder: Path, request: pytest.FixtureRequest) -> Runner:
     loaded = load_model(ServeConfig(model=str(folder), dtype="float32", device="cpu", compile="off"))
     pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK_SIZE), 32, CPU, None)
-    return Forward(loaded.model, BACKENDS[request.param](pool.layers(TARGET)), "off", products="torch")
+    return Forward(loaded.model, backend_of(request.param)(pool.layers(TARGET)), "off", products="torch")
 
 
 def path_to(node: int) -> list[int]:

@@ -1,0 +1,56 @@
+"""Which keys a query row sees: those between two places, and those whose bits are set for a row of a tree."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def popcount(bits):
+    """Of uint64."""
+    bits = bits - ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((bits * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def highest_bits(bits, count):
+    """Of uint64, its `count` highest set bits, at least one."""
+    below = tl.zeros(bits.shape, tl.uint64)  # binary search: this many bits may go
+    for power in tl.static_range(5, -1, -1):
+        many = popcount(bits >> (below + ((1 << power) - 1))) > count
+        below += many.to(tl.uint64) << power
+    return (bits >> below) << below
+
+
+@triton.jit
+def sight(row, live, place, first_key, visible, tree_start, sequence, window, WINDOWED: tl.constexpr):
+    """A row sees the keys [first, end), and key `fork` + i where bit i of `path` is set."""
+    position, end, fork = place, place + 1, 0
+    path = tl.zeros(row.shape, tl.uint64)
+    if visible is not None:
+        start = tl.load(tree_start + sequence)
+        if start >= 0:
+            fork = start
+            path = tl.load(visible + row, mask=live, other=1).to(tl.uint64, bitcast=True)
+            position = fork + popcount(path) - 1
+            end = tl.full(row.shape, 0, tl.int32) + fork
+            if WINDOWED:
+                path = highest_bits(path, window)
+    first = tl.full(row.shape, 0, tl.int32) + first_key
+    if WINDOWED:
+        first = tl.maximum(first, position - window + 1)
+    return first, end, fork, path
+
+
+@triton.jit
+def sees(key, first, end, fork, path, TREES: tl.constexpr):
+    """Bool [rows, keys]."""
+    seen = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
+    if TREES:
+        bit = tl.minimum(tl.maximum(key - fork, 0), 63).to(tl.uint64)
+        on_path = ((path[:, None] >> bit[None, :]) & 1) != 0
+        seen = seen | (on_path & (key >= fork)[None, :])
+    return seen

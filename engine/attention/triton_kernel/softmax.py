@@ -1,0 +1,42 @@
+"""What the kernels compute scores and sums with. Logarithms are to base 2."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def tanh(x):
+    """To a unit of float32's last place near zero, where exponentials would cancel: a polynomial, fitted."""
+    z = x * x
+    near = -0.053786684 + z * (0.020805383 - z * 0.0059058662)
+    near = x + x * z * (-0.33333299 + z * (0.13331959 + z * near))
+    far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(z < 0.36, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def fade(top, new):
+    """By which sums with maximum `top` count where the maximum is `new`, and an offset for new exponents.
+    Both maxima may be minus infinity.
+    """
+    offset = tl.where(new == float("-inf"), 0.0, new)
+    return tl.exp2(top - offset), offset
+
+
+@triton.jit
+def mean(total, mass, top):
+    """Of what rows [M] have added up: the weighted mean, and the logarithm of the weights' sum."""
+    safe = tl.where(mass == 0.0, 1.0, mass)
+    return total / safe[:, None], top + tl.log2(safe)
+
+
+@triton.jit
+def share(top, mass, sink):
+    """The part of all weight, `mass` at maximum `top` and a sink's, that is not the sink's."""
+    new = tl.maximum(top, sink * LOG2E)
+    weight = mass * tl.exp2(top - new)
+    return weight / (weight + tl.exp2(sink * LOG2E - new))

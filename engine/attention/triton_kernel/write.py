@@ -1,0 +1,76 @@
+"""Puts a step's keys and values into the pool, and zeros where padding rows' results go."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.attention.triton_kernel.codes import encode
+
+
+@triton.jit
+def _store(row, place, scale_place, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
+    d = tl.arange(0, PADDED)
+    values = tl.load(row + d, mask=d < DIM, other=0.0)
+    if scale_place is None:
+        tl.store(place + d, values, mask=d < DIM)
+    else:
+        codes, scale = encode(values.to(tl.float32), FP8)
+        tl.store(place + d, codes, mask=d < DIM)
+        tl.store(scale_place, scale)
+
+
+@triton.jit
+def write(
+    key,
+    value,
+    keys,
+    key_scales,
+    values,
+    value_scales,
+    out,
+    slots,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    keys_block,
+    keys_token,
+    keys_head,
+    values_block,
+    values_token,
+    values_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Of a row (program 0) and a KV head (program 1). Strides are in elements; those of the scales' views are
+    a quarter of those of the bytes.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        d = tl.arange(0, VALUE_PADDED)
+        for member in range(GROUP):
+            place = out + (row * HEADS + head * GROUP + member) * VALUE_DIM
+            tl.store(place + d, tl.zeros([VALUE_PADDED], out.dtype.element_ty), mask=d < VALUE_DIM)
+        return
+    block, token = slot // PAGE, slot % PAGE
+    key_place = block * keys_block + token * keys_token + head * keys_head
+    value_place = block * values_block + token * values_token + head * values_head
+    key_scale = None if key_scales is None else key_scales + key_place // 4
+    value_scale = None if value_scales is None else value_scales + value_place // 4
+    _store(key + row * key_row + head * key_head, keys + key_place, key_scale, KEY_DIM, KEY_PADDED, FP8)
+    _store(
+        value + row * value_row + head * value_head,
+        values + value_place,
+        value_scale,
+        VALUE_DIM,
+        VALUE_PADDED,
+        FP8,
+    )

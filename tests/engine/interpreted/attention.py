@@ -1,0 +1,171 @@
+"""The Triton kernels in Triton's interpreter against torch's backend. `test_triton_attention.py` runs it
+in a process of its own: TRITON_INTERPRET must be set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+
+from engine.attention.torch_backend import TorchBackend
+from engine.attention.triton_kernel import backend, tiles
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.attention.triton_kernel.tiles import Tile
+from engine.kv_rows import CODE_DTYPES
+from tests.engine.interpreted.cases import Case, Options, Sequence, Shape, Step, cases
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+reproducible = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """So that small steps have several of everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "tile_of", lambda short, *_: Tile(16 if short else 32, 16, 4, 1))
+        patch.setattr(tiles, "SPLIT", 32)
+        patch.setattr(tiles, "SHORT", 6)
+        # The interpreter multiplies the bits of bfloat16 as integers.
+        patch.setattr(backend, "multiplied", lambda dtype: tl.float32)
+        torch.set_num_threads(1)
+        yield
+
+
+def near(out: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
+    tolerance = tolerance or TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@settings(reproducible, max_examples=300)
+@given(cases())
+def test_it_is_what_torch_computes(case: Case) -> None:
+    step = Step.of(case)
+    expected = step.in_float64().run(TorchBackend)
+    near(step.run(TritonBackend), expected)
+
+
+@reproducible
+@given(cases())
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
+    crowd = replace(case, sequences=(*case.sequences, Sequence(2, 40, 11), Sequence(7, 12, 12, tree=True)))
+    together = Step.of(crowd).run(TritonBackend)
+    for index in range(len(case.sequences)):
+        alone = Step.of(crowd.alone(index)).run(TritonBackend)
+        assert torch.equal(together[crowd.rows_of(index)], alone)
+    assert not together[len(together) - case.padding :].any()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Options(), Options(sliding_window=35, sinks=True), Options(sliding_window=3, softcap=5.0)],
+    ids=str,
+)
+def test_rows_to_verify_have_the_bits_of_decode_rows(options: Options) -> None:
+    """Where a row's window begins in another split than that of the first row beside it, too."""
+    shape = Shape(kv_heads=1)
+    together = Step.of(Case(shape, options, (Sequence(6, 69, 3),))).run(TritonBackend)
+    for row in range(6):
+        step = Step.of(Case(shape, options, (Sequence(6 - row, 69, 3),)))
+        assert torch.equal(step.run(TritonBackend), together[row:])
+
+
+def test_parts_that_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step.of(Case(Shape(kv_heads=1), Options(sinks=True), (Sequence(5, 70, 1), Sequence(6, 90, 2))))
+    whole = step.run(TritonBackend)
+    monkeypatch.setattr(backend, "PARTS_BYTES", 1)
+    launches = []
+    run = type(backend.merge).run
+    monkeypatch.setattr(
+        type(backend.merge), "run", lambda self, *args, **kw: (launches.append(self), run(self, *args, **kw))
+    )
+    assert torch.equal(step.run(TritonBackend), whole)
+    assert launches.count(backend.merge) > 1
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(512, 512), (192, 128), (72, 256)])
+def test_large_heads(key_dim: int, value_dim: int) -> None:
+    shape = Shape(kv_heads=1, key_dim=key_dim, value_dim=value_dim)
+    step = Step.of(Case(shape, Options(), (Sequence(2, 20, 1),)))
+    near(step.run(TritonBackend), step.in_float64().run(TorchBackend))
+
+
+def test_groups_larger_than_a_tile() -> None:
+    step = Step.of(Case(Shape(kv_heads=1, group=20), Options(sinks=True), (Sequence(3, 40, 1),)))
+    near(step.run(TritonBackend), step.in_float64().run(TorchBackend))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8_rows", "fp8_rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_pool_gets_the_bytes_that_torch_writes(dtype: torch.dtype, quantization: str) -> None:
+    steps = [
+        Step.of(Case(Shape(dtype, quantization, key_dim=64), Options(), (Sequence(8, 9, 1),))) for _ in "ab"
+    ]
+    for step, cls in zip(steps, (TritonBackend, TorchBackend), strict=True):
+        key, value = step.new[1:]
+        key[0] = 0
+        key[1] *= 1e-32  # too small for a scale
+        key[2] *= 1e30
+        key[3, 0] = torch.linspace(-448, 448, 64).to(dtype)
+        key[4, 0] = torch.linspace(-127, 127, 64).to(dtype)
+        value[3, 1, 5] = torch.inf
+        value[4, 1, 5] = torch.nan
+        step.run(cls)
+    for ours, theirs in zip(steps[0].layer, steps[1].layer, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("quantization", ["int8_rows", "fp8_rows"])
+def test_every_code_is_read_as_its_value(quantization: str) -> None:
+    """A row that sees itself alone gives its value, which has all codes, at a scale of 1."""
+    shape = Shape(torch.float32, quantization, kv_heads=1, value_dim=256)
+    step = Step.of(Case(shape, Options(), (Sequence(1, 1, 1),)))
+    codes = torch.arange(256, dtype=torch.uint8).view(CODE_DTYPES[quantization]).float()
+    most = 127 if quantization == "int8_rows" else 448
+    values = codes.nan_to_num(0.0).clamp(min=-most)
+    step.new[2][0, 0] = values
+    near(step.run(TritonBackend)[0], values.double().expand(2, -1))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    step = Step.of(Case(Shape(), Options(), (Sequence(1, 1, 1),)))
+    with pytest.raises(RuntimeError, match="begin_step must come before forward"):
+        TritonBackend([step.layer]).forward(0, *step.new, scale=1.0, sliding_window=None, softcap=None)
+    for wrong, message in (
+        (Shape(key_dim=1024), "head_dim 1024: the triton kernel takes at most 512"),
+        (Shape(torch.float64), "layers of torch.float64 are not rows of float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Step.of(Case(wrong, Options(), (Sequence(1, 1, 1),))).run(TritonBackend)
+    query, key, value = step.new
+    for new, message in (
+        ((query, key[:, :1], value), "are not"),
+        ((query[:, :3], key, value), "does not fit"),
+        ((query.half(), key, value), "must be of the pool's torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace_new(step, new).run(TritonBackend)
+
+
+def replace_new(step: Step, new: Any) -> Step:
+    return Step(step.case, step.layer, step.metadata, new, step.sinks)
+
+
+def test_a_step_without_sequences() -> None:
+    step = Step.of(Case(Shape(), Options(), (Sequence(1, 1, 1),), padding=3))
+    metadata = replace(
+        step.metadata,
+        query_start=torch.zeros(1, dtype=torch.int32),
+        context_len=torch.zeros(0, dtype=torch.int32),
+        block_table=torch.zeros(0, 1, dtype=torch.int32),
+        slot_mapping=torch.full((4,), -1),
+        max_query_len=0,
+        max_context_len=0,
+    )
+    out = Step(step.case, step.layer, metadata, step.new, None).run(TritonBackend)
+    assert not out.any()

@@ -1,0 +1,238 @@
+"""Random steps for attention kernels, small enough for Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.attention.interface import AttentionMetadata, LayerKv
+from engine.kv_rows import KvRows
+
+
+@dataclass(frozen=True)
+class Sequence:
+    query_len: int
+    context_len: int
+    seed: int
+    tree: bool = False
+    earlier: int = 0
+    """Keys of the tree that earlier steps left."""
+    first_key: int = 0
+
+    def masks(self) -> list[int]:
+        """Of the query rows."""
+        rng = random.Random(self.seed)
+        paths = [1]
+        for row in range(1, self.earlier + self.query_len):
+            paths.append(paths[rng.randrange(max(0, row - 5), row)] | 1 << row)
+        return paths[self.earlier :]
+
+
+@dataclass(frozen=True)
+class Shape:
+    dtype: torch.dtype = torch.float32
+    quantization: str = "none"
+    kv_heads: int = 2
+    group: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+    block_size: int = 16
+
+    @property
+    def rows(self) -> KvRows:
+        return KvRows(self.dtype, self.quantization)
+
+
+@dataclass(frozen=True)
+class Options:
+    scale: float = 0.3
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: Shape
+    options: Options
+    sequences: tuple[Sequence, ...]
+    padding: int = 0
+
+    def alone(self, index: int) -> Case:
+        return replace(self, sequences=(self.sequences[index],), padding=0)
+
+    def rows_of(self, index: int) -> slice:
+        first = sum(each.query_len for each in self.sequences[:index])
+        return slice(first, first + self.sequences[index].query_len)
+
+
+@st.composite
+def sequences(draw: Any) -> Sequence:
+    query_len = draw(st.integers(1, 9))
+    before = draw(st.sampled_from([0, 1, 7, 15, 16, 17, 31, 34, 66]))
+    tree = draw(st.booleans())
+    earlier = draw(st.integers(0, min(before, 5))) if tree else 0
+    first_key = draw(st.sampled_from([0, 0, min(3, before), before])) if not earlier else 0
+    return Sequence(query_len, before + query_len, draw(st.integers(0, 9)), tree, earlier, first_key)
+
+
+FORMATS = [
+    (torch.float32, "none"),
+    (torch.bfloat16, "none"),
+    (torch.float16, "none"),
+    (torch.float32, "int8_rows"),
+    (torch.bfloat16, "int8_rows"),
+    (torch.float32, "fp8_rows"),
+    (torch.bfloat16, "fp8_rows"),
+]
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    dtype, quantization = draw(st.sampled_from(FORMATS))
+    dims = [(16, 16), (40, 24), (64, 64), (8, 32)]
+    if quantization == "none":
+        dims.append((33, 17))
+    key_dim, value_dim = draw(st.sampled_from(dims))
+    shape = Shape(
+        dtype,
+        quantization,
+        draw(st.sampled_from([1, 1, 2])),
+        draw(st.sampled_from([1, 2, 3, 4, 7])),
+        key_dim,
+        value_dim,
+        draw(st.sampled_from([16, 32, 5])),
+    )
+    options = Options(
+        draw(st.sampled_from([0.3, 1.0])),
+        draw(st.sampled_from([None, 1, 3, 20, 50])),
+        draw(st.sampled_from([None, None, 5.0])),
+        draw(st.booleans()),
+    )
+    return Case(
+        shape,
+        options,
+        tuple(draw(st.lists(sequences(), min_size=1, max_size=2))),
+        draw(st.integers(0, 2)),
+    )
+
+
+@dataclass
+class Step:
+    """A case with numbers: those of a sequence depend on itself alone."""
+
+    case: Case
+    layer: LayerKv
+    metadata: AttentionMetadata
+    new: tuple[Tensor, Tensor, Tensor]
+    sinks: Tensor | None
+    rows: KvRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.case.shape.rows
+
+    @classmethod
+    def of(cls, case: Case) -> Step:
+        shape, size = case.shape, case.shape.block_size
+        counts = [-(-each.context_len // size) for each in case.sequences]
+        blocks = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1)).int()
+        layer = _empty_layer(shape, len(blocks))
+        table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+        parts, slots, taken = [], [], 0
+        for each, count, row in zip(case.sequences, counts, table, strict=True):
+            row[:count] = blocks[taken : taken + count]
+            taken += count
+            numbers = _numbers(shape, each)
+            place = torch.arange(each.context_len)
+            slot = row[place // size].long() * size + place % size
+            old = slot[: -each.query_len]
+            for pool, values in zip(layer, numbers[1:], strict=True):
+                pool[old // size, old % size] = shape.rows.encode(values[: -each.query_len])
+            slots.append(slot[-each.query_len :])
+            parts.append([values[-each.query_len :] for values in numbers])
+        pad = torch.zeros(case.padding, 1, 1, dtype=shape.dtype)
+        new = [torch.cat([*side, pad.expand(-1, *side[0].shape[1:])]) for side in zip(*parts, strict=True)]
+        slots.append(torch.full((case.padding,), -1))
+        sinks = torch.linspace(-3, 3, shape.kv_heads * shape.group) if case.options.sinks else None
+        return cls(case, layer, _metadata(case, table, torch.cat(slots)), tuple(new), sinks)
+
+    def run(self, backend: Any) -> Tensor:
+        """A class of a backend."""
+        attention = backend([self.layer], rows=self.rows)
+        attention.begin_step(self.metadata)
+        options = self.case.options
+        return attention.forward(
+            0,
+            *self.new,
+            scale=options.scale * self.case.shape.key_dim**-0.5,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=self.sinks,
+        )
+
+    def in_float64(self) -> Step:
+        """The same values; coded ones are decoded."""
+        exact = KvRows(torch.float32, self.rows.quantization)
+        decoded = LayerKv(*(exact.decode(side).double() for side in self.layer))
+        new = [tensor.double() for tensor in self.new]
+        if self.rows.coded:
+            new[1:] = [exact.decode(exact.encode(tensor)).double() for tensor in new[1:]]
+        shape = replace(self.case.shape, dtype=torch.float64, quantization="none")
+        return Step(replace(self.case, shape=shape), decoded, self.metadata, tuple(new), self.sinks)
+
+
+def _empty_layer(shape: Shape, num_blocks: int) -> LayerKv:
+    """Of a pool of two layers, keys and values of a block one behind the other. NaN: must not be read."""
+    sides = [
+        shape.rows.encode(
+            torch.full((num_blocks, shape.block_size, shape.kv_heads, dim), torch.nan).to(shape.dtype)
+        )
+        for dim in (shape.key_dim, shape.value_dim)
+    ]
+    widths = [side[0].numel() for side in sides]
+    both = torch.cat([side.flatten(1) for side in sides] * 2, dim=1)
+    parts = both[:, sum(widths) :].split(widths, dim=1)
+    return LayerKv(*(part.unflatten(1, side.shape[1:]) for part, side in zip(parts, sides, strict=True)))
+
+
+def _numbers(shape: Shape, sequence: Sequence) -> list[Tensor]:
+    """Queries, keys and values of all its tokens."""
+    generator = torch.Generator().manual_seed(sequence.seed)
+    heads = shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads
+    dims = shape.key_dim, shape.key_dim, shape.value_dim
+    return [
+        torch.randn(sequence.context_len, head, dim, generator=generator).to(shape.dtype)
+        for head, dim in zip(heads, dims, strict=True)
+    ]
+
+
+def _metadata(case: Case, table: Tensor, slots: Tensor) -> AttentionMetadata:
+    def int32(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    lengths = [each.query_len for each in case.sequences]
+    starts = [
+        each.context_len - each.query_len - each.earlier if each.tree else -1 for each in case.sequences
+    ]
+    trees = any(each.tree for each in case.sequences)
+    masks = [
+        mask for each in case.sequences for mask in (each.masks() if each.tree else [0] * each.query_len)
+    ]
+    masks += [0] * case.padding
+    first_keys = [each.first_key for each in case.sequences]
+    return AttentionMetadata(
+        query_start=int32([0, *lengths]).cumsum(0).int(),
+        context_len=int32([each.context_len for each in case.sequences]),
+        block_table=table,
+        slot_mapping=slots,
+        max_query_len=max(lengths),
+        max_context_len=max(each.context_len for each in case.sequences),
+        visible=torch.tensor([mask - (mask >> 63 << 64) for mask in masks]) if trees else None,
+        tree_start=int32(starts) if trees else None,
+        first_key=int32(first_keys) if any(first_keys) else None,
+    )
