@@ -112,7 +112,9 @@ def link(folder: Path, reference: PreTrainedModel) -> Iterator[Link]:
             patch.setattr(tests.worker.harness, "run_child", functools.partial(run_in_network, where))
             router = functools.partial(RouterServer, link_host=network.hosts[""])
             patch.setattr(tests.e2e.serving, "RouterServer", router)
-            with HttpServing(folder, {"prefill-0": SLOW, "decode-0": ""}, **defaults) as serving:
+            workers = {"prefill-0": SLOW, "decode-0": ""}
+            # By cost, a link that was bad gets no KV until it is known to be better.
+            with HttpServing(folder, workers, placement="least_loaded", **defaults) as serving:
                 link = Link(network, serving)
                 assert link.expected[0] == greedy(reference, prompt(REQUESTS[0]), NUM_TOKENS)
                 yield link

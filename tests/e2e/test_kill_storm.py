@@ -14,22 +14,25 @@ FAULTS = ("killed", "frozen", "killed", "killed")
 
 
 class SmallStorm(Storm):
-    """Draws the victims alone."""
+    """Draws the victims alone. A decode worker is frozen: it gets requests until that is noticed."""
 
     def __init__(self, http: httpx.Client) -> None:
         super().__init__(http, replicas=1, rng=random.Random(1))
         self._kinds = iter(FAULTS)
 
     def _choose(self) -> tuple[str, str, int]:
-        _, victim, pid = super()._choose()
-        return next(self._kinds), victim, pid
+        kind = next(self._kinds)
+        while True:
+            _, victim, pid = super()._choose()
+            if kind == "killed" or victim.startswith("decode"):
+                return kind, victim, pid
 
 
 @pytest.mark.slow
 def test_no_request_notices_kills_and_freezes() -> None:
     with serving(["--prefill-replicas", "1", "--decode-replicas", "2"]) as http:
         every = 1.5
-        seen = SmallStorm(http).measure(requests=24, seconds=every * (len(FAULTS) + 1), every=every)
+        seen = SmallStorm(http).measure(requests=48, seconds=every * (len(FAULTS) + 1), every=every)
     wanted = {"faults": len(FAULTS), "failed": 0, "failed_without_faults": 0, "different": 0}
     assert seen | wanted == seen
     assert seen["restarted"]

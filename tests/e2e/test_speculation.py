@@ -24,6 +24,7 @@ DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "draft_model_tree": {"method": "draft_model", "num_speculative_tokens": 12, "tree": True},
     "medusa": {"method": "medusa", "num_speculative_tokens": 4},
     "eagle": {"method": "eagle", "num_speculative_tokens": 4},
+    "self_speculative": {"method": "self_speculative", "skip_layers": [2], "num_speculative_tokens": 4},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
 }
 WORKERS = {"disaggregated": PAIR, "colocated": {"decode-0": ""}}
@@ -33,6 +34,7 @@ SERVERS = [
     ("medusa", "disaggregated"),
     ("eagle", "disaggregated"),
     ("eagle", "colocated"),
+    ("self_speculative", "disaggregated"),
     ("ngram", "disaggregated"),
 ]
 """Each deployment once; the one with draft KV and hidden states of a head also without a hand-off."""
@@ -249,14 +251,17 @@ def test_a_cancelled_stream_leaves_nothing(
     assert_same(ask(serving, REQUESTS["n"]), expected["n"])
 
 
-def test_a_decode_workers_death_changes_nothing(expected: dict[str, list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("method", ["draft_model", "self_speculative"])
+def test_a_decode_workers_death_changes_nothing(
+    method: str, expected: dict[str, list[dict[str, Any]]]
+) -> None:
     """It dies after steps of several tokens each; another one goes on, drafting as the request says."""
     workers = {"prefill-0": "", "decode-0": "KILL:after:after_step:4", "decode-1": ""}
     asked = {"num_speculative_tokens": 3}
-    with HttpServing(BUNDLED_MODEL, workers, worker_timeout=1.5, **options("draft_model")) as serving:
+    with HttpServing(BUNDLED_MODEL, workers, worker_timeout=1.5, **options(method)) as serving:
         for name in ("logprobs", "seeded"):
             assert_same(ask(serving, REQUESTS[name], speculative=asked), expected[name])
         assert serving.metric("tandem_requests_placed_anew_total") == 1
         serving.wait_empty()
-        drafts, drafted = (total(serving, name, "draft_model") for name in ("drafts", "draft_tokens"))
+        drafts, drafted = (total(serving, name, method) for name in ("drafts", "draft_tokens"))
         assert 2 < drafted / drafts <= 3

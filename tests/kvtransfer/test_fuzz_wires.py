@@ -72,7 +72,7 @@ def check_bounds(field: str, value: Any) -> None:
             assert len(value) <= (512 if field in ("error", "reason") else 128), field
             assert value or not field.endswith(("id", "incarnation", "transport")), field
         case list() | tuple():
-            assert len(value) <= 8, field
+            assert len(value) <= (32 if field in ("segments", "wire") else 8), field
             for item in value:
                 check_bounds("item", item)
 

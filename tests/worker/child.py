@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import pkgutil
 import signal
@@ -42,7 +43,8 @@ def run_child(
 
     `fault`: "fail:N" lets the first N steps fail, "slow:S" makes every step S seconds slower, "idle:S" closes
     lines to peers that were unused for S seconds, "KILL:before:METHOD:N" sends the process that signal at the
-    N-th call of the loop's method, before it or after it, and "STOP:..." that one. Several are joined by "+".
+    N-th call of a method of the loop or of one of its parts, before it or after it, and "STOP:..." that one.
+    Several are joined by "+".
     """
     worker.heartbeat.HEARTBEAT_INTERVAL_S = 0.05
     worker.heartbeat.ROUTER_GRACE_S = 1.0
@@ -98,7 +100,9 @@ def put_in(loop: WorkerLoop, kind: str, *values: str) -> None:
 
 def strike(loop: WorkerLoop, number: signal.Signals, when: str, method: str, times: int) -> None:
     """Let this process get a signal at a point of the protocol: the loop's `times`-th call of a method."""
-    original = getattr(loop, method)
+    *parts, name = method.split(".")
+    owner = functools.reduce(getattr, parts, loop)
+    original = getattr(owner, name)
     left = times
 
     def struck(*arguments: Any) -> Any:
@@ -111,7 +115,7 @@ def strike(loop: WorkerLoop, number: signal.Signals, when: str, method: str, tim
             os.kill(os.getpid(), number)
         return result
 
-    setattr(loop, method, struck)
+    setattr(owner, name, struck)
 
 
 def break_steps(loop: WorkerLoop, times: int) -> None:
