@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -75,6 +76,23 @@ def damaged(draw: st.DrawFn, whole: Sequence[bytes]) -> bytes:
     if draw(st.booleans()):
         del raw[draw(st.integers(0, len(raw))) :]
     return bytes(raw) + draw(st.sampled_from([b"", b"\0", b"\xff" * 9]))
+
+
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)
+_HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + b"k" * 32 + bytes(8) + b"s" * 80
+_openings = damaged([_GREETING, _GREETING + _HELLO, _HELLO, b"\x04\x05READY", b"\x02" + b"\xff" * 8])
+zmq_strangers = st.lists(_openings | st.binary(max_size=100), max_size=3)
+"""What who has no key may say to a ZeroMQ socket."""
+
+
+def say(host: str | None, port: int | None, parts: Sequence[bytes]) -> None:
+    """Connect and send these, as far as they are taken."""
+    with socket.create_connection((host, port), timeout=10) as client:
+        for part in parts:
+            try:
+                client.sendall(part)
+            except ConnectionError:
+                break
 
 
 def each_edge(message: bytes) -> Iterator[bytes]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import socket
 from urllib.parse import urlsplit
 
 import msgspec
 import zmq
-from hypothesis import strategies as st
 from router_clients import eventually, is_idle, post
 
 from messaging.sockets import connect_dealer
@@ -17,10 +15,7 @@ from protocol.kv_events import KvChange, Medium
 from protocol.outputs import RequestTiming, TokenOutput, TransferTiming
 from protocol.speculation import MethodState, SpeculationState
 from protocol.worker_to_router import Absent, KvEvents, Leaving, PairState, Prefetched, StepOutput
-from tests.fuzzing import altered, damaged, fuzz
-
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)
-HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + b"k" * 32 + bytes(8) + b"s" * 80
+from tests.fuzzing import altered, damaged, fuzz, say, zmq_strangers
 
 
 def check_all_is_well(router, caplog) -> None:
@@ -33,16 +28,7 @@ def check_all_is_well(router, caplog) -> None:
 def test_fuzz_strangers(router, caplog):
     address = urlsplit(router.server.worker_endpoint)
 
-    def check(parts: list[bytes]) -> None:
-        with socket.create_connection((address.hostname, address.port), timeout=10) as client:
-            for part in parts:
-                try:
-                    client.sendall(part)
-                except ConnectionError:
-                    break
-
-    frames = damaged([GREETING, GREETING + HELLO, HELLO, b"\x04\x05READY", b"\x02" + b"\xff" * 8])
-    fuzz(check, st.lists(frames | st.binary(max_size=100), max_size=3), examples=100)
+    fuzz(lambda parts: say(address.hostname, address.port, parts), zmq_strangers, examples=100)
     check_all_is_well(router, caplog)
 
 

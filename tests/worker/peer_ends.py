@@ -64,7 +64,10 @@ class PrefillEnd:
         self._socket.close()
 
     def send(self, message: PeerRequest) -> None:
-        self._socket.send(encode(message))
+        self.send_raw(encode(message))
+
+    def send_raw(self, raw: bytes) -> None:
+        self._socket.send(raw)
 
     def receive(self, kind: type[Message], timeout_s: float = WAIT_S) -> Message:
         assert self._socket.poll(int(timeout_s * 1000)), f"no {kind.__name__} comes"
