@@ -159,9 +159,7 @@ def _lacks(load: Load, workers: int, facts: ScalingFacts, seen: RoleLoad) -> str
     if busy > (BUSY_SHARE if facts.slo_ttft_s == inf else 0.95):
         return f"{workers} would compute prompts for {busy:.0%} of their time"
     if load.prompts > 0 and facts.slo_ttft_s < inf:
-        allowed_s = max(
-            facts.slo_ttft_s - load.prompt_s * (1 + LONG * sqrt(load.spread)), facts.slo_ttft_s / 10
-        )
+        allowed_s = max(facts.slo_ttft_s - load.prompt_s * (1 + LONG * sqrt(load.spread)), 0.0)
         late = late_share(workers, load.prompts, load.prompt_s * (1 + load.spread) / 2, allowed_s)
         if late > LATE_CHANCE:
             return f"at {workers} {late:.0%} of prompts would wait too long"

@@ -14,7 +14,16 @@ from protocol.costs import StepCosts
 from protocol.scaling import WorkerRange
 from router.demand import DemandMeter, RoleDemand
 from router.placement.interface import Refusal
-from router.scaling.decide import INTERVAL_S, ScalerState, ScalingDecision, ScalingPolicy, decide, late_share
+from router.scaling.decide import (
+    INTERVAL_S,
+    Load,
+    ScalerState,
+    ScalingDecision,
+    ScalingPolicy,
+    decide,
+    late_share,
+    needed,
+)
 from router.scaling.facts import RoleLoad, ScalingFacts
 from router.scaling.interface import ScaleAnswer
 
@@ -181,6 +190,35 @@ def test_where_no_node_takes_more_a_role_that_can_spare_a_worker_gives_it():
     assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}], "as many as there is room for"
 
 
+def test_who_would_soon_need_its_worker_again_cannot_spare_it():
+    day = Day(room=0)
+    day.decode = day.decode._replace(workers=3, rows=104.0)  # two suffice, but not with a margin
+    day.prefill = day.prefill._replace(backlog_s=30.0)
+    assert day.pass_s(INTERVAL_S) == []
+
+
+def test_the_change_of_one_role_leaves_the_other_alone_for_no_shorter():
+    day = Day()
+    day.prefill = day.prefill._replace(backlog_s=1000.0)
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 3}]
+    day.prefill = day.prefill._replace(workers=3)
+    day.decode = day.decode._replace(backlog_s=1000.0)
+    assert targets(day.pass_s(INTERVAL_S)) == [{"decode": 3}]
+    day.decode = day.decode._replace(workers=3, backlog_s=0.0)
+    assert day.pass_s(20) == [], "what the third prefill worker does is not seen yet"
+    assert targets(day.pass_s(INTERVAL_S)) == [{"prefill": 4}]
+
+
+def test_who_came_for_a_queue_stays_for_a_while():
+    day = Day(roles=("prefill",))
+    assert day.pass_s(400, rate=1.2) == []
+    day.prefill = day.prefill._replace(backlog_s=30.0)
+    assert targets(day.pass_s(INTERVAL_S, rate=1.2)) == [{"prefill": 3}]
+    day.prefill = day.prefill._replace(workers=3, backlog_s=0.0)
+    assert day.pass_s(290, rate=1.2) == []
+    assert targets(day.pass_s(60, rate=1.2))[:1] == [{"prefill": 2}]
+
+
 def test_roles_share_the_room_that_is_left():
     day = Day(room=1)
     day.prefill = day.prefill._replace(backlog_s=30.0)
@@ -213,6 +251,14 @@ def test_prompts_of_very_different_lengths_need_more_workers():
 
     assert with_spread(1.0).pass_s(INTERVAL_S) == []
     assert len(with_spread(1.9).state.changed_at) == 1
+
+
+def test_prompts_longer_than_most_are_to_be_in_time_too():
+    """The mean prompt is in time at a worker that is busy for half of its time, one thrice as long is not."""
+    load = Load(prompts=0.5, prompt_s=1.0, spread=1.8, rows=0.0, context=0.0, kv_usage=0.0)
+    facts = ScalingFacts(0.0, {"prefill": RoleLoad(1, costs=COSTS)}, {}, slo_ttft_s=12.0)
+    assert needed(load, facts, "prefill", WorkerRange(1, 8))[0] == 2
+    assert needed(load._replace(prompt_s=0.5), facts, "prefill", WorkerRange(1, 8))[0] == 1
 
 
 def test_without_an_slo_workers_are_to_be_busy_for_four_fifths_of_their_time():

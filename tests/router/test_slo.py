@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import msgspec
 import pytest
 from router_clients import eventually, is_idle, lose
 
 from protocol.costs import StepCosts
 from router.placement.cluster import Cluster
 from router.placement.interface import Refusal, RequestFacts
-from router.placement.slo import refusal
+from router.placement.slo import Miss, refusal
 from tests.router.placed import decode, facts, placed, prefill
 
 HALF_SECOND_TOKENS = StepCosts(step_s=0.0, row_s=0.0, context_s=0.0, token_s=0.5, attention_s=0.0)
@@ -210,6 +213,20 @@ def test_a_batch_is_said_to_be_fast_enough_when_so_much_of_it_has_ended():
     hopeless = verdict([worker], facts(**request, slo_tpot_s=0.005))
     assert hopeless is not None and not hopeless.waiting_helps
     assert hopeless.retry_after_s == pytest.approx(50 * 0.11)
+
+
+def test_who_asks_for_what_only_an_idle_worker_can_do_is_told_to_come_again():
+    """A second alone, beside ten rows one tenth more for each chunk; two tokens from each step."""
+    worker = decode("d0", costs=SLOW, rows=10, requests=10)
+    found = verdict([worker], facts(num_tokens=100, output_tokens=1, slo_ttft_s=1.05))
+    assert found is not None and found.missed == "slo_ttft" and found.waiting_helps
+    worker.costs = msgspec.structs.replace(SLOW, tokens_per_row=2.0)
+    found = verdict([worker], facts(num_tokens=0, output_tokens=51, slo_tpot_s=0.006))
+    assert found is not None and found.missed == "slo_tpot" and found.waiting_helps
+
+
+def test_what_is_expected_to_take_for_ever_may_be_asked_again_in_a_second():
+    assert Miss("slo_ttft", decode("d0"), inf, 1.0, 1.0, inf).retry_after_s == 1.0
 
 
 def test_time_that_has_passed_counts():
