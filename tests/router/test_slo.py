@@ -131,15 +131,20 @@ def test_cost_takes_a_dearer_worker_where_the_cheapest_is_too_late():
     assert verdict(workers, soon) is None
 
 
-def test_what_waits_for_its_prefill_does_not_count_as_if_it_decoded_already():
+@pytest.mark.parametrize(
+    "decoding",
+    [{"row_s": 1e-3}, {"row_s": 0.0, "context_s": 1e-6}, {"row_s": 2e-3, "tokens_per_row": 2.0}],
+)
+def test_what_waits_for_its_prefill_does_not_count_as_if_it_decoded_already(decoding):
     """Of 40 requests those at the front will have ended when this one begins to decode."""
-    costs = StepCosts(step_s=0.0, row_s=1e-3, context_s=0.0, token_s=1e-3, attention_s=0.0)
-    request = facts(num_tokens=100, output_tokens=51, slo_tpot_s=0.03)
-    workers = [decode("d0", costs=costs, rows=40, requests=40)]
-    found = verdict(workers, request, "least_loaded")
+    costs = StepCosts(**{"step_s": 0.0, "context_s": 0.0, "token_s": 1e-3, "attention_s": 0.0, **decoding})
+    request = {"num_tokens": 100, "output_tokens": 51}
+    workers = [decode("d0", costs=costs, rows=40, requests=40, context_tokens=40_000)]
+    found = verdict(workers, facts(**request, slo_tpot_s=0.03), "least_loaded")
     assert found is not None and found.missed == "slo_tpot"
     workers[0].prefill_tokens, workers[0].prompts = 2000, 20
-    assert verdict(workers, request, "least_loaded") is None
+    assert verdict(workers, facts(**request, slo_tpot_s=0.03), "least_loaded") is None
+    assert verdict(workers, facts(**request, slo_tpot_s=0.01), "least_loaded") is not None, "some still run"
 
 
 def test_prompts_that_come_later_slow_the_decoding_of_a_worker_that_computes_them():
