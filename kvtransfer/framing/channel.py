@@ -122,11 +122,13 @@ class Channel:
             return False
 
     def at_end(self) -> bool:
-        """Whether the peer has closed its side and no data is left to read."""
+        """Whether the peer has closed its side, be it without reading all of ours, and no data is left."""
         try:
             return not self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
+        except ConnectionResetError:
+            return True
 
     def shutdown(self) -> None:
         """End the connection from another thread; the owner of the channel sees it as lost.

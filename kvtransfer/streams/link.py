@@ -217,7 +217,7 @@ class Link(threading.Thread):
 
     def _note_failure(self, stream: Stream, reason: str) -> None:
         self._reason = reason
-        logger.warning("the wire to %s broke: %s", self.peer.worker_id, reason)
+        logger.log(self._level(), "the wire to %s broke: %s", self.peer.worker_id, reason)
         self._core.pairs.refuse(self.peer.worker_id, stream.transport_name, "broken", reason)
         self._candidate(stream).try_at = time.monotonic() + self._core.retry_interval_s
 
@@ -231,6 +231,10 @@ class Link(threading.Thread):
             with self.state:
                 self._refused.pop(lease_id, None)
                 self._telling.discard(lease_id)
+
+    def _level(self) -> int:
+        """An idle link whose peer has ended is nothing to warn of: who ended, and why, others tell."""
+        return logging.WARNING if self._active is None or self._queue else logging.DEBUG
 
     def _wake_streams(self) -> None:
         for stream in self._streams:
@@ -271,9 +275,10 @@ class Link(threading.Thread):
         except (OSError, TransferError, ProtocolError) as error:
             peer, name = self.peer.worker_id, candidate.transport.name
             if self._core.pairs.refuse(peer, name, _refusal(error), str(error)):
-                logger.warning("cannot reach %s over %s: %s", peer, name, str(error))
+                logger.log(self._level(), "cannot reach %s over %s: %s", peer, name, str(error))
             candidate.try_at = time.monotonic() + self._core.retry_interval_s
-            return f"{name}: {error}"
+            self._reason = f"{name}: {error}"
+            return self._reason
         return ""
 
     def _open(self, candidate: Candidate) -> None:
@@ -333,7 +338,8 @@ class Link(threading.Thread):
             self._core.pairs.add(self.peer.worker_id, name, {"kv_transfer_fallbacks_total": 1})
         for other in self._candidates[rank(candidate) :]:  # worse ones are not needed
             self._core.pairs.accept(self.peer.worker_id, other.transport.name)
-        logger.log(level, "link to %s over %s, %d streams", self.peer.worker_id, name, streams)
+        why = f": {self._reason}" if level == logging.WARNING else ""
+        logger.log(level, "link to %s over %s, %d streams%s", self.peer.worker_id, name, streams, why)
 
     def _watch(self) -> None:
         """Until no stream is left, trying better transports when it is time. Raises StoppedError."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import select
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,19 @@ import msgspec
 import pytest
 
 from kvtransfer import Completed, Failed, RegisteredPool, TransferError
+from kvtransfer.framing.channel import encode, frame
+from kvtransfer.framing.messages import GOOD, Piece
 from protocol.peers import PeerAddress
-from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd, block, moved, wait_until
+from tests.kvtransfer.test_leases import runs
+from tests.kvtransfer.transfer_sides import (
+    RawPeer,
+    ReceiverEnd,
+    SenderEnd,
+    block,
+    make_pool,
+    moved,
+    wait_until,
+)
 
 Closing = Callable[[Any], Any]
 
@@ -69,7 +82,43 @@ def test_a_broken_shm_offer_falls_back_to_tcp_and_says_so(
     assert sender.sender.counters()["fallbacks"] == 1
     assert moved(sender.sender.pairs, "tcp") == 4096
     assert any("cannot reach decode-0 over shm" in message for message in caplog.messages)
-    assert any("link to decode-0 over tcp" in message for message in caplog.messages)
+    (fallback,) = [message for message in caplog.messages if "link to decode-0 over tcp" in message]
+    assert "shm: " in fallback
+
+
+def test_an_idle_link_whose_other_side_ends_warns_of_nothing(
+    closing: Closing, caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    """Who ends in order leaves no alarm behind, whichever side it is."""
+    receiver, staying = closing(ReceiverEnd([transport])), closing(SenderEnd([transport]))
+    assert isinstance(transfer(staying, receiver, receiver.peer), Completed)
+    connections = _receiving()
+    leaving = SenderEnd([transport])
+    leaving.sender.connect(receiver.peer)
+    wait_until(lambda: leaving.sender.transports() == {"decode-0": transport})
+    leaving.close()
+    wait_until(lambda: _receiving() == connections)
+    receiver.receiver.close()
+    wait_until(lambda: not staying.sender.transports())
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_sender_that_ends_without_reading_an_ack_is_no_warning(
+    closing: Closing, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel resets such a connection."""
+    receiver, connections = closing(ReceiverEnd(["tcp"])), _receiving()
+    receiver.open("lease", [1])
+    raw = RawPeer.connect(receiver, "tcp", make_pool())
+    raw.send_bytes(frame(encode(Piece(1, "lease", 0, 1, runs((5, 0, 1)), True))) + b"\xee" * 4096 + GOOD)
+    raw.channel.ready(select.POLLIN, raw.deadline())
+    raw.close()
+    wait_until(lambda: _receiving() == connections)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def _receiving() -> int:
+    return sum("kv-receive" in thread.name for thread in threading.enumerate())
 
 
 def test_a_refused_shm_handshake_falls_back_to_tcp(closing: Closing) -> None:
