@@ -135,6 +135,8 @@ class TokenTexts(dict[int, str | None]):
 class BytesDetokenizer:
     """For decoders that work token by token. `context`: the tokens before the first one pushed."""
 
+    __slots__ = ("_decoder", "_is_between", "_strip", "_texts")
+
     def __init__(self, texts: TokenTexts, context: Sequence[int], leading_spaces: int) -> None:
         self._texts = texts
         self._decoder = _utf8_decoder("replace")

@@ -151,7 +151,7 @@ def _writer(generation: Generation, answer: Format, direct: DirectWriter) -> Cal
     choice, *others = generation.choices
 
     def write() -> bool:
-        if generation.is_over or not direct.is_ready:
+        if choice.finish_reason is not None or generation.error is not None or not direct.is_ready:
             return False
         direct.write(answer.chunk(choice, choice.take()))
         return True

@@ -13,7 +13,7 @@ from router_clients import eventually
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
-from router.tokenizer import INLINE_BYTES, PIECE_CHARACTERS, Tokenizer
+from router.tokenizer import FAST_INLINE_BYTES, INLINE_BYTES, PIECE_CHARACTERS, Tokenizer
 
 MB = 1_000_000
 USER = b'{"role":"user","content":"x"}'
@@ -70,6 +70,20 @@ def test_bad_words_are_tokenized_beside_the_event_loop(router, monkeypatch):
     assert seen and router.thread.ident not in seen
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+async def test_what_takes_no_longer_than_the_way_to_a_thread_stays_in_the_event_loop(
+    model_folder, monkeypatch, is_fast
+):
+    tokenizer = Tokenizer.load(ServeConfig(model=str(model_folder)))
+    if not is_fast:
+        monkeypatch.setattr(tokenizer, "_fast_encode", None)
+    limit = FAST_INLINE_BYTES if is_fast else INLINE_BYTES
+    here = threading.get_ident()
+    assert await tokenizer.off_loop(limit, threading.get_ident) == here
+    assert await tokenizer.off_loop(limit + 1, threading.get_ident) != here
+    tokenizer.close()
+
+
 def test_tokenizing_runs_twice_at_once_at_most(router, monkeypatch):
     running, most = set(), []
     tokenizer = router.server.state.tokenizer
@@ -82,7 +96,7 @@ def test_tokenizing_runs_twice_at_once_at_most(router, monkeypatch):
         return [1]
 
     monkeypatch.setattr(tokenizer, "encode_prompt", slow)
-    body = {"prompt": "x" * INLINE_BYTES}
+    body = {"prompt": "x" * FAST_INLINE_BYTES}
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: router.http.post("/tokenize", json=body), range(8)))
     assert {answer.status_code for answer in answers} == {200}
