@@ -6,8 +6,8 @@ The bundled model serves short completions that come at an even rate, while a wo
 worker changes its role and back, all are restarted in turn, and one more decode worker comes and one leaves,
 again and again. `failed` counts those
 without an answer, `wrong` those whose text is not the one of the same request before all that. `growth` is
-by how many per cent the memory of each process that lived on grew after the first third (bytes of its own;
-workers are started anew all the time, so few of them are among these). Last, so many streams are held.
+by how many per cent the memory of each process that lived on grew after the first third (what it has written
+to; workers are started anew all the time, so few of them are among these). Last, so many streams are held.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import psutil
@@ -60,6 +61,15 @@ def body(kind: int, tokens: int) -> dict[str, object]:
     }
 
 
+def written_bytes(pid: int) -> int:
+    """Memory that is the process' doing. Pages of programs and libraries come and go as the kernel likes, and
+    count or not by who else has them.
+    """
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+    return (kib["Anonymous"] + kib["Swap"]) * 1024
+
+
 @dataclass
 class Soak:
     url: str
@@ -67,7 +77,7 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     memory: defaultdict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
-    """Of each process, when it had how many bytes of its own."""
+    """Of each process, when it had written to how many bytes."""
 
     async def measure(self, rate: float, seconds: float, streams: int) -> dict[str, object]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -188,9 +198,9 @@ class Soak:
         while True:
             for process in psutil.Process().children(recursive=True):
                 try:
-                    sample = time.monotonic(), process.memory_full_info().uss
+                    sample = time.monotonic(), written_bytes(process.pid)
                     self.memory[f"{process.name()} {process.pid}"].append(sample)
-                except psutil.Error:
+                except (psutil.Error, OSError):
                     continue
             await asyncio.sleep(SAMPLE_S)
 
