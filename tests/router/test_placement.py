@@ -587,3 +587,27 @@ def test_thousands_of_impossible_workers_break_no_policy(rule):
         found, _ = policy.place(request, cluster, PolicyState(turn))
         assert isinstance(found, Placement)
         assert all(cluster.get(name) is not None for name in found.workers.values())
+
+
+# --- who is taken among equals --------------------------------------------------------------------
+
+
+def test_among_equals_who_has_more_of_the_prompt_is_taken():
+    workers = [decode("d0", last_placed=1), decode("d1", last_placed=2)]
+    assert placed("cost", workers, facts()).workers == {"decode": "d0"}, "it was asked the longest ago"
+    assert placed("cost", workers, facts(cached_tokens={"d1": 16})).workers == {"decode": "d1"}
+
+
+@pytest.mark.parametrize(("others", "again"), [(1, True), (20, False)])
+def test_an_idle_worker_is_asked_again_the_more_rarely_the_more_workers_there_are(others, again):
+    """A tenth dearer, and not asked for fifty placements: those are more to each of few workers."""
+    dearer = msgspec.structs.replace(COSTS, step_s=1.1 * COSTS.step_s, token_s=1.1 * COSTS.token_s)
+    slow = decode("slow", last_placed=1, costs=dearer)
+    fast = [decode(f"d{number}", last_placed=51, requests=1) for number in range(others)]
+    assert (placed("cost", [slow, *fast]).workers == {"decode": "slow"}) == again
+
+
+def test_a_decode_worker_that_has_the_prompt_is_no_prefill_worker():
+    workers = [prefill("p0", prefill_tokens=4000, prompts=4, requests=4), decode("d0", rows=20, requests=20)]
+    found = placed("cost", workers, facts(prefix_at="d0"))
+    assert all(option.workers.get("prefill", "p0") == "p0" for option in found.options)
