@@ -31,10 +31,15 @@ def rescale(
     for role, count in targets.items():
         staying = [slot for slot in slots if slot.role.name == role and not slot.leaves]
         worth = {worker_id: place for place, worker_id in enumerate(request.worth)}
-        staying.sort(key=lambda slot: (slot.ready_since is not None, worth.get(slot.worker_id, -1)))
+        # A router may know of one that serves before the supervisor looks.
+        serve = {
+            each.worker_id for each in staying if each.ready_since is not None or each.worker_id in worth
+        }
+        staying.sort(key=lambda slot: (slot.worker_id in serve, worth.get(slot.worker_id, -1)))
         for slot in staying[: max(len(staying) - count, 0)]:
             slot.leaves, slot.let_go_at = True, time.monotonic()
-            if slot.ready_since is not None:
+            if slot.worker_id in serve:
+                slot.ready_since = slot.ready_since or slot.let_go_at
                 leaving.append(slot.worker_id)
         for _ in range(count - len(staying)):
             slot = _added(ROLES[role], slots)

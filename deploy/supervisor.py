@@ -241,7 +241,8 @@ class Supervisor:
         silence_s = self._router.silence_of(slot.worker_id, slot.incarnation)
         if silence_s is not None:
             slot.dismissed_at = None
-            if slot.ready_since is None:
+            # One that is unwanted by now is no router's to drain: `_end_unready` ends it.
+            if slot.ready_since is None and not slot.leaves:
                 slot.ready_since, slot.was_ready = now, True
                 self._set_expected()
             if slot.take_back(self._config.drain_timeout, now):

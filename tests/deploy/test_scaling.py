@@ -87,6 +87,15 @@ def test_new_workers_get_the_first_free_names():
     assert all(slot.start_at == slot.added_at is not None for slot in slots[3:])
 
 
+def test_who_serves_before_the_supervisor_has_looked_is_drained_too():
+    """It was added a moment ago, and its router knows it: nobody else would let it go."""
+    config = ServeConfig()
+    slots = ready(config)
+    assert ask(slots, config, decode=2).started == ["decode-1"]
+    request = ScaleRequest(targets={"decode": 1}, worth=["decode-1", "decode-0", "prefill-0"])
+    assert rescale(slots, request, config, LAPTOP, False).leaving == ["decode-1"]
+
+
 def test_those_that_do_not_serve_leave_first_then_those_of_least_worth():
     config = ServeConfig(decode_replicas=4)
     slots = ready(config)

@@ -72,12 +72,10 @@ def test_a_decode_worker_stays_whoever_leaves_or_changes() -> None:
     ]
 
 
-@pytest.mark.parametrize("for_good", [True, False])
-def test_a_worker_that_nobody_told_to_leave_stays(for_good: bool) -> None:
-    """The router that asked for it has died; the others and the worker itself know of nothing."""
+def supervisor_of_two(expected: list[list[str]]) -> Any:
+    """Without Ray. Its router knows all workers, and notes whom it is to expect."""
     config = ServeConfig(prefill_replicas=0, decode_replicas=2, drain_timeout=3.0)
-    expected: list[list[str]] = []
-    supervisor: Any = object.__new__(Supervisor)  # without Ray
+    supervisor: Any = object.__new__(Supervisor)
     supervisor._config, supervisor._slots = config, make_slots(config)
     supervisor._cluster = SimpleNamespace(is_local=False, may_grow=False)
     supervisor._placing, supervisor._told = SimpleNamespace(nodes=[]), None
@@ -85,6 +83,24 @@ def test_a_worker_that_nobody_told_to_leave_stays(for_good: bool) -> None:
     supervisor._router = SimpleNamespace(
         silence_of=lambda *worker: 0.0, expect=lambda roles, room: expected.append(list(roles))
     )
+    return supervisor
+
+
+def test_a_worker_that_was_unwanted_before_it_served_never_counts_as_ready() -> None:
+    """No router was told to drain it, so it has to be ended as one that is being started."""
+    supervisor = supervisor_of_two([])
+    unwanted, wanted = supervisor._slots
+    unwanted.leaves, unwanted.let_go_at = True, time.monotonic()
+    for slot in supervisor._slots:
+        supervisor._look_at(slot, time.monotonic())
+    assert unwanted.ready_since is None and wanted.ready_since is not None
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+def test_a_worker_that_nobody_told_to_leave_stays(for_good: bool) -> None:
+    """The router that asked for it has died; the others and the worker itself know of nothing."""
+    expected: list[list[str]] = []
+    supervisor = supervisor_of_two(expected)
     before = time.monotonic()
     assert supervisor._let_go("decode-0", for_good) == ""
     assert expected == [["decode-1"] if for_good else ["decode-0", "decode-1"]]
