@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
 from router.placement import RULES, placement_policy
-from router.placement.by_cost import TRIALS, cheapest_prefill, place_by_cost
+from router.placement.by_cost import TRIALS, cheapest_decode, cheapest_prefill, place_by_cost
 from router.placement.cluster import Cluster
 from router.placement.interface import (
     LinkSpeed,
@@ -611,3 +611,11 @@ def test_a_decode_worker_that_has_the_prompt_is_no_prefill_worker():
     workers = [prefill("p0", prefill_tokens=4000, prompts=4, requests=4), decode("d0", rows=20, requests=20)]
     found = placed("cost", workers, facts(prefix_at="d0"))
     assert all(option.workers.get("prefill", "p0") == "p0" for option in found.options)
+
+
+def test_prompts_that_wait_at_a_worker_make_it_dearer_to_decode_there():
+    waits = decode("waits", requests=1, prompts=1, prefill_tokens=2000)
+    runs = decode("runs", requests=2, rows=2)
+    assert cheapest_decode(facts(output_tokens=11), Cluster([waits, runs])) is runs
+    waits.prefill_tokens = waits.prompts = 0
+    assert cheapest_decode(facts(output_tokens=11), Cluster([waits, runs])) is waits
