@@ -69,6 +69,10 @@ class PrefillEnd:
     def send_raw(self, raw: bytes) -> None:
         self._socket.send(raw)
 
+    def drop_replies(self) -> None:
+        while self._socket.poll(0):
+            self._socket.recv()
+
     def receive(self, kind: type[Message], timeout_s: float = WAIT_S) -> Message:
         assert self._socket.poll(int(timeout_s * 1000)), f"no {kind.__name__} comes"
         reply: PeerReply = peer_reply.decode(self._socket.recv())
