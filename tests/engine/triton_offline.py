@@ -16,9 +16,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""What a program may have, by compute capability: A100, L4, H100, B200, RTX 5090."""
-
 
 class _Absent:
     """What Triton asks of a driver, of a device that is not there."""
@@ -58,15 +55,15 @@ def launches(capability: int) -> Iterator[list[Any]]:
 class Code:
     """Of a kernel's machine code."""
 
+    threads: int
     registers: int
-    spilled_bytes: int
+    spills: int
+    """Instructions that put registers aside or bring them back."""
     shared_bytes: int
-    async_copies: int
-    """Of 128 bits each, from global memory to shared memory."""
-    narrow_copies: int
+    wide_copies: int
+    """Asynchronous ones from global to shared memory of 128 bits a thread."""
     products: int
     """Of matrices."""
-    wide_loads: int
 
     @classmethod
     def of(cls, kernel: Any) -> Code:
@@ -74,20 +71,43 @@ class Code:
             file.write(kernel.asm["cubin"])
             file.flush()
             usage, code = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
-        numbers = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
 
         def count(pattern: str) -> int:
-            return len(re.findall(rf"^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?{pattern}", code, re.MULTILINE))
+            return len(re.findall(rf"^\s+/\*\w+\*/\s+(?:@!?U?P\w+ )?(?:{pattern})", code, re.MULTILINE))
 
         return cls(
-            registers=numbers["REG"],
-            spilled_bytes=numbers["STACK"] + numbers["LOCAL"],
+            threads=32 * kernel.metadata.num_warps,
+            registers=int(re.findall(r"REG:(\d+)", usage)[0]),
+            spills=count(r"LDL|STL"),
             shared_bytes=kernel.metadata.shared,
-            async_copies=count(r"LDGSTS\S*\.128"),
-            narrow_copies=count(r"LDGSTS(?!\S*\.128)"),
-            products=count(r"(?:HMMA|HGMMA|UTCHMMA|IMMA)"),
-            wide_loads=count(r"LDG\S*\.128"),
+            wide_copies=count(r"LDGSTS\S*\.128"),
+            products=count(r"HMMA|HGMMA|UTCHMMA"),
         )
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    shared_bytes: int
+    """That a program may have. A multiprocessor has 1 KiB more, and keeps as much of each program's."""
+    threads: int = 2048
+    """Of a multiprocessor."""
+
+    def programs(self, code: Code) -> int:
+        """That are on a multiprocessor at a time."""
+        registers = -(-code.registers // 8) * 8 * code.threads
+        shared = (self.shared_bytes + 1024) // (code.shared_bytes + 1024)
+        return min(65536 // registers, shared, self.threads // code.threads)
+
+
+DEVICES = {
+    80: Device("A100", 163 << 10),
+    89: Device("L4", 99 << 10, 1536),
+    90: Device("H100", 227 << 10),
+    100: Device("B200", 227 << 10),
+    120: Device("RTX 5090", 99 << 10, 1536),
+}
+"""By compute capability."""
 
 
 def _cuobjdump(option: str, path: str) -> str:

@@ -165,13 +165,13 @@ class TritonBackend:
             return
         splits = _most_splits(step.max_context_len, window, tokens) if short else 1
         together, tile_tokens = len(planned), min(tokens, step.max_query_len)
-        parts = masses = out
+        kept = (0, 0, 0, 0)
         if splits > 1:
             row_bytes = 4 * splits * tile_tokens * shape["HEADS"] * (of.dims[1] + 1)
             together = max(1, min(together, PARTS_BYTES // row_bytes))
             kept = (splits, together, tile_tokens, shape["HEADS"])
-            parts = torch.empty((*kept, of.dims[1]), dtype=torch.float32, device=out.device)
-            masses = torch.empty(kept, dtype=torch.float32, device=out.device)
+        parts = torch.empty((*kept, of.dims[1]), dtype=torch.float32, device=out.device)
+        masses = torch.empty(kept, dtype=torch.float32, device=out.device)
         sequences = (step.query_start, step.context_len)
         for first_tile in range(0, len(planned), together):
             count = min(together, len(planned) - first_tile)

@@ -13,13 +13,15 @@ SHORT = 64
 """A sequence with more query rows is a chunk of a prompt: it fills the device without splits, and larger
 tiles suit it."""
 
-LEAST_SHARED = 99 * 1024
-"""Bytes that a program may have on every device since Ampere."""
+LEAST_SHARED, HOPPER_SHARED = 99 * 1024, 227 * 1024
+"""Bytes that a program may have on every device since Ampere, and on Hopper and Blackwell in data centers."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` are tokens by heads; `warps` and `stages` are Triton's."""
+    """`rows` are tokens by heads; `warps` and `stages` are Triton's. Keys are under way in a buffer for every
+    two stages after the first: the block table is read in one before.
+    """
 
     rows: int
     keys: int
@@ -36,31 +38,19 @@ def power_of_two(number: int) -> int:
     return max(16, 1 << (number - 1).bit_length())
 
 
-def tile_of(short: bool, head_dims: tuple[int, int], itemsize: int, coded: bool, shared: int) -> Tile:
+def tile_of(
+    short: bool, head_dims: tuple[int, int], itemsize: int, coded: bool, shared: int = LEAST_SHARED
+) -> Tile:
     """For short sequences or chunks, with keys and values of these sizes. `itemsize` is that of what is
-    multiplied, `shared` what a program may have.
+    multiplied, `shared` what a program may have. As large as registers hold: `tests.docs.gpu_table`.
     """
-    dims = power_of_two(head_dims[0]), power_of_two(head_dims[1])
-    rows, keys, buffers = (32, 64, 2) if short else (128, 64, 2)
-    if coded or itemsize > 2:
-        rows, keys, buffers = min(rows, 64), 32, 1
-
-    def needed() -> int:
-        """Bytes of the keys and values under way, queries and weights."""
-        return itemsize * ((buffers + (not short)) * keys * sum(dims) + rows * (dims[0] + keys))
-
+    widest, roomy = power_of_two(max(head_dims)), shared >= HOPPER_SHARED
+    if itemsize > 2:  # products of float32 are made without matrix units
+        return Tile(16, 16, 8, 3)
+    if coded:  # codes are expanded in registers
+        return Tile(64 if widest <= 128 and not short else 32, 32 if widest <= 256 else 16, 8, 3)
+    if widest > 256:
+        return Tile(32, 32, 8, 3)
     if short:
-        shared //= 2  # two programs side by side: one computes while the other waits
-    while needed() > shared:
-        if buffers > 1:
-            buffers -= 1
-        elif keys > 32:
-            keys //= 2
-        elif rows > 32:
-            rows //= 2
-        elif keys > 16:
-            keys //= 2
-        else:
-            break
-    warps = 8 if rows * max(dims) > 64 * 128 or (short and not coded) else 4
-    return Tile(rows, keys, warps, 2 * buffers + 1)
+        return Tile(32, 64 if widest <= 128 else 32, 8, 3)
+    return Tile(128 if widest <= 128 else 64, 64 if roomy else 32, 8, 5 if widest <= 128 else 3)
