@@ -21,6 +21,8 @@ from engine.kv_rows import KvRows
 
 LOG2E = 1.4426950408889634
 MULTIPLIED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What the matrix units take of rows of a dtype."""
+
 LARGEST_DIM = 512
 
 PARTS_BYTES = 256 * 1024**2
@@ -208,7 +210,7 @@ class TritonBackend:
                 SPLIT=tiles.SPLIT if short else 0,
                 WINDOWED=window > 0,
                 SOFTCAP=bool(softcap),
-                MULTIPLIED=multiplied(query.dtype),
+                MULTIPLIED=MULTIPLIED[query.dtype],
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 **shape,
@@ -278,11 +280,6 @@ class TritonBackend:
             raise ValueError(f"query {tuple(query.shape)} does not fit keys {keys}")
         if not query.dtype is key.dtype is value.dtype is self._rows.dtype:
             raise ValueError(f"query, key and value must be of the pool's {self._rows.dtype}")
-
-
-def multiplied(dtype: torch.dtype) -> Any:
-    """What the matrix units take of rows of a dtype."""
-    return MULTIPLIED[dtype]
 
 
 def _most_splits(max_context_len: int, window: int, tokens: int) -> int:

@@ -32,7 +32,7 @@ def small_tiles() -> Iterator[None]:
         patch.setattr(tiles, "SPLIT", 32)
         patch.setattr(tiles, "SHORT", 6)
         # The interpreter multiplies the bits of bfloat16 as integers.
-        patch.setattr(backend, "multiplied", lambda dtype: tl.float32)
+        patch.setattr(backend, "MULTIPLIED", dict.fromkeys(backend.MULTIPLIED, tl.float32))
         torch.set_num_threads(1)
         yield
 
