@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
-from engine.step_inputs import begin_step, num_rows
+from engine.step_inputs import StepInputs, StepShape, step_inputs
+from engine.upload import Uploader
 from protocol.errors import ConfigError
 
 logger = logging.getLogger("tandem.engine")
@@ -53,7 +55,7 @@ class RowsForward(ABC):
         self.products = products
         self._backend = backend
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
-        self._device = device
+        self._upload = Uploader(device)
         self._mode = mode
         self.compiled, self.choice = _choose(mode, device)
         self._run = _compile(self._compute) if self.compiled else self._compute
@@ -67,31 +69,31 @@ class RowsForward(ABC):
         before: Tensor | None = None,
     ) -> ForwardOutput:
         """As `Runner.run`."""
-        padded = max(num_rows(batch), self._min_rows if self.compiled else 0)
-        logits, hidden = self._execute(batch, padded, logit_rows, before)
-        return ForwardOutput(logits, hidden if wants_hidden else None)
+        least = StepShape(self._min_rows, MIN_ROWS) if self.compiled else StepShape(logits=1)
+        logits, hidden = self._execute(batch, logit_rows, least, before)
+        return ForwardOutput(logits[: len(logit_rows)], hidden if wants_hidden else None)
 
     @torch.inference_mode()
     def _execute(
-        self, batch: Sequence[SequenceRows], padded: int, logit_rows: list[int], before: Tensor | None = None
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        least: StepShape,
+        before: Tensor | None = None,
     ) -> ForwardOutput:
-        token_ids, positions = begin_step(batch, self._backend, self._device, padded)
-        return self._call(token_ids, positions, logit_rows, before)
+        """A logit for each row asked for, and those that pad them."""
+        backend = self._backend
+        inputs = step_inputs(batch, logit_rows, self._upload, backend.arena, backend.block_size, least)
+        backend.begin_step(inputs.attention)
+        transformers_hook.set_current_backend(backend)
+        return self._call(inputs, before)
 
     @abstractmethod
-    def _call(
-        self, token_ids: Tensor, positions: Tensor, logit_rows: list[int], before: Tensor | None
-    ) -> ForwardOutput:
-        """For token_ids [rows] and positions [rows], padded."""
+    def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput: ...
 
     @abstractmethod
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """What is compiled."""
-
-    def _index(self, logit_rows: list[int]) -> Tensor:
-        """The rows that logits are wanted of, as many as the compiled function takes."""
-        missing = (MIN_ROWS if self.compiled else 1) - len(logit_rows)
-        return torch.tensor(logit_rows + [0] * missing, device=self._device)
 
     def warm_up(self) -> float:
         """Compile by running padding rows; returns the seconds it took.
@@ -102,7 +104,7 @@ class RowsForward(ABC):
             return 0.0
         start = time.monotonic()
         try:
-            self._execute([], WARM_UP_ROWS, [0, 1])
+            self._execute([], [0, 1], StepShape(WARM_UP_ROWS))
         except torch._dynamo.exc.TorchDynamoException as error:
             if self._mode == "on":
                 raise ConfigError(f"--compile: the model does not compile: {error}") from error
@@ -131,16 +133,14 @@ class Forward(RowsForward):
         self._hidden_layers = hidden_layers
         self._can_capture = not hidden_layers
 
-    def _call(
-        self, token_ids: Tensor, positions: Tensor, logit_rows: list[int], before: Tensor | None
-    ) -> ForwardOutput:
-        inputs = (token_ids.unsqueeze(0), positions.unsqueeze(0), self._index(logit_rows))
+    def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput:
+        rows = inputs.token_ids.unsqueeze(0), inputs.positions.unsqueeze(0), inputs.logit_rows
         if self.compiled and not self._can_capture:
             # Transformers sets its hooks in the first forward, which compiled code cannot.
-            self._compute(*inputs)
+            self._compute(*rows)
             self._can_capture = True
-        logits, hidden = self._run(*inputs)
-        return ForwardOutput(logits[0, : len(logit_rows)], None if hidden is None else hidden[0])
+        logits, hidden = self._run(*rows)
+        return ForwardOutput(logits[0], None if hidden is None else hidden[0])
 
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         token_ids, positions, rows = inputs

@@ -7,18 +7,36 @@ belong together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from engine.attention import transformers_hook
-from engine.attention.interface import AttentionBackend, AttentionMetadata
+from engine.attention.interface import AttentionMetadata
 from engine.rows import RowArrays, SequenceRows
+from engine.upload import Uploader
 
 
-def num_rows(batch: Sequence[SequenceRows]) -> int:
-    return sum(len(rows.token_ids) for rows in batch)
+@dataclass(frozen=True)
+class StepShape:
+    """The least sizes of a step's inputs; what is missing is padding, which writes nowhere."""
+
+    rows: int = 0
+    logits: int = 0
+    sequences: int = 0
+    rows_each: int = 0
+    """Of a sequence."""
+    blocks: int = 0
+
+
+class StepInputs(NamedTuple):
+    token_ids: Tensor
+    """int64 [rows], as `positions`."""
+    positions: Tensor
+    logit_rows: Tensor
+    """int64 [logits]: the rows that logits are wanted of."""
+    attention: AttentionMetadata
 
 
 def are_chains(batch: Sequence[SequenceRows]) -> bool:
@@ -26,48 +44,61 @@ def are_chains(batch: Sequence[SequenceRows]) -> bool:
     return all(rows.masks is None for rows in batch)
 
 
-def begin_step(
-    batch: Sequence[SequenceRows], backend: AttentionBackend, device: torch.device, padded: int
-) -> tuple[Tensor, Tensor]:
-    """Begin the backend's step. Returns token ids and positions, both [padded]."""
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    rows, size = RowArrays.of(batch, backend.arena), backend.block_size
+def step_inputs(
+    batch: Sequence[SequenceRows],
+    logit_rows: Sequence[int],
+    upload: Uploader,
+    arena: int,
+    block_size: int,
+    least: StepShape,
+) -> StepInputs:
+    """On the device of `upload`, whose next call ends them."""
+    rows = RowArrays.of(batch, arena)
     counts = rows.spans[1] - rows.spans[0]
-    query_start = np.zeros(len(batch) + 1, np.int32)
-    query_start[1:] = np.cumsum(counts)
     owners = np.repeat(np.arange(len(batch)), counts)
-    places = np.arange(len(owners)) + (rows.spans[0] - query_start[:-1])[owners]
+    padded, sequences = max(len(owners), least.rows), max(len(batch), least.sequences)
+    query_start = np.full(sequences + 1, len(owners), np.int32)
+    query_start[: len(batch)] = np.cumsum(counts) - counts
+    places = np.arange(len(owners)) + (rows.spans[0] - query_start[: len(batch)])[owners]
     token_ids, positions = np.zeros((2, padded), np.int64)
     token_ids[: len(owners)] = rows.token_ids
     positions[: len(owners)] = places
     slots = np.full(padded, -1, np.int64)
-    slots[: len(owners)] = rows.blocks[owners, places // size].astype(np.int64) * size + places % size
-    visible = tree_start = None
+    slots[: len(owners)] = rows.blocks[owners, places // block_size].astype(np.int64) * block_size
+    slots[: len(owners)] += places % block_size
+    wanted = np.zeros(max(len(logit_rows), least.logits), np.int64)
+    wanted[: len(logit_rows)] = logit_rows
+    arrays = {
+        "query_start": query_start,
+        "context_len": _padded(rows.spans[1].astype(np.int32), sequences),
+        "block_table": _padded(rows.blocks, sequences, least.blocks),
+        "slot_mapping": slots,
+    }
     if not are_chains(batch):
-        visible, tree_start = map(tensor, _trees(batch, positions))
+        arrays["visible"], arrays["tree_start"] = _trees(batch, positions, sequences)
+    if rows.first_keys is not None:
+        arrays["first_key"] = _padded(rows.first_keys, sequences)
+    step_tensors = upload([token_ids, positions, wanted, *arrays.values()])
     metadata = AttentionMetadata(
-        query_start=tensor(query_start),
-        context_len=tensor(rows.spans[1].astype(np.int32)),
-        block_table=tensor(rows.blocks),
-        slot_mapping=tensor(slots),
-        max_query_len=int(counts.max(initial=0)),
-        max_context_len=int(rows.spans[1].max(initial=0)),
-        visible=visible,
-        tree_start=tree_start,
-        first_key=None if rows.first_keys is None else tensor(rows.first_keys),
+        **dict(zip(arrays, step_tensors[3:], strict=True)),  # type: ignore[arg-type]
+        max_query_len=max(int(counts.max(initial=0)), least.rows_each),
+        max_context_len=max(int(rows.spans[1].max(initial=0)), least.blocks * block_size),
     )
-    backend.begin_step(metadata)
-    transformers_hook.set_current_backend(backend)
-    return tensor(token_ids), tensor(positions)
+    return StepInputs(step_tensors[0], step_tensors[1], step_tensors[2], metadata)
 
 
-def _trees(batch: Sequence[SequenceRows], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _padded(array: np.ndarray, *shape: int) -> np.ndarray:
+    """With zeros, to at least this shape."""
+    missing = [(0, max(least - size, 0)) for size, least in zip(array.shape, shape, strict=True)]
+    return np.pad(array, missing) if any(map(any, missing)) else array
+
+
+def _trees(
+    batch: Sequence[SequenceRows], positions: np.ndarray, sequences: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Masks and first places of trees; corrects the positions of their rows."""
     visible = np.zeros(len(positions), np.uint64)
-    tree_start = np.full(len(batch), -1, np.int32)
+    tree_start = np.full(sequences, -1, np.int32)
     row = 0
     for index, rows in enumerate(batch):
         count = len(rows.token_ids)

@@ -27,7 +27,8 @@ from engine.linear import packed_quantized
 from engine.linear.packed import kernel_address
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
-from engine.step_inputs import are_chains, begin_step, num_rows
+from engine.step_inputs import StepShape, are_chains, step_inputs
+from engine.upload import Uploader
 from native.build import declare, load_library
 from native.threads import parallel
 
@@ -60,6 +61,7 @@ class NativeDecoder:
         self._library = library()
         self._description = description  # the decoder reads its memory
         self._backend = backend
+        self._upload = Uploader(torch.device("cpu"))
         model = description.model
         self.vocab_size = model.vocab
         self.arena = backend.arena
@@ -92,9 +94,11 @@ class NativeDecoder:
         if chains is not None:
             count, token_ids, positions = len(chains.token_ids), chains.token_ids.ctypes.data, None
         else:
-            count = num_rows(batch)
-            inputs = begin_step(batch, self._backend, torch.device("cpu"), count)
-            token_ids, positions = (tensor.data_ptr() for tensor in inputs)
+            backend = self._backend
+            inputs = step_inputs(batch, [], self._upload, self.arena, backend.block_size, StepShape())
+            backend.begin_step(inputs.attention)
+            count = len(inputs.token_ids)
+            token_ids, positions = inputs.token_ids.data_ptr(), inputs.positions.data_ptr()
         before = None if before is None else before.contiguous()
         wanted = np.array(logit_rows)
         logits = torch.empty((len(logit_rows), self.vocab_size), dtype=torch.bfloat16)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -9,7 +12,9 @@ from torch.nn.functional import pad
 from engine.attention import transformers_hook
 from engine.attention.interface import AttentionBackend
 from engine.forward import RowsForward
+from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
+from engine.step_inputs import StepInputs
 from speculation.eagle.head import Head
 
 
@@ -58,17 +63,17 @@ class HeadForward(RowsForward):
         super().__init__(backend, device, mode, products=products, packed=packed)
         self._head = head
 
-    def _call(
-        self, token_ids: Tensor, positions: Tensor, logit_rows: list[int], before: Tensor | None
-    ) -> ForwardOutput:
+    def run(self, batch: Sequence[SequenceRows], logit_rows: list[int], **options: Any) -> ForwardOutput:
+        logits, hidden = super().run(batch, logit_rows, **options)
+        return ForwardOutput(logits, None if hidden is None else hidden[: len(logit_rows)])
+
+    def _call(self, inputs: StepInputs, before: Tensor | None) -> ForwardOutput:
+        token_ids, positions, logit_rows, _ = inputs
         if before is None:  # padding alone
             weight = next(self._head.parameters())
             before = weight.new_zeros((0, self._head.head.shape.hidden_size))
         before = pad(before, (0, 0, 0, len(token_ids) - len(before)))
-        logits, fed_back = self._run(token_ids, positions, before, self._index(logit_rows))
-        assert fed_back is not None
-        count = len(logit_rows)
-        return ForwardOutput(logits[:count], fed_back[:count])
+        return ForwardOutput(*self._run(token_ids, positions, before, logit_rows))
 
     def _compute(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         return self._head(*inputs)

@@ -18,6 +18,7 @@ from engine.forward import RowsForward
 from engine.profiling import ProfilingRun
 from engine.rows import SequenceRows
 from engine.sequence import SequenceStage
+from engine.step_inputs import StepShape
 from protocol.errors import ConfigError
 from protocol.requests import EngineRequest
 from protocol.speculation import SpeculativeConfig
@@ -110,7 +111,7 @@ def test_bug_20_no_step_writes_to_blocks_of_a_conversation_that_waits(pair: tupl
     assert len(cached) == engine.blocks.num_cached == (len(text) - 1) // BLOCK_SIZE
     before = engine.pool.arenas[0][cached].clone()
     assert isinstance(engine._runner, RowsForward)
-    engine._runner._execute([], 64, [0, 1])
+    engine._runner._execute([], [0, 1], StepShape(64))
     with ProfilingRun(engine.blocks, engine._runner, MAX_LEN) as profiling:
         sequences = profiling.sequences(3, 40, NUM_DRAFTED)
         assert sequences is not None

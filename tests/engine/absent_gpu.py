@@ -1,0 +1,147 @@
+"""A GPU that is not there: tensors without memory stand for those on it. Its kernels are counted, none is
+run, and each line is noted at which the host would wait for it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from engine.attention import transformers_hook
+
+GPU = torch.device("meta")
+ROOT = str(Path(__file__).parents[2])
+_WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "_reshape_alias"}
+
+
+class AbsentGpu:
+    """`waits` are counted by reason and line, `launches` by kernel or operator."""
+
+    def __init__(self) -> None:
+        self.waits: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.pinned: set[int] = set()
+        self.num_queued = 0
+        """Things that the host has asked of the GPU, and of these those known to be done."""
+        self.num_done = 0
+
+    def wait(self, why: str) -> None:
+        self.num_done = self.num_queued
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ROOT)]
+        frames = [frame for frame in frames if frame.filename != __file__]
+        ours = [frame for frame in frames if "/tests/" not in frame.filename] or frames
+        self.waits[f"{ours[-1].filename.removeprefix(ROOT)}:{ours[-1].lineno} {ours[-1].line}: {why}"] += 1
+
+    def launch(self, name: str) -> None:
+        self.num_queued += 1
+        self.launches[name] += 1
+
+    def clear(self) -> None:
+        self.waits.clear()
+        self.launches.clear()
+
+
+def _on_gpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+class _Calls(TorchFunctionMode):
+    """What never comes to the dispatcher, or would fail without memory."""
+
+    def __init__(self, gpu: AbsentGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name == "empty" and kwargs.pop("pin_memory", False):
+            host = func(*args, **kwargs)
+            self._gpu.pinned.add(host.untyped_storage().data_ptr())
+            return host
+        if name in ("tensor", "as_tensor") and torch.device(kwargs.get("device") or "cpu") == GPU:
+            self._gpu.wait("a copy of a list")
+        if not args or not _on_gpu(args[0]):
+            return func(*args, **kwargs)
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(each, list) for each in index):
+                self._gpu.wait("a list as an index")
+                index = tuple(
+                    torch.empty(len(each), dtype=torch.int64, device=GPU) if isinstance(each, list) else each
+                    for each in index
+                )
+                args = (args[0], index, *args[2:])
+        if name in ("tolist", "numpy", "cpu"):
+            self._gpu.wait("its values")
+            host = torch.zeros(args[0].shape, dtype=args[0].dtype)
+            return host if name == "cpu" else getattr(host, name)()
+        if name in ("item", "__bool__", "__int__", "__float__", "__index__"):
+            self._gpu.wait("its value")
+            return 1
+        return func(*args, **kwargs)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, gpu: AbsentGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name == "nonzero" and _on_gpu(args[0]):
+            self._gpu.wait("a shape that depends on values")
+            return torch.empty(args[0].shape[0], args[0].ndim, dtype=torch.int64, device=GPU)
+        if name == "_local_scalar_dense" and _on_gpu(args[0]):
+            self._gpu.wait("its value")
+            return 1
+        if func is transformers_hook.paged_attention:  # it has a substitute for such tensors
+            with self:
+                return transformers_hook._run(*args, **kwargs)
+        if name in ("index", "index_put_") and any(_on_gpu(i) and i.dtype is torch.bool for i in args[1]):
+            self._gpu.wait("a shape that depends on values")
+            return args[0]
+        result = func(*args, **kwargs)
+        if name in ("to", "_to_copy") and args[0].device != result.device:
+            self._gpu.wait("a copy of memory that is not pinned")
+        if name == "copy_" and args[0].device != args[1].device:
+            host = next(tensor for tensor in args[:2] if not tensor.is_meta)
+            is_pinned = host.untyped_storage().data_ptr() in self._gpu.pinned
+            if not is_pinned or not (kwargs.get("non_blocking") or args[2:] == (True,)):
+                self._gpu.wait("a copy that blocks")
+        elif _on_gpu(result) and not func.is_view and name not in _WITHOUT_KERNEL:
+            self._gpu.launch(name)
+        return result
+
+
+@contextmanager
+def absent_gpu() -> Iterator[AbsentGpu]:
+    gpu = AbsentGpu()
+
+    class Event:
+        """Of torch.cuda."""
+
+        def record(self) -> None:
+            self._after = gpu.num_queued
+
+        def synchronize(self) -> None:
+            if self._after > gpu.num_done:
+                gpu.wait("an event")
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        gpu.launch(kernel.fn.__name__)
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode(), _Calls(gpu), _Operators(gpu):
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(JITFunction, "run", run)
+        yield gpu

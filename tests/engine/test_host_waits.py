@@ -1,0 +1,79 @@
+"""In a steady decode step the host waits for the GPU nowhere: see `absent_gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+
+from engine.attention import transformers_hook
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.forward import Forward
+from engine.kv_pool import KVPool
+from engine.pool_layout import TARGET, Group, PoolLayout, Segment
+from engine.rows import SequenceRows
+from tests.engine.absent_gpu import GPU, absent_gpu
+
+LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
+
+
+def qwen3(num_layers: int = LAYERS, **options: Any) -> PreTrainedModel:
+    shape = {
+        "num_hidden_layers": num_layers,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": DIM,
+        "vocab_size": 512,
+    }
+    transformers_hook.register()
+    with GPU:
+        return AutoModelForCausalLM.from_config(
+            Qwen3Config(**shape | options), dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
+        ).eval()
+
+
+def pool_of(num_layers: int = LAYERS) -> KVPool:
+    group = Group.uniform(TARGET, Segment(num_layers, KV_HEADS, DIM, torch.bfloat16))
+    return KVPool(PoolLayout((group,), 16), 64, GPU, None)
+
+
+DECODE = [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]])]
+TREES = [SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5]), SequenceRows([5, 6, 7], 25, [[3, 4]], [1, 3, 5])]
+
+
+@pytest.mark.parametrize(("batch", "logits"), [(DECODE, 2), (TREES, 6)], ids=["decode rows", "trees"])
+def test_a_forward_of_the_models_own_modules(batch: list[SequenceRows], logits: int) -> None:
+    with absent_gpu() as gpu:
+        runner = Forward(qwen3(), TritonBackend(pool_of().layers(TARGET)), "off", products="")
+        for _ in range(2):
+            gpu.clear()
+            assert len(runner.run(batch, list(range(logits))).logits) == logits
+            gpu.num_done = gpu.num_queued  # whoever reads the tokens has waited for them
+    assert not gpu.waits, "\n".join(gpu.waits)
+    assert gpu.launches["attend"] == LAYERS
+
+
+def test_what_waits_is_named() -> None:
+    with absent_gpu() as gpu:
+        values = torch.empty(4, device=GPU)
+        flags = values > 0
+        for wait in (
+            lambda: values.tolist(),
+            lambda: values[0].item(),
+            lambda: flags.nonzero(),
+            lambda: values[flags],
+            lambda: values[[1, 2]],
+            lambda: torch.tensor([1.0], device=GPU),
+            lambda: torch.zeros(4).to(GPU),
+            lambda: values.copy_(torch.zeros(4), non_blocking=True),
+        ):
+            gpu.clear()
+            wait()
+            ((line, count),) = gpu.waits.items()
+            assert count == 1 and "test_host_waits.py" in line
