@@ -2,8 +2,8 @@
 
     python -m tests.cluster.streams URL COUNT TOKENS
 
-Says "underway" once all of them have some tokens; the last line is a JSON list of `Stream`s. The API key is
-in TANDEM_API_KEY.
+Says "underway" once each of them has some tokens or has ended; the last line is a JSON list of `Stream`s.
+The API key is in TANDEM_API_KEY.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ async def main(url: str, count: int, tokens: int) -> None:
             asyncio.create_task(follow(client, number, tokens, stream))
             for number, stream in enumerate(streams)
         ]
-        while not all(stream.events >= UNDERWAY or stream.error for stream in streams):
+        while not all(
+            stream.events >= UNDERWAY or task.done() for stream, task in zip(streams, tasks, strict=True)
+        ):
             await asyncio.sleep(0.01)
         print("underway", flush=True)
         await asyncio.gather(*tasks)
