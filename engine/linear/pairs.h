@@ -1,5 +1,5 @@
-// Tiles for AVX512-BF16, which multiplies pairs of bfloat16: inputs need no conversion, and quantized weights are
-// expanded in registers, which other units of the CPU do while it multiplies.
+// Tiles for AVX512-BF16, which multiplies pairs of bfloat16: inputs need no conversion. For few rows quantized weights
+// are expanded in registers, which other units of the CPU do while it multiplies.
 
 #pragma once
 
@@ -18,6 +18,7 @@ class Pairs {
   public:
     using Input = uint16_t;
     static constexpr bool EXPANDS = true;
+    static constexpr int64_t FEW_ROWS = 48;  // more are faster with a panel's weights expanded at once
     static constexpr int64_t LONGEST_RUN = 128;
     struct Registers {
         explicit Registers(const Product&) {}
@@ -32,11 +33,14 @@ class Pairs {
         });
     }
 
-    // The same rows, of a panel of quantized weights.
+    // The same rows, of a panel of quantized weights. Of 32 registers 24 hold sums. Many rows take half of a panel at a time,
+    // so that each weight that is expanded here is used more often; where all are already, 12 hold sums and 12 totals.
     template <class Codes> static void rows_of_codes(
         const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel) {
-        in_tiles<12>(first, end, [&](auto rows, int64_t row) {
-            tile_of_codes<Codes, rows()>(p, w, x + (row - first) * p.in_features, row, panel);
+        constexpr bool EXPANDED = Codes::CODES == 1;
+        in_tiles<EXPANDED ? 6 : 12>(first, end, [&](auto rows, int64_t row) {
+            constexpr int VECTORS = !EXPANDED && rows() <= 6 ? ALL_VECTORS : ALL_VECTORS / 2;
+            tile_of_codes<Codes, rows(), VECTORS>(p, w, x + (row - first) * p.in_features, row, panel);
         });
     }
 
@@ -44,23 +48,20 @@ class Pairs {
     static constexpr int ALL_VECTORS = PANEL / Outputs::COUNT;
     static constexpr int64_t AHEAD = 1 << 11;  // in words, 4 KiB: how far ahead codes are fetched
 
-    // Of 32 registers 24 hold sums. Many rows take half of a panel at a time, so that each expanded weight is used more
-    // often.
-    template <int ROWS> static constexpr int VECTORS = ROWS <= 6 ? ALL_VECTORS : ALL_VECTORS / 2;
-    template <int ROWS> using Sums = __m512[ROWS][VECTORS<ROWS>];
+    template <int ROWS, int VECTORS> using Sums = __m512[ROWS][VECTORS];
 
     template <int ROWS> static void tile(const Product& p, const Input* x, int64_t row, int64_t panel) {
         const int64_t K = p.in_features;
-        Sums<ROWS> sums;
+        Sums<ROWS, ALL_VECTORS> sums;
         multiply<Plain>(p.weights + panel * PANEL * K, 0, x, K, K, sums);
         put(p, sums, row, panel, 0);
     }
 
-    template <class Codes, int ROWS>
+    template <class Codes, int ROWS, int VECTORS>
     static void tile_of_codes(const Product& p, const Coded& w, const Input* x, int64_t row, int64_t panel) {
         const int64_t K = p.in_features;
-        for (int v = 0; v < ALL_VECTORS; v += VECTORS<ROWS>) {
-            Sums<ROWS> totals = {}, sums;
+        for (int v = 0; v < ALL_VECTORS; v += VECTORS) {
+            Sums<ROWS, VECTORS> totals = {}, sums;
             for (int64_t i = 0, k = 0; k < K; i++, k += w.run) {
                 multiply<Codes>(w.words + k * (PANEL / Codes::CODES), v, x + k, K, std::min(w.run, K - k), sums);
                 scale(w, k / w.group * PANEL + v * Outputs::COUNT, w.input_sums + row * w.runs + i, sums, totals);
@@ -70,28 +71,27 @@ class Pairs {
     }
 
     // The sums over the weights of `count` inputs of each row, which lie `stride` apart, from a panel's vector v on.
-    template <class Codes, int ROWS> static void multiply(
-        const uint16_t* words, int v, const Input* x, int64_t stride, int64_t count, Sums<ROWS>& sums) {
-        constexpr int COUNT = VECTORS<ROWS>;
+    template <class Codes, int ROWS, int VECTORS> static void multiply(
+        const uint16_t* words, int v, const Input* x, int64_t stride, int64_t count, Sums<ROWS, VECTORS>& sums) {
         for (auto& of_row : sums)
             for (auto& sum : of_row) sum = _mm512_setzero_ps();
         words += v * LINE_VALUES;
         for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS) {
-            for (int i = 0; Codes::CODES > 1 && i < COUNT; i++) __builtin_prefetch(words + AHEAD + i * LINE_VALUES);
+            for (int i = 0; Codes::CODES > 1 && i < VECTORS; i++) __builtin_prefetch(words + AHEAD + i * LINE_VALUES);
             each_code<Codes>([&](auto code) {
-                __m512bh weights[COUNT];
-                for (int i = 0; i < COUNT; i++) weights[i] = (__m512bh)values<Codes, code()>(words + i * LINE_VALUES);
+                __m512bh weights[VECTORS];
+                for (int i = 0; i < VECTORS; i++) weights[i] = (__m512bh)values<Codes, code()>(words + i * LINE_VALUES);
                 for (int r = 0; r < ROWS; r++) {
                     const auto inputs = (__m512bh)_mm512_set1_epi32(*(const int32_t*)(x + r * stride + k + 2 * code()));
-                    for (int i = 0; i < COUNT; i++) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], weights[i], inputs);
+                    for (int i = 0; i < VECTORS; i++) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], weights[i], inputs);
                 }
             });
         }
     }
 
-    template <int ROWS> static void scale(
-        const Coded& w, int64_t first, const float* input_sums, const Sums<ROWS>& sums, Sums<ROWS>& totals) {
-        for (int i = 0; i < VECTORS<ROWS>; i++) {
+    template <int ROWS, int VECTORS> static void scale(
+        const Coded& w, int64_t first, const float* input_sums, const Sums<ROWS, VECTORS>& sums, Sums<ROWS, VECTORS>& totals) {
+        for (int i = 0; i < VECTORS; i++) {
             const int64_t n = first + i * Outputs::COUNT;
             for (int r = 0; r < ROWS; r++) {
                 totals[r][i] = Outputs::scaled(sums[r][i], w.scales + n, totals[r][i]);
@@ -100,9 +100,9 @@ class Pairs {
         }
     }
 
-    template <int ROWS>
-    static void put(const Product& p, const Sums<ROWS>& sums, int64_t row, int64_t panel, int v) {
-        for (int i = 0; i < VECTORS<ROWS>; i++) {
+    template <int ROWS, int VECTORS>
+    static void put(const Product& p, const Sums<ROWS, VECTORS>& sums, int64_t row, int64_t panel, int v) {
+        for (int i = 0; i < VECTORS; i++) {
             const Outputs outputs(p, panel * PANEL + (v + i) * Outputs::COUNT);
             for (int r = 0; r < ROWS; r++) outputs.put(row + r, sums[r][i]);
         }

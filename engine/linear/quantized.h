@@ -1,8 +1,8 @@
-// A product with quantized weights. Tiles that can, expand them to bfloat16 in registers. For others some inputs'
-// weights of a panel at a time are expanded in memory, and stay in the first cache while all rows are multiplied by
-// them, as bfloat16 weights are; where many rows have long runs, the panel's are expanded at once, for the second cache.
-// A run of inputs, which share their scales, is summed in float32; then the sums are scaled and added up, over ascending
-// inputs. So a row's result has the same bits in every batch.
+// A product with quantized weights. Tiles that can, expand the weights for few rows to bfloat16 in registers, and those for
+// many a panel at a time, for the second cache. For others some inputs' weights of a panel at a time are expanded in memory,
+// and stay in the first cache while all rows are multiplied by them, as bfloat16 weights are; where many rows have long
+// runs, the panel's are expanded at once. A run of inputs, which share their scales, is summed in float32; then the sums
+// are scaled and added up, over ascending inputs. So a row's result has the same bits in every batch.
 
 #pragma once
 
@@ -74,17 +74,22 @@ template <class Codes> void expand(const Coded& w, int64_t k, int64_t count, uin
     }
 }
 
+// Where a thread expands a panel's weights for `count` inputs.
+inline uint16_t* room(int64_t count) {
+    static thread_local std::vector<Line> lines;
+    lines.resize(count * PANEL / LINE_VALUES);
+    return lines.data()->values;
+}
+
 // The rows [first, end) of one panel, whose weights are expanded in memory. `inputs` are those of the first row.
 template <class Codes, class Tiles>
 void rows_of_expanded(Tiles& tiles, const Product& p, const Coded& w, const typename Tiles::Input* inputs,
                       int64_t first, int64_t end, int64_t panel) {
-    static thread_local std::vector<Line> lines;
     static thread_local float totals[BLOCK_ROWS * PANEL];
     const int64_t K = p.in_features;
     const bool are_few = end - first <= Tiles::FEW_ROWS, whole = !are_few && w.run > SLICE;
     const int64_t at_once = whole ? 2 * Tiles::FEW_ROWS : BLOCK_ROWS;
-    lines.resize((whole ? K : SLICE) * PANEL / LINE_VALUES);
-    uint16_t* expanded = lines.data()->values;
+    uint16_t* expanded = room(whole ? K : SLICE);
     if (whole) expand<Codes>(w, 0, K, expanded);
     for (int64_t row = first; row < end; row += at_once) {
         const int64_t last = std::min(row + at_once, end);
@@ -105,6 +110,17 @@ void rows_of_expanded(Tiles& tiles, const Product& p, const Coded& w, const type
     }
 }
 
+// The same, by tiles that can expand the weights in registers: for few rows.
+template <class Codes, class Tiles>
+void rows_of_codes(Tiles& tiles, const Product& p, Coded w, const typename Tiles::Input* inputs,
+                   int64_t first, int64_t end, int64_t panel) {
+    if (end - first <= Tiles::FEW_ROWS) return tiles.template rows_of_codes<Codes>(p, w, inputs, first, end, panel);
+    uint16_t* expanded = room(p.in_features);
+    expand<Codes>(w, 0, p.in_features, expanded);
+    w.words = expanded;
+    tiles.template rows_of_codes<Plain>(p, w, inputs, first, end, panel);
+}
+
 template <class Tiles, class Codes>
 void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows, int64_t most_threads, Parallel parallel) {
     const int64_t K = q.in_features, run = std::min(q.group, Tiles::LONGEST_RUN);
@@ -118,7 +134,7 @@ void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows
         const int64_t scale = panel * groups * PANEL;
         const Coded w{q.words + panel * K * (PANEL / Codes::CODES), q.scales + scale,
                       q.offsets ? q.offsets + scale : nullptr, input_sums, q.group, run, runs};
-        if constexpr (Tiles::EXPANDS) tiles.template rows_of_codes<Codes>(p, w, inputs, first, end, panel);
+        if constexpr (Tiles::EXPANDS) rows_of_codes<Codes>(tiles, p, w, inputs, first, end, panel);
         else rows_of_expanded<Codes>(tiles, p, w, inputs, first, end, panel);
     });
 }
