@@ -9,7 +9,7 @@ from typing import NamedTuple
 from router.placement.drafts.decide import decide
 from router.placement.drafts.interface import DraftDecision, DraftFacts, DraftMaker, DraftOption, Where
 from router.placement.drafts.prospects import Prospects
-from router.placement.drafts.seen import SeenRates
+from router.placement.drafts.seen import SeenRates, load_of
 from router.placement.drafts.trials import Trials
 
 
@@ -47,14 +47,20 @@ class DraftKind:
             self._tried(trial.where)
         return decide(replace(facts, trial=trial), prospects) if trial is not None else decision
 
-    def note(self, expected: ExpectedTokens, answered_at: float, num_tokens: int, now: float) -> None:
-        """The request, which has answered since then, has `num_tokens` by now."""
+    def note(
+        self, expected: ExpectedTokens, answered_at: float, num_tokens: int, rows: float, now: float
+    ) -> None:
+        """The request, which has answered since then, has `num_tokens` by now, beside as many as `rows` says.
+
+        Nothing is learned while requests come or go: one of 16 that was planned as the only one brings few.
+        """
         seconds = now - max(expected.since, answered_at)
         if seconds <= 0:
             return
-        tokens = num_tokens - expected.num_tokens
-        self.seen.note(expected.maker, expected.rows, seconds, tokens, expected.per_s * seconds)
-        self.trials.passed(seconds / expected.rows)
+        if load_of(rows) == load_of(expected.rows):
+            tokens = num_tokens - expected.num_tokens
+            self.seen.note(expected.maker, expected.rows, seconds, tokens, expected.per_s * seconds)
+        self.trials.passed(seconds / max(rows, expected.rows))
 
 
 def expect(option: DraftOption, rows: float, since: float, num_tokens: int) -> ExpectedTokens:

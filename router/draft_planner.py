@@ -180,8 +180,8 @@ class DraftPlanner:
         """Learn from what it brought since the latest look."""
         expected, request.expected = request.expected, None
         if expected is not None and request.has_answered:
-            num_tokens = len(request.output_token_ids)
-            self._kind(request).note(expected, request.times.answered_at, num_tokens, now)
+            rows, num_tokens = self._target(request.assigned["decode"]).rows, len(request.output_token_ids)
+            self._kind(request).note(expected, request.times.answered_at, num_tokens, rows, now)
 
     def _adopt(self, request: LiveRequest, decision: DraftDecision) -> None:
         self.end(request)

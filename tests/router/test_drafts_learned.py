@@ -8,13 +8,21 @@ from math import exp, inf, nan
 
 import pytest
 
-from router.draft_kinds import DraftKind
-from router.placement.drafts.interface import DraftFacts, DraftMaker, DraftPlace, Where
+from router.draft_kinds import DraftKind, ExpectedTokens, expect
+from router.placement.drafts.interface import (
+    DraftDecision,
+    DraftFacts,
+    DraftMaker,
+    DraftOption,
+    DraftPlace,
+    Where,
+)
 from router.placement.drafts.prospects import Prospects
 from router.placement.drafts.seen import SeenRates
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, target
 
 SWEEP_S = 0.25
+NEW = DraftFacts()
 TEXTS = 0.2
 """By which what a second brings differs from text to text."""
 
@@ -28,35 +36,57 @@ class Simulated:
     """What is predicted for a place really brings `truth` times as much."""
 
     def __init__(self, model: dict[str, float], truth: dict[Where, float], rows: int, seed: int = 1) -> None:
-        self.truth, self._rows = truth, rows
-        self._target = target(rows, model=model)
+        self.truth, self._model = truth, model
         self._random = random.Random(seed)
         self.kind = DraftKind()
         self.seconds: Counter[Where] = Counter()
         self._place: DraftPlace | None = None
-        plain = Prospects(self._target, [drafter()])
-        options = [plain.nowhere(DraftFacts()), plain.local(DraftFacts()), *plain.elsewhere(DraftFacts())]
-        self._predicted = {option.place.maker: option.rate for option in options if option is not None}
-        self._wheres = {option.place.maker: option.place.where for option in options if option is not None}
+        self.resize(rows)
+
+    def resize(self, rows: int) -> None:
+        """So many requests run from now on."""
+        self._rows = rows
+        plain = Prospects(target(rows, model=self._model), [drafter()])
+        self._options = [
+            option
+            for option in (plain.nowhere(NEW), plain.local(NEW), *plain.elsewhere(NEW))
+            if option is not None
+        ]
 
     def run(self, seconds: float) -> float:
         """What is reached of the best place."""
         tokens = 0.0
         for _ in range(round(seconds / SWEEP_S)):
-            prospects = Prospects(self._target, [drafter()], seen=self.kind.seen)
-            self._place = self.kind.decide(DraftFacts(current=self._place), prospects).place
-            where, maker = self._place.where, self._place.maker
-            tokens += SWEEP_S * self._rate(maker)
-            self.seconds[where] += SWEEP_S
+            self._place = self._decide(self._rows).place
+            option = self._option(self._place)
+            tokens += SWEEP_S * self._rate(option)
+            self.seconds[self._place.where] += SWEEP_S
             for _ in range(self._rows):
-                predicted = SWEEP_S * self._predicted[maker] / self._rows
-                seen = predicted * self.truth[where] * max(self._random.gauss(1, TEXTS), 0.1)
-                self.kind.seen.note(maker, self._rows, SWEEP_S, seen, predicted)
-            self.kind.trials.passed(SWEEP_S)
-        return tokens / seconds / max(map(self._rate, self._predicted))
+                self._brings(expect(option, self._rows, 0.0, 0))
+        return tokens / seconds / max(map(self._rate, self._options))
 
-    def _rate(self, maker: DraftMaker) -> float:
-        return self.truth[self._wheres[maker]] * self._predicted[maker]
+    def arrive(self, rows: int) -> None:
+        """One after the other at once, so that each is planned with those before it."""
+        self.resize(rows)
+        for expected in [expect(self._decide(each).chosen, each, 0.0, 0) for each in range(1, rows + 1)]:
+            self._brings(expected)
+
+    def _decide(self, rows: int) -> DraftDecision:
+        at = target(rows, model=self._model)
+        prospects = Prospects(at, [drafter()], seen=self.kind.seen)
+        return self.kind.decide(DraftFacts(current=self._place), prospects)
+
+    def _brings(self, expected: ExpectedTokens) -> None:
+        """One of the requests that run, until the router looks at it again."""
+        rate = next(self._rate(each) for each in self._options if each.place.maker == expected.maker)
+        tokens = SWEEP_S * rate / self._rows * max(self._random.gauss(1, TEXTS), 0.1)
+        self.kind.note(expected, 0.0, tokens, self._rows, SWEEP_S)
+
+    def _option(self, place: DraftPlace) -> DraftOption:
+        return next(option for option in self._options if option.place.maker == place.maker)
+
+    def _rate(self, option: DraftOption) -> float:
+        return self.truth[option.place.where] * option.rate
 
 
 @pytest.mark.parametrize("rows", [1, 4, 32])
@@ -82,6 +112,16 @@ def test_what_changes_is_noticed():
         simulated.seconds.clear()
         simulated.run(40.0)
         assert simulated.seconds[where] >= 0.8 * 40.0
+
+
+def test_what_requests_bring_while_others_come_tells_nothing_of_lower_loads():
+    simulated = Simulated(CPU_LIKE, HOLDS, rows=1)
+    for _ in range(20):
+        simulated.arrive(16)
+        simulated.run(1.0)
+    assert simulated.kind.seen.correction(simulated._place.maker, 1) == pytest.approx(1.0, abs=0.1)
+    simulated.resize(1)
+    assert simulated.run(4.0) >= 0.97
 
 
 def test_a_worker_that_stands_still_and_impossible_predictions_leave_a_number_to_divide_by():

@@ -40,15 +40,15 @@ class SeenRates:
             return
         share = seconds / rows
         by_load = self._sums[place]
-        before, kept = by_load.get(_bucket(rows), _Sums()), exp(-share / MEMORY_S)
-        by_load[_bucket(rows)] = _Sums(
+        before, kept = by_load.get(load_of(rows), _Sums()), exp(-share / MEMORY_S)
+        by_load[load_of(rows)] = _Sums(
             kept * before.seen + seen, kept * before.predicted + predicted, before.seconds + share
         )
         self._latest = place
 
     def knows(self, place: DraftMaker, rows: float) -> bool:
         """Whether it was seen at about this load."""
-        sums = self._sums[place].get(_bucket(rows)) if place in self._sums else None
+        sums = self._sums[place].get(load_of(rows)) if place in self._sums else None
         return sums is not None and sums.seconds >= LEAST_S
 
     def correction(self, place: DraftMaker, rows: float) -> float:
@@ -56,7 +56,7 @@ class SeenRates:
         one that was seen last.
         """
         for known in (self._sums.get(place), self._sums.get(self._latest)):
-            if known and (found := _nearest(known, _bucket(rows))) is not None:
+            if known and (found := _nearest(known, load_of(rows))) is not None:
                 return found
         return 1.0
 
@@ -69,6 +69,6 @@ def _nearest(by_load: Mapping[int, _Sums], load: int) -> float | None:
     return max(sums.seen, 1.0) / sums.predicted
 
 
-def _bucket(rows: float) -> int:
-    """Loads of about half a doubling."""
+def load_of(rows: float) -> int:
+    """Loads of about half a doubling are one."""
     return round(2 * log2(max(rows, 1.0)))
