@@ -142,8 +142,8 @@ def _pool_budget(
         own_share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_reserved(device)
         return max(0, min(own_share, free)), f"{share}, less what this worker uses already"
     fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
-    # Twice what the running sequences can fill: the other half keeps prefixes of earlier ones.
-    sequences = 2 * config.max_num_seqs
+    # Few sequences get that long: what they leave keeps prefixes of earlier ones.
+    sequences = config.max_num_seqs
     return min(
         (sequences * sequence_bytes, f"room for {sequences} sequences of {max_model_len} tokens"),
         (CPU_POOL_LIMIT, "the most that a CPU worker takes by default"),

@@ -179,7 +179,7 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_cache_memory_bytes: Annotated[
         PositiveInt | None,
         _doc(
-            "KV pool size per worker. By default a GPU's share, less the weights; on a CPU room for twice "
+            "KV pool size per worker. By default a GPU's share, less the weights; on a CPU room for "
             "--max-num-seqs sequences of --max-model-len tokens, at most 4 GiB and half of the free memory."
         ),
     ] = None
@@ -212,7 +212,7 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
             " At most 0.8 of --slo-tpot, and of the x-slo-tpot-ms of those."
         ),
     ] = 0.02
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 64
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _doc("Sequences in one step.")] = 128
     attention_backend: Annotated[
         Literal["auto", "cpu", "triton", "torch"], _doc("Attention kernels; `triton` is for CUDA.")
     ] = "auto"

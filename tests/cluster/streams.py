@@ -24,6 +24,8 @@ UNDERWAY = 8
 class Stream(msgspec.Struct):
     text: str = ""
     events: int = 0
+    events_before: int = 0
+    """Until all streams were under way."""
     longest_gap_s: float = 0.0
     error: str = ""
 
@@ -73,6 +75,8 @@ async def main(url: str, count: int, tokens: int) -> None:
         ):
             await asyncio.sleep(0.01)
         print("underway", flush=True)
+        for stream in streams:
+            stream.events_before = stream.events
         await asyncio.gather(*tasks)
     print(msgspec.json.encode(streams).decode(), flush=True)
 

@@ -121,7 +121,7 @@ def test_a_bad_value_is_blamed_on_where_it_came_from(field, value, config_file):
 def test_messages_name_the_limit_and_the_value():
     with pytest.raises(ConfigError, match=r"--port: .*<= 65535.*got 70000"):
         load_config({"port": 70000}, {})
-    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens: .*--max-num-seqs \(64\), got 8"):
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens: .*--max-num-seqs \(128\), got 8"):
         load_config({"max_num_batched_tokens": 8}, {})
 
 

@@ -158,7 +158,7 @@ def test_a_gpu_pool_is_never_larger_than_what_is_free(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("available", "max_model_len", "nbytes", "why"),
     [
-        (64 * GIB, 1024, 16 * (1024 + 16) * 4096, "room for 16 sequences of 1024 tokens"),
+        (64 * GIB, 1024, 8 * (1024 + 16) * 4096, "room for 8 sequences of 1024 tokens"),
         (64 * GIB, 131072, 4 * GIB, "the most that a CPU worker takes by default"),
         (8 * GIB, 131072, int(8 * GIB * 0.9 / 2), "half of --gpu-memory-utilization 0.9 of the free memory"),
     ],

@@ -168,7 +168,9 @@ def logprobs(engine: Engine, requests: list[EngineRequest]) -> dict[str, list[To
 def test_a_whole_model_gives_the_same_bits_alone_and_in_a_crowd() -> None:
     """In bfloat16, through prefill chunks of different cuts and batches that grow and shrink."""
     flags = {"model": str(BUNDLED_MODEL), "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20}
-    config = load_config(flags | {"compile": "off", "max_num_batched_tokens": 96}, environ={})
+    config = load_config(
+        flags | {"compile": "off", "max_num_batched_tokens": 96, "max_num_seqs": 64}, environ={}
+    )
     engine = Engine(config)
     requests = [
         EngineRequest(
