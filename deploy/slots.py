@@ -105,6 +105,8 @@ def make_slots(config: ServeConfig) -> list[Slot]:
 def let_go(slots: Sequence[Slot], worker_id: str, for_good: bool) -> str:
     """Why a worker can't leave, or change its role; "": it can, which is written down at once."""
     slot = slot_of(slots, worker_id)
+    if slot is None:
+        return "it has left already"
     if not any(other.stays_to_decode for other in slots if other is not slot):
         return "no other decode worker stays"
     if (slot.leaves or slot.changes) and slot.leaves != for_good:
@@ -113,5 +115,5 @@ def let_go(slots: Sequence[Slot], worker_id: str, for_good: bool) -> str:
     return ""
 
 
-def slot_of(slots: Sequence[Slot], worker_id: str) -> Slot:
-    return next(slot for slot in slots if slot.worker_id == worker_id)
+def slot_of(slots: Sequence[Slot], worker_id: str) -> Slot | None:
+    return next((slot for slot in slots if slot.worker_id == worker_id), None)

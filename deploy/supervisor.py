@@ -120,6 +120,8 @@ class Supervisor:
     def _renew(self, worker_id: str, role: str, incarnation: str) -> None:
         """The worker registers anew, in another role."""
         slot = slot_of(self._slots, worker_id)
+        if slot is None:
+            return  # it was given up meanwhile
         slot.ready_since, slot.started, slot.role = None, time.monotonic(), ROLES[role]
         slot.incarnation, slot.changes = incarnation, False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from messaging.sockets import ClusterKeys
+from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
 from router.demand import RoleDemand
 from router.scaling.interface import ScaleAnswer, ScaleRequest
@@ -136,3 +137,6 @@ class CannotStart(msgspec.Struct, frozen=True, tag="cannot_start"):
 
 
 FromRouter = Report | Leaves | Renews | Scales | Begins | Ends | Decided | CannotStart
+
+to_router: BoundedDecoder[ToRouter] = BoundedDecoder(ToRouter)
+from_router: BoundedDecoder[FromRouter] = BoundedDecoder(FromRouter)

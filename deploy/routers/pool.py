@@ -24,7 +24,6 @@ from deploy.routers.messages import (
     Decided,
     Ends,
     Expect,
-    FromRouter,
     GaveUp,
     KnownWorker,
     Lead,
@@ -38,11 +37,12 @@ from deploy.routers.messages import (
     StopRouter,
     ToRouter,
     WorkerDied,
+    from_router,
 )
 from deploy.routers.ports import RouterPorts
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ProtocolError
 from router.demand import Demand, sum_of
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.scaling.log import ScalingLog
@@ -200,8 +200,13 @@ class RouterPool:
         if not data:
             self._on_end(router, "its process ended")
             return
+        try:
+            message = from_router.decode(data)
+        except ProtocolError as error:
+            self._on_end(router, f"it said what cannot be read: {error}")
+            return
         router.heard = time.monotonic()
-        match msgspec.msgpack.decode(data, type=FromRouter):  # type: ignore[arg-type]
+        match message:
             case Report(workers, demand):
                 router.workers, router.demand = workers, demand
                 if not router.ready:

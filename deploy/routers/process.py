@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import logging
 import socket
 import sys
-from collections import defaultdict, deque
+from collections import deque
+from typing import TypeVar
 
 import msgspec
 
@@ -35,15 +37,19 @@ from deploy.routers.messages import (
     Scales,
     StartRouter,
     StopRouter,
-    ToRouter,
     WorkerDied,
+    to_router,
 )
-from protocol.errors import TandemError
+from protocol.errors import ProtocolError, TandemError
 from router.scaling.interface import ScaleAnswer, ScaleRequest
 from router.scaling.turns import Change
 from router.server import RouterServer
 
+log = logging.getLogger(__name__)
+
 REPORT_INTERVAL_S = 0.25
+
+T = TypeVar("T")
 
 
 class _Control:
@@ -52,7 +58,7 @@ class _Control:
     def __init__(self, control: socket.socket, server: RouterServer) -> None:
         self._control = control
         self._server = server
-        self._asked: defaultdict[str, list[asyncio.Future[str]]] = defaultdict(list)
+        self._asked: dict[str, deque[asyncio.Future[str]]] = {}
         """Who waits for the launcher to let a worker go."""
         self._scaling: deque[asyncio.Future[ScaleAnswer]] = deque()
         self._beginning: deque[asyncio.Future[str]] = deque()
@@ -79,7 +85,7 @@ class _Control:
 
     async def _ask_to_let_go(self, worker_id: str, for_good: bool) -> str:
         answer = asyncio.get_running_loop().create_future()
-        self._asked[worker_id].append(answer)
+        self._asked.setdefault(worker_id, deque()).append(answer)
         self._send(Leaves(worker_id, for_good))
         return await answer
 
@@ -109,7 +115,12 @@ class _Control:
             for _ in range(2):
                 self._server.stop()  # the launcher is gone, and its workers go too
             return
-        match msgspec.msgpack.decode(data, type=ToRouter):  # type: ignore[arg-type]
+        try:
+            message = to_router.decode(data)
+        except ProtocolError as error:
+            log.error("dropped a message of the launcher: %s", error)
+            return
+        match message:
             case WorkerDied(worker_id, incarnation, reason):
                 self._server.mark_dead(worker_id, incarnation, reason)
             case Expect(roles, room):
@@ -117,17 +128,23 @@ class _Control:
             case Lead(demand):
                 self._server.state.autoscaler.step(demand)
             case LetGo(worker_id, refusal):
-                self._asked[worker_id].pop(0).set_result(refusal)
+                _answer(self._asked.get(worker_id), refusal)
             case Scaled(answer):
-                self._scaling.popleft().set_result(answer)
+                _answer(self._scaling, answer)
             case Begun(refusal):
-                self._beginning.popleft().set_result(refusal)
+                _answer(self._beginning, refusal)
             case Decided(event):
                 self._server.state.autoscaler.log.note(event)
             case GaveUp(worker_id, reason):
                 self._server.gave_up(worker_id, reason)
             case StopRouter():
                 self._server.stop()
+
+
+def _answer(waiting: deque[asyncio.Future[T]] | None, answer: T) -> None:
+    """For who asked first, unless that has given up."""
+    if waiting and not (first := waiting.popleft()).done():
+        first.set_result(answer)
 
 
 def main(fd: int) -> None:

@@ -23,8 +23,9 @@ from deploy.template.messages import (
     SpawnFailed,
     TemplateReply,
     peer_user,
+    template_reply,
 )
-from protocol.errors import TandemError
+from protocol.errors import ProtocolError, TandemError
 
 _STATUS_TIMEOUT_S = 10.0
 """A template that loads a model reports ended workers late."""
@@ -126,10 +127,9 @@ class TemplateClient:
             return None
         self._connection.settimeout(timeout_s)
         try:
-            data = self._connection.recv(MAX_MESSAGE_BYTES)
-        except OSError:
+            return template_reply.decode(self._connection.recv(MAX_MESSAGE_BYTES))
+        except (OSError, ProtocolError):
             return None
-        return msgspec.msgpack.decode(data, type=TemplateReply) if data else None  # type: ignore[arg-type]
 
     def _start(self) -> None:
         """Returns once there is a template that takes connections, be it this one or another client's."""
@@ -175,10 +175,17 @@ class WorkerProcess:
         status = self._client.status(self.pid)
         self._control.close()
         if report:
-            return WorkerExit(report.decode().removesuffix(REPORT_END))
+            return WorkerExit(report.decode(errors="replace").removesuffix(REPORT_END))
         if status is None:
             return WorkerExit("its process ended")
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
-            return WorkerExit(f"its process was ended by {signal.Signals(number).name}", number)
+            return WorkerExit(f"its process was ended by {_name(number)}", number)
         return WorkerExit(f"its process ended with status {os.WEXITSTATUS(status)}")
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most of the real-time ones have none
+        return f"signal {number}"

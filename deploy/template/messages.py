@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import socket
 import struct
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+from protocol.codec import BoundedDecoder
 
 MAX_MESSAGE_BYTES = 128 * 1024
+MAX_REASON_CHARS = 4096
+
+_Pid = Annotated[int, Meta(ge=1, le=2**22)]
+_Status = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 
 REPORT_END = "\n"
 """Of what a worker says on its control socket when it ends by itself: why, or nothing if it was asked to."""
@@ -21,7 +29,7 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
 
 
 class Spawned(msgspec.Struct, frozen=True, tag="spawned"):
-    pid: int
+    pid: _Pid
 
 
 class SpawnFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -31,14 +39,17 @@ class SpawnFailed(msgspec.Struct, frozen=True, tag="failed"):
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """A worker's process ended; `status` is as from `os.waitpid`."""
 
-    pid: int
-    status: int
+    pid: _Pid
+    status: _Status
+
+
+TemplateReply = Spawned | SpawnFailed | Ended
+
+template_request: BoundedDecoder[Spawn] = BoundedDecoder(Spawn)
+template_reply: BoundedDecoder[TemplateReply] = BoundedDecoder(TemplateReply)
 
 
 def peer_user(connection: socket.socket) -> int:
     """Whose process is at the other end: either side tells its secrets to its own user alone."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
-
-
-TemplateReply = Spawned | SpawnFailed | Ended

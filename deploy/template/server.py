@@ -28,14 +28,16 @@ from deploy.cleanup import adopt_orphans
 from deploy.launch import run_launch
 from deploy.template.messages import (
     MAX_MESSAGE_BYTES,
+    MAX_REASON_CHARS,
     REPORT_END,
     Ended,
-    Spawn,
     Spawned,
     SpawnFailed,
     peer_user,
+    template_request,
 )
-from protocol.errors import TandemError
+from protocol.codec import BoundedDecoder
+from protocol.errors import ProtocolError, TandemError
 from protocol.logs import log_to_stderr
 from protocol.roles import ROLES
 from worker.cores import CorePlace, CorePlaces
@@ -50,6 +52,7 @@ log = logging.getLogger(__name__)
 _IDLE_S = 5.0
 """A template without clients ends after so long."""
 _PR_SET_NAME = 15
+_launch: BoundedDecoder[Launch] = BoundedDecoder(Launch)
 _IMPORTED = (
     "worker.process",
     "kvtransfer.transports.ucx",
@@ -113,19 +116,22 @@ class Template:
             data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 2)
         except ConnectionError:
             data, fds = b"", []
-        if not data:
-            self._drop(client)
-            return
         try:
-            answer: Spawned | SpawnFailed = Spawned(self._spawn(client, data, fds))
-        except Exception as error:
-            if not isinstance(error, TandemError):
-                log.exception("a worker cannot be started")
-            answer = SpawnFailed(str(error) or type(error).__name__)
+            if data:
+                _send(client, self._answer(client, data, fds))
+            else:
+                self._drop(client)
         finally:
             for fd in fds:
                 os.close(fd)
-        _send(client, answer)
+
+    def _answer(self, client: socket.socket, data: bytes, fds: list[int]) -> Spawned | SpawnFailed:
+        try:
+            return Spawned(self._spawn(client, data, fds))
+        except Exception as error:
+            if not isinstance(error, TandemError):
+                log.exception("a worker cannot be started")
+            return SpawnFailed((str(error) or type(error).__name__)[:MAX_REASON_CHARS])
 
     def _drop(self, client: socket.socket) -> None:
         """A client is gone: so is the actor that its worker belongs to."""
@@ -151,8 +157,10 @@ class Template:
         from worker.preload import preload
         from worker.setup import set_up_logging
 
-        request = msgspec.msgpack.decode(data, type=Spawn)
-        launch = msgspec.msgpack.decode(request.launch, type=Launch)
+        request = template_request.decode(data)
+        launch = _launch.decode(request.launch)
+        if not fds:
+            raise ProtocolError("a worker's control socket is missing")
         set_up_logging(launch.config, "template")
         if preload(launch.config):
             _settle()
@@ -225,8 +233,9 @@ def _settle() -> None:
 
 
 def _send(client: socket.socket, message: Spawned | SpawnFailed | Ended) -> None:
+    """What does not fit is for a client that reads nothing; others do not wait for it."""
     with contextlib.suppress(OSError):  # it is gone, as the next look at it will show
-        client.sendmsg([msgspec.msgpack.encode(message)])
+        client.sendmsg([msgspec.msgpack.encode(message)], [], socket.MSG_DONTWAIT)
 
 
 def _set_name(name: str) -> None:

@@ -26,7 +26,8 @@ class Changes:
         return ""
 
     def end(self, change: Change, router_id: str) -> None:
-        self._under_way.remove((change, router_id))
+        if (change, router_id) in self._under_way:
+            self._under_way.remove((change, router_id))
 
     def forget(self, router_id: str) -> None:
         """It has ended, and what it had begun goes on no more."""

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from deploy.routers.messages import (
 )
 from deploy.routers.pool import RouterPool
 from deploy.routers.ports import RouterPorts
+from deploy.slots import let_go
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
@@ -133,23 +135,41 @@ class Pool:
     def __init__(self) -> None:
         config = ServeConfig(port=0, router_replicas=2, autoscale={"decode": WorkerRange(1, 4)})
         self._pool = RouterPool(config, ClusterKeys.generate(), "127.0.0.1")
-        self._ends = []
-        for router in self._pool._routers:
-            router.control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._pool._selector.register(router.control, 1, router)
-            router.process = SimpleNamespace(kill=lambda: None, wait=lambda: None)  # type: ignore[assignment]
-            end.setblocking(False)
-            self._ends.append(end)
+        self._pool.on_leave(partial(let_go, []), lambda worker_id, role, incarnation: None)
+        self._ends: list[socket.socket] = []
+        for index in range(2):
+            self._ends.append(self._attach(index))
+
+    def _attach(self, index: int) -> socket.socket:
+        """Returns the router's own end."""
+        router = self._pool._routers[index]
+        router.control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pool._selector.register(router.control, 1, router)
+        router.process = SimpleNamespace(kill=lambda: None, wait=lambda: None)  # type: ignore[assignment]
+        end.setblocking(False)
+        return end
+
+    def has_ended(self, index: int) -> bool:
+        return self._pool._routers[index].process is None
+
+    def start_anew(self, index: int) -> None:
+        self._ends[index].close()
+        self._ends[index] = self._attach(index)
 
     def says(self, index: int, message: FromRouter) -> list[Any]:
         """What the router is sent when it says that, and since it spoke last."""
-        self._ends[index].send(msgspec.msgpack.encode(message))
+        return self.says_raw(index, msgspec.msgpack.encode(message))
+
+    def says_raw(self, index: int, message: bytes) -> list[Any]:
+        self._ends[index].send(message)
         self._pool._read(self._pool._routers[index])
         answers = []
         while True:
             try:
                 data = self._ends[index].recv(MAX_MESSAGE_BYTES)
             except BlockingIOError:
+                return answers
+            if not data:
                 return answers
             answers.append(msgspec.msgpack.decode(data, type=ToRouter))  # type: ignore[arg-type]
 

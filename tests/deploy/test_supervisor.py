@@ -61,6 +61,7 @@ def test_a_decode_worker_stays_whoever_leaves_or_changes() -> None:
     assert "already" in let_go(slots, "decode-1", for_good=True)
     assert let_go(slots, "decode-2", for_good=True) == let_go(slots, "decode-2", for_good=False) == refused
     assert let_go(slots, "prefill-0", for_good=True) == ""
+    assert let_go(slots, "decode-9", for_good=True) == "it has left already"
     slots[2].changes = False
     slots[2].role = ROLES["prefill"]
     assert let_go(slots, "decode-2", for_good=True) == refused
