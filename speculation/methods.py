@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.loader import LoadedModel
 from protocol.config import ServeConfig
 from protocol.speculation import METHODS, Method, Source, SpeculativeConfig
-from speculation.control.planner import Shape
+from speculation.control.request import Shape
 from speculation.drafter import Drafter
 
 

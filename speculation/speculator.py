@@ -34,7 +34,7 @@ from speculation.account import Account, Origin
 from speculation.collapse import CollapseWatch
 from speculation.control.calibration import measure_reading, measure_target
 from speculation.control.controller import DraftController
-from speculation.control.planner import SpeculatingRequest
+from speculation.control.request import SpeculatingRequest
 from speculation.custom import problem
 from speculation.drafter import Computed, Drafter
 from speculation.methods import build_drafter, draft_shape, most_drafted
@@ -334,7 +334,7 @@ class BatchSpeculator:
             fixed = self._deployed.fixed_tokens
             most = draft_shape(self._deployed.method, self._options).max_tokens if fixed is None else fixed
         answers = self._remote.answers.copy() if self._remote is not None else {}
-        return msgspec.structs.replace(self._controller.report(most), draft_answers=answers)
+        return msgspec.structs.replace(self._controller.estimator.report(most), draft_answers=answers)
 
     def _request(self, sequence: SequenceState) -> SpeculatingRequest:
         request = self._requests.get(sequence.request_id)

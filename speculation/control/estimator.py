@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
 
-from protocol.speculation import MethodState, RequestClass, Source, StepTimeState
+from protocol.speculation import MethodState, RequestClass, Source, SpeculationState, StepTimeState
 from speculation.control.acceptance import MethodAcceptance, RequestAcceptance
-from speculation.control.planner import DraftCost, Shape, SpeculatingRequest, StepCost
+from speculation.control.request import Shape, SpeculatingRequest
 from speculation.control.settings import Settings
 from speculation.control.step_time import UNMEASURED, DraftTime, MeasuredCurve, TargetTime
 
@@ -34,54 +36,38 @@ class MethodEstimate:
 class Window:
     """Steps of one plan with one batch."""
 
-    started: float
     num_sequences: int
-    num_steps: int = 1
+    begun: list[float]
+    """When each of its steps began."""
     drafted: int = 0
-    accepted: int = 0
     draft_seconds: float = 0.0
     is_clean: bool = True
     """Whether its steps did nothing but decode."""
-    latest: float = field(init=False)
-    """When its latest step began."""
-    longest: float = 0.0
-    """[s] Of its steps before the latest."""
 
-    def __post_init__(self) -> None:
-        self.latest = self.started
-
-    def next_step(self, now: float) -> None:
-        self.longest = max(self.longest, now - self.latest)
-        self.latest = now
-        self.num_steps += 1
-
-    def seconds(self, end: float) -> float:
-        """As if the longest step took as long as the others: it may hold a pause of the process."""
-        spent = end - self.started
-        if self.num_steps == 1:
-            return spent
-        longest = max(self.longest, end - self.latest)
-        return (spent - longest) * self.num_steps / (self.num_steps - 1)
+    def step_seconds(self, end: float) -> float:
+        """The mean without the longest step, which may hold a pause of the process."""
+        steps = sorted(after - before for before, after in pairwise([*self.begun, end]))
+        return fmean(steps[:-1] or steps)
 
 
 class Estimator:
     def __init__(self, max_sequences: int, max_tokens: int, settings: Settings) -> None:
         self._settings = settings
         self._max_sequences, self._max_tokens = max_sequences, max_tokens
-        self.max_rows = min(max_sequences * (1 + max_tokens), settings.most_rows)
-        self.target = TargetTime(UNMEASURED, self.max_rows, settings)
+        self.target = TargetTime(UNMEASURED, settings)
         self.methods: dict[Source, MethodEstimate] = {}
         self.window: Window | None = None
         self.mean_prompt, self.mean_output = settings.first_prompt, settings.first_output
 
     def set_target_times(self, curve: MeasuredCurve) -> None:
-        self.target = TargetTime(curve, self.max_rows, self._settings)
+        self.target = TargetTime(curve, self._settings)
 
     def add_method(
         self, method: Source, shape: Shape, max_depth: int, *, reads_text: bool, reads_prompts: bool
     ) -> None:
-        time_ = DraftTime(self._settings, self._settings.draft_level * self.target.seconds(1, 1))
+        level = self._settings.draft_level * float(self.target.seconds(1, [0])[0])
         acceptance = MethodAcceptance(max_depth, self._settings)
+        time_ = DraftTime(self._settings, level)
         self.methods[method] = MethodEstimate(shape, acceptance, time_, reads_text, reads_prompts)
 
     def new_request(
@@ -101,25 +87,25 @@ class Estimator:
     # --- learning -----------------------------------------------------------------------------------
 
     def begin_window(self, num_sequences: int) -> None:
-        self.window = Window(time.perf_counter(), num_sequences)
+        self.window = Window(num_sequences, [time.perf_counter()])
 
     def disturb(self) -> None:
         """The latest step did something else beside decoding: nothing is learned from its window's time."""
         if self.window is not None:
             self.window.is_clean = False
 
-    def end_window(self) -> tuple[float, float] | None:
-        """The tokens and seconds of the window, from which times are learned; None without one, or where its
-        steps did something else too.
+    def end_window(self) -> float:
+        """The window's seconds, from which times are learned; 0 without one, or where its steps did
+        something else too.
         """
         window, self.window = self.window, None
         if window is None or not window.is_clean:
-            return None
-        seconds, steps, batch = window.seconds(time.perf_counter()), window.num_steps, window.num_sequences
+            return 0.0
+        seconds, steps = window.step_seconds(time.perf_counter()), len(window.begun)
         weight = min(steps / self._settings.draft_stands, 1.0)
-        rows = batch + window.drafted / steps
-        self.target.observe(batch, rows, (seconds - window.draft_seconds) / steps, weight)
-        return float(batch * steps + window.accepted), seconds
+        beside = seconds - window.draft_seconds / steps
+        self.target.observe(window.num_sequences, window.drafted / steps, beside, weight)
+        return seconds * steps
 
     def drafted(
         self, method: Source, requests: Sequence[SpeculatingRequest], counts: Sequence[int], seconds: float
@@ -131,8 +117,7 @@ class Estimator:
         levels, tokens = 1 if known.shape.whole else max(counts), sum(counts)
         unread = sum([request.unread for request in requests])
         if unread >= self._settings.least_read:
-            cost = self.draft_cost(method, len(requests))
-            drafting = cost.start + cost.per_level * levels + cost.per_token * tokens
+            drafting = float(known.time.seconds(len(requests), levels, tokens))
             known.time.observe_reading(unread, seconds - drafting)
         else:
             known.time.observe(len(requests), levels, tokens, seconds)
@@ -154,7 +139,6 @@ class Estimator:
         """
         if self.window is not None:
             self.window.drafted += num_drafted
-            self.window.accepted += num_accepted
         request.acceptance.observe_found(num_granted, num_drafted)
         if depth:
             request.acceptance.observe(depth, num_accepted, place, is_blind=is_blind)
@@ -167,20 +151,6 @@ class Estimator:
 
     # --- what is known ------------------------------------------------------------------------------
 
-    def step_cost(self, num_sequences: int, most_drafted: int) -> StepCost:
-        """Of a step without drafts."""
-        return StepCost(self.target.with_drafts(num_sequences, most_drafted), float(num_sequences))
-
-    def draft_cost(self, method: Source, num_requests: int) -> DraftCost:
-        settings, known = self._settings, self.methods[method].time
-        level = known.unit(num_requests)
-        return DraftCost(
-            start=settings.draft_start * level,
-            per_level=level,
-            per_token=settings.draft_token * level,
-            reading=self.read_seconds(method, 1) / self.mean_output,
-        )
-
     def read_seconds(self, method: Source, num_tokens: int) -> float:
         """To read so many tokens for drafting."""
         per_read = self.methods[method].time.per_read
@@ -188,28 +158,33 @@ class Estimator:
             per_read = self._settings.read_share * self.target.per_prompt_token
         return per_read * num_tokens
 
-    def report(self) -> tuple[list[MethodState], StepTimeState]:
-        """May be called from any thread."""
+    def report(self, max_tokens: int) -> SpeculationState:
+        """`max_tokens`: the most that a request drafts by the deployment's configuration. For any thread."""
         sequences = _powers_of_two(self._max_sequences)
         drafted = [0, *_powers_of_two(self._max_tokens)]
-        seconds = self.target.table(sequences, drafted)
-        states = []
-        for method, known in self.methods.copy().items():
-            cost = self.draft_cost(method, max(known.num_requests, 1))
-            state = MethodState(
-                method=method,
-                num_requests=known.num_requests,
-                num_tokens=known.num_tokens,
-                acceptance=known.acceptance.rates(),
-                by_class={name: rates.rates() for name, rates in known.by_class.copy().items()},
-                start_s=cost.start,
-                level_s=cost.per_level,
-                token_s=cost.per_token,
-                read_s=self.read_seconds(method, 1) if known.reads_text else 0.0,
-                found=min(max(known.acceptance.found, 0.0), 1.0),
-            )
-            states.append(state)
-        return states, StepTimeState(sequences=sequences, drafted=drafted, seconds=seconds)
+        seconds = [
+            self.target.seconds(count, [count * each for each in drafted]).tolist() for count in sequences
+        ]
+        return SpeculationState(
+            max_tokens=max_tokens,
+            methods=[self._state(method, known) for method, known in self.methods.copy().items()],
+            step_time=StepTimeState(sequences=sequences, drafted=drafted, seconds=seconds),
+        )
+
+    def _state(self, method: Source, known: MethodEstimate) -> MethodState:
+        unit = known.time.unit(max(known.num_requests, 1))
+        return MethodState(
+            method=method,
+            num_requests=known.num_requests,
+            num_tokens=known.num_tokens,
+            acceptance=known.acceptance.rates(),
+            by_class={name: rates.rates() for name, rates in known.by_class.copy().items()},
+            start_s=self._settings.draft_start * unit,
+            level_s=unit,
+            token_s=self._settings.draft_token * unit,
+            read_s=self.read_seconds(method, 1) if known.reads_text else 0.0,
+            found=min(max(known.acceptance.found, 0.0), 1.0),
+        )
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -24,9 +24,6 @@ class Settings:
 
     pace: float = 0.1
     """[share] Of the difference between a measured and a predicted time that a window corrects."""
-    common_pace: float = 0.05
-    """[share] The same for steps of the same batch size with other drafts: contexts grow, machines get
-    busy."""
     longest_stride: float = 0.5
     """[log ratio] Largest difference that counts: a window may hold a pause of the machine."""
     draft_start: float = 4.0
@@ -47,8 +44,6 @@ class Settings:
     """[tokens] Mean answer before any request ended; reading a text must pay within it."""
     length_pace: float = 0.05
     """[share] Weight of a request that ends in both means."""
-    most_rows: int = 8192
-    """[rows] Largest step that is planned, for the size of tables."""
 
     min_gain: float = 0.03
     """[share] By which drafting must be faster: about what is unknown of a step's time."""

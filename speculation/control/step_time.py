@@ -10,13 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from speculation.control.settings import Settings
 
+T = TypeVar("T")
+
 _WIDTHS = np.arange(7.0)
 """Powers of two of the rows of a sequence, which are at most 64."""
+_MOST_ROWS = 1 << 20
+"""More than any step has."""
 
 
 @dataclass(frozen=True)
@@ -33,71 +39,49 @@ UNMEASURED = MeasuredCurve(rows=(1, 1024), seconds=(4e-3, 132e-3))
 
 
 class TargetTime:
-    """Seconds of a step beside its drafting, by its number of sequences and its rows."""
+    """Seconds of a step beside its drafting, by its number of sequences and its drafted rows."""
 
-    def __init__(self, curve: MeasuredCurve, max_rows: int, settings: Settings) -> None:
+    def __init__(self, curve: MeasuredCurve, settings: Settings) -> None:
         self.per_prompt_token = curve.per_prompt_token
         self._settings = settings
-        self._curve = _interpolate(curve, max_rows)
-        self._slope = self._curve[-1] - self._curve[-2]
+        seconds = np.minimum.accumulate(curve.seconds[::-1])[::-1]  # what disturbs only adds
+        slope = (seconds[-1] - seconds[-2]) / (curve.rows[-1] - curve.rows[-2])
+        self._rows = np.array([*curve.rows, _MOST_ROWS], float)
+        self._seconds = np.append(seconds, seconds[-1] + slope * (_MOST_ROWS - curve.rows[-1]))
         self._logs: dict[int, np.ndarray] = {}
         """Ratios as logarithms by width, for each number of bits of a batch's size. Between the powers of two
         they are interpolated."""
         self._seen: dict[int, np.ndarray] = {}
         """Windows that each was learned from."""
 
-    def seconds(self, num_sequences: int, rows: float) -> float:
-        ratio = math.exp(np.interp(_width(num_sequences, rows), _WIDTHS, self._nearest(num_sequences)))
-        below = min(int(rows), len(self._curve) - 2)
-        rise = self._curve[below + 1] - self._curve[below]
-        return float(self._curve[below] + (rows - below) * rise) * ratio
+    def seconds(self, num_sequences: int, drafted: ArrayLike) -> np.ndarray:
+        """With so many drafted rows, ascending: never falling."""
+        rows = num_sequences + np.asarray(drafted, float)
+        logs = np.interp(np.log2(rows / num_sequences), _WIDTHS, self._ratios(num_sequences))
+        seconds = np.interp(rows, self._rows, self._seconds) * np.exp(logs)
+        return np.maximum.accumulate(seconds)
 
-    def with_drafts(self, num_sequences: int, most: int) -> list[float]:
-        """Seconds with 0, 1, ... up to `most` drafted rows, fewer where the curve ends. Never falling."""
-        base = self._curve[num_sequences : num_sequences + most + 1]
-        widths = np.log2(1 + np.arange(len(base)) / num_sequences)
-        logs = np.interp(widths, _WIDTHS, self._nearest(num_sequences))
-        return np.maximum.accumulate(base * np.exp(logs)).tolist()  # type: ignore[no-any-return]
-
-    def observe(self, num_sequences: int, rows: float, measured: float, weight: float = 1.0) -> None:
+    def observe(self, num_sequences: int, drafted: float, measured: float, weight: float = 1.0) -> None:
         """The mean of a window of steps; `weight` is 1 for one of full length."""
         settings, size = self._settings, num_sequences.bit_length()
         if size not in self._logs:
-            self._logs[size] = self._nearest(num_sequences).copy()
+            self._logs[size] = self._ratios(num_sequences).copy()
             self._seen[size] = np.zeros(len(_WIDTHS))
         seen = self._seen[size]
-        near = (1 - abs(_WIDTHS - _width(num_sequences, rows))).clip(0)
-        known = float(near @ seen)
-        error = math.log(max(measured, 1e-9) / self.seconds(num_sequences, rows))
+        near = (1 - abs(_WIDTHS - math.log2(1 + drafted / num_sequences))).clip(0)
+        error = math.log(max(measured, 1e-9) / self.seconds(num_sequences, [drafted])[0])
         stride = weight * min(max(error, -settings.longest_stride), settings.longest_stride)
-        own = near * np.maximum(settings.pace, 1 / (1.5 + seen))
-        others = np.where(seen > 0, settings.common_pace, 1 / (1 + known))
-        self._logs[size] += stride * np.maximum(own, others)
+        pace = near * np.maximum(settings.pace, 1 / (1 + seen))
+        self._logs[size] += stride * np.where(seen > 0, pace, pace.max())  # what was not seen goes along
         self._seen[size] = seen + weight * near
 
-    def table(self, sequences: Sequence[int], drafted: Sequence[int]) -> list[list[float]]:
-        """Seconds of steps of so many sequences that verify so many tokens each. For any thread."""
-        widths = np.log2(1 + np.array(drafted))
-        rows = np.outer(sequences, 1 + np.array(drafted))
-        curve = np.interp(rows, np.arange(len(self._curve)), self._curve)
-        curve += self._slope * (rows - len(self._curve) + 1).clip(0)
-        logs = [np.interp(widths, _WIDTHS, self._nearest(count)) for count in sequences]
-        return np.maximum.accumulate(curve * np.exp(logs), axis=1).tolist()  # type: ignore[no-any-return]
-
-    def _nearest(self, num_sequences: int) -> np.ndarray:
-        """The ratios of the nearest batch size that was seen."""
-        sizes = list(self._logs)
-        if not sizes:
-            return np.zeros(len(_WIDTHS))
-        size = num_sequences.bit_length()
-        return self._logs[min(sizes, key=lambda other: abs(other - size))]
+    def _ratios(self, num_sequences: int) -> np.ndarray:
+        return _nearest(self._logs, num_sequences, np.zeros(len(_WIDTHS)))
 
 
 class DraftTime:
-    """Seconds to draft `levels` deep, `tokens` in all, for a batch of one method.
-
-    The shape is fixed: a start, then as much for a level as for some tokens. Its scale is measured for each
-    power of two of the batch's size.
+    """Seconds to draft for a batch of one method: a start, then as much for a level as for some tokens. The
+    scale is measured for each power of two of the batch's size.
     """
 
     def __init__(self, settings: Settings, first_unit: float) -> None:
@@ -108,15 +92,20 @@ class DraftTime:
         """Seconds to read a token that was not drafted from before, once measured."""
 
     def unit(self, num_requests: int) -> float:
-        """Seconds of a level, by the nearest batch size that was seen."""
-        if not self._units:
-            return self._first_unit
-        size = num_requests.bit_length()
-        return self._units[min(self._units, key=lambda other: abs(other - size))]
+        """Seconds of a level."""
+        return _nearest(self._units, num_requests, self._first_unit)
+
+    def seconds(self, num_requests: int, levels: ArrayLike, tokens: ArrayLike) -> np.ndarray:
+        """For drafts so many `levels` deep, of so many tokens in all."""
+        return self.unit(num_requests) * self._units_of(levels, tokens)
+
+    def _units_of(self, levels: ArrayLike, tokens: ArrayLike) -> np.ndarray:
+        settings = self._settings
+        return settings.draft_start + np.asarray(levels) + settings.draft_token * np.asarray(tokens)
 
     def observe(self, num_requests: int, levels: int, tokens: int, measured: float) -> None:
         size = num_requests.bit_length()
-        found = measured / (self._settings.draft_start + levels + self._settings.draft_token * tokens)
+        found = measured / float(self._units_of(levels, tokens))
         known = self._units.get(size)
         if known is not None:
             longest = math.exp(self._settings.longest_stride)
@@ -131,15 +120,8 @@ class DraftTime:
         self.per_read = found if known is None else known + self._settings.pace * (found - known)
 
 
-def _interpolate(curve: MeasuredCurve, max_rows: int) -> np.ndarray:
-    """Seconds by number of rows, 0 to `max_rows`: never falling, and straight beyond the measured."""
-    rows = np.array(curve.rows, float)
-    seconds = np.minimum.accumulate(np.array(curve.seconds, float)[::-1])[::-1]  # what disturbs only adds
-    sizes = np.arange(max_rows + 1)
-    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
-    return np.interp(sizes, rows, seconds) + slope * (sizes - rows[-1]).clip(0)
-
-
-def _width(num_sequences: int, rows: float) -> float:
-    """The logarithm of a sequence's rows, 0 without drafts."""
-    return math.log2(max(rows / num_sequences, 1.0))
+def _nearest(known: dict[int, T], num_requests: int, default: T) -> T:
+    """What is known of the nearest batch size that was seen, by the number of bits."""
+    size = num_requests.bit_length()
+    sizes = list(known)  # at once, for any thread
+    return known[min(sizes, key=lambda other: abs(other - size))] if sizes else default

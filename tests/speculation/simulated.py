@@ -14,7 +14,7 @@ import pytest
 from protocol.speculation import Method
 from speculation.control import estimator
 from speculation.control.controller import DraftController
-from speculation.control.planner import Shape, SpeculatingRequest
+from speculation.control.request import Shape, SpeculatingRequest
 from speculation.control.settings import Settings
 from speculation.control.step_time import MeasuredCurve
 

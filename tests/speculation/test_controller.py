@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from speculation.control.controller import DraftController
-from speculation.control.planner import Shape, SpeculatingRequest
+from speculation.control.request import Shape, SpeculatingRequest
 from speculation.control.settings import Settings
 from speculation.control.step_time import MeasuredCurve
 from tests.speculation.simulated import (
@@ -240,8 +240,20 @@ def test_fixed_numbers_stand_as_they_are() -> None:
     made.begin_step(5)
     made.plan(asked)
     assert [request.granted for request in asked] == [5, 5, 0, 0, 0]
-    (state,) = made.report(8).methods
+    (state,) = made.estimator.report(8).methods
     assert (state.num_requests, state.num_tokens) == (4, 10)
+
+
+def test_the_table_for_the_router_is_the_model() -> None:
+    made = controller(row_seconds=1e-3)
+    made.estimator.target.observe(8, 16, 1.0)
+    table = made.estimator.report(8).step_time
+    assert (table.sequences, table.drafted) == ([1, 2, 4, 8, 16, 32, 64], [0, 1, 2, 4, 8])
+    for count, seconds in zip(table.sequences, table.seconds, strict=True):
+        assert (
+            seconds
+            == made.estimator.target.seconds(count, [0, count, 2 * count, 4 * count, 8 * count]).tolist()
+        )
 
 
 @pytest.mark.parametrize(
@@ -276,14 +288,14 @@ def test_what_was_disturbed_is_not_learned_from(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("speculation.control.estimator.time.perf_counter", lambda: float(next(now)))
     for disturbs in (True, False):
         made = controller(row_seconds=1.0)
-        before = made.estimator.target.seconds(1, 1)
+        before = made.estimator.target.seconds(1, [0])
         made.begin_step(1)
         made.plan(requests(made, 1))
         made.begin_step(1)
         if disturbs:
             made.estimator.disturb()
         made.end_window()
-        assert (made.estimator.target.seconds(1, 1) == before) == disturbs
+        assert (made.estimator.target.seconds(1, [0]) == before) == disturbs
 
 
 @pytest.mark.parametrize("at", range(9))
@@ -293,13 +305,12 @@ def test_a_pause_is_not_taken_for_a_slow_step(at: int, monkeypatch: pytest.Monke
     monkeypatch.setattr("speculation.control.estimator.time.perf_counter", lambda: clock)
     made = controller()
     asked = requests(made, 4, fixed=0)
-    before = made.estimator.target.seconds(4, 4)
+    before = float(made.estimator.target.seconds(4, [0])[0])
     made.begin_step(4)
     made.plan(asked)
     for step in range(9):
         clock += before + (1.0 if step == at else 0.0)
         if step < 8:
             assert not made.begin_step(4)
-    tokens, seconds = made.estimator.end_window() or (0.0, 0.0)
-    assert (tokens, seconds) == (36.0, pytest.approx(9 * before))
-    assert made.estimator.target.seconds(4, 4) == pytest.approx(before)
+    assert made.estimator.end_window() == pytest.approx(9 * before)
+    assert float(made.estimator.target.seconds(4, [0])[0]) == pytest.approx(before)

@@ -4,94 +4,132 @@ from __future__ import annotations
 
 import pytest
 
-from speculation.control.acceptance import MethodAcceptance, RequestAcceptance
-from speculation.control.planner import DraftCost, Shape, SpeculatingRequest, StepCost, add_fixed, best_plan
+from speculation.control.acceptance import RequestAcceptance
+from speculation.control.estimator import Estimator
+from speculation.control.planner import Plan, Step, plain_and_best
+from speculation.control.request import Shape, SpeculatingRequest
 from speculation.control.settings import Settings
+from speculation.control.step_time import DraftTime, MeasuredCurve
 
-SETTINGS = Settings()
-CHAIN = Shape(8)
-FREE = DraftCost(0.0, 0.0, 0.0)
-
-
-def request(rate: float = 0.9, fixed: int | None = None) -> SpeculatingRequest:
-    method = MethodAcceptance(8, SETTINGS)
-    method._accepted = [rate * tried for tried in method._tried]
-    return SpeculatingRequest("draft_model", fixed, RequestAcceptance(method, SETTINGS))
+PLAIN = 1e-2
+"""Seconds of a step without drafts."""
 
 
-def step(num_requests: int, row_seconds: float, most: int = 512) -> StepCost:
-    return StepCost([1e-2 + row_seconds * row for row in range(most + 1)], float(num_requests))
+class Batch:
+    """Requests of one method, of which drafting takes nothing but what is said. A drafted row takes
+    `row_seconds`, and one of the method's levels `level_seconds`.
+    """
+
+    def __init__(
+        self,
+        rates: list[float],
+        row_seconds: float = 0.0,
+        shape: Shape = Shape(8),
+        level_seconds: float = 0.0,
+        **settings: float,
+    ) -> None:
+        chosen = Settings(**{"draft_start": 0.0, "draft_token": 0.0, **settings})
+        self.estimator = Estimator(64, 8, chosen)
+        self.estimator.add_method("eagle", shape, 8, reads_text=False, reads_prompts=False)
+        self.known = self.estimator.methods["eagle"]
+        self.known.time = DraftTime(chosen, level_seconds)
+        first = PLAIN - (len(rates) - 1) * row_seconds
+        self.estimator.set_target_times(MeasuredCurve((1, 1001), (first, first + 1000 * row_seconds)))
+        self.requests = []
+        for rate in rates:
+            own = self.known.acceptance.part()
+            own._accepted = [rate * tried for tried in own._tried]
+            self.requests.append(SpeculatingRequest("eagle", None, RequestAcceptance(own, chosen)))
+
+    def plans(self, drafted: float = 0.0, drafting: float = 0.0) -> tuple[Plan, Plan]:
+        size = len(self.requests)
+        return plain_and_best(self.estimator, "eagle", self.requests, Step(size, size, drafted, drafting))
+
+    def best(self) -> Plan:
+        return self.plans()[1]
 
 
 def test_rows_that_cost_nothing_are_all_used() -> None:
-    plan = best_plan(CHAIN, FREE, [request() for _ in range(3)], step(3, 0.0))
-    assert plan is not None
-    assert plan.granted == [8, 8, 8]
-    assert plan.step.tokens == pytest.approx(3 + 3 * sum(0.9**i for i in range(1, 9)))
+    best = Batch([0.9] * 3).best()
+    assert best.granted == [8, 8, 8]
+    assert best.step.drafted == 24
+    assert best.step.tokens == pytest.approx(3 + 3 * sum(0.9**i for i in range(1, 9)))
+    assert (best.seconds, best.rate) == pytest.approx((PLAIN, best.step.tokens / PLAIN))
 
 
-def test_rows_that_cost_too_much_are_hardly_used() -> None:
-    plain = step(3, 1e-2)
-    plan = best_plan(CHAIN, FREE, [request() for _ in range(3)], plain)
-    assert plan is not None and plan.rate < plain.rate
+def test_rows_that_cost_too_much_do_not_pay() -> None:
+    plain, best = Batch([0.9] * 3, row_seconds=4e-3).plans()
+    assert best.rate < plain.rate
+    assert plain.granted == [0, 0, 0]
+    assert (plain.seconds, plain.rate) == pytest.approx((PLAIN, 3 / PLAIN))
 
 
 def test_the_likelier_request_drafts_more() -> None:
-    plan = best_plan(CHAIN, FREE, [request(0.3), request(0.95)], step(2, 1e-3))
-    assert plan is not None
-    assert plan.granted[0] < plan.granted[1]
-    assert plan.granted[1] > 2
+    best = Batch([0.3, 0.95], row_seconds=1e-3).best()
+    assert best.granted[0] < best.granted[1]
+    assert best.granted[1] > 2
 
 
 def test_levels_are_paid_for_once_for_all() -> None:
-    costly = DraftCost(start=0.0, per_level=2e-3, per_token=0.0)
-    alone = best_plan(CHAIN, costly, [request()], step(1, 0.0))
-    many = best_plan(CHAIN, costly, [request() for _ in range(8)], step(8, 0.0))
-    assert alone is not None and many is not None
+    alone = Batch([0.9], level_seconds=2e-3).best()
+    many = Batch([0.9] * 8, level_seconds=2e-3).best()
     assert alone.granted[0] <= many.granted[0]
-    shallow = best_plan(CHAIN, DraftCost(0.0, 2e-2, 0.0), [request()], step(1, 0.0))
-    assert shallow is not None and shallow.granted[0] < alone.granted[0]
+    assert many.step.drafting == pytest.approx(2e-3 * many.granted[0])
+    assert Batch([0.9], level_seconds=2e-2).best().granted[0] < alone.granted[0]
+
+
+def test_what_drafting_takes() -> None:
+    """Nothing where nobody drafts; else a start, the deepest draft's levels, and all drafts' tokens."""
+    plain, best = Batch([0.9, 0.9], level_seconds=1e-5, draft_start=4.0, draft_token=0.5).plans(drafting=3e-3)
+    assert plain.step.drafting == 3e-3
+    assert best.granted == [8, 8]
+    assert best.step.drafting == pytest.approx(3e-3 + (4 + 8 + 0.5 * 16) * 1e-5)
+    assert best.seconds == pytest.approx(PLAIN + best.step.drafting)
+
+
+def test_rows_that_others_draft_are_in_the_step() -> None:
+    plain, best = Batch([0.9, 0.9], row_seconds=1e-3).plans(drafted=10)
+    assert plain.step.drafted == 10
+    assert plain.seconds == pytest.approx(PLAIN + 10e-3)
+    assert best.step.drafted == 10 + sum(best.granted)
 
 
 def test_a_text_that_must_be_read_must_earn_it() -> None:
-    near, far = request(), request()
-    far.unread = 1000
-    dear = DraftCost(0.0, 0.0, 0.0, reading=2e-5)
-    plan = best_plan(CHAIN, dear, [near, far], step(2, 1e-4))
-    assert plan is not None
-    assert plan.granted[0] > 0
-    assert plan.granted[1] == 0
-    cheap = best_plan(CHAIN, DraftCost(0.0, 0.0, 0.0, reading=1e-7), [near, far], step(2, 1e-4))
-    assert cheap is not None and cheap.granted[1] > 0
+    batch = Batch([0.9, 0.9], row_seconds=1e-4)
+    batch.requests[1].unread = 1000
+    for per_read, drafts in ((2e-3, False), (1e-6, True)):
+        batch.known.time.per_read = per_read
+        best = batch.best()
+        assert best.granted[0] > 0
+        assert (best.granted[1] > 0) == drafts
+
+
+def test_reading_is_shared_among_the_steps_that_follow() -> None:
+    """A request that will make 128 tokens, 9 in each step."""
+    batch = Batch([1.0])
+    batch.requests[0].unread = 100
+    batch.known.time.per_read = 1e-3
+    assert batch.best().rate == pytest.approx(9 / (PLAIN + 0.1 * 9 / 128))
 
 
 def test_trees_are_drafted_whole_or_not() -> None:
-    plan = best_plan(Shape(24, whole=True), FREE, [request(0.95), request(0.05)], step(2, 5e-5))
-    assert plan is not None
-    assert plan.granted == [24, 0]
-    assert plan.step.tokens == pytest.approx(2 + sum(0.95**i for i in range(1, 9)), rel=0.01)
+    best = Batch([0.95, 0.05], row_seconds=5e-5, shape=Shape(24, whole=True)).best()
+    assert best.granted == [24, 0]
+    assert best.step.tokens == pytest.approx(2 + sum(0.95**i for i in range(1, 9)), rel=0.01)
 
 
 def test_what_is_seldom_found_costs_few_rows() -> None:
-    rare = request()
-    for _ in range(5000):
-        rare.acceptance.observe_found(8, 0)
-    plan = best_plan(CHAIN, FREE, [rare], step(1, 1e-3))
-    assert plan is not None
-    assert plan.granted == [8]
-    assert plan.step.rows < 0.1
+    batch = Batch([0.9], row_seconds=1e-3)
+    batch.known.acceptance.found = 0.01
+    best = batch.best()
+    assert best.granted == [8]
+    assert best.step.drafted < 0.1
 
 
-def test_no_step_is_larger_than_the_largest() -> None:
-    plan = best_plan(CHAIN, FREE, [request() for _ in range(4)], step(4, 0.0, most=10))
-    assert plan is not None and sum(plan.granted) == 10
-    assert best_plan(CHAIN, FREE, [request()], step(1, 0.0, most=0)) is None
-
-
-def test_fixed_drafts_are_counted_by_their_chances() -> None:
-    fixed = request(fixed=4)
-    fixed.granted = 4
-    made = add_fixed(CHAIN, DraftCost(1e-3, 1e-4, 1e-5), [fixed], step(2, 1e-4))
-    assert made.tokens == pytest.approx(2 + sum(0.9**i for i in range(1, 5)))
-    assert made.rows == 4
-    assert made.drafting == pytest.approx(1e-3 + 4e-4 + 4e-5)
+@pytest.mark.parametrize(("most", "shape", "granted"), [(3, Shape(8), 3), (5, Shape(24, whole=True), 0)])
+def test_no_request_drafts_more_than_it_may(most: int, shape: Shape, granted: int) -> None:
+    batch = Batch([0.95], shape=shape)
+    batch.requests[0].most = most
+    plain, best = batch.plans()
+    assert best.granted == [granted]
+    assert (best == plain) == (granted == 0)
