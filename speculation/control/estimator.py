@@ -117,7 +117,7 @@ class Estimator:
         levels, tokens = 1 if known.shape.whole else max(counts), sum(counts)
         unread = sum([request.unread for request in requests])
         if unread >= self._settings.least_read:
-            drafting = float(known.time.seconds(len(requests), levels, tokens))
+            drafting = known.time.unit(len(requests)) * known.time.units(levels, tokens)
             known.time.observe_reading(unread, seconds - drafting)
         else:
             known.time.observe(len(requests), levels, tokens, seconds)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from protocol.speculation import Source
 from speculation.control.estimator import Estimator, MethodEstimate
 from speculation.control.request import SpeculatingRequest
@@ -43,35 +41,32 @@ def plain_and_best(
     none of them can draft.
     """
     known = estimator.methods[method]
-    width = known.shape.width
+    width, weight = known.shape.width, known.acceptance.found * known.shape.width
     chances = [_slot_chances(known, request) for request in requests]
-    reading = np.array(
-        [
-            estimator.read_seconds(method, request.unread) / estimator.mean_output * (1 + width * sum(slots))
-            for request, slots in zip(requests, chances, strict=True)
-        ]
-    )
     slots = sorted(
         (-chance, level, index) for index, all in enumerate(chances) for level, chance in enumerate(all, 1)
     )
-    ranks, levels, indices = np.array([(0.0, 0, 0), *slots]).T
-    indices = indices.astype(int)
-    ends = np.arange(len(ranks))
-    weight = known.acceptance.found * width
-    drafted = step.drafted + weight * ends
-    tokens = step.tokens - weight * np.cumsum(ranks)
-    drafting = known.time.seconds(len(requests), np.maximum.accumulate(levels), width * ends)
-    drafting[0] = 0.0
-    drafting += step.drafting
+    tokens, drafted, drafting, reading = [step.tokens], [step.drafted], [step.drafting], [0.0]
+    read_share = estimator.read_seconds(method, 1) / estimator.mean_output
+    unit, deepest = known.time.unit(len(requests)), 0
+    for end, (rank, level, index) in enumerate(slots, 1):
+        deepest = max(deepest, level)
+        tokens.append(tokens[-1] - rank * weight)
+        drafted.append(drafted[-1] + weight)
+        drafting.append(step.drafting + unit * known.time.units(deepest, end * width))
+        unread = requests[index].unread if level == 1 else 0
+        reading.append(reading[-1] + read_share * unread * (1 + sum(chances[index]) * width))
     seconds = estimator.target.seconds(step.num_sequences, drafted) + drafting
-    rates = tokens / (seconds + np.cumsum(np.where(levels == 1, reading[indices], 0.0)))
+    rates = tokens / (seconds + reading)
 
     def plan(end: int) -> Plan:
-        granted = width * np.bincount(indices[1 : end + 1], minlength=len(requests))
-        reached = Step(step.num_sequences, float(tokens[end]), float(drafted[end]), float(drafting[end]))
-        return Plan(granted.tolist(), reached, float(seconds[end]), float(rates[end]))
+        granted = [0] * len(requests)
+        for _, _, index in slots[:end]:
+            granted[index] += width
+        reached = Step(step.num_sequences, tokens[end], drafted[end], drafting[end])
+        return Plan(granted, reached, float(seconds[end]), float(rates[end]))
 
-    return plan(0), plan(1 + int(np.argmax(rates[1:])) if slots else 0)
+    return plan(0), plan(1 + int(rates[1:].argmax()) if slots else 0)
 
 
 def _slot_chances(known: MethodEstimate, request: SpeculatingRequest) -> list[float]:

@@ -95,17 +95,13 @@ class DraftTime:
         """Seconds of a level."""
         return _nearest(self._units, num_requests, self._first_unit)
 
-    def seconds(self, num_requests: int, levels: ArrayLike, tokens: ArrayLike) -> np.ndarray:
-        """For drafts so many `levels` deep, of so many tokens in all."""
-        return self.unit(num_requests) * self._units_of(levels, tokens)
-
-    def _units_of(self, levels: ArrayLike, tokens: ArrayLike) -> np.ndarray:
-        settings = self._settings
-        return settings.draft_start + np.asarray(levels) + settings.draft_token * np.asarray(tokens)
+    def units(self, levels: int, tokens: int) -> float:
+        """What drafts so many `levels` deep take, of so many tokens in all, in levels."""
+        return self._settings.draft_start + levels + self._settings.draft_token * tokens
 
     def observe(self, num_requests: int, levels: int, tokens: int, measured: float) -> None:
         size = num_requests.bit_length()
-        found = measured / float(self._units_of(levels, tokens))
+        found = measured / self.units(levels, tokens)
         known = self._units.get(size)
         if known is not None:
             longest = math.exp(self._settings.longest_stride)
