@@ -101,6 +101,18 @@ def quantized(*requests: str) -> Callable[[Any], list[float]]:
     return values
 
 
+def drafted(field: str, *cases: tuple[int, str, str]) -> Callable[[Any], list[float]]:
+    """Of so many requests with a target and a draft in these formats."""
+
+    def values(document: Any) -> list[float]:
+        pairs = {
+            (each["concurrency"], each["target"], each["draft"]): each[field] for each in document["pairs"]
+        }
+        return [pairs[case] for case in cases]
+
+    return values
+
+
 def effects(figure: str, *techniques: str) -> Callable[[Any], list[float]]:
     """Main effects of `tandem bench five` on a figure, as ratios."""
 
@@ -121,6 +133,7 @@ def all_over_none(document: Any) -> list[float]:
 TRANSFER = ("transfer/results.json",)
 FIVE = ("five/results.json",)
 QUANTIZE = ("quantize/results.json",)
+DRAFTS = ("quantize-drafts/results.json",)
 DELAY = ("transfer-delay/results.json",)
 AMX = ("speculate-amx/results.json",)
 QUOTES = (
@@ -162,6 +175,17 @@ QUOTES = (
     ),
     Quote("16 requests {:.2f} and {:.2f} times", QUANTIZE, quantized("16")),
     Quote("prompts go at {:.2f} and {:.2f} of bf16's speed", QUANTIZE, quantized()),
+    Quote(
+        "one request up {:.2f} times on a target in bf16, {:.2f} in int8 and {:.2f} in int4",
+        DRAFTS,
+        drafted("speedup", *((1, target, "bf16") for target in ("bf16", "int8", "int4"))),
+    ),
+    Quote(
+        "Four requests have {:.2f}, {:.2f} and {:.2f}",
+        DRAFTS,
+        drafted("speedup", *((4, target, "bf16") for target in ("bf16", "int8", "int4"))),
+    ),
+    Quote("{:.2f} times bf16 without drafts", DRAFTS, drafted("over_plain", (1, "int4", "bf16"))),
 )
 
 
