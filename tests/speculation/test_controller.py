@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from speculation.control.controller import DraftController
+from speculation.control.explorer import Explorer
 from speculation.control.request import Shape, SpeculatingRequest
 from speculation.control.settings import Settings
 from speculation.control.step_time import MeasuredCurve
@@ -150,6 +151,16 @@ def test_it_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
             server.step()
             chosen[-1].append(server.chosen)
     assert chosen[0] == chosen[1]
+
+
+def test_trials_save_for_the_next_one_only() -> None:
+    explorer = Explorer(0.01)
+    explorer.passed(1000.0)
+    assert explorer.tries(1.0) and not explorer.tries(1.0)
+    explorer.passed(50.0)
+    assert not explorer.tries(1.0)
+    explorer.passed(60.0)
+    assert explorer.tries(1.0)
 
 
 # --- one plan after the other -------------------------------------------------------------------------

@@ -87,6 +87,14 @@ def test_what_drafting_takes() -> None:
     assert best.seconds == pytest.approx(PLAIN + best.step.drafting)
 
 
+def test_levels_are_those_of_the_deepest_draft() -> None:
+    batch = Batch([0.95, 0.3], level_seconds=1e-5)
+    batch.requests[1].most = 1
+    best = batch.best()
+    assert best.granted == [8, 1]
+    assert best.step.drafting == pytest.approx(8e-5)
+
+
 def test_rows_that_others_draft_are_in_the_step() -> None:
     plain, best = Batch([0.9, 0.9], row_seconds=1e-3).plans(drafted=10)
     assert plain.step.drafted == 10
