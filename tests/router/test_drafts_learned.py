@@ -124,6 +124,24 @@ def test_what_requests_bring_while_others_come_tells_nothing_of_lower_loads():
     assert simulated.run(4.0) >= 0.97
 
 
+def test_a_place_that_loses_at_high_loads_is_used_at_low_ones():
+    """What is seen at this load of one place says more of another than what that brought at a far load."""
+    simulated = Simulated(CPU_LIKE, SHARED_CORES | {"local": 0.2}, rows=16)
+    simulated.run(60.0)
+    assert simulated.kind.seen.correction(simulated._options[1].place.maker, 16) < 0.5
+    simulated.truth = HOLDS
+    simulated.resize(1)
+    assert simulated.run(10.0) >= 0.9, "one of its trials counted"
+
+
+def test_a_prediction_that_was_far_too_high_is_soon_forgotten():
+    seen, own = SeenRates(), DraftMaker("draft_model")
+    seen.note(own, 1, 0.25, seen=100.0, predicted=1e9)
+    for _ in range(8):
+        seen.note(own, 1, 0.25, seen=100.0, predicted=100.0)
+    assert seen.correction(own, 1) > 0.85
+
+
 def test_a_worker_that_stands_still_and_impossible_predictions_leave_a_number_to_divide_by():
     seen, own = SeenRates(), DraftMaker("draft_model")
     for predicted in (nan, inf, 0.0, -1.0):

@@ -17,13 +17,18 @@ MEMORY_S = 8.0
 """[seconds of the worker] Over which is averaged: texts differ, and a host has phases."""
 LEAST_S = 0.25
 """[seconds of the worker] From which what was seen counts."""
+LEAST_RATIO = 0.01
+"""Of a worker that stood still: a number to divide by."""
 
 
 class _Sums(NamedTuple):
-    """Of tokens, and of the seconds of the worker that brought them, which are never forgotten."""
+    """Over seconds of the worker: of what was seen over what was predicted, and of 1.
 
-    seen: float = 0.0
-    predicted: float = 0.0
+    So a prediction that was far too high, as when a worker measures its first steps, keeps requests away for
+    seconds; summed in tokens it did for minutes. One that was far too low brings them there, and fades.
+    """
+
+    ratios: float = 0.0
     seconds: float = 0.0
 
 
@@ -42,31 +47,33 @@ class SeenRates:
         by_load = self._sums[place]
         before, kept = by_load.get(load_of(rows), _Sums()), exp(-share / MEMORY_S)
         by_load[load_of(rows)] = _Sums(
-            kept * before.seen + seen, kept * before.predicted + predicted, before.seconds + share
+            kept * before.ratios + share * seen / predicted, kept * before.seconds + share
         )
         self._latest = place
 
     def knows(self, place: DraftMaker, rows: float) -> bool:
         """Whether it was seen at about this load."""
-        sums = self._sums[place].get(load_of(rows)) if place in self._sums else None
-        return sums is not None and sums.seconds >= LEAST_S
+        return _at(self._sums.get(place, {}), load_of(rows)) is not None
 
     def correction(self, place: DraftMaker, rows: float) -> float:
-        """What to multiply a prediction by. As of the nearest load; of a place that was not tried, as of the
-        one that was seen last.
+        """What to multiply a prediction by. A place that was not seen at about this load takes that of the
+        one that was seen last, if that was; else that of the nearest load, its own if it was tried.
         """
-        for known in (self._sums.get(place), self._sums.get(self._latest)):
-            if known and (found := _nearest(known, load_of(rows))) is not None:
-                return found
-        return 1.0
+        load, own, latest = load_of(rows), self._sums.get(place, {}), self._sums.get(self._latest, {})
+        found = _at(own, load) or _at(latest, load) or _nearest(own, load) or _nearest(latest, load)
+        return found or 1.0
 
 
 def _nearest(by_load: Mapping[int, _Sums], load: int) -> float | None:
-    told = [each for each, sums in by_load.items() if sums.seconds >= LEAST_S]
-    if not told:
+    told = [each for each in by_load if _at(by_load, each) is not None]
+    return _at(by_load, min(told, key=lambda each: abs(each - load))) if told else None
+
+
+def _at(by_load: Mapping[int, _Sums], load: int) -> float | None:
+    sums = by_load.get(load)
+    if sums is None or sums.seconds < LEAST_S:
         return None
-    sums = by_load[min(told, key=lambda each: abs(each - load))]
-    return max(sums.seen, 1.0) / sums.predicted
+    return max(sums.ratios / sums.seconds, LEAST_RATIO)
 
 
 def load_of(rows: float) -> int:
