@@ -108,7 +108,7 @@ class DraftPlanner:
             return
         name, gone = worker.key
         for drafter in self._registry:
-            if drafter.role.holds_draft and drafter.live:
+            if drafter.role.holds_draft:
                 at = drafter.key.incarnation
                 self._send(drafter, PeerGone(incarnation=at, worker_id=name, gone=gone))
 

@@ -78,6 +78,8 @@ def test_without_drafts_there_is_nothing_to_plan(make):
     assert post(router, max_tokens=2).status_code == 200
     assert decode.generated[0].draft_plan is None
     assert router.http.get("/decisions").json()["decisions"][0]["drafts"] is None
+    post(router, max_tokens=2, speculative={"method": "ngram", "num_speculative_tokens": 3})
+    assert decode.generated[1].draft_plan == DraftPlan(method="ngram", max_tokens=3), "unless the client asks"
 
 
 def test_a_draft_worker_gets_the_drafts_that_are_costly_here_and_no_requests(make, pool):
@@ -124,6 +126,18 @@ def test_draft_workers_hear_of_a_lost_decode_worker(make, pool):
     other.mute.set()
     eventually(lambda: len(shared.gone) > 1)
     assert shared.gone == [("decode-0", decode.incarnation), ("decode-1", other.incarnation)]
+    assert other.gone == [], "it drafts for nobody"
+
+
+def test_what_was_learned_of_a_lost_worker_goes_with_it(make, pool):
+    router, decode = make()
+    other = router.add_worker("decode-1", speculation=speculation())
+    running = begin(router, pool, 2)
+    kinds = router.server.state.placer.drafts._kinds
+    assert {key[0].key.worker_id for key in kinds} == {"decode-0", "decode-1"}
+    lose(router, decode)
+    assert all(future.result().status_code == 200 for future in running)
+    assert {key[0].key.worker_id for key in kinds} == {other.worker_id}
 
 
 def test_a_draft_worker_that_was_started_anew_is_told_anew(make, pool):
