@@ -120,7 +120,7 @@ def split(request: RequestFacts, prefill: PrefillCost, decode: DecodeCost) -> Op
 
 
 def _cheapest(costs: Sequence[Cost]) -> list[Cost]:
-    return sorted(costs, key=lambda cost: _sane(cost.total_s))[:CANDIDATES]
+    return sorted(costs, key=lambda cost: (_sane(cost.total_s), cost.worker.last_placed))[:CANDIDATES]
 
 
 def _choose(request: RequestFacts, cluster: Cluster, options: Sequence[Option]) -> Option:

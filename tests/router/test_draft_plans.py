@@ -219,7 +219,7 @@ def test_what_requests_brought_corrects_what_is_predicted(make_router, pool):
     latest = router.http.get("/decisions").json()["decisions"][0]["drafts"]
     assert latest["chosen"]["where"] == "local"
     predicted = latest["chosen"]["predicted"]
-    assert 100 < predicted["tokens_per_s"] < 210, "one request"
+    assert 100 < predicted["tokens_per_s"] < 250, "one request, by what four brought"
     assert predicted["seen_to_predicted"] > 2
 
 

@@ -19,6 +19,8 @@ LEAST_S = 0.25
 """[seconds of the worker] From which what was seen counts."""
 LEAST_RATIO = 0.01
 """Of a worker that stood still: a number to divide by."""
+MOST_ROWS = 2.0**20
+"""From which loads are one, infinite ones too."""
 
 
 class _Sums(NamedTuple):
@@ -78,4 +80,4 @@ def _at(by_load: Mapping[int, _Sums], load: int) -> float | None:
 
 def load_of(rows: float) -> int:
     """Loads of about half a doubling are one."""
-    return round(2 * log2(max(rows, 1.0)))
+    return round(2 * log2(min(max(1.0, rows), MOST_ROWS)))
