@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+
+from transformers import PreTrainedModel
 
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
@@ -15,6 +18,7 @@ from engine.forward import Forward
 from engine.kv_pool import KVPool
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
+from engine.linear.quantized import QuantizedLinear
 from engine.loader import LoadedModel, load_model
 from engine.pool_layout import TARGET
 from engine.runner import Runner
@@ -39,7 +43,15 @@ def runner_of_one_process(
 ) -> Runner:
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend(pool.layers(TARGET), loaded.kv_group.arena, loaded.kv_group.rows)
+    if backend.name == "triton" and config.compile == "auto" and is_for_cuda_decoder(loaded.model):
+        return importlib.import_module("engine.cuda.runner").runner_of(loaded, attention, hidden_layers)
     return build_runner(loaded, attention, config.compile, hidden_layers)
+
+
+def is_for_cuda_decoder(model: PreTrainedModel) -> bool:
+    """It multiplies with weights that are not quantized."""
+    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    return unfit(model) is None and not is_quantized
 
 
 def build_runner(

@@ -161,7 +161,7 @@ class Description(NativeModel):
             output=self.weights(attention.o_proj),
             gate_up=self.weights(*gate_up),
             down=self.weights(mlp.down_proj),
-            window=_window(attention),
+            window=attention_window(attention),
         )
 
 
@@ -172,7 +172,7 @@ def num_weights(model: nn.Module) -> int:
     return count + sum(parameter.numel() for parameter in model.parameters())
 
 
-def _window(attention: Any) -> int:
+def attention_window(attention: Any) -> int:
     """Mistral's layers read theirs from the configuration; 0 for none."""
     holder = attention.config if type(attention).__name__ == "MistralAttention" else attention
     return getattr(holder, "sliding_window", None) or 0

@@ -10,12 +10,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
+from engine import select_forward  # noqa: E402
 from engine.attention import transformers_hook
 from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda.decoder import CudaDecoder
+from engine.cuda.runner import CudaRunner
 from engine.forward import Forward
 from engine.kv_pool import KVPool
+from engine.loader import LoadedModel  # noqa: E402
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
+from engine.runner import Runner  # noqa: E402
+from protocol.config import ServeConfig  # noqa: E402
 from tests.engine.absent_gpu import GPU, absent_gpu
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
@@ -57,6 +63,47 @@ def test_a_forward_of_the_models_own_modules(batch: list[SequenceRows], logits: 
             gpu.num_done = gpu.num_queued  # whoever reads the tokens has waited for them
     assert not gpu.waits, "\n".join(gpu.waits)
     assert gpu.launches["attend"] == LAYERS
+
+
+@pytest.mark.parametrize(("batch", "logits"), [(DECODE, 2), (TREES, 6)], ids=["decode rows", "trees"])
+def test_the_cuda_decoder(batch: list[SequenceRows], logits: int) -> None:
+    with absent_gpu() as gpu:
+        backend = TritonBackend(pool_of().layers(TARGET))
+        runner = CudaRunner(CudaDecoder(qwen3(), backend, 64), backend, GPU, "")
+        for _ in range(2):
+            gpu.clear()
+            assert len(runner.run(batch, list(range(logits))).logits) == logits
+            gpu.num_done = gpu.num_queued
+    assert not gpu.waits, "\n".join(gpu.waits)
+
+
+def test_which_models_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of()
+    loaded = LoadedModel(qwen3(), GPU, torch.bfloat16, pool.groups[TARGET], 512, 64, [], "")
+    monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
+
+    def runner(compile: str) -> Runner:
+        config = ServeConfig(compile=compile)  # type: ignore[arg-type]
+        return select_forward.runner_of_one_process(config, loaded, pool, ())
+
+    assert isinstance(runner("auto"), CudaRunner)
+    assert isinstance(runner("off"), Forward)
+    loaded.model.config.hidden_act = "gelu"
+    assert isinstance(runner("auto"), Forward)
+
+
+def test_launches_of_64_decode_rows_in_36_layers() -> None:
+    rows = [SequenceRows([5], 1000, [[1] * 63])] * 64
+    with absent_gpu() as gpu:
+        backend = TritonBackend(pool_of(36).layers(TARGET))
+        runner = CudaRunner(CudaDecoder(qwen3(36), backend, 1024), backend, GPU, "")
+        runner.run(rows, list(range(64)))
+        gpu.clear()
+        runner.run(rows, list(range(64)))
+    assert gpu.launches["attend"] == gpu.launches["merge"] == gpu.launches["rotate"] == 36
+    assert gpu.launches["add_norm"] == 2 * 36 + 1
+    assert gpu.launches["linear"] == 4 * 36 + 1
+    assert sum(gpu.launches.values()) == 10 * 36 + 5, gpu.launches
 
 
 def test_what_waits_is_named() -> None:

@@ -47,22 +47,23 @@ class _Plan:
         return self.sequence.shape[0]
 
 
-class _Layer:
+class StoredLayer:
     """What the kernels are told of a layer's part of the pool."""
 
     def __init__(self, kv: LayerKv, rows: KvRows) -> None:
-        self.kv = kv
         _, self.block_size, self.kv_heads, _ = kv.keys.shape
         self.dims = rows.head_dim(kv.keys.shape[3]), rows.head_dim(kv.values.shape[3])
         if max(self.dims) > LARGEST_DIM:
             raise ValueError(f"head_dim {max(self.dims)}: the triton kernel takes at most {LARGEST_DIM}")
         self.padded = [power_of_two(dim) for dim in self.dims]
-        self.scales: list[Tensor | None] = [None, None]
+        scales: list[Tensor | None] = [None, None]
         if rows.coded:
-            self.scales = [
+            scales = [
                 side.view(torch.float32)[..., dim // 4 :] for side, dim in zip(kv, self.dims, strict=True)
             ]
         self.strides = [stride for side in kv for stride in side.stride()[:3]]
+        self.pool = kv.keys, scales[0], kv.values, scales[1]
+        self.is_fp8 = rows.quantization == "fp8_rows"
 
 
 class TritonBackend:
@@ -79,7 +80,7 @@ class TritonBackend:
         if self._rows.dtype not in MULTIPLIED or first.dtype is not self._rows.stored_dtype:
             raise ValueError(f"layers of {first.dtype} are not rows of {self._rows} that the kernel reads")
         self.block_size = first.shape[1]
-        self._layers = [_Layer(layer, self._rows) for layer in layers]
+        self.layers = [StoredLayer(layer, self._rows) for layer in layers]
         self._shared = _shared_memory(first.device)
         self._metadata: AttentionMetadata | None = None
         self._plans: dict[tuple[bool, int], _Plan] = {}
@@ -102,39 +103,33 @@ class TritonBackend:
     ) -> Tensor:
         if self._metadata is None:
             raise RuntimeError("begin_step must come before forward")
-        of = self._layers[layer]
+        of = self.layers[layer]
         query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
         self._check(of, query, key, value)
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         if not len(query):
             return out
-        shape = self._write(of, query.shape[1], key, value, out)
-        for short in (True, False):
-            if not short and self._metadata.max_query_len <= tiles.SHORT:
-                continue
-            self._attend(short, of, query, out, scale, sliding_window or 0, softcap, sinks, shape)
+        shape = _shape(of, query.shape[1])
+        self._write(of, key, value, out, shape)
+        self._attend_to_all(of, query, out, scale, sliding_window or 0, softcap, sinks, shape)
         return out
 
-    def _write(self, of: _Layer, heads: int, key: Tensor, value: Tensor, out: Tensor) -> dict[str, Any]:
-        """Returns the constants that all kernels of the layer take."""
+    def attend(self, layer: int, query: Tensor, *, scale: float, sliding_window: int | None) -> Tensor:
+        """As `forward` where the pool has the rows' keys and values already. What padding rows get means
+        nothing.
+        """
+        of = self.layers[layer]
+        out = query.new_empty((*query.shape[:2], of.dims[1]))
+        shape = _shape(of, query.shape[1])
+        self._attend_to_all(of, query, out, scale, sliding_window or 0, None, None, shape)
+        return out
+
+    def _write(self, of: StoredLayer, key: Tensor, value: Tensor, out: Tensor, shape: dict[str, Any]) -> None:
         assert self._metadata is not None
-        shape = {
-            "HEADS": heads,
-            "GROUP": heads // of.kv_heads,
-            "KEY_DIM": of.dims[0],
-            "VALUE_DIM": of.dims[1],
-            "KEY_PADDED": of.padded[0],
-            "VALUE_PADDED": of.padded[1],
-            "PAGE": of.block_size,
-            "FP8": self._rows.quantization == "fp8_rows",
-        }
         write[(len(key), of.kv_heads)](
             key,
             value,
-            of.kv.keys,
-            of.scales[0],
-            of.kv.values,
-            of.scales[1],
+            *of.pool,
             out,
             self._metadata.slot_mapping,
             *key.stride()[:2],
@@ -143,12 +138,27 @@ class TritonBackend:
             **shape,
             num_warps=1,
         )
-        return shape
+
+    def _attend_to_all(
+        self,
+        of: StoredLayer,
+        query: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int,
+        softcap: float | None,
+        sinks: Tensor | None,
+        shape: dict[str, Any],
+    ) -> None:
+        assert self._metadata is not None
+        for short in (True, False):
+            if short or self._metadata.max_query_len > tiles.SHORT:
+                self._attend(short, of, query, out, scale, window, softcap, sinks, shape)
 
     def _attend(
         self,
         short: bool,
-        of: _Layer,
+        of: StoredLayer,
         query: Tensor,
         out: Tensor,
         scale: float,
@@ -179,10 +189,7 @@ class TritonBackend:
             count = min(together, len(planned) - first_tile)
             attend[(count, of.kv_heads * ceil_div(shape["GROUP"], members), splits)](
                 query,
-                of.kv.keys,
-                of.scales[0],
-                of.kv.values,
-                of.scales[1],
+                *of.pool,
                 sinks,
                 out,
                 parts,
@@ -267,7 +274,7 @@ class TritonBackend:
             )
         return self._plans.setdefault((short, tokens), _Plan(*lists))
 
-    def _check(self, of: _Layer, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check(self, of: StoredLayer, query: Tensor, key: Tensor, value: Tensor) -> None:
         """What the kernels would read or write out of bounds."""
         assert self._metadata is not None
         rows, (key_dim, value_dim) = len(self._metadata.slot_mapping), of.dims
@@ -280,6 +287,20 @@ class TritonBackend:
             raise ValueError(f"query {tuple(query.shape)} does not fit keys {keys}")
         if not query.dtype is key.dtype is value.dtype is self._rows.dtype:
             raise ValueError(f"query, key and value must be of the pool's {self._rows.dtype}")
+
+
+def _shape(of: StoredLayer, heads: int) -> dict[str, Any]:
+    """The constants that all kernels of a layer take."""
+    return {
+        "HEADS": heads,
+        "GROUP": heads // of.kv_heads,
+        "KEY_DIM": of.dims[0],
+        "VALUE_DIM": of.dims[1],
+        "KEY_PADDED": of.padded[0],
+        "VALUE_PADDED": of.padded[1],
+        "PAGE": of.block_size,
+        "FP8": of.is_fp8,
+    }
 
 
 def _most_splits(max_context_len: int, window: int, tokens: int) -> int:

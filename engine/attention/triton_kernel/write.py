@@ -9,11 +9,11 @@ from engine.attention.triton_kernel.codes import encode
 
 
 @triton.jit
-def _store(row, place, scale_place, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
+def store_row(values, place, scale_place, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr):
+    """A head's key or value [PADDED], as the pool keeps it; `scale_place` is None where it is not coded."""
     d = tl.arange(0, PADDED)
-    values = tl.load(row + d, mask=d < DIM, other=0.0)
     if scale_place is None:
-        tl.store(place + d, values, mask=d < DIM)
+        tl.store(place + d, values.to(place.dtype.element_ty), mask=d < DIM)
     else:
         codes, scale = encode(values.to(tl.float32), FP8)
         tl.store(place + d, codes, mask=d < DIM)
@@ -65,12 +65,9 @@ def write(
     value_place = block * values_block + token * values_token + head * values_head
     key_scale = None if key_scales is None else key_scales + key_place // 4
     value_scale = None if value_scales is None else value_scales + value_place // 4
-    _store(key + row * key_row + head * key_head, keys + key_place, key_scale, KEY_DIM, KEY_PADDED, FP8)
-    _store(
-        value + row * value_row + head * value_head,
-        values + value_place,
-        value_scale,
-        VALUE_DIM,
-        VALUE_PADDED,
-        FP8,
-    )
+    d = tl.arange(0, KEY_PADDED)
+    new_key = tl.load(key + row * key_row + head * key_head + d, mask=d < KEY_DIM, other=0.0)
+    store_row(new_key, keys + key_place, key_scale, KEY_DIM, KEY_PADDED, FP8)
+    d = tl.arange(0, VALUE_PADDED)
+    new_value = tl.load(value + row * value_row + head * value_head + d, mask=d < VALUE_DIM, other=0.0)
+    store_row(new_value, values + value_place, value_scale, VALUE_DIM, VALUE_PADDED, FP8)

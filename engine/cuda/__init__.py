@@ -1,0 +1,1 @@
+"""Decoding on CUDA devices: a model's forward in few kernels."""

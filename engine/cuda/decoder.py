@@ -1,0 +1,170 @@
+"""Llama, Mistral, Qwen2 and Qwen3 on a CUDA device: cuBLAS multiplies, Triton does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+from transformers import PreTrainedModel
+
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.attention.triton_kernel.tiles import ceil_div, power_of_two
+from engine.cuda.kernels import add_norm, gate, rotate
+from engine.decoder.description import attention_window
+from engine.step_inputs import StepInputs
+
+_GATE_BLOCK = 1024
+_NORM_WARPS = 8
+
+
+class Weights(NamedTuple):
+    """Of a product: [outputs, inputs], and [outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Layer(NamedTuple):
+    input_norm: Tensor
+    qkv: Weights
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Weights
+    mlp_norm: Tensor
+    gate_up: Weights
+    down: Weights
+    window: int | None
+
+
+class CudaDecoder:
+    """Ten kernels a layer, or nine where no sequence has several splits of keys."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: TritonBackend,
+        positions: int,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> None:
+        """For a model for which `unfit` finds nothing. Its linear layers keep views of what is joined here.
+        `hidden_layers` are captured, numbered as in Transformers' `hidden_states`.
+        """
+        config, decoder = model.config, model.model
+        attention = decoder.layers[0].self_attn
+        self._backend = backend
+        self._hidden_layers = hidden_layers
+        self._heads, self._dim = config.num_attention_heads, attention.head_dim
+        self._kv_heads, self._scale = config.num_key_value_heads, float(attention.scaling)
+        self._epsilon = config.rms_norm_eps
+        self._embeddings = model.get_input_embeddings().weight
+        self._layers = [_layer(layer) for layer in decoder.layers]
+        self._final_norm, self._head = decoder.norm.weight, _joined([model.lm_head])
+        with torch.inference_mode():
+            self._cosines, self._sines = _rotation(decoder.rotary_emb, positions, self._embeddings)
+
+    def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """Logits of the rows asked for, and hidden states of all rows. The backend has begun its step."""
+        residual, added = embedding(inputs.token_ids, self._embeddings), None
+        captured: dict[int, Tensor] = {}
+        for number, layer in enumerate(self._layers):
+            normed = self._add_norm(added, residual, layer.input_norm)
+            if number in self._hidden_layers:
+                captured[number] = residual.clone()
+            query = self._rotate(number, layer, linear(normed, *layer.qkv), inputs)
+            attended = self._backend.attend(number, query, scale=self._scale, sliding_window=layer.window)
+            added = linear(attended.flatten(1), *layer.output)
+            normed = self._add_norm(added, residual, layer.mlp_norm)
+            added = linear(_gate(linear(normed, *layer.gate_up)), *layer.down)
+        captured[len(self._layers)] = last = self._add_norm(added, residual, self._final_norm)
+        logits = linear(last[inputs.logit_rows], *self._head)
+        if not self._hidden_layers:
+            return logits, None
+        return logits, torch.cat([captured[number] for number in self._hidden_layers], dim=-1)
+
+    def _add_norm(self, added: Tensor | None, residual: Tensor, weight: Tensor) -> Tensor:
+        """The norm of the sum, which `residual` becomes."""
+        out, (rows, size) = torch.empty_like(residual), residual.shape
+        add_norm[(rows,)](
+            added,
+            residual,
+            weight,
+            out,
+            self._epsilon,
+            SIZE=size,
+            PADDED=power_of_two(size),
+            num_warps=_NORM_WARPS,
+        )
+        return out
+
+    def _rotate(self, number: int, layer: Layer, qkv: Tensor, inputs: StepInputs) -> Tensor:
+        """Writes keys and values to the pool; returns the queries."""
+        stored = self._backend.layers[number]
+        query = qkv.new_empty((len(qkv), self._heads, self._dim))
+        rotate[(len(qkv), self._heads + 2 * self._kv_heads)](
+            qkv,
+            layer.query_norm,
+            layer.key_norm,
+            self._cosines,
+            self._sines,
+            query,
+            *stored.pool,
+            inputs.positions,
+            inputs.attention.slot_mapping,
+            *stored.strides,
+            self._epsilon,
+            HEADS=self._heads,
+            KV_HEADS=self._kv_heads,
+            DIM=self._dim,
+            PADDED=power_of_two(self._dim),
+            PAGE=stored.block_size,
+            FP8=stored.is_fp8,
+            num_warps=1,
+        )
+        return query
+
+
+def _gate(gate_up: Tensor) -> Tensor:
+    rows, size = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, size))
+    gate[(rows, ceil_div(size, _GATE_BLOCK))](gate_up, out, SIZE=size, BLOCK=_GATE_BLOCK, num_warps=4)
+    return out
+
+
+def _layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return Layer(
+        layer.input_layernorm.weight,
+        _joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
+        _joined([attention.o_proj]),
+        layer.post_attention_layernorm.weight,
+        _joined([mlp.gate_proj, mlp.up_proj]),
+        _joined([mlp.down_proj]),
+        attention_window(attention) or None,
+    )
+
+
+def _joined(linears: Sequence[nn.Linear]) -> Weights:
+    """Of layers of one input. What two decoders of the same layers join is there once."""
+    first = linears[0]
+    biases = [each.bias for each in linears if each.bias is not None]
+    bias = torch.cat(biases) if len(biases) > 1 else (biases or [None])[0]
+    outputs, inputs = sum(each.out_features for each in linears), first.in_features
+    if first.weight.untyped_storage().nbytes() == outputs * inputs * first.weight.itemsize:
+        return Weights(first.weight.detach().as_strided((outputs, inputs), (inputs, 1), 0), bias)
+    weight = torch.cat([each.weight.detach() for each in linears])
+    for each, part in zip(linears, weight.split([each.out_features for each in linears]), strict=True):
+        each.weight = nn.Parameter(part, requires_grad=False)
+    return Weights(weight, bias)
+
+
+def _rotation(rotary: Any, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [positions, head_dim] of a Transformers rotary embedding, as its models use them."""
+    places = torch.arange(positions, device=like.device).unsqueeze(0)
+    cosines, sines = rotary(like[:1], places)
+    return cosines[0].contiguous(), sines[0].contiguous()

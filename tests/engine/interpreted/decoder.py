@@ -1,0 +1,106 @@
+"""The CUDA decoder, with its kernels in Triton's interpreter, against Transformers' modules over the same
+attention. `test_cuda_decoder.py` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from engine.attention import transformers_hook
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda.decoder import CudaDecoder
+from engine.cuda.runner import CudaRunner
+from engine.forward import Forward
+from engine.kv_pool import KVPool
+from engine.pool_layout import TARGET, Group, PoolLayout, Segment
+from engine.rows import SequenceRows
+from engine.step_inputs import StepShape, step_inputs
+from engine.upload import Uploader
+
+CPU = torch.device("cpu")
+HIDDEN_LAYERS = (0, 2, 1)
+SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 60,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**SHAPE, sliding_window=8),
+    "qwen2": Qwen2Config(**SHAPE | {"head_dim": 12}),
+    "qwen3": Qwen3Config(**SHAPE),
+}
+STEPS = [
+    [SequenceRows([7, 3, 9, 1, 2, 8, 4, 11, 12, 5], 0, [[3, 1]]), SequenceRows([4, 5], 0, [[2, 5]])],
+    [SequenceRows([9], 10, [[3, 1]]), SequenceRows([1, 2, 3], 2, [[2, 5]], [1, 3, 5])],
+]
+
+
+def pool_of(head_dim: int, quantization: str) -> KVPool:
+    group = Group.uniform(TARGET, Segment(2, 1, head_dim, torch.float32))
+    if quantization != "none":
+        group = group.stored_as(quantization)
+    return KVPool(PoolLayout((group,), 16), 8, CPU, None)
+
+
+CASES = [*((name, "none") for name in CONFIGS), ("qwen3", "int8_rows")]
+
+
+@pytest.mark.parametrize(("name", "quantization"), CASES)
+def test_it_is_what_transformers_computes(name: str, quantization: str) -> None:
+    transformers_hook.register()
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(
+        CONFIGS[name], dtype=torch.float32, attn_implementation=transformers_hook.NAME
+    ).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # norms and biases
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.requires_grad_(False)
+    outputs: list[list[Any]] = []
+    pools = [pool_of(model.model.layers[0].self_attn.head_dim, quantization) for _ in range(2)]
+    backends = [TritonBackend(p.layers(TARGET), rows=p.groups[TARGET].rows) for p in pools]
+    modules = Forward(model, backends[0], "off", HIDDEN_LAYERS, products="")
+    outputs.append([modules.run(step, [1, 3]) for step in STEPS])
+    decoder = CudaDecoder(model, backends[1], 128, HIDDEN_LAYERS)
+    ours = CudaRunner(decoder, backends[1], CPU, "")
+    outputs.append([ours.run(step, [1, 3]) for step in STEPS])
+    tolerance = 1e-5 if quantization == "none" else 2e-2  # a last bit may round to another code
+    for expected, found in zip(*outputs, strict=True):
+        for theirs, mine in zip(expected, found, strict=True):
+            scale = float(theirs.abs().max())
+            torch.testing.assert_close(mine / scale, theirs / scale, atol=tolerance, rtol=0)
+    again = modules.run(STEPS[1], [1, 3])
+    torch.testing.assert_close(again.logits, outputs[0][1].logits)
+
+
+def test_padding_rows_write_nowhere() -> None:
+    transformers_hook.register()
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(
+        CONFIGS["qwen3"], dtype=torch.float32, attn_implementation=transformers_hook.NAME
+    ).eval()
+    model.requires_grad_(False)
+    results = []
+    for least in (StepShape(), StepShape(rows=8, logits=4, sequences=6, rows_each=4, blocks=4)):
+        pool = pool_of(16, "none")
+        backend = TritonBackend(pool.layers(TARGET))
+        decoder = CudaDecoder(model, backend, 128)
+        inputs = step_inputs([STEPS[0][1]], [0, 1], Uploader(CPU), 0, 16, least)
+        backend.begin_step(inputs.attention)
+        with torch.inference_mode():
+            results.append((decoder.forward(inputs)[0][:2], pool.arenas[0].view(torch.float32)))
+    written, beside_padding = results[0][1], results[1][1]
+    assert torch.equal(written != 0, beside_padding != 0)
+    torch.testing.assert_close(beside_padding, written)
+    torch.testing.assert_close(results[0][0], results[1][0])
