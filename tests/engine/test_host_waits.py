@@ -10,18 +10,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine import select_forward  # noqa: E402
+from engine import select_forward
 from engine.attention import transformers_hook
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.runner import CudaRunner
 from engine.forward import Forward
 from engine.kv_pool import KVPool
-from engine.loader import LoadedModel  # noqa: E402
+from engine.loader import LoadedModel
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
-from engine.runner import Runner  # noqa: E402
-from protocol.config import ServeConfig  # noqa: E402
+from engine.runner import Runner
+from protocol.config import ServeConfig
 from tests.engine.absent_gpu import GPU, absent_gpu
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
