@@ -1,4 +1,4 @@
-"""In a steady decode step the host waits for the GPU nowhere: see `absent_gpu`."""
+"""In a forward the host waits for the GPU nowhere: see `absent_gpu`."""
 
 from __future__ import annotations
 
