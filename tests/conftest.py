@@ -47,7 +47,7 @@ FIRST = (
     "tests/router/test_slow_clients.py",
     "tests/statistics/test_non_anticipation.py",
     "tests/e2e/test_doctor.py",
-    "tests/engine/test_triton_attention.py",
+    "tests/engine/test_interpreted_kernels.py",
     "tests/engine/test_attention_build.py",
     "tests/speculation/test_run_ahead.py",
     "tests/e2e/test_fairness.py",

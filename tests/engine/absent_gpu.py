@@ -39,6 +39,7 @@ class AbsentGpu:
     def wait(self, why: str) -> None:
         self.num_done = self.num_queued
         frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(ROOT)]
+        frames = [frame for frame in frames if "site-packages" not in frame.filename]
         frames = [frame for frame in frames if frame.filename != __file__]
         ours = [frame for frame in frames if "/tests/" not in frame.filename] or frames
         self.waits[f"{ours[-1].filename.removeprefix(ROOT)}:{ours[-1].lineno} {ours[-1].line}: {why}"] += 1

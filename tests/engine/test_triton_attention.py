@@ -1,11 +1,6 @@
-"""The Triton kernels without a GPU: interpreted, chosen, and compiled for GPUs."""
+"""The Triton kernels without a GPU: chosen, and compiled for GPUs."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,26 +10,7 @@ from engine.attention.select import available_backends, backend_of, select_backe
 from engine.attention.torch_backend import TorchBackend
 
 pytest.importorskip("triton", reason="Triton is for Linux")
-ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_interpreted_kernels_are_what_torch_computes() -> None:
-    """In a process of its own: Triton is another one from its import on where it interprets."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "tests/engine/interpreted/attention.py",
-    ]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter against torch's backend. `test_triton_attention.py` runs it
+"""The Triton kernels in Triton's interpreter against torch's backend. `test_interpreted_kernels.py` runs it
 in a process of its own: TRITON_INTERPRET must be set before Triton is imported.
 """
 

@@ -1,5 +1,5 @@
 """The CUDA decoder, with its kernels in Triton's interpreter, against Transformers' modules over the same
-attention. `test_cuda_decoder.py` runs it in a process of its own.
+attention. `test_interpreted_kernels.py` runs it in a process of its own.
 """
 
 from __future__ import annotations

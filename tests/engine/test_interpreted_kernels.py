@@ -1,4 +1,4 @@
-"""The CUDA decoder without a GPU: see `interpreted/decoder.py`."""
+"""Triton's kernels without a GPU, against what torch and Transformers compute: see `interpreted/`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 ROOT = Path(__file__).parents[2]
+FILES = ["tests/engine/interpreted/attention.py", "tests/engine/interpreted/decoder.py"]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_interpreted_decoder_is_what_transformers_computes() -> None:
+@pytest.mark.timeout(600)
+def test_interpreted_kernels_compute_the_same() -> None:
     """In a process of its own: Triton is another one from its import on where it interprets."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "tests/engine/interpreted/decoder.py",
-    ]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *FILES]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
