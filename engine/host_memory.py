@@ -1,4 +1,4 @@
-"""Host memory for KV blocks, on huge pages where Linux has them: scattered reads are faster there."""
+"""Host memory for KV blocks and weights, on huge pages where Linux has them: the CPU reads faster there."""
 
 from __future__ import annotations
 
@@ -16,3 +16,24 @@ def host_zeros(nbytes: int) -> Tensor:
         with contextlib.suppress(OSError):  # a kernel built without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+_CHUNK = 64 << 20
+"""Bytes that are mapped at once."""
+_LINE = 64
+"""Bytes of a cache line, on which each tensor begins."""
+
+
+class Kept:
+    """Tensors that stay, side by side, so that those smaller than a huge page lie on one, too."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The tensor here."""
+        size = -(-tensor.nbytes // _LINE) * _LINE
+        if size > len(self._free):
+            self._free = host_zeros(max(size, _CHUNK))
+        room, self._free = self._free[: tensor.nbytes], self._free[size:]
+        return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
+from engine.host_memory import Kept
 from engine.linear.packed import pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
 from engine.linear.structs import QuantizedArgs
@@ -57,6 +58,7 @@ class NativeModel:
     layers: ctypes.Array[LayerArgs]
 
     def __init__(self) -> None:
+        self._memory = Kept()
         self._kept: list[Tensor] = []
         self._quantized: dict[int, tuple[QuantizedArgs, PackedWeight, Tensor | None]] = {}
         """By address: what lies there, with the packed weight and the bias that it points to."""
@@ -98,11 +100,14 @@ class NativeModel:
         bias = torch.cat(biases) if biases else None
         packed = [linear.packed for linear in linears if isinstance(linear, PackedQuantizedLinear)]
         if packed:
-            return self.keep_quantized(join(packed), bias)
+            weight = join(packed).copied(self._memory.copy)
+            if isinstance(linears[0], PackedQuantizedLinear) and len(linears) == 1:  # a head stays in use
+                linears[0].words, linears[0].scales, linears[0].offsets = weight.tensors[:3]
+            return self.keep_quantized(weight, bias)
         return self.matrix(torch.cat([linear.weight for linear in linears]), bias)
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None) -> WeightsArgs:
-        values, biases = self.keep(pack(weight.detach())), self.keep(bias)
+        values, biases = self.keep(self._memory.copy(pack(weight.detach()))), self.keep(bias)
         return WeightsArgs(values, biases, None, weight.shape[1], len(weight))
 
     def rotation(self, rotary: Any, positions: int) -> tuple[int | None, int | None]:

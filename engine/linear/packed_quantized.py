@@ -124,6 +124,11 @@ class PackedWeight:
         offsets = None if self.offsets is None else self.offsets * factor
         return replace(self, scales=self.scales * factor, offsets=offsets)
 
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """With copies of what is read for each output."""
+        offsets = None if self.offsets is None else copy(self.offsets)
+        return replace(self, words=copy(self.words), scales=copy(self.scales), offsets=offsets)
+
     def args(self, bias: Tensor | None) -> QuantizedArgs:
         """What they point to must live longer."""
         return _args(*self.tensors, bias, FORMATS.index(self.format), self.out_features)
