@@ -10,6 +10,7 @@ from pathlib import Path
 
 ORPHANED_S = 10.0
 """For which shared memory may be nobody's: while it is being made, or its last process dies."""
+AT_REST_S = 0.3
 
 
 def held() -> dict[str, int]:
@@ -33,9 +34,11 @@ def held() -> dict[str, int]:
 
 
 def at_rest() -> dict[str, int]:
-    """What is held once that has not changed for a while: UCX still connects to itself when it is open."""
+    """What is held once that has not changed for a while: UCX still connects to itself when it is open, and
+    its thread may lack a core meanwhile.
+    """
     now, since = held(), time.monotonic()
-    while time.monotonic() < since + 0.1:
+    while time.monotonic() < since + AT_REST_S:
         time.sleep(0.01)
         if (then := held()) != now:
             now, since = then, time.monotonic()
