@@ -24,7 +24,7 @@ _LINE = 64
 """Bytes of a cache line, on which each tensor begins."""
 
 
-class Kept:
+class HugePages:
     """Tensors that stay, side by side, so that those smaller than a huge page lie on one, too."""
 
     def __init__(self) -> None:

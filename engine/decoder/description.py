@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.decoder.structs import LayerArgs, ModelArgs, WeightsArgs
-from engine.host_memory import Kept
+from engine.host_memory import HugePages
 from engine.linear.packed import pack
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, join
 from engine.linear.structs import QuantizedArgs
@@ -58,7 +58,7 @@ class NativeModel:
     layers: ctypes.Array[LayerArgs]
 
     def __init__(self) -> None:
-        self._memory = Kept()
+        self._memory = HugePages()
         self._kept: list[Tensor] = []
         self._quantized: dict[int, tuple[QuantizedArgs, PackedWeight, Tensor | None]] = {}
         """By address: what lies there, with the packed weight and the bias that it points to."""

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 
 from engine import host_memory
-from engine.host_memory import Kept
+from engine.host_memory import HugePages
 
 
 def test_tensors_lie_side_by_side() -> None:
-    kept = Kept()
+    pages = HugePages()
     tensors = [torch.arange(count, dtype=torch.int16).view(3, -1) for count in (3, 300, 96)]
-    copies = [kept.copy(tensor) for tensor in tensors]
+    copies = [pages.copy(tensor) for tensor in tensors]
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
     first, second, third = (copy.data_ptr() for copy in copies)
     assert (second - first, third - second) == (64, 640)
-    assert kept.copy(torch.empty(0)).numel() == 0
+    assert pages.copy(torch.empty(0)).numel() == 0
 
 
 def test_one_that_does_not_fit_gets_room_of_its_own() -> None:
-    kept = Kept()
-    small = kept.copy(torch.ones(4))
-    large = kept.copy(torch.full((host_memory._CHUNK // 4 + 1,), 2.0))
+    pages = HugePages()
+    small = pages.copy(torch.ones(4))
+    large = pages.copy(torch.full((host_memory._CHUNK // 4 + 1,), 2.0))
     assert small.eq(1).all() and large.eq(2).all()
-    assert torch.equal(kept.copy(torch.full((5,), 3.0)), torch.full((5,), 3.0))
+    assert torch.equal(pages.copy(torch.full((5,), 3.0)), torch.full((5,), 3.0))

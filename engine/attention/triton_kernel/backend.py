@@ -47,7 +47,7 @@ class _Plan:
         return self.sequence.shape[0]
 
 
-class StoredLayer:
+class PoolLayer:
     """What the kernels are told of a layer's part of the pool."""
 
     def __init__(self, kv: LayerKv, rows: KvRows) -> None:
@@ -80,7 +80,7 @@ class TritonBackend:
         if self._rows.dtype not in MULTIPLIED or first.dtype is not self._rows.stored_dtype:
             raise ValueError(f"layers of {first.dtype} are not rows of {self._rows} that the kernel reads")
         self.block_size = first.shape[1]
-        self.layers = [StoredLayer(layer, self._rows) for layer in layers]
+        self.layers = [PoolLayer(layer, self._rows) for layer in layers]
         self._shared = _shared_memory(first.device)
         self._metadata: AttentionMetadata | None = None
         self._plans: dict[tuple[bool, int], _Plan] = {}
@@ -124,7 +124,7 @@ class TritonBackend:
         self._attend_to_all(of, query, out, scale, sliding_window or 0, None, None, shape)
         return out
 
-    def _write(self, of: StoredLayer, key: Tensor, value: Tensor, out: Tensor, shape: dict[str, Any]) -> None:
+    def _write(self, of: PoolLayer, key: Tensor, value: Tensor, out: Tensor, shape: dict[str, Any]) -> None:
         assert self._metadata is not None
         write[(len(key), of.kv_heads)](
             key,
@@ -141,7 +141,7 @@ class TritonBackend:
 
     def _attend_to_all(
         self,
-        of: StoredLayer,
+        of: PoolLayer,
         query: Tensor,
         out: Tensor,
         scale: float,
@@ -158,7 +158,7 @@ class TritonBackend:
     def _attend(
         self,
         short: bool,
-        of: StoredLayer,
+        of: PoolLayer,
         query: Tensor,
         out: Tensor,
         scale: float,
@@ -274,7 +274,7 @@ class TritonBackend:
             )
         return self._plans.setdefault((short, tokens), _Plan(*lists))
 
-    def _check(self, of: StoredLayer, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check(self, of: PoolLayer, query: Tensor, key: Tensor, value: Tensor) -> None:
         """What the kernels would read or write out of bounds."""
         assert self._metadata is not None
         rows, (key_dim, value_dim) = len(self._metadata.slot_mapping), of.dims
@@ -289,7 +289,7 @@ class TritonBackend:
             raise ValueError(f"query, key and value must be of the pool's {self._rows.dtype}")
 
 
-def _shape(of: StoredLayer, heads: int) -> dict[str, Any]:
+def _shape(of: PoolLayer, heads: int) -> dict[str, Any]:
     """The constants that all kernels of a layer take."""
     return {
         "HEADS": heads,
