@@ -10,6 +10,7 @@ from rich.console import Console
 from bench import compare as comparison
 from bench.five.command import five
 from bench.five.simulated import five_simulated
+from bench.gpu.command import gpu
 from bench.quantize.command import quantize
 from bench.quantize.drafts import quantize_drafts
 from bench.serve.client import Target
@@ -96,6 +97,7 @@ def serve(
 app.command("compare")(comparison.main)
 app.command("five")(five)
 app.command("five-simulated")(five_simulated)
+app.command("gpu")(gpu)
 app.command("quantize")(quantize)
 app.command("quantize-drafts")(quantize_drafts)
 app.command("speculate")(speculate)

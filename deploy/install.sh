@@ -5,7 +5,7 @@
 #   deploy/install.sh test     and what the tests need, as root on Debian Chromium, SSH's server and promtool too
 #
 # The PyTorch build follows the host. Without an NVIDIA GPU it is the CPU build, and no CUDA package is
-# pulled. With one, a PyTorch with CUDA that the system's Python has is used as it is.
+# pulled. With one, a PyTorch with CUDA that the system's Python has is used as it is; NIXL follows its CUDA.
 #
 #   PYTHON             interpreter to use (python3)
 #   VENV               folder for the environment, which .venv then links to
@@ -72,8 +72,20 @@ fi
 echo "install: Tandem${extras:+ with [$extras]}"
 pip_install -e ".${extras:+[$extras]}"
 
-# Its dependencies name CUDA packages that it runs without.
-pip_install --no-deps nixl nixl-cu12 2>/dev/null || echo "install: NIXL has no build for this host; it is left out"
+# NIXL is built for each release of CUDA, and that of another one reads no GPU's memory. Its dependencies name
+# CUDA packages that it runs without.
+cuda_release() { .venv/bin/python -c 'import torch; print((torch.version.cuda or "12").split(".")[0])'; }
+pip_install --no-deps nixl "nixl-cu$(cuda_release)" 2>/dev/null ||
+    echo "install: NIXL has no build for this host; it is left out"
+
+can_build() {
+    local headers
+    headers=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+    echo '#include <Python.h>' | "${CC:-gcc}" -E -I"$headers" - >/dev/null 2>&1
+}
+if has_gpu && ! can_build; then
+    echo "install: attention on the GPU will be slow: Triton needs GCC and Python's headers (on Debian gcc and python3-dev)"
+fi
 
 if ! has_gpu && [ -z "${TANDEM_TORCH_SPEC:-}" ] && .venv/bin/python -m pip list 2>/dev/null | grep -i '^nvidia-'; then
     die "CUDA packages were installed on a host without an NVIDIA GPU"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvtransfer.blocks.device import HOST, Queue
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
@@ -20,7 +21,8 @@ class RegisteredPool:
     """A KV pool as the wires see it: `num_blocks` blocks of `block_bytes` bytes each, one after the other.
     They are the pool's only arena.
 
-    `buffer` holds them, or `device` where they lie in a GPU's memory: uint8 [num_blocks, block_bytes].
+    `buffer` holds them, or `device` where they lie in a GPU's memory: uint8 [num_blocks, block_bytes], which
+    what is launched in `queue` reads and writes.
 
     `segments` describe what a block holds. Without them a block is mere bytes, and only a pool of equally
     large blocks fits. `memory_fd` is the file behind `buffer` (from offset 0) where there is one: without it
@@ -33,6 +35,7 @@ class RegisteredPool:
     segments: tuple[SegmentInfo, ...] = ()
     memory_fd: int | None = None
     device: Tensor | None = None
+    queue: Queue = HOST
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or self.num_blocks < 1:

@@ -58,6 +58,7 @@ class Receiver:
         pairs: Pairs | None = None,
     ) -> None:
         self._leases = LeaseTable(pool.arenas, pool.block_size, lambda lease_id: self._emit(Closed(lease_id)))
+        self._queue = pool.queue
         self._reconnect_grace_s = reconnect_grace_s
         self._counters = TransferCounters()
         self._stop = Wake()
@@ -102,12 +103,13 @@ class Receiver:
         first_token: int = 0,
         num_tokens: int | None = None,
     ) -> None:
-        """Let a prompt's blocks be written under this lease, those before `first_token`'s excepted.
+        """Let a prompt's blocks be written under this lease, those before `first_token`'s excepted, once all
+        is done that the calling thread has launched on the pool's device.
 
         `num_tokens` is the prompt's length, by default what the blocks hold. Raises ValueError for bad blocks
         or a known lease.
         """
-        self._leases.open(lease_id, extents, first_token, num_tokens)
+        self._leases.open(lease_id, extents, first_token, num_tokens, self._queue.mark())
 
     def poll(self) -> list[ReceiveEvent]:
         """The events since the last call: those of open leases, and `Closed` for closed ones."""

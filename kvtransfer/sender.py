@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer.blocks.checksum import Mode
+from kvtransfer.blocks.device import Mark
 from kvtransfer.blocks.extents import NO_BLOCKS, Blocks, blocks_per_part, cut
 from kvtransfer.counters import TransferCounters
 from kvtransfer.interface import Completed, Failed, RegisteredPool, SendEvent, Sent, TransferError
@@ -125,7 +126,8 @@ class Sender:
     ) -> None:
         """Queue blocks of a prompt under the peer's lease, which follow each other from `first_position`.
 
-        `num_tokens` of the prompt are there. `final` ends the lease; with it there may be no blocks. The
+        `num_tokens` of the prompt are there, or will be once all is done that the calling thread has launched
+        on the pool's device. `final` ends the lease; with it there may be no blocks. The
         blocks must stay untouched until Completed, or until `abort` returns. What goes wrong later comes as a
         Failed event, after which the lease is forgotten; until it is polled, further pushes under the lease
         are ignored. Raises ValueError for blocks out of range.
@@ -133,6 +135,7 @@ class Sender:
         pieces = [(extent.arena, self._cut(extent, first_position)) for extent in extents if extent.blocks]
         if final and not pieces:
             pieces = [(0, [NO_BLOCKS])]
+        after = self._pool.queue.mark()
         with self._lock:
             lease = self._leases.setdefault(lease_id, _Lease(peer))
             if lease.failed:
@@ -143,7 +146,7 @@ class Sender:
                 lease.link = lease.link or self._link(peer)
                 for number, (arena, parts) in enumerate(pieces, 1):
                     is_last = final and number == len(pieces)
-                    lease.link.enqueue(self._piece(lease_id, lease, arena, parts, num_tokens, is_last))
+                    lease.link.enqueue(self._piece(lease_id, lease, arena, parts, num_tokens, is_last, after))
             except TransferError as error:
                 self._fail(lease_id, str(error))
         if lease.failed:
@@ -199,13 +202,20 @@ class Sender:
         return cut(extent.blocks, first_position, arenas[extent.arena], max_blocks)
 
     def _piece(
-        self, lease_id: str, lease: _Lease, arena: int, parts: list[Blocks], num_tokens: int, final: bool
+        self,
+        lease_id: str,
+        lease: _Lease,
+        arena: int,
+        parts: list[Blocks],
+        num_tokens: int,
+        final: bool,
+        after: Mark,
     ) -> QueuedPiece:
         if final:
             lease.pushed_final, lease.time.final_push = True, time.monotonic()
         index, pushed_s = lease.pushed_parts, time.monotonic() - lease.time.started
         lease.pushed_parts += len(parts)
-        return QueuedPiece(lease_id, index, parts, num_tokens, final, arena, pushed_s)
+        return QueuedPiece(lease_id, index, parts, num_tokens, final, after, arena, pushed_s)
 
     def _link(self, peer: PeerAddress) -> Link:
         if self._closed:

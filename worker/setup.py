@@ -14,6 +14,7 @@ from engine.kv_pool import Allocate
 from engine.loader import model_shape
 from engine.parallel.leader import Leader
 from engine.select_forward import runner_of_one_process
+from kvtransfer.blocks.device import queue_of
 from kvtransfer.blocks.memory import PoolMemory
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.pairs import Pairs
@@ -100,6 +101,7 @@ def build_engine(
         segments=tuple(engine.pool.segments),
         memory_fd=memory[0].fd if memory else None,
         device=blocks if not memory else None,
+        queue=queue_of(blocks.device),
     )
     return engine, pool
 

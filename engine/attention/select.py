@@ -6,6 +6,10 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -45,6 +49,13 @@ def _cpu_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     return _cpu_kernel_fault()
 
 
+def can_build() -> bool:
+    """Whether Triton can compile what launches its kernels, as it does when the first one runs."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = sysconfig.get_paths(scheme="posix_prefix")["include"]
+    return compiler is not None and Path(headers, "Python.h").exists()
+
+
 def _triton_fault(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"the triton kernel does not run on {device.type}"
@@ -54,6 +65,8 @@ def _triton_fault(device: torch.device, dtype: torch.dtype) -> str | None:
         return "the triton kernel found no cuda device"
     if importlib.util.find_spec("triton") is None:
         return "the triton kernel needs the package triton, which PyTorch's build for CUDA brings along"
+    if not can_build():
+        return "the triton kernel needs a C compiler and Python's headers, on Debian gcc and python3-dev"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"the triton kernel needs a device of compute capability 8.0 or later, not {major}.{minor}"

@@ -40,7 +40,7 @@ class Move:
 
 
 class Converter:
-    """Places wire blocks in `pool`, whose blocks are `ours`. For one thread at a time.
+    """Places wire blocks in `pool`, whose blocks are `ours`, on its device. For one thread at a time.
 
     `pool` is in the host's memory, or uint8 [num_blocks, block_bytes] in a device's. Raises LayoutError for
     segments that can't be converted.
@@ -54,8 +54,8 @@ class Converter:
             raise LayoutError(*problem)
         self._wire = BlockLayout(wire)
         self._ours = BlockLayout(ours)
-        self._pool = pool if isinstance(pool, Tensor) else self._ours.blocks(pool)
-        self._scratch = Scratch()
+        self._pool = self._ours.blocks(pool)
+        self._scratch = Scratch(self._pool.device)
 
     @property
     def wire_block_bytes(self) -> int:
@@ -84,6 +84,7 @@ class Converter:
             raise ValueError(f"block_ids must be in [0, {len(self._pool)})")
         if len(positions) and positions.min() < 0:
             raise ValueError("positions must not be negative")
+        blocks = blocks[: len(positions)].to(self._pool.device)
         sizes = self._wire.block_size, self._ours.block_size
         for move in moves(positions, block_ids, sizes, first_token, num_tokens):
             for wire, ours in zip(self._wire.segments, self._ours.segments, strict=True):
@@ -161,14 +162,14 @@ def _select(blocks: Tensor, index: BlockIndices) -> Tensor:
     """These blocks: a view if they follow one another, as staged ones mostly do."""
     if _consecutive(index):
         return blocks[index[0] : index[0] + len(index)]
-    return blocks.index_select(0, torch.from_numpy(index))
+    return blocks.index_select(0, torch.from_numpy(index).to(blocks.device))
 
 
 def _write(blocks: Tensor, index: BlockIndices, values: Tensor) -> None:
     if _consecutive(index):
         blocks[index[0] : index[0] + len(index)].copy_(values)
-    elif blocks.device != values.device:
-        blocks.index_copy_(0, torch.from_numpy(index).to(blocks.device), values.to(blocks.device))
+    elif blocks.device.type != "cpu":
+        blocks.index_copy_(0, torch.from_numpy(index).to(blocks.device), values)
     else:  # numpy copies rows of bytes, which is twice as fast as torch's index_copy_ of elements
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[blocks.dtype.itemsize]
         blocks.view(bits).numpy()[index] = values.view(bits).numpy()

@@ -124,8 +124,10 @@ class BlockLayout:
             self.block_bytes += self.segments[-1].nbytes
         self.block_size = segments[0].shape[2]
 
-    def blocks(self, buffer: memoryview) -> Tensor:
-        """The whole blocks in a writable buffer, as uint8 [n, block_bytes]."""
+    def blocks(self, buffer: memoryview | Tensor) -> Tensor:
+        """The whole blocks in a writable buffer, as uint8 [n, block_bytes]. A tensor has that form."""
+        if isinstance(buffer, Tensor):
+            return buffer
         count = buffer.nbytes // self.block_bytes
         if count == 0:
             return torch.empty((0, self.block_bytes), dtype=torch.uint8)

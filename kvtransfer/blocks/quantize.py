@@ -19,6 +19,7 @@ from kvtransfer.blocks.scratch import Scratch, chunks, scale_by
 from protocol.errors import TandemError
 from protocol.handoff import SegmentInfo
 
+CPU = torch.device("cpu")
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SMALLEST, LARGEST = 1e-30, 1e38
 """Groups whose largest magnitude is below `SMALLEST` are packed as zeros, beyond `LARGEST` they are refused:
@@ -32,16 +33,18 @@ class NonFiniteError(TandemError):
 
 
 class Quantizer:
-    """Packs blocks of a pool of these segments as blocks of `wire` segments. For one thread at a time.
+    """Packs blocks of a pool of these segments as blocks of `wire` segments, on the pool's device. For one
+    thread at a time.
 
     `wire_dtype` is "int8" or "fp8". Raises LayoutError for segments that can't be quantized.
     """
 
-    def __init__(self, segments: Sequence[SegmentInfo], wire_dtype: str) -> None:
+    def __init__(self, segments: Sequence[SegmentInfo], wire_dtype: str, device: torch.device = CPU) -> None:
         self.wire = wire_segments(segments, wire_dtype)
         self._pool_layout = BlockLayout(segments)
         self._wire_layout = BlockLayout(self.wire)
-        self._scratch = Scratch()
+        self._device = device
+        self._scratch = Scratch(device)
 
     @property
     def wire_block_bytes(self) -> int:
@@ -49,12 +52,12 @@ class Quantizer:
 
     def pack(
         self,
-        pool: memoryview,
+        pool: memoryview | Tensor,
         blocks: npt.NDArray[np.int64],
         num_tokens: npt.NDArray[np.int64],
-        out: memoryview,
+        out: memoryview | Tensor,
     ) -> None:
-        """Write the pool's `blocks`, in this order, to the start of `out`, a writable buffer.
+        """Write the pool's `blocks`, in this order, to the start of `out`: writable buffers, or blocks.
 
         `num_tokens` (same length) says how many leading tokens of each block count. Raises NonFiniteError,
         and ValueError for blocks that the pool does not have, or more of them than fit into `out`.
@@ -79,7 +82,7 @@ class Quantizer:
     ) -> Tensor:
         """Copy blocks of [pool blocks, planes, block_size, ...], with zeros behind their tokens."""
         chunk = self._scratch.take("chunk", (len(blocks), *values.shape[1:]), values.dtype)
-        torch.index_select(values, 0, torch.from_numpy(blocks), out=chunk)
+        torch.index_select(values, 0, torch.from_numpy(blocks).to(self._device), out=chunk)
         for row in np.flatnonzero(num_tokens < values.shape[2]).tolist():
             chunk[row, :, num_tokens[row] :] = 0
         return chunk

@@ -15,7 +15,8 @@ CHUNK_VALUES = 1024 * 1024
 class Scratch:
     """Named buffers that grow when a larger one is asked for. For one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -23,7 +24,7 @@ class Scratch:
         nbytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < nbytes:
-            buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
+            buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return buffer[:nbytes].view(dtype).view(shape)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.blocks.device import PAST, Mark
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.framing.messages import OTHER_SENDER, OUTSIDE, OVERTAKEN, STILL_WRITTEN, UNKNOWN_ARENA, Piece
 from kvtransfer.leases.arrivals import ArrivalRecord
@@ -38,12 +39,15 @@ class Lease:
         first_token: int,
         num_tokens: int,
         gate: WriteGate,
+        after: Mark = PAST,
     ) -> None:
         self.lease_id = lease_id
         self.blocks = blocks
         self.first_token = first_token
         self.num_tokens = num_tokens
         self.gate = gate
+        self.after = after
+        """Only then nothing that the engine launched uses the blocks any more."""
         self.sender: str | None = None
         self.lost_at: float | None = None
         self.arrivals = ArrivalRecord()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvtransfer.blocks.device import PAST, Mark
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.framing.messages import UNKNOWN_LEASE, Piece
 from kvtransfer.interface import Arrival
@@ -44,9 +45,16 @@ class LeaseTable:
         return len(self._closing)
 
     def open(
-        self, lease_id: str, extents: Sequence[Extent], first_token: int = 0, num_tokens: int | None = None
+        self,
+        lease_id: str,
+        extents: Sequence[Extent],
+        first_token: int = 0,
+        num_tokens: int | None = None,
+        after: Mark = PAST,
     ) -> None:
-        """Raises ValueError for a known lease, or blocks that are not there or leased."""
+        """The blocks may be written `after` this mark. Raises ValueError for a known lease, or blocks that
+        are not there or leased.
+        """
         blocks = {extent.arena: np.asarray(extent.blocks, np.int64).reshape(-1) for extent in extents}
         if len(blocks) < len(extents) or not blocks.keys() <= set(range(len(self._leased))):
             raise ValueError(f"arenas of lease {lease_id} must differ and be in [0, {len(self._leased)})")
@@ -59,7 +67,7 @@ class LeaseTable:
         if end > capacity:
             raise ValueError(f"num_tokens of lease {lease_id} is {end}, its blocks hold {capacity}")
         gate = WriteGate(lambda: self._emptied(lease_id))
-        lease = Lease(lease_id, blocks, first_token, end, gate)
+        lease = Lease(lease_id, blocks, first_token, end, gate, after)
         with self._lock:
             if lease_id in self._leases or lease_id in self._closing:
                 raise ValueError(f"lease {lease_id} is open already")

@@ -154,6 +154,7 @@ class ReceiverConnection(threading.Thread):
         if gate is None:
             reader.read(sources, positions, _CLOSED)
             return refusal
+        lease.after.wait()
         targets = inlet.targets(positions, lease.blocks[piece.arena])
         if reader.read(sources, targets, gate):
             target = inlet.target

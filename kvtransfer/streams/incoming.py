@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvtransfer.blocks.convert import Converter
-from kvtransfer.blocks.device import in_order, pinned
+from kvtransfer.blocks.device import pinned
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.blocks.layout import block_bytes, foreign_format, needs_conversion
 from kvtransfer.framing.messages import Hello
@@ -40,11 +40,12 @@ class Converting(Incoming):
 
     def __init__(self, pool: RegisteredPool, hello: Hello, max_blocks: int) -> None:
         wire_bytes = block_bytes(hello.wire)
-        self._device = pool.device.device if pool.device is not None else torch.device("cpu")
-        staging = pinned(max_blocks * wire_bytes, self._device)
+        device = pool.device.device if pool.device is not None else torch.device("cpu")
+        staging = pinned(max_blocks * wire_bytes, device)
         target = RegisteredPool(staging, wire_bytes, max_blocks, tuple(hello.wire))
         super().__init__(target, max_blocks, foreign_format(hello.wire, pool.segments))
         blocks = pool.buffer if pool.device is None else pool.device
+        self._copies = pool.queue.copies()
         self._converter = Converter(hello.wire, pool.segments, blocks)
 
     def targets(self, positions: BlockIndices, leased: BlockIndices) -> BlockIndices:
@@ -54,7 +55,7 @@ class Converting(Incoming):
         staged = self.target.buffer[: len(positions) * self.target.block_bytes]
         with gate.writing() as is_open:
             if is_open:
-                with in_order(self._device):
+                with self._copies.within():
                     leased = lease.blocks[arena]
                     self._converter.place(staged, positions, leased, lease.first_token, lease.num_tokens)
         return is_open

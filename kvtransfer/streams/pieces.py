@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from kvtransfer.blocks.device import PAST, Mark
 from kvtransfer.blocks.extents import RUN_BYTES, Blocks, to_wire
 
 
@@ -16,8 +17,8 @@ from kvtransfer.blocks.extents import RUN_BYTES, Blocks, to_wire
 class QueuedPiece:
     """Consecutive parts of a lease in one arena; the first is part `index` of the lease.
 
-    `wanted` turns false when the lease is aborted. `num_tokens` of the prompt were valid when it was pushed,
-    `pushed_s` after the lease's first piece.
+    `num_tokens` of the prompt were valid when it was pushed, `pushed_s` after the lease's first piece; the
+    blocks are there `after` its mark. `wanted` turns false when the lease is aborted.
     """
 
     lease_id: str
@@ -25,6 +26,7 @@ class QueuedPiece:
     parts: list[Blocks]
     num_tokens: int
     final: bool
+    after: Mark = PAST
     arena: int = 0
     pushed_s: float = 0.0
     wanted: bool = True

@@ -217,7 +217,10 @@ class Stream(threading.Thread):
             payload: Buffers = []
             checksum, refusal = None, ""
             try:
+                queued.after.wait()
                 buffer, indices = writer.source(queued.blocks, queued.num_tokens)
+                if self._identity.checksum != "off":
+                    writer.wait_arrived()
                 checksum = piece_checksum(
                     self._identity.checksum,
                     buffer,

@@ -6,9 +6,10 @@ import select
 import socket
 
 import numpy as np
+import torch
 
-from kvtransfer.blocks.device import BlockGatherer
-from kvtransfer.blocks.extents import BlockIndices, Blocks, ScatterList, blocks_per_part, views
+from kvtransfer.blocks.device import Arriving, BlockGatherer, pinned
+from kvtransfer.blocks.extents import BlockIndices, Blocks, Buffers, ScatterList, blocks_per_part, views
 from kvtransfer.blocks.layout import tokens_in_blocks
 from kvtransfer.blocks.quantize import Quantizer
 from kvtransfer.framing.channel import Channel
@@ -38,31 +39,46 @@ def _bound_buffers(sock: socket.socket) -> None:
 
 
 class StagingWriter(PieceWriter):
-    """Brings each piece from a device's memory to the host."""
+    """Brings each piece from a device's memory to the host, and sends what came while the rest comes."""
 
-    def __init__(self, pool: RegisteredPool, block_bytes: int | None = None) -> None:
-        super().__init__(pool, block_bytes)
-        max_blocks = blocks_per_part(pool.block_bytes)
-        self._gatherer = BlockGatherer(pool.device, max_blocks) if pool.device is not None else None
+    def __init__(self, pool: RegisteredPool) -> None:
+        super().__init__(pool)
+        assert pool.device is not None
+        self._gatherer = BlockGatherer(pool.device, pool.queue, blocks_per_part(pool.block_bytes))
+        self._arriving = Arriving(self._gatherer.buffer, [], [])
 
     def source(self, blocks: Blocks, num_tokens: int) -> tuple[memoryview, BlockIndices]:
-        if self._gatherer is None:
-            return super().source(blocks, num_tokens)
-        return self._gatherer.gather(blocks[0]), np.arange(blocks.shape[1])
+        self._arriving = self._gatherer.gather(blocks[0])
+        return self._gatherer.buffer, np.arange(blocks.shape[1])
+
+    def wait_arrived(self) -> None:
+        self._arriving[:]
+
+    def payload(self, buffer: memoryview, indices: BlockIndices) -> Buffers:
+        return [self._arriving, memoryview(GOOD)]
 
 
-class QuantizingWriter(StagingWriter):
-    """Packs each piece as one byte a value and some scales."""
+class QuantizingWriter(PieceWriter):
+    """Packs each piece as one byte a value and some scales, where the pool lies."""
 
     def __init__(self, pool: RegisteredPool, wire_dtype: str) -> None:
-        self._quantizer = Quantizer(pool.segments, wire_dtype)
+        self._values = pool.buffer if pool.device is None else pool.device
+        device = torch.device("cpu") if pool.device is None else pool.device.device
+        self._quantizer = Quantizer(pool.segments, wire_dtype, device)
         super().__init__(pool, self._quantizer.wire_block_bytes)
-        self._packed = memoryview(bytearray(blocks_per_part(pool.block_bytes) * self.block_bytes))
+        max_blocks = blocks_per_part(pool.block_bytes)
+        self._packed = pinned(max_blocks * self.block_bytes, device)
+        self._host = torch.frombuffer(self._packed, dtype=torch.uint8).view(max_blocks, self.block_bytes)
+        self._codes = self._host.to(device)
+        self._copies = pool.queue.copies()
 
     def source(self, blocks: Blocks, num_tokens: int) -> tuple[memoryview, BlockIndices]:
         valid = tokens_in_blocks(blocks[1], self._pool.block_size, num_tokens)
-        self._quantizer.pack(*super().source(blocks, num_tokens), valid, self._packed)
-        return self._packed, np.arange(blocks.shape[1])
+        with self._copies.within():
+            self._quantizer.pack(self._values, blocks[0], valid, self._codes)
+            if self._codes is not self._host:
+                self._host[: len(valid)].copy_(self._codes[: len(valid)])
+        return self._packed, np.arange(len(valid))
 
 
 class TcpReader(PieceReader):

@@ -42,6 +42,10 @@ class PieceWriter:
         """
         return self._pool.buffer, blocks[0]
 
+    def wait_arrived(self) -> None:
+        """Until all of `source`'s blocks are in its buffer. `payload`'s buffers wait by themselves."""
+        return
+
     def payload(self, buffer: memoryview, indices: BlockIndices) -> Buffers:
         """What follows the piece's message on the connection: `source`'s blocks and a trailer, or nothing."""
         if self.remote_reads:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ CUDA = torch.device("cuda")
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(select, "can_build", lambda: True)
 
 
 @pytest.mark.usefixtures("a_gpu")
@@ -28,6 +31,21 @@ def test_a_gpu_is_served_by_triton() -> None:
     assert select_backend(CUDA, torch.bfloat16, "torch")[0] is TorchBackend
 
 
+def test_what_launches_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "Python.h").touch()
+    (tmp_path / "gcc").touch(0o755)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(select.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert select.can_build()
+    (tmp_path / "gcc").unlink()
+    assert not select.can_build()
+    monkeypatch.setenv("CC", "clang-18")
+    assert select.can_build()
+    (tmp_path / "Python.h").unlink()
+    assert not select.can_build()
+
+
 @pytest.mark.usefixtures("a_gpu")
 def test_what_triton_cannot_serve_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     cls, reason = select_backend(CUDA, torch.float64)
@@ -35,6 +53,8 @@ def test_what_triton_cannot_serve_goes_to_torch(monkeypatch: pytest.MonkeyPatch)
     assert "torch.float64" in reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "not 7.5" in select_backend(CUDA, torch.float16)[1]
+    monkeypatch.setattr(select, "can_build", lambda: False)
+    assert "a C compiler and Python's headers" in select_backend(CUDA, torch.float16)[1]
     monkeypatch.setattr(select.importlib.util, "find_spec", lambda name: None)
     assert "package triton" in select_backend(CUDA, torch.float16)[1]
     with pytest.raises(ValueError, match=r"attention backend 'triton': .* package triton"):

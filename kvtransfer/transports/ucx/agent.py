@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from kvtransfer.interface import RegisteredPool
 from kvtransfer.transports.ucx.bindings import bindings
@@ -35,13 +36,18 @@ It waits in `poll` for UCX's event descriptor and wakes as soon as something arr
 It is a fallback for transports whose events UCX misses. NIXL's default of 0 never sleeps and costs a core.
 """
 
-ENGINE_CONFIG = "PROTO_EMULATION_ENABLE=n,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
+ENGINE_CONFIG = (
+    "PROTO_EMULATION_ENABLE=n,CUDA_IPC_ENABLE_GET_ZCOPY=on,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
+)
 """UCX settings that differ from its defaults; the environment (`UCX_PROTO_EMULATION_ENABLE=y`) still wins.
 
 Where the wire has no one-sided read (plain TCP), UCX lets the peer's process answer it, and in that code a
 failed send is fatal: a reader that dies at the wrong moment takes the sender's process with it. A pair that
 has nothing better is refused, and our own `tcp` serves it. For those who want it all the same, larger
 segments make such a read as fast as a write or faster; a receiver's must not be less than the sender's.
+
+Between GPUs of one host without NVLink UCX leaves reads off by default, since they are slower than writes
+there. A pair would then have nothing but TCP, which passes through the host twice.
 """
 
 
@@ -61,9 +67,14 @@ class Memory:
         if pool.device is None:
             address = int(np.frombuffer(pool.buffer, np.uint8).ctypes.data)
             return cls(address, pool.block_bytes, pool.num_blocks)
-        device = pool.device.device
+        return cls.of_blocks(pool.device)
+
+    @classmethod
+    def of_blocks(cls, blocks: Tensor) -> Memory:
+        """Of uint8 [num_blocks, block_bytes]."""
+        device = blocks.device
         kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-        return cls(pool.device.data_ptr(), pool.block_bytes, pool.num_blocks, kind, device.index or 0)
+        return cls(blocks.data_ptr(), blocks.shape[1], blocks.shape[0], kind, device.index or 0)
 
     @property
     def nbytes(self) -> int:

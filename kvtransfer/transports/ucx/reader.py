@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvtransfer.blocks.device import settle
 from kvtransfer.blocks.extents import BlockIndices
 from kvtransfer.framing.channel import Channel
 from kvtransfer.interface import RegisteredPool
@@ -44,9 +43,11 @@ class UcxReader(PieceReader):
         source: Memory,
         pool: RegisteredPool,
         word: ConnectionWord,
+        probe: Memory,
     ) -> None:
+        """`probe` is registered memory of the pool's kind, for `warm_up`."""
         self._agent = agent
-        self._pool = pool
+        self._probe = probe
         self._orphans = orphans
         self._channel = channel
         self._lock = threading.Lock()
@@ -70,10 +71,13 @@ class UcxReader(PieceReader):
             self._undo = undo.pop_all()
 
     def warm_up(self, deadline: float) -> None:
-        """Read the start of the source, and the word: UCX connects at the first read."""
-        nbytes = min(self._word.memory.block_bytes, self._source.block_bytes)
+        """Read the start of the source, and the word: UCX connects at the first read.
+
+        Into memory of the kind that blocks are read into: what reads from GPU to GPU may not reach the host.
+        """
+        nbytes = min(self._probe.block_bytes, self._source.block_bytes)
         with ExitStack() as held:
-            ours = self._prepare(held, replace(self._word.memory, block_bytes=nbytes))
+            ours = self._prepare(held, replace(self._probe, block_bytes=nbytes))
             theirs = self._prepare(
                 held, replace(self._source, block_bytes=nbytes, num_blocks=1), self._remote
             )
@@ -87,7 +91,6 @@ class UcxReader(PieceReader):
                 return False
             if not len(sources):
                 return True
-            settle(self._pool.device)
             theirs, ours = (np.ascontiguousarray(side, dtype=np.int32) for side in (sources, targets))
             transfer = self._agent.read(self._remote, self._theirs, theirs, self._ours, ours)
             self._finish(transfer, held, deadline)

@@ -17,8 +17,9 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtransfer.blocks.device import settle
-from kvtransfer.blocks.extents import PARTS_AT_ONCE, BlockIndices, Blocks
+import torch
+
+from kvtransfer.blocks.extents import PARTS_AT_ONCE
 from kvtransfer.framing.channel import Channel
 from kvtransfer.framing.messages import Hello
 from kvtransfer.interface import RegisteredPool
@@ -28,7 +29,7 @@ from kvtransfer.transports.ucx.agent import Agent, Memory
 from kvtransfer.transports.ucx.messages import Introduction, UcxWelcome
 from kvtransfer.transports.ucx.orphans import OrphanedReads
 from kvtransfer.transports.ucx.reader import UcxReader
-from kvtransfer.transports.ucx.words import ConnectionWord, Words
+from kvtransfer.transports.ucx.words import WORD_BYTES, ConnectionWord, Words
 from protocol.errors import ProtocolError
 from protocol.ports import ANY_PORT
 
@@ -51,16 +52,16 @@ def reaches_other_hosts() -> bool:
     return told or any(folder.is_dir() and any(folder.iterdir()) for folder in _FABRICS)
 
 
+def _device(pool: RegisteredPool) -> torch.device:
+    return torch.device("cpu") if pool.device is None else pool.device.device
+
+
 class UcxWriter(PieceWriter):
     remote_reads = True
 
     def __init__(self, pool: RegisteredPool, word: ConnectionWord) -> None:
         super().__init__(pool)
         self._word = word
-
-    def source(self, blocks: Blocks, num_tokens: int) -> tuple[memoryview, BlockIndices]:
-        settle(self._pool.device)
-        return super().source(blocks, num_tokens)
 
     def close(self) -> None:
         self._word.release()
@@ -82,9 +83,11 @@ class UcxTransport(Transport):
         self._agent = Agent(f"{name}-{secrets.token_hex(8)}", on_this_host=self.same_host, ports=ports)
         self._orphans = OrphanedReads(self._agent)
         self._words = Words()
+        self._probed = torch.zeros((1, WORD_BYTES), dtype=torch.uint8, device=_device(pool))
         try:
             self._agent.register(Memory.of(pool))
             self._agent.register(self._words.memory)
+            self._agent.register(Memory.of_blocks(self._probed))
             self._metadata = self._agent.metadata()
         except BaseException:
             self._agent.close()
@@ -133,7 +136,8 @@ class UcxTransport(Transport):
         sender = channel.recv(Introduction, deadline)
         source = Memory(sender.address, hello.block_bytes, hello.num_blocks, sender.kind, sender.device_id)
         word = self._words.take()
-        reader = UcxReader(self._agent, self._orphans, channel, sender, source, target, word)
+        probe = word.memory if target.device is None else Memory.of_blocks(self._probed)
+        reader = UcxReader(self._agent, self._orphans, channel, sender, source, target, word, probe)
         try:
             reader.warm_up(deadline)
             channel.send(UcxWelcome(), deadline)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -161,6 +161,20 @@ class Step:
         sinks = torch.linspace(-3, 3, shape.kv_heads * shape.group) if case.options.sinks else None
         return cls(case, layer, _metadata(case, table, torch.cat(slots)), tuple(new), sinks)
 
+    def to(self, device: torch.device) -> Step:
+        layer = LayerKv(*_moved(self.layer, device))
+        metadata = replace(
+            self.metadata,
+            **{
+                each.name: value.to(device)
+                for each in fields(self.metadata)
+                if isinstance(value := getattr(self.metadata, each.name), Tensor)
+            },
+        )
+        new = [tensor.to(device) for tensor in self.new]
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        return Step(self.case, layer, metadata, tuple(new), sinks)
+
     def run(self, backend: Any) -> Tensor:
         """A class of a backend."""
         attention = backend([self.layer], rows=self.rows)
@@ -198,6 +212,15 @@ def _empty_layer(shape: Shape, num_blocks: int) -> LayerKv:
     both = torch.cat([side.flatten(1) for side in sides] * 2, dim=1)
     parts = both[:, sum(widths) :].split(widths, dim=1)
     return LayerKv(*(part.unflatten(1, side.shape[1:]) for part, side in zip(parts, sides, strict=True)))
+
+
+def _moved(layer: LayerKv, device: torch.device) -> list[Tensor]:
+    """With the strides that they have in their pool."""
+    moved = []
+    for side in layer:
+        whole = side.as_strided((side.untyped_storage().nbytes() // side.itemsize,), (1,), 0)
+        moved.append(whole.to(device).as_strided(side.shape, side.stride(), side.storage_offset()))
+    return moved
 
 
 def _numbers(shape: Shape, sequence: Sequence) -> list[Tensor]:

@@ -1,0 +1,56 @@
+"""Times work on a device, and the host's part in starting it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+_WARM_UPS, _LEAST_RUNS, _LEAST_S = 3, 5, 0.2
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
+"""Calls that put work on the device; some have a suffix."""
+
+
+class Taken(NamedTuple):
+    """Medians of one run: `device_s` until the device is done, `host_s` until the call returns."""
+
+    device_s: float
+    host_s: float
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_of(work: Callable[[], object], device: torch.device) -> Taken:
+    for _ in range(_WARM_UPS):
+        work()
+    _wait(device)
+    taken: list[Taken] = []
+    ends_at = time.perf_counter() + _LEAST_S
+    while len(taken) < _LEAST_RUNS or time.perf_counter() < ends_at:
+        started = time.perf_counter()
+        work()
+        returned = time.perf_counter()
+        _wait(device)
+        taken.append(Taken(time.perf_counter() - started, returned - started))
+    return Taken(*(statistics.median(side) for side in zip(*taken, strict=True)))
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    return time_of(work, device).device_s
+
+
+def launches_of(work: Callable[[], object], device: torch.device) -> int | None:
+    """How often `work` puts something on the device; None where that can't be counted."""
+    if device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        _wait(device)
+    return sum(each.count for each in profile.key_averages() if each.key.startswith(_LAUNCHES))

@@ -1,0 +1,81 @@
+"""`tandem bench gpu`."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bench.record import RESULTS, command_line, write_results
+
+NO_GPU = 2
+"""The exit status where there is no GPU to measure."""
+
+_WORKING_BYTES = 4 << 30
+"""For what a prompt's rows take beside weights and KV."""
+
+
+def gpu(
+    size: Annotated[str, typer.Option(help="of a Qwen3: 0.6B, 1.7B, 4B, 8B, 14B, 32B")] = "8B",
+    batch: Annotated[str, typer.Option(help="requests that decode, comma-separated")] = "1,4,16,64",
+    num_tokens: Annotated[str, typer.Option(help="drafted tokens, comma-separated")] = "1,2,4,8",
+    acceptance: Annotated[float, typer.Option(min=0.0, max=1.0, help="chance of a drafted token")] = 0.7,
+    chunk: Annotated[str, typer.Option(help="tokens of a prompt, comma-separated")] = "512,2048,8192",
+    context: Annotated[int, typer.Option(min=64, max=32768, help="tokens that decode rows see")] = 1024,
+    output: Annotated[Path, typer.Option(help="folder for the tables and the JSON")] = RESULTS / "gpu",
+) -> None:
+    """Measure decoding, verification and prompts on this host's GPU against what it can do at most."""
+    settings: dict[str, Any] = dict(locals())
+    logging.basicConfig(level="ERROR")
+    console = Console()
+    import torch
+
+    from bench.gpu.measure import Plan, measure
+    from bench.gpu.model import SHAPES, MadeUpModel
+    from bench.gpu.report import as_markdown
+    from bench.gpu.roofs import measured, missing, roofs_of
+
+    if size not in SHAPES:
+        raise typer.BadParameter(f"--size: {size!r} is none of {', '.join(SHAPES)}")
+    plan = Plan(
+        batches=_numbers("--batch", batch, 1024),
+        drafted=[0, *_numbers("--num-tokens", num_tokens, 63)],
+        chunks=_numbers("--chunk", chunk, 32768),
+        context=context,
+        acceptance=acceptance,
+    )
+    if lack := missing():
+        console.print(f"tandem bench gpu: {lack}", highlight=False, soft_wrap=True)
+        raise typer.Exit(NO_GPU)
+    device = torch.device("cuda", torch.cuda.current_device())
+    needed = SHAPES[size].nbytes(plan.num_tokens) + _WORKING_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise typer.BadParameter(
+            f"--size, --batch and --context: they take {needed >> 30} GiB, and {free >> 30} GiB are free"
+        )
+    roofs = roofs_of(torch.cuda.get_device_name(device), device, measured)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        results = measure(MadeUpModel(SHAPES[size], device, Path(folder), plan.longest), plan)
+    text = as_markdown(size, roofs, plan, results)
+    figures = {"roofs": asdict(roofs), "plan": asdict(plan), "results": asdict(results)}
+    write_results(output, command_line("tandem bench gpu", gpu, settings), figures)
+    (output / "README.md").write_text(text)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"written to {output}", highlight=False, soft_wrap=True)
+
+
+def _numbers(flag: str, text: str, most: int) -> list[int]:
+    """Different ones, in [1, most]."""
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise typer.BadParameter(f"{flag}: {text!r} is no list of numbers") from None
+    if not 1 <= numbers[0] <= numbers[-1] <= most:
+        raise typer.BadParameter(f"{flag}: {text!r} is not within 1 and {most}")
+    return numbers

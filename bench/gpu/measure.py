@@ -1,0 +1,122 @@
+"""The steps that are measured, and what came of them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from bench.gpu.clock import launches_of, time_of
+from bench.gpu.model import BLOCK_SIZE, Forwards, MadeUpModel
+from bench.gpu.roofline import Step, tokens_of
+from engine.engine import Engine
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Plan:
+    batches: Sequence[int]
+    drafted: Sequence[int]
+    chunks: Sequence[int]
+    context: int
+    acceptance: float
+
+    @property
+    def longest(self) -> int:
+        """Of a sequence."""
+        return max(self.context, *self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """That the pool has to hold."""
+        return max(max(self.batches) * (self.context + BLOCK_SIZE), self.longest)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A forward of `sequences` with `rows_each` rows; `launches` is None on a CPU."""
+
+    sequences: int
+    rows_each: int
+    context: int
+    device_s: float
+    host_s: float
+    launches: int | None
+    work: Step
+
+
+def forward(model: MadeUpModel, forwards: Forwards, sequences: int, rows: int, context: int) -> Measured:
+    """Logits are computed for all rows of a verified chain, and for the last one of a chunk."""
+    is_chunk = rows == context
+    logits = 1 if is_chunk else rows
+    run = partial(forwards.run, forwards.batch(sequences, rows, context), logits)
+    taken = time_of(run, model.device)
+    return Measured(
+        sequences,
+        rows,
+        context,
+        *taken,
+        launches_of(run, model.device),
+        model.costs.step(sequences, rows, context, logits),
+    )
+
+
+@dataclass(frozen=True)
+class Results:
+    """`decode` and `prefill`: forwards; `steps`: seconds of a whole step of the engine, by its sequences."""
+
+    choice: str
+    decode: list[Measured]
+    prefill: list[Measured]
+    steps: dict[int, float]
+
+
+def measure(model: MadeUpModel, plan: Plan) -> Results:
+    forwards = model.forwards(plan.num_tokens)
+    rows = [1 + drafted for drafted in plan.drafted]
+    decode = [forward(model, forwards, batch, each, plan.context) for batch in plan.batches for each in rows]
+    prefill = [forward(model, forwards, 1, chunk, chunk) for chunk in plan.chunks]
+    choice = forwards.choice
+    del forwards  # its pool makes room for the engines'
+    return Results(choice, decode, prefill, {batch: _step_s(model, plan, batch) for batch in plan.batches})
+
+
+def _step_s(model: MadeUpModel, plan: Plan, batch: int) -> float:
+    """Of an engine in which so many requests decode greedily: scheduling, forward, sampling. Their contexts
+    are from three quarters of the plan's on.
+    """
+    engine = Engine(model.config(batch, plan.context))
+    prompt_len, steps = plan.context * 3 // 4, plan.context // 16
+    for number in range(batch):
+        engine.add(
+            EngineRequest(
+                request_id=str(number),
+                prompt_token_ids=[1 + (number + place) % 100 for place in range(prompt_len)],
+                sampling=SamplingParams(
+                    max_tokens=plan.context - prompt_len, temperature=0.0, ignore_eos=True
+                ),
+            )
+        )
+    try:
+        while len(engine.step().outputs) < batch:  # until all prompts are computed
+            if not engine.has_work():
+                raise RuntimeError(f"{batch} requests never decoded together: --context is too short")
+        started = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        return (time.perf_counter() - started) / steps
+    finally:
+        engine.close()
+        del engine
+        gc.collect()  # frees the pool
+
+
+def speedup(results: Results, measured: Measured, acceptance: float) -> float:
+    """Of decoding with drafts of this many tokens that cost nothing, over steps of the same batch without."""
+    plain = next(
+        each for each in results.decode if each.sequences == measured.sequences and each.rows_each == 1
+    )
+    return tokens_of(measured.rows_each - 1, acceptance) * plain.device_s / measured.device_s

@@ -1,0 +1,147 @@
+"""A model of random weights in the shape of a Qwen3, made on the device, and what runs its forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from bench.gpu.roofline import Costs
+from engine.attention import transformers_hook
+from engine.attention.select import select_backend
+from engine.held import hold
+from engine.kv_pool import KVPool
+from engine.loader import LoadedModel
+from engine.pool_layout import PoolLayout
+from engine.probe import probe
+from engine.rows import SequenceRows
+from engine.runner import Runner
+from engine.select_forward import pack_model, runner_of_one_process
+from protocol.config import ServeConfig
+
+BLOCK_SIZE = 16
+_VOCABULARY = 151936
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocabulary: int = _VOCABULARY
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Of the weights, and of the KV of so many tokens."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.hidden * self.mlp
+        kv = 2 * self.layers * self.kv_heads * self.head_dim
+        numbers = self.layers * layer + 2 * self.vocabulary * self.hidden + num_tokens * kv
+        return numbers * torch.bfloat16.itemsize
+
+    def config(self) -> Qwen3Config:
+        return Qwen3Config(
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=self.mlp,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=False,
+            dtype="bfloat16",
+        )
+
+
+SHAPES = {
+    "0.6B": Shape(28, 1024, 3072, 16),
+    "1.7B": Shape(28, 2048, 6144, 16),
+    "4B": Shape(36, 2560, 9728, 32),
+    "8B": Shape(36, 4096, 12288, 32),
+    "14B": Shape(40, 5120, 17408, 40),
+    "32B": Shape(64, 5120, 25600, 64),
+}
+
+
+class MadeUpModel:
+    """For sequences of up to `max_len` tokens. `folder` gets its configuration, by which an engine is told
+    of it.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, folder: Path, max_len: int) -> None:
+        config = shape.config()
+        config.save_pretrained(folder)
+        transformers_hook.register()
+        torch.manual_seed(0)
+        with device:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
+            )
+        model.eval().requires_grad_(False)
+        group = probe(model, torch.bfloat16, shape.layers)
+        self.costs = Costs.of(model, group.num_values * torch.bfloat16.itemsize)
+        self.device = device
+        loaded = LoadedModel(model, device, torch.bfloat16, group, shape.vocabulary, max_len, [], "00")
+        backend, _ = select_backend(device, torch.bfloat16)
+        self._loaded = pack_model(loaded, "auto", backend)
+        self._folder = folder
+        self._max_len = max_len
+
+    def config(self, max_num_seqs: int, context: int) -> ServeConfig:
+        """Of an engine with room for so many sequences. The next one that is made gets this model."""
+        tokens = 2 * BLOCK_SIZE + max(max_num_seqs * (context + BLOCK_SIZE), self._max_len)
+        config = ServeConfig(
+            model=str(self._folder),
+            device=self.device.type,  # type: ignore[arg-type]
+            block_size=BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            kv_cache_memory_bytes=tokens * self.costs.kv_bytes,
+            enable_prefix_caching=False,
+        )
+        hold([(config, self._loaded)])
+        return config
+
+    def forwards(self, num_tokens: int) -> Forwards:
+        """With a pool of so many tokens."""
+        return Forwards(self._loaded, num_tokens)
+
+
+class Forwards:
+    def __init__(self, loaded: LoadedModel, num_tokens: int) -> None:
+        self._loaded = loaded
+        self.num_blocks = -(-num_tokens // BLOCK_SIZE)
+        layout = PoolLayout((loaded.kv_group,), BLOCK_SIZE)
+        pool = KVPool(layout, self.num_blocks, loaded.device, None)
+        self._runner: Runner = runner_of_one_process(ServeConfig(), loaded, pool, ())
+        self._runner.warm_up()
+
+    @property
+    def choice(self) -> str:
+        return self._runner.choice
+
+    def batch(self, sequences: int, rows_each: int, context: int) -> list[SequenceRows]:
+        """The last rows of sequences of so many tokens, in blocks that lie apart."""
+        each = -(-context // BLOCK_SIZE)
+        order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        return [
+            SequenceRows(
+                [1 + (number + row) % 100 for row in range(rows_each)],
+                context - rows_each,
+                [order[number * each : (number + 1) * each]],
+            )
+            for number in range(sequences)
+        ]
+
+    def run(self, batch: Sequence[SequenceRows], logits_each: int) -> None:
+        rows_each = len(batch[0].token_ids)
+        wanted = [
+            number * rows_each + row
+            for number in range(len(batch))
+            for row in range(rows_each - logits_each, rows_each)
+        ]
+        self._runner.run(batch, wanted)

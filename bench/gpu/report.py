@@ -1,0 +1,67 @@
+"""Tables of what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.gpu.measure import Measured, Plan, Results, speedup
+from bench.gpu.roofs import Roofs
+
+
+def as_markdown(size: str, roofs: Roofs, plan: Plan, results: Results) -> str:
+    plain = [each for each in results.decode if each.rows_each == 1]
+    chains = [each for each in results.decode if each.rows_each > 1]
+    decode = [
+        (each.sequences, *_roofline(each, roofs), f"{results.steps[each.sequences] * 1e3:.2f}")
+        for each in plain
+    ]
+    sweep = [
+        (
+            each.sequences,
+            each.rows_each - 1,
+            *_roofline(each, roofs),
+            f"{speedup(results, each, plan.acceptance):.2f}",
+        )
+        for each in chains
+    ]
+    prefill = [
+        (each.context, *_roofline(each, roofs), f"{each.context / each.device_s:.0f}")
+        for each in results.prefill
+    ]
+    both = ("ms", "least ms", "share of the roof", "bound by", "host ms", "launches")
+    return f"""# Qwen3-{size} on {roofs.name}
+
+Random weights in bfloat16, contexts of {plan.context} tokens. Forward: {results.choice}.
+Roofs ({roofs.source}): memory {roofs.bytes_per_s / 1e9:.0f} GB/s, products {roofs.flops / 1e12:.0f} TFLOP/s.
+`host ms` is when the forward's call returns; `launches` are what it puts on the device.
+
+## Decoding
+
+`step ms`: of the engine, with scheduling and sampling.
+
+{_table(("requests", *both, "step ms"), decode)}
+## Verifying K drafted tokens
+
+`speedup` over K = 0, if each token is accepted with a chance of {plan.acceptance:g} and drafts cost nothing.
+
+{_table(("requests", "K", *both, "speedup"), sweep)}
+## Prompts
+
+{_table(("tokens", *both, "tokens/s"), prefill)}"""
+
+
+def _roofline(each: Measured, roofs: Roofs) -> tuple[object, ...]:
+    least_s = each.work.least_s(roofs)
+    return (
+        f"{each.device_s * 1e3:.3f}",
+        f"{least_s * 1e3:.3f}",
+        f"{least_s / each.device_s:.2f}",
+        each.work.bound(roofs),
+        f"{each.host_s * 1e3:.3f}",
+        "-" if each.launches is None else each.launches,
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)

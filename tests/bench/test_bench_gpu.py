@@ -1,0 +1,153 @@
+"""`tandem bench gpu` where there is no GPU: its arithmetic, its report, and its measurements on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.gpu import roofs
+from bench.gpu.measure import Measured, Plan, Results, measure, speedup
+from bench.gpu.model import MadeUpModel, Shape
+from bench.gpu.report import as_markdown
+from bench.gpu.roofline import Costs, Step, tokens_of
+from bench.gpu.roofs import Roofs, measured, missing, roofs_of
+
+CPU = torch.device("cpu")
+ROOFS = Roofs("a device", 1e12, 1e14, "made up")
+TINY = Shape(layers=2, hidden=64, mlp=96, heads=4, kv_heads=2, head_dim=16, vocabulary=320)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_one_line_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, words in ((None, "built without CUDA"), ("13.0", "finds no NVIDIA GPU")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        result = CliRunner().invoke(app, ["gpu"])
+        assert result.exit_code == 2
+        assert words in result.output
+        assert len(result.output.splitlines()) == 1
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert missing() == "Tesla T4 has compute capability 7.5, and the kernels need 8.0 (Ampere) or later"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert not missing()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "7B"], "--size: '7B' is none of 0.6B"),
+        (["--batch", "1,x"], "--batch: '1,x' is no list of numbers"),
+        (["--num-tokens", "64"], "--num-tokens: '64' is not within 1 and 63"),
+        (["--chunk", "0"], "--chunk: '0' is not within 1 and 32768"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["gpu", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_roofs_of_known_devices_are_those_of_the_data_sheet() -> None:
+    def never(device: torch.device) -> tuple[float, float]:
+        raise AssertionError
+
+    h100 = roofs_of("NVIDIA H100 80GB HBM3", CPU, never)
+    assert (h100.bytes_per_s, h100.flops) == (3350e9, 989e12)
+    unknown = roofs_of("NVIDIA X1", CPU, lambda device: (1e12, 2e14))
+    assert unknown == Roofs("NVIDIA X1", 1e12, 2e14, "measured: a copy and a product")
+    assert all("data sheet" in sheet or "paper" in sheet for *_, sheet in roofs._SHEETS.values())
+
+
+def test_roofs_are_measured_by_a_copy_and_a_product() -> None:
+    bytes_per_s, flops = measured(CPU, copied_bytes=1 << 20, size=64)
+    assert bytes_per_s > 0
+    assert flops > 0
+
+
+def test_a_step_reads_weights_and_keys_once_and_multiplies_each_row() -> None:
+    costs = Costs(layer_weights=1000, head_weights=100, weight_bytes=2, kv_bytes=8, attended=10)
+    decode = costs.step(sequences=4, rows_each=1, context=50, logits_each=1)
+    assert decode == Step(2 * 1100 + 4 * 50 * 8, 2 * (4 * 1100 + 4 * 50 * 10))
+    chunk = costs.step(sequences=1, rows_each=3, context=3, logits_each=1)
+    assert chunk == Step(2 * 1100 + 3 * 8, 2 * (3 * 1000 + 100 + (1 + 2 + 3) * 10))
+    assert Step(2 * 10**12, 10**14).least_s(ROOFS) == 2.0
+    assert Step(2 * 10**12, 10**14).bound(ROOFS) == "memory"
+    assert Step(10**12, 3 * 10**14).least_s(ROOFS) == 3.0
+    assert Step(10**12, 3 * 10**14).bound(ROOFS) == "products"
+
+
+def test_what_drafts_bring_at_a_set_acceptance() -> None:
+    assert tokens_of(0, 0.7) == 1
+    assert tokens_of(4, 1.0) == 5
+    assert tokens_of(2, 0.5) == 1.75
+    plain, chain = (Measured(2, rows, 64, rows * 0.5 + 0.5, 0.1, None, Step(1, 1)) for rows in (1, 3))
+    other = Measured(1, 1, 64, 100.0, 0.1, None, Step(1, 1))
+    results = Results("eager", [other, plain, chain], [], {})
+    assert speedup(results, chain, 0.5) == 1.75 * 1.0 / 2.0
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[MadeUpModel, Plan, Results]:
+    plan = Plan(batches=[1, 3], drafted=[0, 2], chunks=[32], context=64, acceptance=0.8)
+    with torch.inference_mode():
+        model = MadeUpModel(TINY, CPU, tmp_path_factory.mktemp("model"), plan.longest)
+        return model, plan, measure(model, plan)
+
+
+def test_everything_is_measured(on_the_cpu: tuple[MadeUpModel, Plan, Results]) -> None:
+    _, _, results = on_the_cpu
+    assert [(each.sequences, each.rows_each) for each in results.decode] == [(1, 1), (1, 3), (3, 1), (3, 3)]
+    assert [(each.rows_each, each.context) for each in results.prefill] == [(32, 32)]
+    assert results.steps.keys() == {1, 3}
+    for each in (*results.decode, *results.prefill):
+        assert 0 < each.host_s <= each.device_s
+        assert each.launches is None
+
+
+def test_what_the_made_up_model_costs(on_the_cpu: tuple[MadeUpModel, Plan, Results]) -> None:
+    model, _, _ = on_the_cpu
+    layer = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16
+    assert model.costs == Costs(
+        layer_weights=2 * layer + 64,
+        head_weights=64 * 320,
+        weight_bytes=2,
+        kv_bytes=2 * 2 * 2 * 16 * 2,
+        attended=2 * 2 * 4 * 16,
+    )
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TINY.nbytes(100) == 2 * (2 * (2 * 64 * 16 * 6 + 3 * 64 * 96) + 2 * 64 * 320 + 100 * 2 * 2 * 2 * 16)
+    monkeypatch.setattr(roofs, "missing", lambda: "")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 << 30, 24 << 30))
+    result = CliRunner().invoke(app, ["gpu"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 2
+    assert "they take 28 GiB, and 20 GiB are free" in result.output
+
+
+def test_the_report(on_the_cpu: tuple[MadeUpModel, Plan, Results], tmp_path: Path) -> None:
+    _, plan, results = on_the_cpu
+    text = as_markdown("tiny", ROOFS, plan, results)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert len([row for row in rows if row[0] in ("| 1", "| 3", "| 32")]) == 5
+    assert "memory 1000 GB/s, products 100 TFLOP/s" in text
+    assert "accepted with a chance of 0.8" in text
+    share = float(rows[2][3])
+    assert share == pytest.approx(
+        results.decode[0].work.least_s(ROOFS) / results.decode[0].device_s, abs=0.01
+    )

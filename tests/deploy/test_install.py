@@ -1,0 +1,73 @@
+"""What `deploy/install.sh` installs on a host with an NVIDIA GPU, told by a pip that only lists it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = """#!/bin/bash
+case "$*" in
+    *"import torch; print"*) echo "${CUDA%%.*}" ;;
+    *"import sys, torch"*) [ -n "$HAS_CUDA" ] ;;
+    *"import torch"*) [ -n "$HAS_TORCH" ] ;;
+    *sysconfig*) echo "$HEADERS" ;;
+    *"pip install"*) shift 5; echo "$*" >> "$LISTED" ;;
+esac
+"""
+
+
+def installed(folder: Path, **variables: str) -> tuple[list[str], str]:
+    """What pip was asked for in a checkout that has its environment, and what was said."""
+    binaries = folder / ".venv/bin"
+    binaries.mkdir(parents=True)
+    (folder / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy/install.sh", folder / "deploy")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for path, text in {
+        binaries / "python": PYTHON,
+        folder / "nvidia-smi": "#!/bin/bash\necho 'GPU 0: NVIDIA H100'\n",
+    }.items():
+        path.write_text(text)
+        path.chmod(0o755)
+    listed = folder / "listed"
+    environment = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHON": "/bin/true",
+        "LISTED": str(listed),
+        "HEADERS": str(folder),
+        **variables,
+    }
+    done = subprocess.run(
+        [folder / "deploy/install.sh"], env=environment, capture_output=True, text=True, check=True
+    )
+    return listed.read_text().splitlines(), done.stdout
+
+
+@pytest.mark.parametrize(("cuda", "nixl"), [("13.0", "nixl-cu13"), ("12.8", "nixl-cu12")])
+def test_torch_with_cuda_and_the_nixl_of_its_release(tmp_path: Path, cuda: str, nixl: str) -> None:
+    asked, _ = installed(tmp_path, CUDA=cuda)
+    torch = next(line for line in asked if "torch==" in line)
+    assert "+cpu" not in torch
+    assert f"--no-deps nixl {nixl}" in asked
+
+
+def test_a_torch_without_cuda_is_replaced(tmp_path: Path) -> None:
+    asked, _ = installed(tmp_path, CUDA="13.0", HAS_TORCH="1")
+    assert any(line.startswith("--force-reinstall torch==") for line in asked)
+
+
+def test_a_torch_with_cuda_stays(tmp_path: Path) -> None:
+    asked, _ = installed(tmp_path, CUDA="13.0", HAS_TORCH="1", HAS_CUDA="1")
+    assert not any("torch==" in line for line in asked)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="GCC is not installed")
+def test_a_host_on_which_triton_cannot_build_is_told(tmp_path: Path) -> None:
+    assert "Triton needs GCC and Python's headers" in installed(tmp_path / "without", CUDA="13.0")[1]
+    (tmp_path / "Python.h").touch()
+    assert "Triton" not in installed(tmp_path / "with", CUDA="13.0", HEADERS=str(tmp_path))[1]

@@ -1,0 +1,27 @@
+"""`tandem bench gpu` with a small model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bench.gpu.measure import Plan, measure
+from bench.gpu.model import MadeUpModel, Shape
+from bench.gpu.report import as_markdown
+from bench.gpu.roofs import measured, roofs_of
+
+
+def test_it_measures_this_gpu(tmp_path: Path) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    roofs = roofs_of(torch.cuda.get_device_name(device), device, measured)
+    found = measured(device)
+    assert 0.3 * roofs.bytes_per_s < found[0] < 1.1 * roofs.bytes_per_s
+    assert 0.2 * roofs.flops < found[1] < 1.1 * roofs.flops
+    plan = Plan(batches=[1, 4], drafted=[0, 3], chunks=[128], context=128, acceptance=0.7)
+    with torch.inference_mode():
+        results = measure(MadeUpModel(Shape(4, 512, 1024, 4), device, tmp_path, plan.longest), plan)
+    for each in (*results.decode, *results.prefill):
+        assert each.launches
+        assert each.work.least_s(roofs) < each.device_s
+    assert "share of the roof" in as_markdown("small", roofs, plan, results)

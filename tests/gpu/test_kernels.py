@@ -1,0 +1,86 @@
+"""The Triton kernels on the GPU, with the tiles that serve, against torch's backend in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from engine.attention.torch_backend import TorchBackend
+from tests.engine.interpreted.cases import FORMATS, Case, Options, Sequence, Shape, Step, cases
+
+CUDA = torch.device("cuda")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+OPTIONS = [
+    Options(),
+    Options(sliding_window=700, sinks=True),
+    Options(sliding_window=3, softcap=5.0),
+]
+LONG = (
+    Sequence(1, 1700, 1),
+    Sequence(8, 1100, 2),
+    Sequence(9, 620, 3, tree=True, earlier=4),
+    Sequence(200, 900, 4),
+    Sequence(64, 64, 5),
+)
+"""A decode row and rows to verify over several splits, a tree, a chunk, and a prompt."""
+
+
+def computed(step: Step) -> torch.Tensor:
+    from engine.attention.triton_kernel.backend import TritonBackend
+
+    return step.to(CUDA).run(TritonBackend)
+
+
+def check(case: Case) -> None:
+    expected = Step.of(case).in_float64().run(TorchBackend)
+    out = computed(Step.of(case)).cpu()
+    tolerance = TOLERANCE[case.shape.dtype]
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(cases())
+def test_small_steps(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_long_contexts(dtype: torch.dtype, quantization: str, options: Options) -> None:
+    check(Case(Shape(dtype, quantization, 2, 4, 128, 128), options, LONG, padding=2))
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (256, 256), (512, 512), (192, 128)])
+def test_sizes_of_heads(key_dim: int, value_dim: int) -> None:
+    shape = Shape(torch.bfloat16, key_dim=key_dim, value_dim=value_dim)
+    check(Case(shape, Options(), LONG[:4]))
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), FORMATS, ids=str)
+def test_rows_have_the_same_bits_alone_and_in_a_crowd(dtype: torch.dtype, quantization: str) -> None:
+    crowd = Case(Shape(dtype, quantization, 2, 4, 128, 128), Options(), LONG * 3)
+    together = computed(Step.of(crowd))
+    for index in range(len(LONG)):
+        alone = computed(Step.of(crowd.alone(index)))
+        assert torch.equal(together[crowd.rows_of(index)], alone)
+
+
+def test_rows_to_verify_have_the_bits_of_decode_rows() -> None:
+    shape = Shape(torch.bfloat16, "none", 2, 4, 128, 128)
+    together = computed(Step.of(Case(shape, Options(), (Sequence(8, 1100, 3),))))
+    for row in range(8):
+        alone = computed(Step.of(Case(shape, Options(), (Sequence(8 - row, 1100, 3),))))
+        assert torch.equal(alone[0], together[row])
+
+
+def test_the_pool_gets_the_bytes_that_torch_writes() -> None:
+    from engine.attention.triton_kernel.backend import TritonBackend
+
+    for dtype, quantization in FORMATS:
+        case = Case(Shape(dtype, quantization), Options(), LONG[:3])
+        ours, theirs = Step.of(case).to(CUDA), Step.of(case)
+        ours.run(TritonBackend)
+        theirs.run(TorchBackend)
+        for mine, expected in zip(ours.layer, theirs.layer, strict=True):
+            torch.testing.assert_close(mine.cpu(), expected, atol=0, rtol=0, equal_nan=True)

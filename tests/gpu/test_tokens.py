@@ -1,0 +1,104 @@
+"""An engine on the GPU in float32: the tokens of Transformers' `generate`, whatever else is in the step."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from engine.engine import Engine
+from protocol.config import ServeConfig
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import SpeculativeConfig
+from speculation.speculator import speculate
+from tests.e2e.architectures import ARCHITECTURES, VOCAB_SIZE, write_model
+from tests.worker.tiny_model import greedy, load
+
+DEVICE = "cuda"
+CHUNK = 64
+LENGTHS = [1, 7, 16, 31, 48, CHUNK, 100, 3 * CHUNK]
+NUM_TOKENS = 20
+OWN_DECODER = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+def engine_of(folder: Path, **changes: Any) -> Engine:
+    config = ServeConfig(
+        model=str(folder),
+        dtype="float32",
+        device=DEVICE,  # type: ignore[arg-type]
+        max_model_len=256,
+        max_num_batched_tokens=CHUNK,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=8 << 20,
+    )
+    return Engine(msgspec.structs.replace(config, **changes), speculate=speculate)
+
+
+def prompts(lengths: list[int]) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def generate(engine: Engine, batch: list[list[int]], **sampling: Any) -> list[list[int]]:
+    params = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True} | sampling
+    for index, prompt in enumerate(batch):
+        request = SamplingParams(**params | {"seed": len(prompt)})
+        engine.add(EngineRequest(request_id=str(index), prompt_token_ids=prompt, sampling=request))
+    tokens: list[list[int]] = [[] for _ in batch]
+    while engine.has_work():
+        for output in engine.step().outputs:
+            tokens[int(output.request_id)] += output.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
+    write_model(model_type, tmp_path)
+    reference, batch = load(tmp_path), prompts(LENGTHS)
+    expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
+    assert generate(engine_of(tmp_path), batch) == expected
+
+
+@pytest.mark.parametrize("model_type", OWN_DECODER)
+def test_the_cuda_decoder_gives_the_tokens_of_transformers_modules(model_type: str, tmp_path: Path) -> None:
+    write_model(model_type, tmp_path)
+    batch = prompts(LENGTHS)
+    ours, modules = (engine_of(tmp_path, compile=choice) for choice in ("auto", "off"))
+    assert "CUDA decoder" in ours.start_up["forward"]
+    assert "CUDA decoder" not in modules.start_up["forward"]
+    assert generate(ours, batch) == generate(modules, batch)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_one_seed_gives_one_answer(sampling: dict[str, Any], tmp_path: Path) -> None:
+    """Alone, in a crowd, and with drafts."""
+    write_model("qwen3", tmp_path)
+    batch = prompts(LENGTHS)
+    crowd = generate(engine_of(tmp_path), batch, **sampling)
+    assert [generate(engine_of(tmp_path), [prompt], **sampling)[0] for prompt in batch] == crowd
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    assert generate(engine_of(tmp_path, speculative_config=drafts), batch, **sampling) == crowd
+
+
+def test_a_forward_never_waits_for_the_gpu(tmp_path: Path) -> None:
+    """As CUDA itself tells."""
+    from bench.gpu.model import MadeUpModel, Shape
+
+    device = torch.device(DEVICE)
+    with torch.inference_mode():
+        model = MadeUpModel(Shape(2, 64, 96, 4, 2, 16, 320), device, tmp_path, 128)
+        forwards = model.forwards(4 * 128)
+        batch = forwards.batch(4, 3, 100)
+        for _ in range(2):
+            forwards.run(batch, 3)
+            torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            forwards.run(batch, 3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
