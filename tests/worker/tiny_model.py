@@ -29,7 +29,8 @@ def write_tiny_llama(folder: Path) -> None:
 
 
 def load(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    """By Transformers' own attention: torch's, the default in 5.17, leaves out Gemma 2's soft caps."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
