@@ -4,7 +4,7 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint clean
+.PHONY: help install serve test pytest lint clean
 
 help:  ## Show what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -14,7 +14,9 @@ install: .venv/.installed  ## Set up .venv with all that serving needs
 serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--port 9000" for options)
 	exec $(BIN)/tandem serve $(ARGS)
 
-test: lint  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" to choose)
+test: lint pytest  ## Run the checks and the tests (PYTEST_ARGS="-m 'not slow'" to choose)
+
+pytest: .venv/.installed-test
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: .venv/.installed-test  ## Run ruff, mypy and the import rules
