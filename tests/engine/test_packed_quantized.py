@@ -16,7 +16,7 @@ from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from native import build
 from tests.engine.quantized_weights import make_weight
-from tests.engine.test_packed_linear import CPU, EMULATED, HAS_PAIRS
+from tests.engine.test_packed_linear import CPU, EMULATED, EMULATING, HAS_PAIRS
 
 pytestmark = pytest.mark.skipif(
     packed.kernel_fault(CPU, torch.bfloat16) is not None, reason="this machine has no such kernel"
@@ -52,7 +52,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def _kernel(name: str, emulated: bool) -> Callable[..., None]:
     with pytest.MonkeyPatch.context() as patch:
         if emulated:
-            patch.setattr(build, "_FLAGS", [*build._FLAGS, f"-I{EMULATED.parent}"])
+            patch.setattr(build, "_FLAGS", EMULATING)
             library = build.load_library(EMULATED)
             patch.setattr(packed_quantized, "library", lambda: library)
         return packed_quantized._kernel.__wrapped__(name)
