@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from bench.cli import app
 from bench.transfer import growth, link, raw, rows
 from bench.transfer.figures import Figure, ratio_figure
 from bench.transfer.growth import Point
-from bench.transfer.process import Remote
+from bench.transfer.process import Remote, processes
 from bench.transfer.sides import Pair, scattered
 
 
@@ -54,7 +52,10 @@ def test_a_pair_moves_its_blocks(transport: str) -> None:
 
 def test_the_other_rows_do_without_ray() -> None:
     code = "import sys, bench.transfer.rows; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    forked = processes.Process(target=exec, args=(code, {}))
+    forked.start()
+    forked.join()
+    assert forked.exitcode == 0
 
 
 @pytest.mark.slow
