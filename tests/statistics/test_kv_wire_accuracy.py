@@ -13,7 +13,7 @@ import functools
 import pytest
 import torch
 
-from bench.transfer.accuracy import NEW_TOKENS, Continuation, Handoffs, agreement
+from bench.transfer.accuracy import NEW_TOKENS, Agreement, Continuation, Handoffs, agreement
 from kvtransfer.blocks.layout import block_bytes
 from kvtransfer.blocks.quantize import Quantizer
 
@@ -24,6 +24,14 @@ NUM_VALUES = 4 * 2 * 16 * 2 * 64
 @functools.cache
 def handoffs(dtype: str) -> Handoffs:
     return Handoffs(dtype)
+
+
+@functools.cache
+def through_the_wire(dtype: str, wire_dtype: str) -> tuple[list[bytearray], Agreement]:
+    """The prompts' blocks after it, and how greedy decoding agreed."""
+    model = handoffs(dtype)
+    blocks = [model.through_the_wire(prompt, wire_dtype) for prompt in model.prompts]
+    return blocks, agreement(model.unchanged, model.continue_with(blocks))
 
 
 def without_last_bit(blocks: bytearray) -> bytearray:
@@ -51,9 +59,8 @@ def test_greedy_decoding_goes_on_as_without_the_wire(
 ) -> None:
     model = handoffs(dtype)
     assert len(model.prompts) >= 50
-    blocks = [model.through_the_wire(prompt, wire_dtype) for prompt in model.prompts]
+    blocks, agreed = through_the_wire(dtype, wire_dtype)
     errors = model.relative_error(blocks)
-    agreed = agreement(model.unchanged, model.continue_with(blocks))
     share = block_bytes(Quantizer(model.segments, wire_dtype).wire) / (NUM_VALUES * 2)
     print(
         f"\n{wire_dtype} of {dtype}: {share:.4f} of the bytes of bfloat16; relative RMS error of "
@@ -69,9 +76,9 @@ def test_greedy_decoding_goes_on_as_without_the_wire(
 @pytest.mark.slow
 def test_int8_costs_bfloat16_hardly_more_than_the_last_bit_of_its_values_does() -> None:
     model = handoffs("bfloat16")
-    int8 = [model.through_the_wire(prompt, "int8") for prompt in model.prompts]
+    _, of_int8 = through_the_wire("bfloat16", "int8")
     one_bit = [without_last_bit(prompt.blocks) for prompt in model.prompts]
-    of_int8, of_one_bit = (agreement(model.unchanged, model.continue_with(each)) for each in (int8, one_bit))
+    of_one_bit = agreement(model.unchanged, model.continue_with(one_bit))
     print(f"\nbfloat16 without its last bit: {of_one_bit}")
     assert of_int8.continuations > of_one_bit.continuations - 0.1
 
