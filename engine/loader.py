@@ -14,6 +14,7 @@ from engine.decoder.description import NativeModel
 from engine.errors import UnsupportedModelError
 from engine.fingerprint import model_fingerprint
 from engine.held import take
+from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
@@ -63,13 +64,17 @@ def load_model(config: ServeConfig) -> LoadedModel:
     hf_config = _load_hf_config(config)
     dtype = choose_dtype(config.dtype, hf_config, device)
     model = _load_weights(config, hf_config, dtype, device)
+    has_kernel = kernel_fault(device, dtype) is None
     if config.quantization is not None:
+        if has_kernel:
+            split_experts(model)
         round_linears(model, CodeFormat(config.quantization))
     if config.quantize_lm_head:
         round_head(model)
     weights = model_fingerprint(model).hex()
-    if kernel_fault(device, dtype) is None:
+    if has_kernel:
         pack_quantized_linears(model)
+        join_experts(model)
     text_config = hf_config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,
@@ -167,7 +172,8 @@ def _load_weights(
             torch.manual_seed(DUMMY_SEED)
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **options)
         elif quantization_config(hf_config) is not None:
-            model = load_quantized(config.model, config.revision, hf_config, dtype, options)
+            has_kernel = kernel_fault(device, dtype) is None
+            model = load_quantized(config.model, config.revision, hf_config, dtype, options, has_kernel)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 config.model, config=hf_config, revision=config.revision, dtype=dtype, **options

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import UnsupportedModelError
+from engine.linear.experts import fused_experts
 from engine.linear.packed import plain_weight
 from engine.linear.quantized import QuantizedLinear
 from engine.quantization import mxfp4
@@ -25,6 +26,7 @@ from engine.quantization.checkpoint import Layout, parse_layout
 from engine.quantization.files import read_tensors
 from engine.quantization.stored import StoredLayer
 from engine.quantization.weight import QuantizedWeight
+from engine.quantized_experts import set_experts, take_experts
 
 logger = logging.getLogger("tandem.engine")
 
@@ -35,9 +37,15 @@ def quantization_config(hf_config: Any) -> dict[str, Any] | None:
 
 
 def load_quantized(
-    model: str, revision: str | None, hf_config: Any, dtype: torch.dtype, options: Mapping[str, Any]
+    model: str,
+    revision: str | None,
+    hf_config: Any,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    keeps_experts: bool,
 ) -> PreTrainedModel:
-    """The model on the CPU, made with Transformers' `options`.
+    """The model on the CPU, made with Transformers' `options`. With `keeps_experts` those that it fuses stay
+    quantized where they can, and are to be joined (`join_experts`); else they are dequantized.
 
     Raises UnsupportedModelError, naming a tensor or a field of the configuration, or ConfigError.
     """
@@ -48,17 +56,35 @@ def load_quantized(
         empty = AutoModelForCausalLM.from_config(plain_config, dtype=dtype, **options)
     tensors = read_tensors(model, revision)
     weights: dict[str, QuantizedWeight] = {}
+    experts: dict[str, Iterable[QuantizedWeight]] = {}
+    known = fused_experts(empty) if keeps_experts else {}
     if method.get("quant_method") == mxfp4.METHOD:
-        rest = mxfp4.dequantized(tensors, dtype)
-        logger.info("mxfp4 checkpoint: %d tensors of experts are dequantized", len(tensors) - len(rest))
+        rest, stacked = mxfp4.split(tensors)
+        for name, stack in stacked.items():
+            if name.rpartition(".")[0] in known:
+                experts[name] = stack
+            else:
+                rest[name] = stack.dequantized(dtype)
+        logger.info("mxfp4 checkpoint: %d of %d tensors of experts stay so", len(experts), len(stacked))
     else:
-        rest, weights = _split(tensors, parse_layout(method), empty)
+        rest, weights, fused = _split(tensors, parse_layout(method), empty)
+        count = len(weights) + len(fused)
+        experts |= take_experts(fused, empty) if keeps_experts else {}
         logger.info(
             "%s checkpoint: %d linear layers stay quantized; their inputs are not",
             method["quant_method"],
-            len(weights),
+            count - len(fused),
         )
+        if fused:
+            logger.warning(
+                "%d quantized layers that the model fuses, such as experts, are dequantized", len(fused)
+            )
+        while fused:
+            name, weight = fused.popitem()
+            rest[f"{name}.weight"] = weight.dequantized().to(dtype)
+    rest |= {name: _placeholder(empty.get_parameter(name)) for name in experts}
     loaded = _load_rest(empty, rest)
+    set_experts(loaded, experts)
     for name, weight in weights.items():
         loaded.set_submodule(name, QuantizedLinear(weight, loaded.get_submodule(name).bias))
     _take_generation_config(loaded, model, revision)
@@ -67,15 +93,14 @@ def load_quantized(
 
 def _split(
     tensors: Mapping[str, Tensor], layout: Layout, empty: PreTrainedModel
-) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
-    """What Transformers loads, with placeholders, and the weights of the model's quantized linear layers.
-
-    Layers that the model doesn't have as such are experts that lie together there: they are dequantized.
+) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight], dict[str, QuantizedWeight]]:
+    """What Transformers loads, with placeholders; the weights of the model's quantized linear layers; and of
+    those that the model doesn't have as such: experts that lie together there.
     """
     linears = {name: module for name, module in empty.named_modules() if type(module) in (nn.Linear, Conv1D)}
     rest: dict[str, Tensor] = {}
     weights: dict[str, QuantizedWeight] = {}
-    dequantized = 0
+    fused: dict[str, QuantizedWeight] = {}
     for name, stored in _by_layer(tensors).items():
         if not layout.is_stored(stored):
             rest.update({f"{name}.{suffix}" if name else suffix: each for suffix, each in stored.items()})
@@ -85,15 +110,14 @@ def _split(
         if name in linears:
             outputs, inputs = plain_weight(linears[name]).shape
             weights[name] = layout.read(StoredLayer(name, outputs, inputs, stored))
-            rest[f"{name}.weight"] = torch.zeros((), dtype=empty.dtype).expand(linears[name].weight.shape)
+            rest[f"{name}.weight"] = _placeholder(linears[name].weight)
         else:
-            rest[f"{name}.weight"] = _dequantized(name, stored, layout).to(empty.dtype)
-            dequantized += 1
-    if dequantized:
-        logger.warning(
-            "%d quantized layers that the model fuses, such as experts, are dequantized", dequantized
-        )
-    return rest, weights
+            fused[name] = _fused(name, stored, layout)
+    return rest, weights, fused
+
+
+def _placeholder(weight: Tensor) -> Tensor:
+    return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
 
 
 def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -104,13 +128,13 @@ def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return layers
 
 
-def _dequantized(name: str, stored: Mapping[str, Tensor], layout: Layout) -> Tensor:
+def _fused(name: str, stored: Mapping[str, Tensor], layout: Layout) -> QuantizedWeight:
     shape = layout.shape(stored)
     if shape is None:
         raise UnsupportedModelError(
             f"{name}: its quantized weight is missing beside {', '.join(sorted(stored))}"
         )
-    return layout.read(StoredLayer(name, *shape, stored)).dequantized()
+    return layout.read(StoredLayer(name, *shape, stored))
 
 
 def _load_rest(empty: PreTrainedModel, tensors: Mapping[str, Tensor]) -> PreTrainedModel:

@@ -16,9 +16,11 @@ from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward, library
 from engine.forward import Forward
 from engine.kv_pool import KVPool
+from engine.linear.experts import pack_experts
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
 from engine.linear.quantized import QuantizedLinear
+from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.loader import LoadedModel, load_model
 from engine.pool_layout import TARGET
 from engine.runner import Runner
@@ -67,7 +69,7 @@ def build_runner(
     if loaded.description is not None:
         assert isinstance(backend, CpuBackend)
         return DecoderForward(loaded.description, backend, hidden_layers)
-    packed_layers = PackedLinear, PackedQuantizedLinear
+    packed_layers = PackedLinear, PackedQuantizedLinear, RoutedLinear, RoutedQuantizedLinear
     count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
     packed = f"{count} packed layers, summed alike in every batch"
     return Forward(loaded.model, backend, compile, hidden_layers, products=packed, packed=True)
@@ -88,5 +90,6 @@ def pack_model(loaded: LoadedModel, compile: str, backend: type[AttentionBackend
             logger.warning("the native decoder cannot be built: %s", error)
         else:
             return replace(loaded, description=Description(loaded.model, loaded.max_model_len))
+    pack_experts(loaded.model)
     pack_linears(loaded.model)
     return loaded

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.linear.structs import QuantizedArgs
+from engine.linear.structs import QuantizedArgs, RoutedArgs
 from native.build import BuildError, declare, load_library
 from native.openmp import gomp_parallel
 
@@ -28,7 +28,7 @@ PANEL = 64
 
 def library() -> ctypes.CDLL:
     """Raises BuildError."""
-    return load_library(Path(__file__).parent / "product.cpp", QuantizedArgs)
+    return load_library(Path(__file__).parent / "product.cpp", QuantizedArgs, RoutedArgs)
 
 
 @functools.cache

@@ -131,7 +131,7 @@ class PackedWeight:
 
     def args(self, bias: Tensor | None) -> QuantizedArgs:
         """What they point to must live longer."""
-        return _args(*self.tensors, bias, FORMATS.index(self.format), self.out_features)
+        return packed_args(*self.tensors, bias, FORMATS.index(self.format), self.out_features)
 
 
 def join(weights: Sequence[PackedWeight]) -> PackedWeight:
@@ -149,7 +149,7 @@ def join(weights: Sequence[PackedWeight]) -> PackedWeight:
     )
 
 
-def _args(
+def packed_args(
     words: Tensor,
     scales: Tensor,
     offsets: Tensor | None,
@@ -197,7 +197,7 @@ def _run(
     format: int,
     out_features: int,
 ) -> Tensor:
-    args = _args(words, scales, offsets, inputs, bias, format, out_features)
+    args = packed_args(words, scales, offsets, inputs, bias, format, out_features)
     if not x.is_contiguous():
         x = x.contiguous()
     *batch, in_features = x.shape

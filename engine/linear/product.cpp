@@ -10,6 +10,7 @@
 #include "floats.h"
 #include "product.h"
 #include "quantized.h"
+#include "routed.h"
 #if defined(__AVX512BF16__)
 #include "pairs.h"
 #if defined(__AMX_BF16__)
@@ -29,7 +30,7 @@ template <class Tiles> void multiply(const Product& p, int64_t most_threads, Par
 
 extern "C" {
 
-extern const int64_t tandem_sizes[] = {sizeof(Quantized)};
+extern const int64_t tandem_sizes[] = {sizeof(Quantized), sizeof(Routed)};
 
 // With float32 products, on any CPU.
 void tandem_linear_in_floats(
@@ -86,5 +87,31 @@ void tandem_quantized_linear(
 #else
     multiply<Floats>(x, *weights, out, rows, threads, parallel);
 #endif
+}
+
+// With weights of each row's expert, which lie one behind the other.
+void tandem_routed_linear(
+    const Routed* rows, const uint16_t* weights, const uint16_t* bias, int64_t threads, Parallel parallel) {
+    const int64_t K = rows->in_features, N = rows->out_features, panels = (N + PANEL - 1) / PANEL;
+    each_part(*rows, threads, parallel, [&](const Part& part) {
+        const uint16_t* from = weights + (part.expert * panels + part.panel) * PANEL * K;
+        const uint16_t* own_bias = bias ? bias + part.expert * N + part.panel * PANEL : nullptr;
+        tandem_linear(part.x, from, own_bias, part.out, part.rows, K, part.outputs, 1, nullptr);
+    });
+}
+
+// The same; `first` are the first expert's weights. A panel has so many words and scales.
+void tandem_routed_quantized_linear(
+    const Routed* rows, const Quantized* first, int64_t words, int64_t scales, int64_t threads, Parallel parallel) {
+    const int64_t N = rows->out_features, panels = (N + PANEL - 1) / PANEL;
+    each_part(*rows, threads, parallel, [&](const Part& part) {
+        const int64_t panel = part.expert * panels + part.panel;
+        Quantized q = *first;
+        q.words += panel * words, q.scales += panel * scales, q.out_features = part.outputs;
+        if (q.offsets) q.offsets += panel * scales;
+        if (q.inputs) q.inputs += part.expert * q.in_features;
+        if (q.bias) q.bias += part.expert * N + part.panel * PANEL;
+        tandem_quantized_linear(part.x, &q, part.out, part.rows, 1, nullptr);
+    });
 }
 }

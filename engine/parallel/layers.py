@@ -7,12 +7,14 @@ can be shared, and no layer has to know of it.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.linear.experts import Experts
 from engine.linear.packed import PANEL, PackedLinear, plain_weight
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.parallel.group import Columns, Ranks
@@ -35,17 +37,12 @@ class ExpertsShare(nn.Module):
     the same rows, and results are summed as Transformers' `grouped_mm` sums them: with the same bits.
     """
 
-    def __init__(self, whole: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, whole: Any, ranks: Ranks) -> None:
         super().__init__()
         self.ranks = ranks
         self.own = ranks.own(whole.num_experts)
-        self.part = copy.copy(whole)
-        self.part._parameters = {
-            name: nn.Parameter(weight[self.own.start : self.own.stop], requires_grad=False)
-            for name, weight in whole.named_parameters(recurse=False)
-        }
-        self.part.num_experts = len(self.own)
-        self.part._is_expert_parallel = True  # it leaves out what is for an expert of this number or above
+        # It leaves out what is for an expert that it does not have.
+        self.part = whole.part(self.own) if isinstance(whole, Experts) else _experts(whole, self.own)
         parts = ranks.parts(whole.num_experts)
         self.owners = torch.tensor([rank for rank, part in enumerate(parts) for _ in part])
 
@@ -73,9 +70,26 @@ def model_share(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
     for path, module in list(share.named_modules()):
         if type(module) in (nn.Linear, PackedLinear, PackedQuantizedLinear, Conv1D):
             share.set_submodule(path, _linear_share(module, ranks))
-        elif getattr(module, "num_experts", 0) >= ranks.size and hasattr(module, "_is_expert_parallel"):
+        elif _are_experts(module) and module.num_experts >= ranks.size:
             share.set_submodule(path, ExpertsShare(module, ranks))
     return share
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Packed ones' `rest` has no weights."""
+    fused = hasattr(module, "_is_expert_parallel") and any(True for _ in module.parameters(recurse=False))
+    return isinstance(module, Experts) or fused
+
+
+def _experts(whole: nn.Module, own: range) -> nn.Module:
+    part: Any = copy.copy(whole)
+    part._parameters = {
+        name: nn.Parameter(weight[own.start : own.stop], requires_grad=False)
+        for name, weight in whole.named_parameters(recurse=False)
+    }
+    part.num_experts = len(own)
+    part._is_expert_parallel = True
+    return part
 
 
 def _linear_share(

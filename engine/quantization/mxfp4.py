@@ -1,11 +1,12 @@
-"""gpt-oss's own MXFP4 checkpoints: a tensor has the weights of all experts, and is dequantized at load.
+"""gpt-oss's own MXFP4 checkpoints: a tensor has the weights of all experts.
 
 E2M1 codes, and one power of two (E8M0) for 32 inputs: OCP Microscaling Formats, 2023.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,23 +25,45 @@ _BIAS, _NAN = 127, 255
 """Of E8M0."""
 
 
-def dequantized(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The checkpoint with NAME, `dtype` [experts, inputs, outputs], in place of NAME_blocks, uint8 [experts,
-    outputs, groups, 16], and NAME_scales, uint8 [experts, outputs, groups].
+@dataclass(frozen=True)
+class StackedWeights:
+    """All experts': uint8 [experts, outputs, groups, 16] and [experts, outputs, groups]."""
+
+    blocks: Tensor
+    scales: Tensor
+
+    def __iter__(self) -> Iterator[QuantizedWeight]:
+        for blocks, scales in zip(self.blocks, self.scales, strict=True):
+            powers = torch.exp2(scales.to(torch.float32) - _BIAS)
+            yield QuantizedWeight(CodeFormat.MXFP4, unpack_pairs(blocks.flatten(1)), powers)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[experts, inputs, outputs]"""
+        experts, outputs, groups, _ = self.blocks.shape
+        dense = torch.empty(experts, 2 * _GROUP_BYTES * groups, outputs, dtype=dtype)
+        for expert, weight in enumerate(self):  # one at a time: in float32 all need several times the memory
+            dense[expert] = weight.dequantized().T
+        return dense
+
+
+def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, StackedWeights]]:
+    """The checkpoint without NAME_blocks and NAME_scales, and what these are, by NAME.
 
     Raises UnsupportedModelError, naming a tensor.
     """
-    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith((BLOCKS, SCALES))}
+    rest = {name: tensor for name, tensor in tensors.items() if not name.endswith((BLOCKS, SCALES))}
+    weights = {}
     for name, blocks in tensors.items():
         if name.endswith(BLOCKS):
             weight = name.removesuffix(BLOCKS)
             if weight + SCALES not in tensors:
                 raise UnsupportedModelError(f"{weight}{SCALES}: is missing beside {name}")
-            plain[weight] = _weight(weight, blocks, tensors[weight + SCALES], dtype)
-    return plain
+            weights[weight] = StackedWeights(blocks, tensors[weight + SCALES])
+            _check(weight, blocks, tensors[weight + SCALES])
+    return rest, weights
 
 
-def _weight(name: str, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _check(name: str, blocks: Tensor, scales: Tensor) -> None:
     for suffix, tensor in ((BLOCKS, blocks), (SCALES, scales)):
         if tensor.dtype is not torch.uint8:
             raise UnsupportedModelError(f"{name}{suffix}: is {tensor.dtype}, not torch.uint8")
@@ -54,10 +77,3 @@ def _weight(name: str, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
         )
     if (scales == _NAN).any():
         raise UnsupportedModelError(f"{name}{SCALES}: has scales that are NaN")
-    experts, outputs, groups, _ = blocks.shape
-    weight = torch.empty(experts, 2 * _GROUP_BYTES * groups, outputs, dtype=dtype)
-    for expert in range(experts):  # one at a time: in float32 all of them need several times the memory
-        codes = unpack_pairs(blocks[expert].flatten(1))
-        powers = torch.exp2(scales[expert].to(torch.float32) - _BIAS)
-        weight[expert] = QuantizedWeight(CodeFormat.MXFP4, codes, powers).dequantized().T
-    return weight

@@ -16,6 +16,7 @@ from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.errors import UnsupportedModelError
 from engine.linear.packed import kernel_fault
 from engine.linear.quantized import QuantizedLinear
+from engine.linear.routed import RoutedQuantizedLinear
 from engine.loader import LoadedModel, load_model
 from engine.select_forward import pack_model
 from protocol.config import ServeConfig
@@ -101,6 +102,23 @@ def test_experts_that_the_model_fuses_are_dequantized(tmp_path: Path) -> None:
     loaded = load(tmp_path)
     assert num_quantized(loaded) == 2 * 4, "attention"
     torch.testing.assert_close(logits(loaded.model), logits(dense), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["awq", "packed_int4", "int8", "fp8_blocks"])
+def test_they_stay_quantized_where_our_kernel_multiplies(tmp_path: Path, name: str) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    dense = write_quantized(tmp_path, "qwen3_moe", name, **experts)
+    loaded = load(tmp_path, "bfloat16")
+    if kernel_fault(loaded.device, loaded.dtype) is not None:
+        pytest.skip("needs a CPU with AVX2")
+    x, chosen = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 1], [1, 3], [2, 0]])
+    weights = torch.rand(3, 2).bfloat16()
+    for layer, own in zip(dense.model.layers, loaded.model.model.layers, strict=True):
+        assert isinstance(own.mlp.experts.first, RoutedQuantizedLinear)
+        assert isinstance(own.mlp.experts.second, RoutedQuantizedLinear)
+        expected = layer.mlp.experts(x.float(), chosen, weights.float())
+        error = (own.mlp.experts(x, chosen, weights) - expected).abs().max()
+        assert error < 0.02 * expected.abs().max()
 
 
 def test_weights_are_told_from_other_quantizations_of_the_same_model(tmp_path: Path) -> None:

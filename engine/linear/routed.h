@@ -1,0 +1,92 @@
+// Products of rows with several weights, each row with its own: the rows of a weight are multiplied at once, so that it is
+// read once. Which rows those are changes no bits, as in any batch. Threads meet once for all weights, not for each.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "../../native/parallel.h"
+#include "product.h"
+#include "shares.h"
+
+namespace {
+
+struct Routed {
+    const uint16_t* x;        // [rows / sharing][in_features]
+    const int64_t* experts;   // [rows]: whose weights multiply a row; one that there is not gives zeros
+    uint16_t* out;            // [rows][out_features]
+    int64_t rows, sharing;    // so many rows, one behind the other, have the same inputs
+    int64_t num_experts, in_features, out_features;
+};
+
+// Some panels of an expert, for its rows.
+struct Part {
+    int64_t expert, panel;
+    const uint16_t* x;
+    uint16_t* out;            // [rows][outputs]
+    int64_t rows, outputs;
+};
+
+// The rows by their experts, with room for their results.
+class Gathered {
+  public:
+    explicit Gathered(const Routed& p) : p(p), starts(p.num_experts + 1), places(p.rows, -1) {
+        for (int64_t r = 0; r < p.rows; r++)
+            if (has_expert(r)) starts[p.experts[r] + 1]++;
+        for (int64_t e = 0; e < p.num_experts; e++) starts[e + 1] += starts[e];
+        std::vector<int64_t> next(starts);
+        x.resize(starts.back() * p.in_features), out.resize(starts.back() * p.out_features);
+        for (int64_t r = 0; r < p.rows; r++) {
+            if (!has_expert(r)) continue;
+            places[r] = next[p.experts[r]]++;
+            memcpy(&x[places[r] * p.in_features], p.x + r / p.sharing * p.in_features, p.in_features * sizeof(uint16_t));
+        }
+    }
+
+    // Of each expert that has rows as many parts, if it has the panels.
+    std::vector<Part> parts(int64_t of_each) {
+        const int64_t panels = (p.out_features + PANEL - 1) / PANEL, step = (panels + of_each - 1) / of_each;
+        std::vector<Part> all;
+        for (int64_t e = 0; e < p.num_experts; e++) {
+            const int64_t first = starts[e], rows = starts[e + 1] - first;
+            for (int64_t panel = 0; rows && panel < panels; panel += step) {
+                const int64_t n = panel * PANEL, outputs = std::min(step * PANEL, p.out_features - n);
+                all.push_back({e, panel, &x[first * p.in_features], &out[first * p.out_features + rows * n], rows, outputs});
+            }
+        }
+        return all;
+    }
+
+    void put(const std::vector<Part>& parts) {
+        for (int64_t r = 0; r < p.rows; r++)
+            if (places[r] < 0) std::fill_n(p.out + r * p.out_features, p.out_features, uint16_t(0));
+        std::vector<int64_t> rows(starts.back());
+        for (int64_t r = 0; r < p.rows; r++)
+            if (places[r] >= 0) rows[places[r]] = r;
+        for (const Part& part : parts)
+            for (int64_t i = 0; i < part.rows; i++)
+                memcpy(p.out + rows[starts[part.expert] + i] * p.out_features + part.panel * PANEL,
+                       part.out + i * part.outputs, part.outputs * sizeof(uint16_t));
+    }
+
+  private:
+    bool has_expert(int64_t r) const { return p.experts[r] >= 0 && p.experts[r] < p.num_experts; }
+
+    const Routed& p;
+    std::vector<int64_t> starts, places;  // of each expert; of each row among all experts' rows, or -1
+    std::vector<uint16_t> x, out;
+};
+
+// Calls work(part) for all parts of the experts that have rows, on up to `threads` threads.
+template <class Work> void each_part(const Routed& p, int64_t threads, Parallel parallel, const Work& work) {
+    Gathered gathered(p);
+    if (p.rows * p.in_features * p.out_features < SERIAL_WEIGHTS) threads = 1;
+    const std::vector<Part> parts = gathered.parts(threads);
+    share_out(int64_t(parts.size()), threads, parallel, [&](int64_t i) { work(parts[i]); });
+    gathered.put(parts);
+}
+
+}  // namespace
