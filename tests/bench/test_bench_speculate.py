@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.speculate.engines import Run
+from bench.speculate.engines import Engines, Run
 from bench.speculate.figures import crossover, figures_of, verdicts_of
 from bench.speculate.measurement import Answer, Measurement, summarize
 from bench.speculate.plan import Block, Case, NumTokens, Plan, parse_drafting
@@ -251,11 +251,11 @@ def check_files(folder: Path, cases: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_engines_side_by_side(tmp_path: Path) -> None:
+def test_engines_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With coupled verification every answer is the baseline's."""
+    monkeypatch.setattr(Engines, "max_prompt_len", 16)
     options = ("--method", "draft_model", "--num-tokens", "0,3,auto", "--dtype", "float32")
-    # Long enough that two decode side by side also where the second prompt's chunks are kept short.
-    longer = ("--output-len", "32")
+    longer = ("--output-len", "20")  # two are to decode side by side
     result = run(tmp_path, *options, *longer, "--concurrency", "1,2", "--temperature", "0,0.7")
     assert result.exit_code == 0, result.output
     document = check_files(tmp_path, cases=16)
