@@ -19,7 +19,9 @@ from tests.statistics.toy_speculation import ALPHA, Propose, chi_squared, genera
 MODEL = torch.tensor([[0.70, 0.30], [0.70, 0.30]])
 DRAFT = torch.full((2, 2), 0.5)
 LONGEST = 3
-TRIALS = 20_000
+TRIALS = 8_000
+"""Of which a chi-squared test of three tokens sees a deviation of 8 % 98 times in a hundred; peeking makes
+one of a third."""
 NUM_TOKENS = 3
 
 Choose = Callable[[SequenceState], int]
