@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_kernel import backend, tiles
@@ -31,6 +31,7 @@ def small_tiles() -> Iterator[None]:
         patch.setattr(tiles, "tile_of", lambda short, *_: Tile(16 if short else 32, 16, 4, 1))
         patch.setattr(tiles, "SPLIT", 32)
         patch.setattr(tiles, "SHORT", 6)
+        patch.setattr(backend, "_MERGED_TOGETHER", 2)
         # The interpreter multiplies the bits of bfloat16 as integers.
         patch.setattr(backend, "MULTIPLIED", dict.fromkeys(backend.MULTIPLIED, tl.float32))
         torch.set_num_threads(1)
@@ -42,7 +43,16 @@ def near(out: torch.Tensor, expected: torch.Tensor, tolerance: float | None = No
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@settings(reproducible, max_examples=300)
+def narrow(sequence: Sequence, sliding_window: int | None = None) -> Case:
+    return Case(Shape(kv_heads=1), Options(sliding_window=sliding_window), (sequence,))
+
+
+# Where blocks of 16 keys, splits of 32 and what is merged together begin or end with what a row sees.
+@example(narrow(Sequence(3, 17, 1)))
+@example(narrow(Sequence(1, 37, 1), sliding_window=20))
+@example(narrow(Sequence(2, 75, 1), sliding_window=20))
+@example(narrow(Sequence(2, 100, 1)))
+@settings(reproducible, max_examples=100)
 @given(cases())
 def test_it_is_what_torch_computes(case: Case) -> None:
     step = Step.of(case)
