@@ -137,7 +137,7 @@ class TemplateClient:
             [sys.executable, "-m", "deploy.template.server", self._name],
             env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,  # spared Ctrl-C; Linux shares busy cores among sessions, so it stays in ours
             check=False,
         )
         if done.returncode != 0:

@@ -206,6 +206,18 @@ def test_idle_workers_lend_their_cores_and_dead_ones_too(host: Host, tiny_folder
         one.wait()
 
 
+def test_workers_are_in_their_servers_session_but_not_in_its_process_group(
+    host: Host, tiny_folder: Path
+) -> None:
+    """Linux's autogroups share busy cores among sessions, and Ctrl-C ends a terminal's process group."""
+    worker = host.spawn("decode-5", tiny_config(tiny_folder))
+    host.wait_ready("decode-5")
+    assert os.getsid(worker.pid) == os.getsid(0)
+    assert os.getpgid(worker.pid) != os.getpgid(0)
+    worker.stop()
+    worker.wait()
+
+
 def test_live_workers_outlast_the_template_and_a_new_one_takes_its_place(
     host: Host, tiny_folder: Path
 ) -> None:
