@@ -5,55 +5,24 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from kvtransfer import Completed, RegisteredPool
-from kvtransfer.blocks.device import queue_of
-from kvtransfer.blocks.layout import block_bytes
+from kvtransfer import Completed
 from kvtransfer.interface import TransferError
 from kvtransfer.transports.registry import TransportOptions
 from kvtransfer.transports.ucx.bindings import bindings
-from protocol.handoff import SegmentInfo
+from tests.gpu.receiving_process import DEVICE, NUM_BLOCKS, SPUN, WAIT_S, make_pool, receive
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd
 
-DEVICE = "cuda"
-NUM_BLOCKS = 32
-SEGMENT = SegmentInfo(name="target", dtype="bfloat16", shape=(8, 2, 16, 8, 128))
 WIRES = ["tcp", "ucx"]
-SPUN = 200_000_000
-"""Cycles, some 0.1 s, for which a step of the engine is busy before it writes."""
-WAIT_S = 60.0
 
 
-def make_pool() -> tuple[RegisteredPool, Tensor]:
-    """And its values, a row for each block."""
-    nbytes = block_bytes([SEGMENT])
-    blocks = torch.zeros((NUM_BLOCKS, nbytes), dtype=torch.uint8, device=DEVICE)
-    queue = queue_of(blocks.device)
-    pool = RegisteredPool(memoryview(bytearray()), nbytes, NUM_BLOCKS, (SEGMENT,), device=blocks, queue=queue)
-    return pool, blocks.view(torch.bfloat16)
-
-
-def receive(pipe: Connection, wire: str) -> None:
-    """Opens leases of the blocks that it is told, while a step that reads them is under way; answers what
-    that step read, and what came.
-    """
-    pool, values = make_pool()
-    receiver = ReceiverEnd([wire], pool)
-    pipe.send(receiver.peer)
-    while (lease := pipe.recv()) is not None:
-        lease_id, blocks = lease
-        values[blocks] = 3.0
-        torch.cuda._sleep(SPUN)
-        read = values[blocks].clone()
-        receiver.open(lease_id, blocks)
-        pipe.send("open")
-        receiver.wait_lease(lease_id, WAIT_S)
-        pipe.send((read.float().cpu().numpy(), values[blocks].float().cpu().numpy()))
-    receiver.close()
+def answer(pipe: Connection) -> Any:
+    assert pipe.poll(WAIT_S), "the other process does not answer"
+    return pipe.recv()
 
 
 @pytest.fixture(params=WIRES)
@@ -67,6 +36,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, Connection]]:
     ours, theirs = processes.Pipe()
     process = processes.Process(target=receive, args=(theirs, request.param), daemon=True)
     process.start()
+    theirs.close()
     yield request.param, ours
     ours.send(None)
     process.join(WAIT_S)
@@ -79,13 +49,15 @@ def test_what_a_step_computes_arrives_and_nothing_waits_for_the_next_one(
     wire, pipe = peer
     pool, values = make_pool()
     sender = SenderEnd([wire], pool)
-    address = pipe.recv()
+    address = answer(pipe)
     for number in range(3):
         blocks = list(range(number, NUM_BLOCKS, 3))
         pipe.send((f"lease-{number}", blocks))
-        assert pipe.recv() == "open"
+        assert answer(pipe) == "open"
+        index = torch.tensor(blocks, device=DEVICE)  # a list would be waited for
+        computed = torch.arange(len(blocks), device=DEVICE, dtype=torch.bfloat16).unsqueeze(1) + number
         torch.cuda._sleep(SPUN)
-        values[blocks] = torch.arange(len(blocks), device=DEVICE, dtype=torch.bfloat16).unsqueeze(1) + number
+        values[index] = computed
         sender.push(address, f"lease-{number}", blocks)
         next_step = torch.cuda.Event()
         for _ in range(20):
@@ -94,7 +66,7 @@ def test_what_a_step_computes_arrives_and_nothing_waits_for_the_next_one(
         assert isinstance(sender.wait_lease(f"lease-{number}", WAIT_S), Completed)
         if number:  # the first lease waits for the wire
             assert not next_step.query()
-        read, came = pipe.recv()
+        read, came = answer(pipe)
         assert (read == 3.0).all()
         assert [row[0] for row in came] == [index + number for index in range(len(blocks))]
         assert (came == came[:, :1]).all()
