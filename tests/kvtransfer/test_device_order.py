@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvtransfer import Completed
+from kvtransfer import Completed, PoolMemory, RegisteredPool
 from kvtransfer.blocks import device
 from kvtransfer.blocks.device import BlockGatherer
 from kvtransfer.blocks.layout import block_bytes
 from kvtransfer.transports.registry import TransportOptions
+from kvtransfer.transports.ucx.agent import Agent, Memory, Remote
 from tests.kvtransfer.ordered_device import SEGMENT, OrderedDevice
 from tests.kvtransfer.transfer_sides import ReceiverEnd, SenderEnd
 
@@ -29,6 +30,11 @@ def ends(
 ) -> tuple[SenderEnd, ReceiverEnd]:
     sender = closing(SenderEnd([wire], source.pool, **sending))
     return sender, closing(ReceiverEnd([wire], target.pool))
+
+
+def host_pool() -> RegisteredPool:
+    memory = PoolMemory(NUM_BLOCKS * BLOCK_BYTES)
+    return RegisteredPool(memory.buffer, BLOCK_BYTES, NUM_BLOCKS, (SEGMENT,), memory.fd)
 
 
 @pytest.fixture
@@ -105,6 +111,32 @@ def test_a_quantized_wire_waits_for_the_values_too(
     sender.push(receiver.peer, "lease", [0])
     receiver.wait_lease("lease")
     torch.testing.assert_close(target.blocks[1].view(torch.float32), torch.full((1024,), 0.5))
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_ucx_is_probed_in_the_memory_that_blocks_are_read_into(
+    closing: Closing,
+    on_device: bool,
+    source: OrderedDevice,
+    target: OrderedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What reads from one GPU to another may not reach the host."""
+    prepared, prepare = [], Agent.prepare
+
+    def noted(agent: Agent, memory: Memory, remote: Remote | None = None) -> int:
+        if remote is None:
+            prepared.append(memory.address)
+        return prepare(agent, memory, remote)
+
+    monkeypatch.setattr(Agent, "prepare", noted)
+    sender = closing(SenderEnd(["ucx"], source.pool))
+    receiver = closing(ReceiverEnd(["ucx"], target.pool if on_device else host_pool()))
+    receiver.open("lease", [0])
+    sender.push(receiver.peer, "lease", [0])
+    receiver.wait_lease("lease")
+    (transport,) = receiver.wires
+    assert (transport._probed.data_ptr() in prepared) == on_device
 
 
 def test_slices_come_one_after_the_other(monkeypatch: pytest.MonkeyPatch, source: OrderedDevice) -> None:
