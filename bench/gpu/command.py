@@ -59,11 +59,18 @@ def gpu(
         raise typer.BadParameter(
             f"--size, --batch and --context: they take {needed >> 30} GiB, and {free >> 30} GiB are free"
         )
-    roofs = roofs_of(torch.cuda.get_device_name(device), device, measured)
+    name = torch.cuda.get_device_name(device)
+    reached = measured(name, device)
+    roofs = roofs_of(name, reached)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         results = measure(MadeUpModel(SHAPES[size], device, Path(folder), plan.longest), plan)
-    text = as_markdown(size, roofs, plan, results)
-    figures = {"roofs": asdict(roofs), "plan": asdict(plan), "results": asdict(results)}
+    text = as_markdown(size, roofs, reached, plan, results)
+    figures = {
+        "roofs": asdict(roofs),
+        "reached": asdict(reached),
+        "plan": asdict(plan),
+        "results": asdict(results),
+    }
     write_results(output, command_line("tandem bench gpu", gpu, settings), figures)
     (output / "README.md").write_text(text)
     console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from bench.gpu.measure import Measured, Plan, Results, speedup
 from bench.gpu.roofs import Roofs
 
 
-def as_markdown(size: str, roofs: Roofs, plan: Plan, results: Results) -> str:
+def as_markdown(size: str, roofs: Roofs, reached: Roofs, plan: Plan, results: Results) -> str:
     plain = [each for each in results.decode if each.rows_each == 1]
     chains = [each for each in results.decode if each.rows_each > 1]
     decode = [
@@ -32,7 +32,7 @@ def as_markdown(size: str, roofs: Roofs, plan: Plan, results: Results) -> str:
     return f"""# Qwen3-{size} on {roofs.name}
 
 Random weights in bfloat16, contexts of {plan.context} tokens. Forward: {results.choice}.
-Roofs ({roofs.source}): memory {roofs.bytes_per_s / 1e9:.0f} GB/s, products {roofs.flops / 1e12:.0f} TFLOP/s.
+Roofs ({roofs.source}): {_rates(roofs)}. A plain copy and a plain product reach {_rates(reached)}.
 `host ms` is when the forward's call returns; `launches` are what it puts on the device.
 
 ## Decoding
@@ -48,6 +48,10 @@ Roofs ({roofs.source}): memory {roofs.bytes_per_s / 1e9:.0f} GB/s, products {roo
 ## Prompts
 
 {_table(("tokens", *both, "tokens/s"), prefill)}"""
+
+
+def _rates(roofs: Roofs) -> str:
+    return f"memory {roofs.bytes_per_s / 1e9:.0f} GB/s, products {roofs.flops / 1e12:.0f} TFLOP/s"
 
 
 def _roofline(each: Measured, roofs: Roofs) -> tuple[object, ...]:

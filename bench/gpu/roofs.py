@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -54,22 +53,18 @@ def missing() -> str:
     return ""
 
 
-def roofs_of(
-    name: str, device: torch.device, measure: Callable[[torch.device], tuple[float, float]]
-) -> Roofs:
-    """Of the device of this name."""
-    if name in _SHEETS:
-        return Roofs(name, *_SHEETS[name])
-    return Roofs(name, *measure(device), "measured: a copy and a product")
+def roofs_of(name: str, reached: Roofs) -> Roofs:
+    """Of the device of this name; what it `reached` where no data sheet of it is known here."""
+    return Roofs(name, *_SHEETS[name]) if name in _SHEETS else reached
 
 
 def measured(
-    device: torch.device, copied_bytes: int = _COPIED_BYTES, size: int = _PRODUCT_SIZE
-) -> tuple[float, float]:
+    name: str, device: torch.device, copied_bytes: int = _COPIED_BYTES, size: int = _PRODUCT_SIZE
+) -> Roofs:
     """What a large copy and a large product reach: somewhat less than the device can do."""
     source = torch.zeros(copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = seconds_of(lambda: target.copy_(source), device)
     matrix = torch.randn(size, size, device=device).bfloat16()
     product_s = seconds_of(lambda: matrix @ matrix, device)
-    return 2 * copied_bytes / copy_s, 2 * size**3 / product_s
+    return Roofs(name, 2 * copied_bytes / copy_s, 2 * size**3 / product_s, "a copy and a product, measured")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtransfer import Completed, PoolMemory, Progress, RegisteredPool
+from kvtransfer.blocks.device import queue_of
 from kvtransfer.blocks.layout import DTYPES, block_bytes
 from kvtransfer.transports.registry import TransportOptions
 from protocol.handoff import Extent, SegmentInfo
@@ -32,7 +33,9 @@ def pool(dtype: str, block_size: int, device: str | None = None) -> tuple[Regist
         shape = (NUM_BLOCKS, *segment.shape)
         tensor = torch.full(shape, UNTOUCHED, dtype=DTYPES[dtype], device=device)
         blocks = tensor.view(torch.uint8).view(NUM_BLOCKS, nbytes)
-        return RegisteredPool(memoryview(bytearray()), nbytes, NUM_BLOCKS, (segment,), device=blocks), tensor
+        queue = queue_of(blocks.device)
+        host = memoryview(bytearray())
+        return RegisteredPool(host, nbytes, NUM_BLOCKS, (segment,), device=blocks, queue=queue), tensor
     memory = PoolMemory(NUM_BLOCKS * nbytes)
     tensor = torch.frombuffer(memory.buffer, dtype=DTYPES[dtype]).view(NUM_BLOCKS, *segment.shape)
     tensor.fill_(UNTOUCHED)
