@@ -92,20 +92,21 @@ class Device:
     """That a program may have. A multiprocessor has 1 KiB more, and keeps as much of each program's."""
     threads: int = 2048
     """Of a multiprocessor."""
+    most_programs: int = 32
 
     def programs(self, code: Code) -> int:
         """That are on a multiprocessor at a time."""
         registers = -(-code.registers // 8) * 8 * code.threads
         shared = (self.shared_bytes + 1024) // (code.shared_bytes + 1024)
-        return min(65536 // registers, shared, self.threads // code.threads)
+        return min(65536 // registers, shared, self.threads // code.threads, self.most_programs)
 
 
 DEVICES = {
     80: Device("A100", 163 << 10),
-    89: Device("L4", 99 << 10, 1536),
+    89: Device("L4", 99 << 10, 1536, 24),
     90: Device("H100", 227 << 10),
     100: Device("B200", 227 << 10),
-    120: Device("RTX 5090", 99 << 10, 1536),
+    120: Device("RTX 5090", 99 << 10, 1536, 24),
 }
 """By compute capability."""
 

@@ -52,5 +52,6 @@ def tile_of(
     if widest > 256:
         return Tile(32, 32, 8, 3)
     if short:
-        return Tile(32, 64 if widest <= 128 else 32, 8, 3)
+        values_a_key = sum(map(power_of_two, head_dims))
+        return Tile(32, 64 if widest <= 128 else 32, 4 if widest > 128 and values_a_key <= 384 else 8, 3)
     return Tile(128 if widest <= 128 else 64, 64 if roomy else 32, 8, 5 if widest <= 128 else 3)
