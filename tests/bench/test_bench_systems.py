@@ -1,6 +1,7 @@
 """Starting and ending the systems of a comparison, and reading their specs."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,26 @@ def test_a_system_is_ready_when_entered_and_gone_with_its_children_when_left(tmp
         assert server is not None and server.is_running()
     assert not server.is_running()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_bench_that_is_told_to_end_leaves_no_server(tmp_path):
+    bench = f"""
+import time
+from pathlib import Path
+from tests.bench.test_bench_systems import SERVER, RunningSystem, command
+with RunningSystem([command(SERVER, {free_port()})], Path({str(tmp_path)!r}), timeout=30):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", bench], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    child = psutil.Process(int((tmp_path / "server.log").read_text().split()[1]))
+    server = child.parent()
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert server is not None
+    assert not server.is_running()
 
 
 def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
