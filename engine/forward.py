@@ -22,7 +22,7 @@ from engine.attention.interface import AttentionBackend
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepInputs, StepShape, step_inputs
-from engine.upload import Uploader
+from engine.upload import upload_to
 from protocol.errors import ConfigError
 
 logger = logging.getLogger("tandem.engine")
@@ -55,7 +55,7 @@ class RowsForward(ABC):
         self.products = products
         self._backend = backend
         self._min_rows = MIN_ROWS if packed else ONEDNN_MIN_ROWS
-        self._upload = Uploader(device)
+        self._upload = upload_to(device)
         self._mode = mode
         self.compiled, self.choice = _choose(mode, device)
         self._run = _compile(self._compute) if self.compiled else self._compute

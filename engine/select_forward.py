@@ -46,7 +46,8 @@ def runner_of_one_process(
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend(pool.layers(TARGET), loaded.kv_group.arena, loaded.kv_group.rows)
     if backend.name == "triton" and config.compile == "auto" and is_for_cuda_decoder(loaded.model):
-        return importlib.import_module("engine.cuda.runner").runner_of(loaded, attention, hidden_layers)
+        cuda = importlib.import_module("engine.cuda.runner")
+        return cuda.runner_of(config, loaded, attention, hidden_layers)
     return build_runner(loaded, attention, config.compile, hidden_layers)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.attention.interface import AttentionMetadata
 from engine.rows import RowArrays, SequenceRows
-from engine.upload import Uploader
+from engine.upload import Upload
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class StepShape:
     rows_each: int = 0
     """Of a sequence."""
     blocks: int = 0
+    """Of a sequence, with as many as its keys need. Those behind them are left out."""
+    trees: bool = False
+    """Whether there are masks, even of chains alone."""
 
 
 class StepInputs(NamedTuple):
@@ -47,7 +50,7 @@ def are_chains(batch: Sequence[SequenceRows]) -> bool:
 def step_inputs(
     batch: Sequence[SequenceRows],
     logit_rows: Sequence[int],
-    upload: Uploader,
+    upload: Upload,
     arena: int,
     block_size: int,
     least: StepShape,
@@ -68,13 +71,15 @@ def step_inputs(
     slots[: len(owners)] += places % block_size
     wanted = np.zeros(max(len(logit_rows), least.logits), np.int64)
     wanted[: len(logit_rows)] = logit_rows
+    longest = int(rows.spans[1].max(initial=0))
+    width = least.blocks or rows.blocks.shape[1]
     arrays = {
         "query_start": query_start,
         "context_len": _padded(rows.spans[1].astype(np.int32), sequences),
-        "block_table": _padded(rows.blocks, sequences, least.blocks),
+        "block_table": _padded(rows.blocks[:, :width], sequences, width),
         "slot_mapping": slots,
     }
-    if not are_chains(batch):
+    if least.trees or not are_chains(batch):
         arrays["visible"], arrays["tree_start"] = _trees(batch, positions, sequences)
     if rows.first_keys is not None:
         arrays["first_key"] = _padded(rows.first_keys, sequences)
@@ -82,7 +87,7 @@ def step_inputs(
     metadata = AttentionMetadata(
         **dict(zip(arrays, step_tensors[3:], strict=True)),  # type: ignore[arg-type]
         max_query_len=max(int(counts.max(initial=0)), least.rows_each),
-        max_context_len=max(int(rows.spans[1].max(initial=0)), least.blocks * block_size),
+        max_context_len=max(longest, least.blocks * block_size),
     )
     return StepInputs(step_tensors[0], step_tensors[1], step_tensors[2], metadata)
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Upload = Callable[[Sequence[np.ndarray]], list[Tensor]]
+
 _ALIGNMENT = 16
+
+_TURNS = 3
+"""Buffers of pinned memory, so that a step's copy may be under way, behind its forward, while those of the
+next ones are prepared.
+"""
+
+
+def upload_to(device: torch.device) -> Upload:
+    """On the CPU the arrays' own memory serves."""
+    return _views_of if device.type == "cpu" else Uploader(device)
+
+
+def _views_of(arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
 
 
 class Uploader:
@@ -19,29 +35,27 @@ class Uploader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._copied: torch.cuda.Event | None = None
+        self._turn = 0
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        if self._device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
         ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
         self.reserve(ends[-1])
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy of the step before, which has ended
+        pinned, host, copied = self._pinned[self._turn]
+        self._turn = (self._turn + 1) % _TURNS
+        copied.synchronize()
         tensors = []
         for array, start in zip(arrays, [0, *ends], strict=False):
             part = slice(start, start + array.nbytes)
-            self._host[part] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            host[part] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             dtype = torch.from_numpy(array[:0]).dtype
             tensors.append(self._bytes[part].view(dtype).view(array.shape))
-        self._bytes[: ends[-1]].copy_(self._pinned[: ends[-1]], non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._bytes[: ends[-1]].copy_(pinned[: ends[-1]], non_blocking=True)
+        copied.record()
         return tensors
 
     def reserve(self, nbytes: int) -> None:
         """Have room for so much in every upload: while that suffices, addresses stay."""
         if nbytes > len(self._bytes):
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            self._pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            self._host = self._pinned.numpy()
+            buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(_TURNS)]
+            self._pinned = [(buffer, buffer.numpy(), torch.cuda.Event()) for buffer in buffers]

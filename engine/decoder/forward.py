@@ -28,7 +28,7 @@ from engine.linear.packed import kernel_address
 from engine.rows import RowArrays, SequenceRows
 from engine.runner import ForwardOutput
 from engine.step_inputs import StepShape, are_chains, step_inputs
-from engine.upload import Uploader
+from engine.upload import upload_to
 from native.build import declare, load_library
 from native.threads import parallel
 
@@ -61,7 +61,7 @@ class NativeDecoder:
         self._library = library()
         self._description = description  # the decoder reads its memory
         self._backend = backend
-        self._upload = Uploader(torch.device("cpu"))
+        self._upload = upload_to(torch.device("cpu"))
         model = description.model
         self.vocab_size = model.vocab
         self.arena = backend.arena

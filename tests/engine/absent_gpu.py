@@ -132,6 +132,8 @@ def absent_gpu() -> Iterator[AbsentGpu]:
     class Event:
         """Of torch.cuda."""
 
+        _after = 0
+
         def record(self) -> None:
             self._after = gpu.num_queued
 

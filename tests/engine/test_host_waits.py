@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 from engine import select_forward
 from engine.attention import transformers_hook
 from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.runner import CudaRunner
 from engine.forward import Forward
@@ -49,6 +50,10 @@ def pool_of(num_layers: int = LAYERS) -> KVPool:
     return KVPool(PoolLayout((group,), 16), 64, GPU, None)
 
 
+def runner_of(decoder: CudaDecoder, backend: TritonBackend) -> CudaRunner:
+    return CudaRunner(decoder, backend, GPU, "", Buckets.of(ServeConfig(), 1024))
+
+
 DECODE = [SequenceRows([5], 20, [[1, 2]]), SequenceRows([5], 30, [[3, 4]])]
 TREES = [SequenceRows([5, 6, 7], 20, [[1, 2]], [1, 3, 5]), SequenceRows([5, 6, 7], 25, [[3, 4]], [1, 3, 5])]
 
@@ -69,7 +74,7 @@ def test_a_forward_of_the_models_own_modules(batch: list[SequenceRows], logits: 
 def test_the_cuda_decoder(batch: list[SequenceRows], logits: int) -> None:
     with absent_gpu() as gpu:
         backend = TritonBackend(pool_of().layers(TARGET))
-        runner = CudaRunner(CudaDecoder(qwen3(), backend, 64), backend, GPU, "")
+        runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
         for _ in range(2):
             gpu.clear()
             assert len(runner.run(batch, list(range(logits))).logits) == logits
@@ -96,7 +101,7 @@ def test_launches_of_64_decode_rows_in_36_layers() -> None:
     rows = [SequenceRows([5], 1000, [[1] * 63])] * 64
     with absent_gpu() as gpu:
         backend = TritonBackend(pool_of(36).layers(TARGET))
-        runner = CudaRunner(CudaDecoder(qwen3(36), backend, 1024), backend, GPU, "")
+        runner = runner_of(CudaDecoder(qwen3(36), backend, 1024), backend)
         runner.run(rows, list(range(64)))
         gpu.clear()
         runner.run(rows, list(range(64)))

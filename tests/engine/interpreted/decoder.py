@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from engine.attention import transformers_hook
 from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.runner import CudaRunner
 from engine.forward import Forward
@@ -19,7 +20,7 @@ from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.step_inputs import StepShape, step_inputs
-from engine.upload import Uploader
+from engine.upload import upload_to
 
 CPU = torch.device("cpu")
 HIDDEN_LAYERS = (0, 2, 1)
@@ -44,6 +45,20 @@ STEPS = [
     [SequenceRows([7, 3, 9, 1, 2, 8, 4, 11, 12, 5], 0, [[3, 1]]), SequenceRows([4, 5], 0, [[2, 5]])],
     [SequenceRows([9], 10, [[3, 1]]), SequenceRows([1, 2, 3], 2, [[2, 5]], [1, 3, 5])],
 ]
+
+
+@pytest.fixture(autouse=True)
+def pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing can be pinned, and no copy is under way."""
+
+    class Event:
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
 
 
 def pool_of(head_dim: int, quantization: str) -> KVPool:
@@ -73,7 +88,7 @@ def test_it_is_what_transformers_computes(name: str, quantization: str) -> None:
     modules = Forward(model, backends[0], "off", HIDDEN_LAYERS, products="")
     outputs.append([modules.run(step, [1, 3]) for step in STEPS])
     decoder = CudaDecoder(model, backends[1], 128, HIDDEN_LAYERS)
-    ours = CudaRunner(decoder, backends[1], CPU, "")
+    ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
     outputs.append([ours.run(step, [1, 3]) for step in STEPS])
     tolerance = 1e-5 if quantization == "none" else 2e-2  # a last bit may round to another code
     for expected, found in zip(*outputs, strict=True):
@@ -96,7 +111,7 @@ def test_padding_rows_write_nowhere() -> None:
         pool = pool_of(16, "none")
         backend = TritonBackend(pool.layers(TARGET))
         decoder = CudaDecoder(model, backend, 128)
-        inputs = step_inputs([STEPS[0][1]], [0, 1], Uploader(CPU), 0, 16, least)
+        inputs = step_inputs([STEPS[0][1]], [0, 1], upload_to(CPU), 0, 16, least)
         backend.begin_step(inputs.attention)
         with torch.inference_mode():
             results.append((decoder.forward(inputs)[0][:2], pool.arenas[0].view(torch.float32)))

@@ -1,0 +1,82 @@
+"""Which shape a step is padded to."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+
+from engine.cuda.buckets import MOST_ROWS, Buckets
+from engine.rows import SequenceRows
+from engine.step_inputs import StepShape
+from protocol.config import ServeConfig
+from protocol.speculation import SpeculativeConfig
+
+BLOCK = 16
+
+
+def buckets(max_num_seqs: int = 64, max_model_len: int = 5000, **speculation: object) -> Buckets:
+    options = SpeculativeConfig(method="ngram", **speculation) if speculation else None  # type: ignore[arg-type]
+    config = ServeConfig(max_num_seqs=max_num_seqs, block_size=BLOCK, speculative_config=options)
+    return Buckets.of(config, max_model_len)
+
+
+def step(*counts: int, context: int = 100, masks: bool = False, first_key: int = 0) -> list[SequenceRows]:
+    return [
+        SequenceRows([1] * n, context - n, [[0]], [1] * n if masks else None, first_key=first_key)
+        for n in counts
+    ]
+
+
+def shape(of: Buckets, batch: list[SequenceRows]) -> StepShape | None:
+    return of.shape_of(batch, sum(len(rows.token_ids) for rows in batch), BLOCK)
+
+
+def test_each_shape_takes_the_steps_that_fill_it() -> None:
+    for of in (buckets(), buckets(100, 300, num_speculative_tokens=5), buckets(7, 100, tree=True)):
+        shapes = list(of)
+        assert len(set(shapes)) == len(shapes)
+        for each in shapes:
+            assert each.rows == each.sequences * each.rows_each <= MOST_ROWS
+            filled = step(*[each.rows_each] * each.sequences, context=each.blocks * BLOCK)
+            assert shape(of, filled) == each
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (step(1), StepShape(1, 1, 1, 1, 32)),
+        (step(1, 1, 1), StepShape(4, 4, 4, 1, 32)),
+        (step(*[1] * 17, context=512), StepShape(24, 24, 24, 1, 32)),
+        (step(*[1] * 64, context=513), StepShape(64, 64, 64, 1, 64)),
+        (step(1, context=5000), StepShape(1, 1, 1, 1, 313)),
+        (step(5, 1, 2), StepShape(20, 20, 4, 5, 32)),
+        (step(2, 2), StepShape(4, 4, 2, 2, 32)),
+    ],
+)
+def test_a_step_takes_the_least_shape_that_it_fits(batch: list[SequenceRows], expected: StepShape) -> None:
+    assert shape(buckets(num_speculative_tokens=4), batch) == expected
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [step(6), step(1, 40), step(*[1] * 65), step(1, first_key=1), step(3, masks=True)],
+    ids=["more drafted", "a chunk", "more sequences", "a first key", "a tree"],
+)
+def test_what_fits_none(batch: list[SequenceRows]) -> None:
+    assert shape(buckets(num_speculative_tokens=4), batch) is None
+
+
+def test_rows_that_are_many_fit_none() -> None:
+    of = buckets(128, num_speculative_tokens=8)
+    assert shape(of, step(*[9] * 48)) is not None
+    assert shape(of, step(*[9] * 64)) is None
+
+
+def test_trees_fit_where_they_are_drafted() -> None:
+    of = Buckets([1, 2], [1, 7], [8], trees=True)
+    tree = shape(of, step(5, 7, masks=True))
+    assert tree == StepShape(14, 14, 2, 7, 8, trees=True)
+    assert shape(of, step(5, 7)) == tree
+    plain = shape(of, step(1, 1))
+    assert plain is not None and not plain.trees
