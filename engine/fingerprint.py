@@ -16,7 +16,9 @@ _OF_NO_CONSEQUENCE = ("_name_or_path", "transformers_version")
 
 
 def model_fingerprint(model: PreTrainedModel) -> bytes:
-    """16 bytes that depend on the model's configuration, device type and a sample of each weight tensor."""
+    """16 bytes that depend on the model's configuration, device type and a sample of each weight tensor, and
+    on which layers round their inputs.
+    """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_NO_CONSEQUENCE}
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps([config, model.device.type], sort_keys=True, default=str).encode())
@@ -25,4 +27,6 @@ def model_fingerprint(model: PreTrainedModel) -> bytes:
         sample = flat[:: max(1, flat.numel() // SAMPLES)].to("cpu", torch.float32)
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(sample.numpy().tobytes())
+    rounding = [name for name, module in model.named_modules() if getattr(module, "rounds_inputs", False)]
+    digest.update("\n".join(rounding).encode())
     return digest.digest()

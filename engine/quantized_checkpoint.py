@@ -71,9 +71,10 @@ def load_quantized(
         count = len(weights) + len(fused)
         experts |= take_experts(fused, empty) if keeps_experts else {}
         logger.info(
-            "%s checkpoint: %d linear layers stay quantized; their inputs are not",
+            "%s checkpoint: %d linear layers stay quantized, and %d of them may round their inputs to int8",
             method["quant_method"],
             count - len(fused),
+            sum(weight.rounds_inputs for weight in weights.values()),
         )
         if fused:
             logger.warning(

@@ -64,6 +64,12 @@ def _joined(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight | Non
 def _are_alike(weights: Sequence[QuantizedWeight]) -> bool:
     def kind(weight: QuantizedWeight) -> tuple[object, ...]:
         optional: tuple[Tensor | None, ...] = weight.zeros, weight.permutation
-        return weight.format, weight.codes.shape[1], weight.group_size, *(each is None for each in optional)
+        return (
+            weight.format,
+            weight.rounds_inputs,
+            weight.codes.shape[1],
+            weight.group_size,
+            *(each is None for each in optional),
+        )
 
     return len({kind(weight) for weight in weights}) == 1

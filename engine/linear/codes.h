@@ -27,7 +27,8 @@ inline uint16_t high_half(float value) {
     return uint16_t(bits >> 16);
 }
 
-// Of each format: how many codes a word has, and their values, of one word or of a vector.
+// Of each format: how many codes a word has, and their values, of one word or of a vector. Of integers: the bits that differ
+// from codes without a sign, and the code that is zero then.
 
 // bfloat16 itself.
 struct Plain {
@@ -53,6 +54,7 @@ template <class Table> struct FourBits {
 };
 
 struct Int4 : FourBits<Int4> {  // -8 to 7
+    static constexpr int32_t SIGNS = 0, ZERO = 8;
     static constexpr uint16_t VALUES[] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 };
@@ -65,6 +67,7 @@ struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same be
 // Its values are 2^24 times the codes: these are converted from the highest byte of an int32.
 struct Int8 {
     static constexpr int CODES = 2;
+    static constexpr int32_t SIGNS = int32_t(0x80808080), ZERO = 128;
 
     static uint16_t value(uint16_t word, int i) { return high_half(float(int32_t(uint32_t(word >> 8 * i) << 24))); }
 #if defined(__AVX512BW__) && defined(__AVX512BF16__)

@@ -18,7 +18,7 @@ namespace {
 class Floats {
   public:
     using Input = float;
-    static constexpr bool EXPANDS = false;
+    static constexpr bool EXPANDS = false, ROUNDS = false;
     static constexpr int64_t FEW_ROWS = BLOCK_ROWS, LONGEST_RUN = 128;  // each run's weights are asked for once
     struct Registers {
         explicit Registers(const Product&) {}

@@ -1,6 +1,7 @@
 """Quantized linear layers whose weights are packed for our kernel (`quantized.h`), for bfloat16 on the CPU.
 
-Few rows take as long as reading the codes. A row's result has the same bits in every batch.
+Few rows take as long as reading the codes. A row's result has the same bits in every batch. Where the weight
+says so, rows are rounded to int8 (`rounded.h`): integers are multiplied twice as fast as bfloat16.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def fits(weight: QuantizedWeight) -> bool:
 class PackedWeight:
     """`words` is int16 [out / 64, in / 2c, 64, 2] with c codes in each; `scales`, and `offsets` where there
     are zero points, are float32 [out / 64, groups, 64, 1]; `inputs` is int32 [in], or None where codes are in
-    the order of the inputs.
+    the order of the inputs. `rounds_inputs` is as in `QuantizedWeight`.
     """
 
     format: CodeFormat
@@ -63,6 +64,7 @@ class PackedWeight:
     offsets: Tensor | None
     inputs: Tensor | None
     out_features: int
+    rounds_inputs: bool = False
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> PackedWeight:
@@ -73,10 +75,11 @@ class PackedWeight:
         return cls(
             weight.format,
             pack(_words(weight)),
-            pack(scales * _FACTORS.get(weight.format, 1.0), 1),
+            pack(scales * (1.0 if weight.rounds_inputs else _FACTORS.get(weight.format, 1.0)), 1),
             offsets,
             None if weight.permutation is None else weight.permutation.int(),
             len(weight.codes),
+            weight.rounds_inputs,
         )
 
     @property
@@ -95,6 +98,7 @@ class PackedWeight:
         return (
             same_inputs
             and self.format is other.format
+            and self.rounds_inputs is other.rounds_inputs
             and (self.offsets is None) == (other.offsets is None)
             and self.scales.shape[1] == other.scales.shape[1]
         )
@@ -131,7 +135,9 @@ class PackedWeight:
 
     def args(self, bias: Tensor | None) -> QuantizedArgs:
         """What they point to must live longer."""
-        return packed_args(*self.tensors, bias, FORMATS.index(self.format), self.out_features)
+        return packed_args(
+            *self.tensors, bias, FORMATS.index(self.format), self.rounds_inputs, self.out_features
+        )
 
 
 def join(weights: Sequence[PackedWeight]) -> PackedWeight:
@@ -156,6 +162,7 @@ def packed_args(
     inputs: Tensor | None,
     bias: Tensor | None,
     format: int,
+    rounds_inputs: bool,
     out_features: int,
 ) -> QuantizedArgs:
     """`format` is an index in `FORMATS`, as torch's operators take no enum."""
@@ -170,6 +177,7 @@ def packed_args(
         out_features,
         in_features // scales.shape[1],
         format,
+        rounds_inputs,
     )
 
 
@@ -195,9 +203,10 @@ def _run(
     inputs: Tensor | None,
     bias: Tensor | None,
     format: int,
+    rounds_inputs: bool,
     out_features: int,
 ) -> Tensor:
-    args = packed_args(words, scales, offsets, inputs, bias, format, out_features)
+    args = packed_args(words, scales, offsets, inputs, bias, format, rounds_inputs, out_features)
     if not x.is_contiguous():
         x = x.contiguous()
     *batch, in_features = x.shape
@@ -222,7 +231,7 @@ def _run_meta(x: Tensor, *_: object) -> Tensor:
 _library = torch.library.Library("tandem", "FRAGMENT")
 _library.define(
     "quantized_linear(Tensor x, Tensor words, Tensor scales, Tensor? offsets, Tensor? inputs, Tensor? bias, "
-    "int format, int out_features) -> Tensor"
+    "int format, bool rounds_inputs, int out_features) -> Tensor"
 )
 _library.impl("quantized_linear", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("tandem::quantized_linear", _run_meta, lib=_library)
@@ -245,6 +254,7 @@ class PackedQuantizedLinear(nn.Module):
             weight.out_features,
             weight.in_features,
         )
+        self.rounds_inputs = weight.rounds_inputs
         for name in ("words", "scales", "offsets", "inputs"):
             self.register_buffer(name, getattr(weight, name))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -252,7 +262,7 @@ class PackedQuantizedLinear(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         parts = self.words, self.scales, self.offsets, self.inputs
-        return PackedWeight(self.format, *parts, self.out_features)
+        return PackedWeight(self.format, *parts, self.out_features, self.rounds_inputs)
 
     def rows(self, rows: range) -> PackedQuantizedLinear:
         """With these outputs alone."""
@@ -261,7 +271,7 @@ class PackedQuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.words, self.scales, self.offsets, self.inputs, self.bias
-        return _quantized_linear(x, *parts, FORMATS.index(self.format), self.out_features)
+        return _quantized_linear(x, *parts, FORMATS.index(self.format), self.rounds_inputs, self.out_features)
 
 
 def pack_quantized_linears(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ namespace {
 class Pairs {
   public:
     using Input = uint16_t;
-    static constexpr bool EXPANDS = true;
+    static constexpr bool EXPANDS = true, ROUNDS = false;
     static constexpr int64_t FEW_ROWS = 48;  // more are faster with a panel's weights expanded at once
     static constexpr int64_t LONGEST_RUN = 128;
     struct Registers {

@@ -20,6 +20,12 @@
 
 namespace {
 
+#if defined(__AVX512VNNI__)
+using Integers = Bytes;
+#else
+using Integers = Shorts;
+#endif
+
 template <class Tiles> void multiply(const Product& p, int64_t most_threads, Parallel parallel) {
     each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t row, int64_t end, int64_t panel) {
         tiles.rows_of_panel(p, inputs, row, end, panel);
@@ -36,7 +42,7 @@ extern const int64_t tandem_sizes[] = {sizeof(Quantized), sizeof(Routed)};
 void tandem_linear_in_floats(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    multiply<Floats>({x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
+    multiply<Floats>({x, weights, bias, out, rows, in_features, out_features, 0}, threads, parallel);
 }
 
 #if defined(__AVX512BF16__)
@@ -44,7 +50,7 @@ void tandem_linear_in_floats(
 void tandem_linear_in_pairs(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    multiply<Pairs>({x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
+    multiply<Pairs>({x, weights, bias, out, rows, in_features, out_features, 0}, threads, parallel);
 }
 #endif
 
@@ -52,7 +58,7 @@ void tandem_linear_in_pairs(
 void tandem_linear(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    const Product product{x, weights, bias, out, rows, in_features, out_features};
+    const Product product{x, weights, bias, out, rows, in_features, out_features, 0};
 #if defined(__AVX512BF16__)
 #if defined(__AMX_BF16__)
     if (MatrixTiles::can_multiply(product)) return multiply<MatrixTiles>(product, threads, parallel);
@@ -65,12 +71,14 @@ void tandem_linear(
 
 void tandem_quantized_linear_in_floats(
     const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
+    if (weights->rounds_inputs) return multiply_rounded<Shorts>(x, *weights, out, rows, threads, parallel);
     multiply<Floats>(x, *weights, out, rows, threads, parallel);
 }
 
 #if defined(__AVX512BF16__)
 void tandem_quantized_linear_in_pairs(
     const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
+    if (weights->rounds_inputs) return multiply_rounded<Integers>(x, *weights, out, rows, threads, parallel);
     multiply<Pairs>(x, *weights, out, rows, threads, parallel);
 }
 #endif
@@ -78,9 +86,10 @@ void tandem_quantized_linear_in_pairs(
 // With the fastest kernel for this CPU. The inputs of the weights are whole runs, of 32 at least.
 void tandem_quantized_linear(
     const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
+    if (weights->rounds_inputs) return multiply_rounded<Integers>(x, *weights, out, rows, threads, parallel);
 #if defined(__AVX512BF16__)
 #if defined(__AMX_BF16__)
-    if (MatrixTiles::can_multiply({nullptr, nullptr, nullptr, nullptr, rows, weights->in_features, weights->out_features}))
+    if (MatrixTiles::can_multiply({nullptr, nullptr, nullptr, nullptr, rows, weights->in_features, weights->out_features, 0}))
         return multiply<MatrixTiles>(x, *weights, out, rows, threads, parallel);
 #endif
     multiply<Pairs>(x, *weights, out, rows, threads, parallel);

@@ -12,6 +12,7 @@
 
 #include "codes.h"
 #include "product.h"
+#include "rounded.h"
 #include "shares.h"
 
 namespace {
@@ -26,6 +27,7 @@ struct Quantized {
     int64_t in_features, out_features;
     int64_t group;             // inputs that share a scale; a multiple of 32
     int64_t format;
+    int64_t rounds_inputs;     // whether rows are rounded to int8 as well (rounded.h): with INT8 and INT4 alone
 };
 
 constexpr int64_t SLICE = 128;  // inputs whose weights are expanded at a time, 16 KiB
@@ -127,14 +129,15 @@ void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows
     const int64_t groups = K / q.group, runs = (K + run - 1) / run;
     thread_local Inputs prepared;
     x = prepared.order(x, q, rows);
-    if (q.offsets) prepared.add_up(x, q, rows, run, runs);
+    if (q.offsets && !Tiles::ROUNDS) prepared.add_up(x, q, rows, run, runs);
     const float* input_sums = prepared.sums.data();
-    const Product p{x, nullptr, q.bias, out, rows, K, q.out_features};
+    const Product p{x, nullptr, q.bias, out, rows, K, q.out_features, run};
     each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t first, int64_t end, int64_t panel) {
         const int64_t scale = panel * groups * PANEL;
         const Coded w{q.words + panel * K * (PANEL / Codes::CODES), q.scales + scale,
                       q.offsets ? q.offsets + scale : nullptr, input_sums, q.group, run, runs};
-        if constexpr (Tiles::EXPANDS) rows_of_codes<Codes>(tiles, p, w, inputs, first, end, panel);
+        if constexpr (Tiles::ROUNDS) tiles.rows_of_codes(p, w, inputs, first, end, panel);
+        else if constexpr (Tiles::EXPANDS) rows_of_codes<Codes>(tiles, p, w, inputs, first, end, panel);
         else rows_of_expanded<Codes>(tiles, p, w, inputs, first, end, panel);
     });
 }
@@ -147,6 +150,12 @@ void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows
         case FP8: return multiply<Tiles, Fp8>(x, q, out, rows, most_threads, parallel);
         case MXFP4: return multiply<Tiles, Mxfp4>(x, q, out, rows, most_threads, parallel);
     }
+}
+
+template <class Dot>
+void multiply_rounded(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows, int64_t most_threads, Parallel parallel) {
+    if (q.format == INT8) return multiply<Rounded<Dot, Int8>, Int8>(x, q, out, rows, most_threads, parallel);
+    multiply<Rounded<Dot, Int4>, Int4>(x, q, out, rows, most_threads, parallel);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights (`engine.quantization.weight`): activations keep their precision."""
+"""Linear layers with quantized weights (`engine.quantization.weight`), whose inputs keep their precision."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class QuantizedLinear(nn.Module):
         if fault is not None:
             raise ValueError(fault)
         self.format: CodeFormat = weight.format
+        self.rounds_inputs = weight.rounds_inputs
         self.out_features, self.in_features = weight.codes.shape
         for name in ("codes", "scales", "zeros", "permutation"):
             self.register_buffer(name, getattr(weight, name))
@@ -32,7 +33,8 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized(self) -> QuantizedWeight:
-        return QuantizedWeight(self.format, self.codes, self.scales, self.zeros, self.permutation)
+        parts = self.codes, self.scales, self.zeros, self.permutation
+        return QuantizedWeight(self.format, *parts, rounds_inputs=self.rounds_inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.quantized.dequantized().to(x.dtype), self.bias)

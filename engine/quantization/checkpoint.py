@@ -54,8 +54,8 @@ def parse_layout(config: Mapping[str, Any]) -> Layout:
 
 
 def int8_layout() -> Layout:
-    """int8 with a scale for each output."""
-    return CompressedTensors.of(Scheme("int-quantized"))
+    """int8 with a scale for each output, by inputs of int8."""
+    return CompressedTensors.of(Scheme("int-quantized", rounds_inputs=True))
 
 
 def fp8_layout() -> Layout:

@@ -1,6 +1,6 @@
 """The layouts of compressed-tensors, which llm-compressor writes: a configuration for each group of layers.
 
-Activations stay as they are, whatever the checkpoint says of them.
+Of what it says of activations one thing is read: that a layer's inputs are rounded to int8 around zero.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ logger = logging.getLogger("tandem.engine")
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
 _MX_GROUP = 32
+_INTEGERS = ("pack-quantized", "int-quantized")
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,11 @@ class Scheme:
     group_size: int | None = None
     """None: a scale for each output, or one for all."""
     block: tuple[int, int] | None = None
+    rounds_inputs: bool = False
 
     @classmethod
-    def parse(cls, format: str, weights: Mapping[str, Any]) -> Scheme:
+    def parse(cls, format: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
+        """`inputs` is what it says of the layers' inputs."""
         kind = choice(weights, "type", ("int", "float"), "int")
         if format == "naive-quantized":
             format = f"{kind}-quantized"
@@ -61,19 +64,20 @@ class Scheme:
             weights, "symmetric", (True, False) if format == "pack-quantized" else (True,), True
         )
         strategy = choice(weights, "strategy", _STRATEGIES[format])
+        rounds = format in _INTEGERS and _are_int8(inputs)
         if strategy == "block":
             return cls(format, bits, symmetric, None, block_shape(weights, "block_structure"))
         if strategy == "group":
-            return cls(format, bits, symmetric, choice(weights, "group_size", GROUP_SIZES))
-        return cls(format, bits, symmetric)
+            size = choice(weights, "group_size", GROUP_SIZES)
+            return cls(format, bits, symmetric, size, rounds_inputs=rounds)
+        return cls(format, bits, symmetric, rounds_inputs=rounds)
 
     def weights(self) -> dict[str, Any]:
-        """Inverse of `parse`."""
-        is_int = self.format in ("pack-quantized", "int-quantized")
+        """What `parse` reads."""
         strategy = "block" if self.block else "group" if self.group_size else "channel"
         return {
             "num_bits": self.bits,
-            "type": "int" if is_int else "float",
+            "type": "int" if self.format in _INTEGERS else "float",
             "symmetric": self.symmetric,
             "strategy": strategy,
             "group_size": self.group_size,
@@ -106,7 +110,9 @@ class CompressedTensors:
             if not isinstance(group, Mapping) or not group.get("weights"):
                 raise UnsupportedModelError(f"quantization_config: config_groups.{name} has no weights")
             format = group.get("format") or config.get("format")
-            schemes.append((tuple(group.get("targets", ())), Scheme.parse(str(format), group["weights"])))
+            inputs = group.get("input_activations") or {}
+            scheme = Scheme.parse(str(format), group["weights"], inputs)
+            schemes.append((tuple(group.get("targets", ())), scheme))
         if config.get("kv_cache_scheme"):
             logger.warning("quantization_config: kv_cache_scheme is ignored")
         return cls(tuple(schemes))
@@ -151,7 +157,7 @@ class CompressedTensors:
     def read(self, layer: StoredLayer) -> QuantizedWeight:
         """Raises UnsupportedModelError, naming a tensor."""
         scheme = self._scheme(layer.name)
-        return _READ[scheme.format](layer, scheme)
+        return replace(_READ[scheme.format](layer, scheme), rounds_inputs=scheme.rounds_inputs)
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Of a weight in the first scheme."""
@@ -172,9 +178,17 @@ def _is_named(target: str, name: str) -> bool:
     return target == name
 
 
+def _are_int8(inputs: Mapping[str, Any]) -> bool:
+    """Where their scale is fixed, each row has its own here, too: that rounds no worse. Without symmetry they
+    keep their precision.
+    """
+    kind = inputs.get("num_bits"), inputs.get("type", "int"), inputs.get("symmetric", True)
+    return kind == (8, "int", True)
+
+
 def _activations(scheme: Scheme) -> dict[str, Any] | None:
-    """What other engines do with the inputs: they have kernels for codes of 8 bits by such codes alone."""
-    if scheme.format not in ("int-quantized", "float-quantized"):
+    """Other engines have kernels for FP8 by FP8 alone."""
+    if not (scheme.rounds_inputs or scheme.format == "float-quantized"):
         return None
     kind = scheme.weights()["type"]
     return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -30,7 +30,8 @@ class QuantizedWeight:
 
     `scales` is float32 [out_features, in_features / group_size], and so is `zeros`, if there are zero points
     (INT4 alone). Where `permutation` is given, column k of the codes multiplies input `permutation[k]`
-    (int64 [in_features]): GPTQ's `desc_act`, sorted by group.
+    (int64 [in_features]): GPTQ's `desc_act`, sorted by group. With `rounds_inputs` (INT8 and INT4 alone) each
+    row of inputs may be rounded to int8, in units of its largest magnitude / 127.
     """
 
     format: CodeFormat
@@ -38,6 +39,7 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     permutation: Tensor | None = None
+    rounds_inputs: bool = field(default=False, kw_only=True)
 
     @property
     def group_size(self) -> int:

@@ -1,13 +1,17 @@
-"""Packed quantized layers: right to bfloat16's last bit, and the same bits in every batch."""
+"""Packed quantized layers: right to bfloat16's last bit, and the same bits in every batch.
+
+Those that round their inputs have the integers of the definition, bit for bit.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.linear import packed, packed_quantized
 from engine.linear.packed import PackedLinear
@@ -37,6 +41,9 @@ WEIGHTS: dict[str, Callable[[int, int], QuantizedWeight]] = {
     "fp8 in groups of 128": lambda k, n: make_weight(CodeFormat.FP8, k, n, 128 if k % 128 == 0 else None),
     "mxfp4": lambda k, n: make_weight(CodeFormat.MXFP4, k, n, 32),
 }
+ROUNDING = [kind for kind in WEIGHTS if kind.startswith("int")]
+ALL = [*WEIGHTS, *(f"{kind}, rounding" for kind in ROUNDING)]
+"""Those that can round their inputs do so, too."""
 
 
 @pytest.fixture(params=KERNELS)
@@ -59,7 +66,8 @@ def _kernel(name: str, emulated: bool) -> Callable[..., None]:
 
 
 def layer(kind: str, inputs: int, outputs: int, bias: bool) -> tuple[QuantizedLinear, PackedQuantizedLinear]:
-    weight = WEIGHTS[kind](inputs, outputs)
+    weight = WEIGHTS[kind.removesuffix(", rounding")](inputs, outputs)
+    weight = replace(weight, rounds_inputs=kind.endswith(", rounding"))
     linear = QuantizedLinear(weight, torch.randn(outputs).bfloat16() if bias else None)
     return linear, PackedQuantizedLinear(PackedWeight.of(weight), linear.bias)
 
@@ -81,8 +89,53 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, inputs: int, out
         assert (error <= exact.abs() * 2**-8 + scale * 2**-20).all(), rows
 
 
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row in units of its largest magnitude / 127, and these."""
+    largest = x.float().abs().amax(1, keepdim=True)
+    return (x.float() * (torch.tensor(127.0) / largest)).round(), largest / 127
+
+
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("kind", ROUNDING)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 65), (192, 16), (2048, 130)])
+def test_rounded_rows_have_the_bits_of_the_definition(kind: str, inputs: int, outputs: int) -> None:
+    """Scales are powers of two, so that float32 is exact but for the last product."""
+    weight = WEIGHTS[kind](inputs, outputs)
+    scales = torch.randint(0, 2, weight.scales.shape).add(1).float()
+    zeros = None if weight.zeros is None else weight.zeros.clamp(max=10)
+    weight = replace(weight, scales=scales, zeros=zeros, rounds_inputs=True)
+    ours = PackedQuantizedLinear(PackedWeight.of(weight), None)
+    for rows in (1, 5, 7, 33, 200):
+        x = (torch.randn(rows, inputs) * torch.rand(rows, 1).exp2()).bfloat16()
+        integers, units = rounded(x)
+        sums = integers.double() @ weight.dequantized().double().T
+        assert torch.equal(ours(x), (sums.float() * units).bfloat16()), rows
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("outputs", [1, 70])
+def test_rows_that_cannot_be_rounded(outputs: int) -> None:
+    weight = replace(make_weight(CodeFormat.INT8, 64, outputs), rounds_inputs=True)
+    bias = torch.randn(outputs).bfloat16()
+    x = torch.randn(6, 64).bfloat16()
+    x[1], x[2], x[3, 5], x[4, 63] = 0, 2.0**-125, torch.nan, torch.inf
+    y = PackedQuantizedLinear(PackedWeight.of(weight), bias)(x)
+    assert torch.equal(y[1], bias) and torch.equal(y[2], bias)
+    assert y[3].isnan().all() and y[4].isnan().all()
+    assert y[0].isfinite().all() and y[5].isfinite().all()
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_largest_sum_fits() -> None:
+    inputs = 1 << 16
+    codes = torch.full((1, inputs), -128, dtype=torch.int8)
+    weight = QuantizedWeight(CodeFormat.INT8, codes, torch.ones(1, 1), rounds_inputs=True)
+    y = PackedQuantizedLinear(PackedWeight.of(weight), None)(torch.full((1, inputs), 127.0).bfloat16())
+    assert y.item() == torch.tensor(-128.0 * 127 * inputs).bfloat16()
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kind", ALL)
 def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads(kind: str) -> None:
     _, ours = layer(kind, 256, 150, bias=True)
     x = torch.randn(240, 256).bfloat16()
@@ -115,7 +168,7 @@ def test_every_code_becomes_its_value(format: CodeFormat) -> None:
     assert torch.equal(values.T.float(), weight.dequantized())
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("kind", ALL)
 def test_some_outputs_of_a_layer(kind: str) -> None:
     _, whole = layer(kind, 128, 200, bias=True)
     x = torch.randn(3, 128).bfloat16()

@@ -1,4 +1,4 @@
-// Stands in for the compiler's <immintrin.h> on any CPU: what the bfloat16 kernels use of AVX-512 and AMX, in plain C++.
+// Stands in for the compiler's <immintrin.h> on any CPU: what the kernels use of AVX-512 and AMX, in plain C++.
 #pragma once
 
 #include <cstdint>
@@ -68,6 +68,14 @@ inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
         sums[i] += emulated_widen(a[2 * i + 1]) * emulated_widen(b[2 * i + 1]);
         sums[i] += emulated_widen(a[2 * i]) * emulated_widen(b[2 * i]);
     }
+    return sums;
+}
+
+inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+    uint8_t codes[64];
+    int8_t values[64];
+    memcpy(codes, &a, 64), memcpy(values, &b, 64);
+    for (int i = 0; i < 64; i++) sums[i / 4] += codes[i] * values[i];
     return sums;
 }
 

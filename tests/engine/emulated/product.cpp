@@ -1,4 +1,4 @@
-// engine/linear/product.cpp for a CPU with AMX-BF16 and AVX512-BF16, whose instructions are emulated on any other.
+// engine/linear/product.cpp for a CPU with AMX-BF16, AVX512-BF16 and AVX512-VNNI, whose instructions are emulated on any other.
 #include "immintrin.h"
 
 #include <sys/syscall.h>
@@ -10,6 +10,9 @@
 #undef __AVX2__
 #ifndef __AVX512BF16__
 #define __AVX512BF16__
+#endif
+#ifndef __AVX512VNNI__
+#define __AVX512VNNI__
 #endif
 #ifndef __AMX_BF16__
 #define __AMX_BF16__

@@ -12,6 +12,7 @@ from engine.errors import UnsupportedModelError
 from engine.quantization.checkpoint import fp8_layout, int8_layout, parse_layout
 from engine.quantization.stored import StoredLayer
 from engine.quantization.weight import CodeFormat, QuantizedWeight
+from tests.engine.quantization.quantized_model import LAYOUTS, round_to_nearest
 from tests.engine.quantization.stored_reference import NAMES, load_reference
 
 FORMATS = {"fp8": CodeFormat.FP8, "mxfp4": CodeFormat.MXFP4}
@@ -54,6 +55,31 @@ def test_writes_what_it_reads(name: str) -> None:
         "weight_zero_point",
     }:
         assert written[suffix].equal(layer.tensors[suffix]), suffix
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "rounds"),
+    [
+        ("int8", {}, True),
+        ("int8", {"strategy": "tensor", "dynamic": False}, True),
+        ("int8", {"symmetric": False}, False),
+        ("int8", {"num_bits": 4}, False),
+        ("int8", {"type": "float"}, False),
+        ("int8", None, False),
+        ("packed_int4", {}, True),
+        ("fp8", {}, False),
+    ],
+)
+def test_inputs_are_rounded_where_the_checkpoint_says_so(
+    name: str, inputs: dict[str, Any] | None, rounds: bool
+) -> None:
+    layout = LAYOUTS[name][0]
+    config = layout.config()
+    usual = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    config["config_groups"]["group_0"]["input_activations"] = None if inputs is None else usual | inputs
+    weight = round_to_nearest(torch.randn(32, 64), LAYOUTS[name][1], LAYOUTS[name][2])
+    layer = StoredLayer("layer", 32, 64, layout.write(weight))
+    assert parse_layout(config).read(layer).rounds_inputs == rounds
 
 
 @pytest.mark.parametrize("layout", [int8_layout(), fp8_layout()])

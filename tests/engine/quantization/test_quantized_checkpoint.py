@@ -127,8 +127,9 @@ def test_weights_are_told_from_other_quantizations_of_the_same_model(tmp_path: P
         (tmp_path / name).mkdir()
         write_quantized(tmp_path / name, "llama", name)
         found[name] = load(tmp_path / name).weights
-    assert found["gptq_int8"] == found["int8"], "the same weights, stored otherwise"
-    assert len(set(found.values())) == 3
+    assert len(set(found.values())) == 4, (
+        "the last two have the same weights, one of them with rounded inputs"
+    )
 
 
 PROJ = "model.layers.1.mlp.down_proj"

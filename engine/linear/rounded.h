@@ -1,0 +1,198 @@
+// Products of rows that are rounded to int8, each with a scale of its own, and codes of int8 or int4. A run's sum is one of
+// integers: it is exact, so its bits depend on no order, batch or CPU. It is scaled in float32.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+#if defined(__AVX512VNNI__)
+#include <immintrin.h>
+#endif
+
+#include "../attention/cpu_kernel/simd.h"
+#include "codes.h"
+#include "floats.h"
+#include "product.h"
+#include "row_tiles.h"
+
+namespace {
+
+// Fills `to` with the row's values in units of its largest magnitude / 127, and returns that unit. Where a value is not
+// finite, it is NaN.
+template <class Input> float round_row(const uint16_t* x, int64_t count, Input* to) {
+    uint16_t bits = 0;
+    for (int64_t k = 0; k < count; k++) bits = std::max<uint16_t>(bits, x[k] & 0x7fff);
+    const float largest = bf16_to_float(bits), least = 0x1p-119f;  // 127 / least is finite
+    if (!(largest >= least && largest < std::numeric_limits<float>::infinity())) {
+        std::fill_n(to, count, Input(0));
+        return largest < least ? 0 : std::numeric_limits<float>::quiet_NaN();
+    }
+    const float inverse = 127 / largest;
+    for (int64_t k = 0; k < count; k++) to[k] = Input(int32_t(__builtin_rintf(bf16_to_float(x[k]) * inverse)));
+    return largest / 127;
+}
+
+#if defined(__AVX512VNNI__)
+// Four products of bytes at once, those of the codes without a sign.
+struct Bytes {
+    using Input = int8_t;
+    static constexpr int WIDTH = PANEL;
+
+    // As the codes lie in the bytes of an output's two words: of four inputs the even ones, then the odd ones; of eight
+    // those of the low halves of the bytes, then those of the high ones.
+    template <class Codes> static void order(Input* values, int64_t count) {
+        for (int64_t k = 0; k < count; k += 8) {
+            uint64_t eight;
+            memcpy(&eight, values + k, sizeof eight);
+            if (Codes::CODES == 4) eight = swapped(eight, 16, 0x00000000ffff0000);
+            eight = swapped(eight, 8, 0x0000ff000000ff00);
+            memcpy(values + k, &eight, sizeof eight);
+        }
+    }
+
+    template <class Codes, int ROWS> static void multiply(
+        const uint16_t* words, const Input* x, int64_t stride, int64_t count, int32_t (&to)[ROWS][WIDTH]) {
+        __m512i sums[ROWS][VECTORS];
+        for (auto& of_row : sums)
+            for (auto& sum : of_row) sum = _mm512_set1_epi32(0);
+        for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS) {
+            __m512i octets[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
+                __builtin_prefetch(words + AHEAD_OF_ROWS + v * LINE_VALUES);
+                octets[v] = _mm512_loadu_si512(words + v * LINE_VALUES) ^ _mm512_set1_epi32(Codes::SIGNS);
+            }
+            each_of([&](auto half) {
+                __m512i codes[VECTORS];
+                for (int v = 0; v < VECTORS; v++)
+                    codes[v] = Codes::CODES == 2 ? octets[v] : (octets[v] >> 4 * half()) & _mm512_set1_epi32(0x0f0f0f0f);
+                for (int r = 0; r < ROWS; r++) {
+                    const auto inputs = _mm512_set1_epi32(*(const int32_t*)(x + r * stride + k + 4 * half()));
+                    for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], codes[v], inputs);
+                }
+            }, std::make_integer_sequence<int, Codes::CODES / 2>{});
+        }
+        memcpy(to, sums, sizeof sums);
+    }
+
+  private:
+    static constexpr int VECTORS = PANEL / 16;
+    static constexpr int64_t AHEAD_OF_ROWS = 1 << 11;  // in words, 4 KiB: how far ahead codes are fetched
+
+    // With the bits of the mask in the places of those `by` above, and the other way round.
+    static uint64_t swapped(uint64_t bits, int by, uint64_t mask) {
+        const uint64_t differences = (bits ^ bits >> (by)) & mask;
+        return bits ^ differences ^ differences << by;
+    }
+};
+#endif
+
+// Two products of 16 bits at once, on any CPU.
+struct Shorts {
+    using Input = int16_t;
+    static constexpr int VECTORS = LANES == 16 ? 4 : 2, WIDTH = VECTORS * LANES;
+
+    template <class Codes> static void order(Input*, int64_t) {}
+
+    template <class Codes, int ROWS> static void multiply(
+        const uint16_t* words, const Input* x, int64_t stride, int64_t count, int32_t (&to)[ROWS][WIDTH]) {
+        constexpr int BITS = 16 / Codes::CODES, MASK = ((1 << BITS) - 1) * 0x10001;
+        IntVec sums[ROWS][VECTORS] = {};
+        for (int64_t k = 0; k < count; k += 2 * Codes::CODES, words += WORDS)
+            for (int i = 0; i < Codes::CODES; i++) {
+                IntVec codes[VECTORS];
+                for (int v = 0; v < VECTORS; v++)
+                    codes[v] = ((load((const int32_t*)(words + 2 * v * LANES)) ^ Codes::SIGNS) >> BITS * i) & MASK;
+                for (int r = 0; r < ROWS; r++) {
+                    int32_t two;
+                    memcpy(&two, x + r * stride + k + 2 * i, sizeof two);
+                    for (int v = 0; v < VECTORS; v++) sums[r][v] += products(codes[v], two - IntVec{});
+                }
+            }
+        memcpy(to, sums, sizeof sums);
+    }
+
+  private:
+    // The sum of the two products in each lane.
+    static IntVec products(IntVec a, IntVec b) {
+#if defined(__AVX512BW__)
+        return (IntVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+        return (IntVec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+        return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+    }
+};
+
+template <class Dot, class Codes> class Rounded {
+  public:
+    using Input = typename Dot::Input;
+    static constexpr bool ROUNDS = true;
+    static constexpr int64_t LONGEST_RUN = 1 << 16;  // the sum of so many products has 32 bits
+    struct Registers {
+        explicit Registers(const Product&) {}
+    };
+
+    // The inputs of rows [row, end); valid until the next call.
+    const Input* inputs(const Product& p, int64_t row, int64_t end) {
+        const int64_t K = p.in_features, runs = (K + p.run - 1) / p.run;
+        values.resize((end - row) * K), scales.resize(end - row), sums.resize((end - row) * runs);
+        for (int64_t r = 0; r < end - row; r++) {
+            Input* to = values.data() + r * K;
+            scales[r] = round_row(p.x + (row + r) * K, K, to);
+            for (int64_t i = 0; i < runs; i++) {
+                int32_t sum = 0;
+                for (int64_t k = i * p.run; k < std::min((i + 1) * p.run, K); k++) sum += to[k];
+                sums[r * runs + i] = sum;
+            }
+            Dot::template order<Codes>(to, K);
+        }
+        return values.data();
+    }
+
+    // The rows [first, end) of one panel, which `inputs` got.
+    void rows_of_codes(const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel) const {
+        in_tiles<6>(first, end, [&](auto rows, int64_t row) {
+            const int64_t r = row - first;
+            tile<rows()>(p, w, x + r * p.in_features, scales.data() + r, sums.data() + r * w.runs, row, panel);
+        });
+    }
+
+  private:
+    static constexpr int WIDTH = Dot::WIDTH;
+
+    template <int ROWS> static void tile(
+        const Product& p, const Coded& w, const Input* x, const float* row_scales, const int32_t* input_sums, int64_t row,
+        int64_t panel) {
+        float totals[ROWS][PANEL] = {};
+        for (int part = 0; part < PANEL; part += WIDTH)
+            for (int64_t i = 0, k = 0; k < p.in_features; i++, k += w.run) {
+                int32_t products[ROWS][WIDTH];
+                const uint16_t* words = w.words + k * (PANEL / Codes::CODES) + 2 * part;
+                Dot::template multiply<Codes>(words, x + k, p.in_features, std::min(w.run, p.in_features - k), products);
+                const int64_t scale = k / w.group * PANEL + part;
+                for (int r = 0; r < ROWS; r++) {
+                    const int32_t sum = input_sums[r * w.runs + i];
+                    add(products[r], sum, w.scales + scale, w.offsets ? w.offsets + scale : nullptr, totals[r] + part);
+                }
+            }
+        for (int r = 0; r < ROWS; r++)
+            for (float& total : totals[r]) total *= row_scales[r];
+        Floats::put_totals(p, totals[0], row, row + ROWS, panel);
+    }
+
+    // Codes are without a sign, their zero is above it: so many sums of the inputs are too much.
+    static void add(const int32_t* products, int32_t sum, const float* scales, const float* offsets, float* totals) {
+        for (int n = 0; n < WIDTH; n++) totals[n] += float(products[n] - Codes::ZERO * sum) * scales[n];
+        for (int n = 0; offsets && n < WIDTH; n++) totals[n] -= offsets[n] * float(sum);
+    }
+
+    std::vector<Input> values;
+    std::vector<float> scales;  // of each row
+    std::vector<int32_t> sums;  // [rows][runs]
+};
+
+}  // namespace
