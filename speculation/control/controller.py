@@ -7,7 +7,6 @@ verified must not depend on the token.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from protocol.speculation import Source
@@ -51,7 +50,7 @@ class DraftController:
             self.end_window()
             self.estimator.begin_window(num_decoding)
         else:
-            window.begun.append(time.perf_counter())
+            window.begin_step()
         return False
 
     def join(self, request: SpeculatingRequest, *, is_read: bool) -> None:

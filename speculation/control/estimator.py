@@ -34,20 +34,27 @@ class MethodEstimate:
 
 @dataclass(slots=True, eq=False)
 class Window:
-    """Steps of one plan with one batch."""
+    """Steps of one plan with one batch: when each began, and the seconds of its drafting."""
 
     num_sequences: int
-    begun: list[float]
-    """When each of its steps began."""
+    begun: list[float] = field(default_factory=list)
+    drafting: list[float] = field(default_factory=list)
     drafted: int = 0
-    draft_seconds: float = 0.0
     is_clean: bool = True
     """Whether its steps did nothing but decode."""
 
-    def step_seconds(self, end: float) -> float:
-        """The mean without the longest step, which may hold a pause of the process."""
-        steps = sorted(after - before for before, after in pairwise([*self.begun, end]))
-        return fmean(steps[:-1] or steps)
+    def begin_step(self) -> None:
+        self.begun.append(time.perf_counter())
+        self.drafting.append(0.0)
+
+    def step_seconds(self, end: float) -> tuple[float, float]:
+        """The mean step, and the mean beside drafting. The longest step is left out with its drafting: it may
+        hold a pause of the process, or a draft that first had to read a text.
+        """
+        whole = [after - before for before, after in pairwise([*self.begun, end])]
+        steps = sorted(zip(whole, self.drafting, strict=True))
+        kept = steps[:-1] or steps
+        return fmean([step for step, _ in kept]), fmean([step - drafting for step, drafting in kept])
 
 
 class Estimator:
@@ -87,7 +94,8 @@ class Estimator:
     # --- learning -----------------------------------------------------------------------------------
 
     def begin_window(self, num_sequences: int) -> None:
-        self.window = Window(num_sequences, [time.perf_counter()])
+        self.window = Window(num_sequences)
+        self.window.begin_step()
 
     def disturb(self) -> None:
         """The latest step did something else beside decoding: nothing is learned from its window's time."""
@@ -101,9 +109,9 @@ class Estimator:
         window, self.window = self.window, None
         if window is None or not window.is_clean:
             return 0.0
-        seconds, steps = window.step_seconds(time.perf_counter()), len(window.begun)
+        steps = len(window.begun)
+        seconds, beside = window.step_seconds(time.perf_counter())
         weight = min(steps / self._settings.draft_stands, 1.0)
-        beside = seconds - window.draft_seconds / steps
         self.target.observe(window.num_sequences, window.drafted / steps, beside, weight)
         return seconds * steps
 
@@ -112,7 +120,7 @@ class Estimator:
     ) -> None:
         """Drafts of up to `counts[i]` tokens were made for these requests."""
         if self.window is not None:
-            self.window.draft_seconds += seconds
+            self.window.drafting[-1] += seconds
         known = self.methods[method]
         levels, tokens = 1 if known.shape.whole else max(counts), sum(counts)
         unread = sum([request.unread for request in requests])

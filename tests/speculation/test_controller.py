@@ -325,3 +325,25 @@ def test_a_pause_is_not_taken_for_a_slow_step(at: int, monkeypatch: pytest.Monke
             assert not made.begin_step(4)
     assert made.estimator.end_window() == pytest.approx(9 * before)
     assert float(made.estimator.target.seconds(4, [0])[0]) == pytest.approx(before)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_draft_that_first_reads_a_text_leaves_what_steps_take_beside_it(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr("speculation.control.estimator.time.perf_counter", lambda: clock)
+    made = controller()
+    (request,) = asked = requests(made, 1, fixed=1)
+    beside = float(made.estimator.target.seconds(1, [1])[0])
+    made.begin_step(1)
+    made.plan(asked)
+    for step in range(count):
+        drafting = beside if step == 0 else beside / 10
+        made.estimator.drafted("eagle", asked, [1], drafting)
+        clock += drafting + beside
+        made.estimator.verified(request, 1, 1)
+        if step < count - 1:
+            assert not made.begin_step(1)
+    made.end_window()
+    assert float(made.estimator.target.seconds(1, [1])[0]) == pytest.approx(beside)
