@@ -73,13 +73,16 @@ class RequestParams:
             [len(p.banned_token_sequences) > len(tokens) for p, tokens in zip(params, singles, strict=True)]
         )
         self.restricted = np.array([p.allowed_token_ids is not None for p in params])
+        self.edits_logits = any(map(edits_logits, params))
+
+    @functools.cached_property
+    def disallowed(self) -> Tensor:
+        """Bool [restricted requests, vocab]."""
         restricted = np.flatnonzero(self.restricted)
         disallowed = torch.ones(len(restricted), self.vocab_size, dtype=torch.bool)
         for index, request in enumerate(restricted):
-            disallowed[index, params[request].allowed_token_ids] = False
-        self.disallowed = disallowed.to(self.device)
-        """Bool [restricted requests, vocab]."""
-        self.edits_logits = any(map(edits_logits, params))
+            disallowed[index, self.params[request].allowed_token_ids] = False
+        return disallowed.to(self.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +158,7 @@ class BatchParams:
     def _build_edits(self) -> None:
         requests, index = self._requests, self._index
         self.penalty_rows = self._rows(requests.penalized)
-        self.min_tokens_rows = self._rows(requests.has_min_tokens)
-        self.banned_sequence_rows = self._rows(requests.has_banned_sequences)
+        self.forbidding_rows = self._rows(requests.has_min_tokens | requests.has_banned_sequences)
         self.allowed_rows = self._rows(requests.restricted)
         self.biased, self.banned = self._flat(requests.biased), self._flat(requests.banned)
         self.bias = self._tensor(np.concatenate([requests.biases[i] for i in self._numbers]))

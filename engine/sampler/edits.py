@@ -24,36 +24,26 @@ def apply_edits(
         flat[batch.banned] = -torch.inf
     forbidden = [
         row * batch.vocab_size + token
-        for row, token in (
-            *_ends_too_early(rows, batch, eos_token_ids),
-            *_completed_sequences(rows, batch),
-        )
+        for row in batch.forbidding_rows
+        for token in forbidden_tokens(rows[row], eos_token_ids)
     ]
     if forbidden:
         flat[torch.tensor(forbidden, device=values.device)] = -torch.inf
 
 
-def _ends_too_early(
-    rows: Sequence[SamplingRow], batch: BatchParams, eos_token_ids: Sequence[int]
-) -> list[tuple[int, int]]:
-    forbidden: list[tuple[int, int]] = []
-    for index in batch.min_tokens_rows:
-        params = rows[index].params
-        if len(rows[index].output_token_ids) < params.min_tokens:
-            forbidden.extend((index, token) for token in params.stop_token_ids)
-            if not params.ignore_eos:
-                forbidden.extend((index, token) for token in eos_token_ids)
+def forbidden_tokens(row: SamplingRow, eos_token_ids: Sequence[int]) -> list[int]:
+    """What the tokens before forbid: an end too early, and what would complete a banned sequence, in the
+    prompt begun or not.
+    """
+    params, forbidden = row.params, []
+    if len(row.output_token_ids) < params.min_tokens:
+        forbidden += params.stop_token_ids
+        if not params.ignore_eos:
+            forbidden += eos_token_ids
+    for sequence in params.banned_token_sequences:
+        if len(sequence) > 1 and _ends_with(row, sequence[:-1]):
+            forbidden.append(sequence[-1])
     return forbidden
-
-
-def _completed_sequences(rows: Sequence[SamplingRow], batch: BatchParams) -> list[tuple[int, int]]:
-    """(row, token) of every token that would complete a banned sequence, in the prompt begun or not."""
-    return [
-        (index, sequence[-1])
-        for index in batch.banned_sequence_rows
-        for sequence in rows[index].params.banned_token_sequences
-        if len(sequence) > 1 and _ends_with(rows[index], sequence[:-1])
-    ]
 
 
 def _ends_with(row: SamplingRow, suffix: list[int]) -> bool:

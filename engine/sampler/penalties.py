@@ -85,7 +85,7 @@ class Penalties:
         Repetition (Keskar et al. 2019, CTRL) divides positive and multiplies negative values of tokens in
         prompt or output; frequency subtracts per occurrence in the output, presence once.
         """
-        entries = [self._entries(rows[row]) for row in batch.penalty_rows]
+        entries = [self.entries(rows[row]) for row in batch.penalty_rows]
         sizes = [len(ids) for ids, _ in entries]
         offsets = np.repeat(np.array(batch.penalty_rows, dtype=np.int64) * batch.vocab_size, sizes)
         index = torch.from_numpy(np.concatenate([ids for ids, _ in entries]) + offsets).to(values.device)
@@ -98,7 +98,8 @@ class Penalties:
         new = torch.where(old > 0, old / repetition, old * repetition)
         flat[index] = new - (frequency * counts + presence * (counts > 0))
 
-    def _entries(self, row: SamplingRow) -> tuple[np.ndarray, np.ndarray]:
+    def entries(self, row: SamplingRow) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that the row's penalties concern (int64), and their counts in the output (float32)."""
         counts = self._counts.get(row.request_id)
         if counts is None:
             prompt = row.prompt_token_ids if row.params.repetition_penalty != 1.0 else []

@@ -5,18 +5,21 @@ depends on the row alone. Processing goes, in vLLM's order: logit bias, allowed 
 penalties, temperature, min-p, top-k, top-p. Greedy rows take the argmax after the penalties. Among equals
 the lowest token id wins.
 
-On a CPU with a compiler, one native call (`native.py`) does everything after the edits of the logits. Torch's
-operators give the same tokens elsewhere.
+On a CPU with a compiler, one native call (`native.py`) does everything after the edits of the logits; on a
+CUDA device, three kernels (`triton_kernel/`) do all of it. Torch's operators give the same tokens elsewhere.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine.attention.select import available_backends
 from engine.sampler.batch import BatchParams, RequestParams
 from engine.sampler.edits import apply_edits
 from engine.sampler.filters import apply_filters
@@ -26,8 +29,12 @@ from engine.sampler.noise import NOISE_SPAN, Purpose, round_keys, stream_keys
 from engine.sampler.penalties import Penalties
 from engine.sampler.race import draw, race
 from engine.sampler.rows import SamplingRow
+from engine.sampler.triton_kernel.edits import EditLists, edit_lists
 from protocol.outputs import TokenLogprobs
 from protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.sampler.triton_kernel.chooser import TritonSampler
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +58,7 @@ class Sampler:
         self._requests: RequestParams | None = None
         self._batch: BatchParams | None = None
         self._native = compiled() if self._device.type == "cpu" else None
+        self._kernels = _kernels_for(self._device)
 
     @property
     def is_native(self) -> bool:
@@ -73,6 +81,8 @@ class Sampler:
         if self._native is not None:
             logits = self._edited_if_asked(logits, rows, requests, index)
             return self._native(logits, requests, index, positions)
+        if self._kernels is not None:
+            return self._kernels(logits, requests, index, positions, self._edit_lists(rows, requests, index))
         batch = self._batch_for(requests, index)
         values, failed_rows = self._values(logits, rows, batch)
         likeliest = values.argmax(dim=1)
@@ -184,6 +194,13 @@ class Sampler:
             return logits
         return self._edited(logits, rows, self._batch_for(requests, index))
 
+    def _edit_lists(
+        self, rows: Sequence[SamplingRow], requests: RequestParams, index: list[int]
+    ) -> EditLists | None:
+        if not requests.edits_logits:
+            return None
+        return edit_lists(rows, requests, index, self._penalties, self._eos_token_ids)
+
     def _edited(self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
         """A copy float32 [n, vocab] with all edits and penalties."""
         values = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
@@ -192,3 +209,12 @@ class Sampler:
             if batch.penalty_rows:
                 self._penalties.apply(values, rows, batch)
         return values
+
+
+def _kernels_for(device: torch.device) -> TritonSampler | None:
+    if device.type == "cpu" or "triton" not in available_backends(device):
+        return None
+    kernels: type[TritonSampler] = importlib.import_module(
+        "engine.sampler.triton_kernel.chooser"
+    ).TritonSampler
+    return kernels(device)

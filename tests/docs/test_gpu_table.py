@@ -9,7 +9,16 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
 from tests.docs import gpu_table  # noqa: E402
-from tests.docs.gpu_table import DECODER_KERNELS, VARIANTS, compiled, compiled_between, head, row  # noqa: E402
+from tests.docs.gpu_table import (  # noqa: E402
+    DECODER_KERNELS,
+    SAMPLER_KERNELS,
+    VARIANTS,
+    compiled,
+    compiled_between,
+    compiled_sampling,
+    head,
+    row,
+)
 from tests.engine.triton_offline import DEVICES  # noqa: E402
 
 TEXT = gpu_table.DOCUMENT.read_text()
@@ -19,6 +28,8 @@ SAMPLES = [
     ("gpt-oss, chunk", 80),
     ("int8 KV, rows to verify", 120),
     ("norms of heads, rotation, KV's writing in fp8", 90),
+    ("greatest logits, with edits", 89),
+    ("what may be chosen", 90),
 ]
 
 
@@ -31,7 +42,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_becomes_of_a_kernel_is_what_the_table_says(name: str, capability: int) -> None:
     if head() not in TEXT:
         pytest.skip(f"the table is of another version than Triton {triton.__version__}")
-    code = compiled(VARIANTS[name], capability) if name in VARIANTS else compiled_between(name, capability)
+    if name in VARIANTS:
+        code = compiled(VARIANTS[name], capability)
+    else:
+        code = (compiled_sampling if name in SAMPLER_KERNELS else compiled_between)(name, capability)
     assert row(name, capability, code) in TEXT.splitlines(), "run python -m tests.docs.gpu_table"
 
 
@@ -40,7 +54,7 @@ def test_every_kernel_is_listed_for_every_gpu_and_fits_it() -> None:
     devices = [(capability, each) for capability, each in DEVICES.items()]
     expected = [
         (name, f"{each.name} (sm_{number})")
-        for name in (*VARIANTS, *DECODER_KERNELS)
+        for name in (*VARIANTS, *DECODER_KERNELS, *SAMPLER_KERNELS)
         for number, each in devices
     ]
     assert listed == expected

@@ -112,7 +112,8 @@ class _Operators(TorchDispatchMode):
         if name in ("index", "index_put_") and any(_on_gpu(i) and i.dtype is torch.bool for i in args[1]):
             self._gpu.wait("a shape that depends on values")
             return args[0]
-        result = func(*args, **kwargs)
+        leaves = name == "copy_" and _on_gpu(args[1]) and not _on_gpu(args[0])
+        result = args[0].zero_() if leaves else func(*args, **kwargs)
         if name in ("to", "_to_copy") and args[0].device != result.device:
             self._gpu.wait("a copy of memory that is not pinned")
         if name == "copy_" and args[0].device != args[1].device:

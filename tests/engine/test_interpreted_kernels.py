@@ -11,7 +11,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 ROOT = Path(__file__).parents[2]
-FILES = ["tests/engine/interpreted/attention.py", "tests/engine/interpreted/decoder.py"]
+FILES = [
+    "tests/engine/interpreted/attention.py",
+    "tests/engine/interpreted/decoder.py",
+    "tests/engine/interpreted/sampler.py",
+]
 
 
 @pytest.mark.slow

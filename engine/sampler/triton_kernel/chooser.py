@@ -1,0 +1,150 @@
+"""Chooses the tokens of a batch on a CUDA device, in three kernels, or two where all rows are greedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.download import Downloader
+from engine.sampler.batch import RequestParams
+from engine.sampler.triton_kernel.edits import EditLists
+from engine.sampler.triton_kernel.scan import scan
+from engine.sampler.triton_kernel.settle import settle
+from engine.sampler.triton_kernel.sift import sift
+from engine.upload import Uploader
+
+TILE = 4096
+"""Tokens of a program: enough programs for a single row, and few parts."""
+
+_GROUP, _WIDTH = 64, 16
+_WARPS = 8
+LISTS_BYTES = 256 * 1024**2
+"""Of edited logits and what may be chosen. A step with more rows takes several launches."""
+
+_LISTED_BYTES = 10
+"""Of a token: two float32 and its place."""
+
+
+class TritonSampler:
+    """A row's token is the same alone and in any batch: sums are in the order of the row's own tokens."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._upload, self._download = Uploader(device), Downloader(device)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        requests: RequestParams,
+        index: Sequence[int],
+        positions: Sequence[int],
+        edits: EditLists | None = None,
+    ) -> tuple[Tensor, list[int]]:
+        """As `NativeSampler`; the tokens are on the host, which has waited for them and nothing else."""
+        if len(logits) != len(index):
+            raise ValueError(f"{len(index)} rows of logits, got {tuple(logits.shape)}")
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        integers, numbers, *listed = self._upload(
+            [*_asked(requests, np.array(index), positions), *(edits or ())]
+        )
+        is_greedy = bool(requests.greedy.all())
+        chosen = torch.empty(len(index), dtype=torch.int64, device=logits.device)
+        together = max(1, LISTS_BYTES // (logits.shape[1] * _LISTED_BYTES))
+        for first in range(0, len(index), together):
+            rows = slice(first, first + together)
+            some = None
+            if edits is not None:
+                bounds, tokens, amounts, factors = listed
+                some = EditLists(bounds[rows], tokens, amounts, factors[rows])
+            choose(logits[rows], integers[:, rows], numbers[:, rows], some, chosen[rows], is_greedy)
+        found = self._download(chosen)
+        failed_rows = (found < 0).nonzero()[:, 0].tolist()
+        return found.clamp_min(0), failed_rows
+
+
+def _asked(requests: RequestParams, index: np.ndarray, positions: Sequence[int]) -> list[np.ndarray]:
+    """What `read_row` reads: int64 and float64 [3, n]."""
+    temperature = np.where(requests.greedy, 0.0, requests.temperature).astype(np.float32)
+    floor = requests.min_p_floor.astype(np.float32)
+    top_p = np.where(requests.is_nucleus, requests.top_p, 1.0)
+    return [
+        np.array([requests.seeds[index], positions, requests.top_k[index]]),
+        np.array([temperature[index], floor[index], top_p[index]], np.float64),
+    ]
+
+
+def choose(
+    logits: Tensor,
+    integers: Tensor,
+    numbers: Tensor,
+    edits: EditLists | None,
+    chosen: Tensor,
+    is_greedy: bool,
+) -> None:
+    """`chosen`, int64 [n], gets each row's token, -1 where none has a finite score."""
+    count, size = logits.shape
+    tiles = -(-size // TILE)
+    padded = 1 << (tiles - 1).bit_length()
+    shape = {"TILES": tiles, "TILE": TILE}
+    # Fused products and sums would round otherwise than the host's.
+    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
+
+    def kept(dtype: torch.dtype, *each: int) -> Tensor:
+        return torch.empty((count, tiles, *each), dtype=dtype, device=logits.device)
+
+    tops, firsts = kept(torch.float32), kept(torch.int32)
+    peaks = kept(torch.float32, TILE // _GROUP)
+    asked = integers, numbers
+    edited = None if edits is None else torch.empty((count, size), device=logits.device)
+    scan[(tiles, count)](
+        logits,
+        edited,
+        *(edits or (None,) * 4),
+        tops,
+        firsts,
+        peaks,
+        logits.stride(0),
+        SIZE=size,
+        GROUP=_GROUP,
+        **shape,
+        **options,
+    )
+    logits = logits if edited is None else edited
+    lists: tuple[Tensor | None, ...] = (None, None, None, None)
+    if not is_greedy:
+        lists = (
+            kept(torch.int32),
+            kept(torch.float64),
+            kept(torch.float32, TILE),
+            kept(torch.int16, TILE),
+        )
+        sift[(tiles, count)](
+            logits,
+            tops,
+            firsts,
+            peaks,
+            *asked,
+            *lists,
+            logits.stride(0),
+            integers.stride(0),
+            SIZE=size,
+            GROUP=_GROUP,
+            PADDED=padded,
+            **shape,
+            **options,
+        )
+    settle[(count,)](
+        tops,
+        firsts,
+        *asked,
+        *lists,
+        chosen,
+        integers.stride(0),
+        PADDED=padded,
+        WIDTH=_WIDTH,
+        **shape,
+        **options,
+    )

@@ -1,0 +1,67 @@
+"""The noise of `engine.sampler.noise`, and values as integers in the same order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
+_SLACK = tl.constexpr(1e-6)
+"""What bounds of float32 may be off by."""
+LEAST = tl.constexpr(-0x7F800001)
+"""The `order` of -inf."""
+
+
+@triton.jit
+def _mix_upper(x):
+    x = (x ^ (x >> 30)) * _MULTIPLIER_1
+    return (x ^ (x >> 27)) * _MULTIPLIER_2
+
+
+@triton.jit
+def _mix(x):
+    x = _mix_upper(x)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def stream_key(seed, position):
+    """uint64, of two int64."""
+    return _mix(_mix(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * _GAMMA)
+
+
+@triton.jit
+def noise_bits(key, tokens):
+    """int32, uniform, and the noise grows with it."""
+    return (_mix_upper(key + (tokens.to(tl.int64) + 1).to(tl.uint64) * _GAMMA) >> 32).to(tl.int32)
+
+
+@triton.jit
+def gumbel(bits):
+    """float32 of `noise_bits`; logarithms are in float64, which is slow on many devices."""
+    uniform = (bits.to(tl.float64) + 2147483648.5) * 2.3283064365386963e-10  # 2**-32
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def may_reach(values, bits, bar):
+    """Whether value + noise may be greater than `bar`, by a bound that is soon computed: -log u is at least
+    1 - u. Hardly any token may.
+    """
+    tail = 0.5 - bits.to(tl.float32) * 2.3283064365386963e-10
+    return tl.exp(tl.minimum(values - bar, 1.0)) - tail >= -_SLACK
+
+
+@triton.jit
+def order(values):
+    """int32 in the order of float32."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def at_order(number):
+    """The value with this `order`."""
+    return (number ^ ((number >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -1,0 +1,140 @@
+"""Chooses each row's token among those listed: the filters' floor, then the race."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.sampler.triton_kernel.noise import LEAST, at_order, gumbel, may_reach, noise_bits, order
+from engine.sampler.triton_kernel.scan import likeliest
+from engine.sampler.triton_kernel.sift import read_row
+
+_ROUNDING = tl.constexpr(1e-4)
+
+
+@triton.jit
+def _above(
+    bound, values, lists, lengths, longest, WEIGHED: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr
+):
+    """How many of the listed values are greater than `bound`, and what they weigh, in one order of adding."""
+    counts = tl.zeros([PADDED, WIDTH], tl.int32)
+    masses = tl.zeros([PADDED, WIDTH], tl.float64)
+    for first in range(0, longest, WIDTH):
+        at = first + tl.arange(0, WIDTH)
+        value = tl.load(
+            values + lists[:, None] + at[None, :], mask=at[None, :] < lengths[:, None], other=float("-inf")
+        )
+        counts += (value > bound).to(tl.int32)
+        if WEIGHED:
+            masses += tl.where(value > bound, tl.exp(value.to(tl.float64)), 0.0)
+    count = tl.sum(tl.sum(counts, 1), 0)
+    mass = tl.sum(tl.sum(masses, 1), 0) if WEIGHED else count.to(tl.float64)
+    return count, mass
+
+
+@triton.jit
+def _floor(
+    wanted,
+    low,
+    count,
+    values,
+    lists,
+    lengths,
+    longest,
+    WEIGHED: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The least value, of the `count` listed ones from `low` on, that has less than `wanted` above it."""
+    outside, inside = order(low) - 1, tl.full([], 0, tl.int32)
+    num_outside, num_inside = count, tl.full([], 0, tl.int32)
+    # A single value between the two is inside as well: no more is above it than above `inside`.
+    while (inside - outside > 1) & (num_outside - num_inside > 1):
+        middle = outside + (inside - outside) // 2
+        number, mass = _above(at_order(middle), values, lists, lengths, longest, WEIGHED, PADDED, WIDTH)
+        is_inside = mass < wanted
+        inside, num_inside = tl.where(is_inside, middle, inside), tl.where(is_inside, number, num_inside)
+        outside, num_outside = tl.where(is_inside, outside, middle), tl.where(is_inside, num_outside, number)
+    return at_order(outside + 1)
+
+
+@triton.jit
+def _race(
+    key,
+    best,
+    floor,
+    values,
+    places,
+    lists,
+    lengths,
+    longest,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The token with the greatest value + noise, the first of equal ones; `best` has the value 0."""
+    score = gumbel(noise_bits(key, best))
+    bar = score - _ROUNDING
+    for first in range(0, longest, WIDTH):
+        at = first + tl.arange(0, WIDTH)
+        here = at[None, :] < lengths[:, None]
+        value = tl.load(values + lists[:, None] + at[None, :], mask=here, other=float("-inf"))
+        place = tl.load(places + lists[:, None] + at[None, :], mask=here, other=0)
+        tokens = tl.arange(0, PADDED)[:, None] * TILE + place.to(tl.int32)
+        bits = noise_bits(key, tokens)
+        races = here & (value >= floor) & may_reach(value, bits, bar)
+        if tl.max(tl.max(races.to(tl.int32), 1), 0) > 0:
+            scores = tl.where(races, value + gumbel(bits), float("-inf"))
+            greatest = tl.max(tl.max(scores, 1), 0)
+            token = tl.min(tl.min(tl.where(scores == greatest, tokens, 2147483647), 1), 0)
+            wins = (greatest > score) | ((greatest == score) & (token < best))
+            best, score = tl.where(wins, token, best), tl.where(wins, greatest, score)
+    return best
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def settle(
+    tops,
+    firsts,
+    integers,
+    numbers,
+    counts,
+    masses,
+    values,
+    places,
+    chosen,
+    num_rows,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Program: row. `chosen` gets its token, -1 where none has a finite score. Without `counts` all rows are
+    greedy.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    _, best = likeliest(tops, firsts, row, TILES, PADDED)
+    if counts is not None:
+        key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
+        if (best >= 0) & (temperature > 0):
+            tiles = tl.arange(0, PADDED)
+            lists = (row * TILES + tiles) * TILE
+            lengths = tl.load(counts + row * TILES + tiles, mask=tiles < TILES, other=0)
+            longest, count = tl.max(lengths, 0), tl.sum(lengths, 0)
+            floor = min_p_floor
+            if top_k > 0:
+                kth = _floor(
+                    top_k.to(tl.float64), floor, count, values, lists, lengths, longest, False, PADDED, WIDTH
+                )
+                floor = tl.maximum(floor, kth)
+            if top_p < 1:
+                if top_k > 0:
+                    below = at_order(tl.maximum(order(floor) - 1, LEAST))
+                    count, mass = _above(below, values, lists, lengths, longest, True, PADDED, WIDTH)
+                else:
+                    mass = tl.sum(tl.load(masses + row * TILES + tiles, mask=tiles < TILES, other=0.0), 0)
+                floor = _floor(
+                    top_p * mass, floor, count, values, lists, lengths, longest, True, PADDED, WIDTH
+                )
+            best = _race(key, best, floor, values, places, lists, lengths, longest, TILE, PADDED, WIDTH)
+    tl.store(chosen + row, best.to(tl.int64))

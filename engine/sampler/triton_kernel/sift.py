@@ -1,0 +1,118 @@
+"""Lists the tokens of each tile that may be chosen, usually few of them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.sampler.triton_kernel.noise import (
+    LEAST,
+    at_order,
+    gumbel,
+    may_reach,
+    noise_bits,
+    stream_key,
+)
+from engine.sampler.triton_kernel.scan import likeliest
+
+_SLACK = tl.constexpr(1e-3)
+_ROUNDING = tl.constexpr(1e-4)
+
+
+@triton.jit
+def read_row(integers, numbers, row, num_rows):
+    """What a row's request asks for: seed, position, top-k; temperature, min-p's floor and top-p."""
+    seed = tl.load(integers + row)
+    position = tl.load(integers + num_rows + row)
+    top_k = tl.load(integers + 2 * num_rows + row).to(tl.int32)
+    temperature = tl.load(numbers + row).to(tl.float32)
+    min_p_floor = tl.load(numbers + num_rows + row).to(tl.float32)
+    top_p = tl.load(numbers + 2 * num_rows + row)
+    return stream_key(seed, position), top_k, temperature, min_p_floor, top_p
+
+
+@triton.jit
+def _kth(values, k):
+    """The k-th greatest, or the least finite number if there are not so many."""
+    low, high = tl.full([], LEAST, tl.int32), tl.full([], 0, tl.int32)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        is_above = tl.sum((values > at_order(middle)).to(tl.int32), 0) >= k
+        low, high = tl.where(is_above, middle, low), tl.where(is_above, high, middle)
+    return at_order(high)
+
+
+@triton.jit
+def _low(
+    peaks,
+    row,
+    top,
+    top_k,
+    temperature,
+    min_p_floor,
+    top_p,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """No filter has its floor below this."""
+    groups = tl.arange(0, PADDED)
+    of_groups = tl.load(peaks + row * GROUPS + groups, mask=groups < GROUPS, other=float("-inf"))
+    of_groups = tl.div_rn(of_groups - top, temperature)
+    low = min_p_floor
+    if top_k > 0:  # the k-th greatest of all is no less than that of groups' greatest
+        low = tl.maximum(low, _kth(of_groups, top_k))
+    elif (top_p < 1) & (low == float("-inf")):
+        # Tokens each lighter than this weigh less than 1 - top_p together, so that the nucleus lies above.
+        mass = tl.sum(tl.exp(of_groups), 0)
+        low = tl.log(tl.maximum((1 - top_p).to(tl.float32) * mass / SIZE, 1e-37)) - _SLACK
+    return low
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def sift(
+    logits,
+    tops,
+    firsts,
+    peaks,
+    integers,
+    numbers,
+    counts,
+    masses,
+    values,
+    places,
+    stride,
+    num_rows,
+    SIZE: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Programs: tile, row. Lists in `values` and `places` [rows, TILES, TILE] what may be chosen of the tile,
+    in the order of tokens: with top-k or top-p all that these may leave, else what its noise may lift over
+    the likeliest token. `counts` [rows, TILES] says how many, `masses` what min-p leaves, if top-p needs it.
+    """
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    key, top_k, temperature, min_p_floor, top_p = read_row(integers, numbers, row, num_rows)
+    top, best = likeliest(tops, firsts, row, TILES, PADDED)
+    if (best < 0) | (temperature == 0):
+        return
+    tokens = tile * TILE + tl.arange(0, TILE)
+    inside = tokens < SIZE
+    value = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    value = tl.div_rn(value - top, temperature)
+    groups: tl.constexpr = TILE // GROUP
+    low = _low(peaks, row, top, top_k, temperature, min_p_floor, top_p, SIZE, TILES * groups, PADDED * groups)
+    listed = (value > float("-inf")) & (value >= low)
+    if (top_k <= 0) & (top_p >= 1):
+        bar = gumbel(noise_bits(key, best)) - _ROUNDING
+        listed = listed & may_reach(value, noise_bits(key, tokens), bar)
+    elif top_k <= 0:
+        mass = tl.sum(tl.where(value >= min_p_floor, tl.exp(value.to(tl.float64)), 0.0), 0)
+        tl.store(masses + row * TILES + tile, mass)
+    rank = tl.cumsum(listed.to(tl.int32), 0)
+    to = (row * TILES + tile) * TILE + rank - 1
+    tl.store(values + to, value, mask=listed)
+    tl.store(places + to, (tokens - tile * TILE).to(tl.int16), mask=listed)
+    tl.store(counts + row * TILES + tile, tl.sum(listed.to(tl.int32), 0))

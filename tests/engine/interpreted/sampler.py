@@ -1,0 +1,146 @@
+"""The sampler's kernels in Triton's interpreter, against torch's operators and the compiled choice, token for
+token. `test_interpreted_kernels.py` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from engine.sampler import Sampler, SamplingRow, gumbel_noise, stream_keys
+from engine.sampler.triton_kernel import chooser
+from engine.sampler.triton_kernel.chooser import TritonSampler
+from tests.engine.interpreted.sampling_cases import EDITS, Case, cases
+from tests.engine.sampler_reference import make_row
+from tests.engine.test_sampler_native import FILTERS, make_rows
+
+CPU = torch.device("cpu")
+reproducible = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles() -> Iterator[None]:
+    """So that small vocabularies have several of everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chooser, "TILE", 64)
+        patch.setattr(chooser, "_GROUP", 16)
+        patch.setattr(chooser, "_WIDTH", 4)
+        torch.set_num_threads(1)
+        yield
+
+
+def samplers(vocab_size: int) -> tuple[Sampler, Sampler, Sampler]:
+    """With the kernels, with torch's operators, and the CPU's own."""
+    kernels, plain, own = (Sampler(vocab_size, CPU, [0]) for _ in range(3))
+    kernels._native, kernels._kernels = None, TritonSampler(CPU)
+    plain._native = None
+    return kernels, plain, own
+
+
+def choose(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[int]]:
+    """What all of them choose: tokens, and failed rows."""
+    before = logits.clone()
+    found, *others = (each.choose(logits, rows) for each in samplers(logits.shape[1]))
+    failed_rows = found[1]
+    for tokens, failed in others:
+        assert failed == failed_rows
+        for row, (token, expected) in enumerate(zip(found[0].tolist(), tokens.tolist(), strict=True)):
+            assert token == expected or row in failed, (row, rows[row].params)
+    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+    return found[0].tolist(), failed_rows
+
+
+@reproducible
+@given(cases())
+def test_batches(case: Case) -> None:
+    """Each row has the token that it has alone, too."""
+    logits, rows = case.batch()
+    found, failed_rows = choose(logits, rows)
+    kernels, _, _ = samplers(case.vocab_size)
+    for number, row in enumerate(rows[:2]):
+        token, failed = kernels.choose(logits[number : number + 1], [row])
+        assert token.tolist() == [found[number]] and failed == [0] * (number in failed_rows)
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["plain", "edited"])
+def test_rows_of_all_filters(edited: bool) -> None:
+    names = list(EDITS) if edited else ["none"]
+    edits = tuple(names[number % len(names)] for number in range(len(FILTERS)))
+    choose(*Case(tuple(FILTERS), edits, 300, torch.bfloat16, 3.0, -math.inf, 1).batch())
+
+
+def test_a_vocabulary_of_several_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "TILE", 4096)
+    monkeypatch.setattr(chooser, "_GROUP", 64)
+    monkeypatch.setattr(chooser, "_WIDTH", 16)
+    torch.manual_seed(2)
+    rows = make_rows(6, random.Random(2), ["none", "top-k, top-p", "top-p", "all", "greedy", "min-p, top-k"])
+    choose(2 * torch.randn(6, 10_000, dtype=torch.bfloat16), rows)
+
+
+def test_rows_that_fail() -> None:
+    torch.manual_seed(3)
+    rows = make_rows(12, random.Random(3), ["none", "top-k, top-p"])
+    for params in ({}, {"temperature": 0.0}):
+        rows.append(make_row(seed=1, allowed_token_ids=[7], banned_token_sequences=[[7]], **params))
+    logits = torch.randn(14, 150)
+    logits[1, 77], logits[2, 0], logits[3, 149], logits[4, 80] = math.nan, -math.nan, math.inf, -math.inf
+    logits[5] = -math.inf
+    assert choose(logits, rows)[1] == [1, 2, 3, 5, 12, 13]
+
+
+def test_a_forbidden_logit_may_be_nan() -> None:
+    logits = torch.zeros(2, 100)
+    logits[:, 70] = math.nan
+    rows = [make_row(banned_token_sequences=[[70]]), make_row(allowed_token_ids=[5, 99])]
+    assert choose(logits, rows)[1] == []
+
+
+def test_among_equal_scores_the_lowest_id_wins() -> None:
+    num_equal = 0
+    for seed in range(60):
+        noise = gumbel_noise(stream_keys(torch.tensor([seed]), torch.tensor([3])), torch.arange(200))
+        logits = torch.full((1, 200), -1000.0)
+        logits[0, 150] = 0.0
+        logits[0, 3] = noise[150] - noise[3]
+        if logits[0, 3] <= 0 and logits[0, 3] + noise[3] == noise[150]:
+            num_equal += 1
+            assert choose(logits, [make_row(seed=seed)])[0] == [3]
+    assert num_equal > 5
+
+
+def test_a_nucleus_ends_where_it_has_just_top_p() -> None:
+    """The likeliest token alone has exactly `top_p`: the next one stays outside."""
+    num_exact = 0
+    for step in range(50):
+        logits = torch.tensor([[0.0, -0.1 - step / 16, -90.0]])
+        share = math.exp(float(logits[0, 1]))
+        total = 1 + share
+        if total - share != 1 or 1 / total * total != 1:
+            continue  # rounded
+        num_exact += 1
+        rows = [
+            make_row(seed=seed, top_k=2, top_p=top_p)
+            for top_p in (1 / total, 1 / total * (1 + 1e-14))
+            for seed in range(6)
+        ]
+        found, _ = choose(logits.expand(len(rows), -1).contiguous(), rows)
+        assert found[:6] == [0] * 6
+        if num_exact == 4:
+            return
+    raise AssertionError("no such logits")
+
+
+def test_more_rows_than_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    monkeypatch.setattr(chooser, "LISTS_BYTES", 2 * 100 * 10)
+    rows = make_rows(4, random.Random(5), ["none", "top-p"])
+    rows.append(make_row("edited", output=(1, 1, 2), seed=5, frequency_penalty=0.5, logit_bias={9: 3.0}))
+    choose(torch.randn(10, 100)[::2], rows)
+    choose(torch.randn(100, 5).T, rows)

@@ -1,0 +1,104 @@
+"""From a CUDA step's rows to its verdicts the host waits once, for the tokens: see `absent_gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda.decoder import CudaDecoder
+from engine.cuda.runner import CudaRunner
+from engine.draft import Draft
+from engine.pool_layout import TARGET
+from engine.rows import SequenceRows
+from engine.sampler import Sampler
+from engine.sampler import sampler as choosing
+from engine.sequence import SequenceState
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from speculation.verification.verify import verify
+from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
+from tests.engine.test_host_waits import pool_of, qwen3
+
+CHAIN = Draft([5, 6, 7])
+TREE = Draft([5, 6, 7, 8], [-1, -1, 1, 1])
+SAMPLED = ["scan", "sift", "settle"]
+GREEDY = ["scan", "settle"]
+EDITS = {
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.5,
+    "logit_bias": {3: 1.0},
+    "allowed_token_ids": [*range(99)],
+    "banned_token_sequences": [[4], [1, 2]],
+    "min_tokens": 5,
+}
+
+
+@pytest.fixture(autouse=True)
+def triton_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "available_backends", lambda device: ["triton"])
+
+
+def sequence_with(number: int, draft: Draft | None, **params: Any) -> SequenceState:
+    sampling = SamplingParams(max_tokens=50, seed=number, **params)
+    request = EngineRequest(request_id=str(number), prompt_token_ids=[1, 2, 3], sampling=sampling)
+    sequence = SequenceState(request, number)
+    sequence.append(4)
+    sequence.draft = draft
+    return sequence
+
+
+def rows_of(sequence: SequenceState, block: int) -> SequenceRows:
+    draft = sequence.draft
+    tokens = [*sequence.token_ids[-1:], *(draft.token_ids if draft else [])]
+    masks = draft.masks() if draft else None
+    return SequenceRows(tokens, len(sequence.token_ids) - 1, [[block]], masks)
+
+
+def sampling_of(gpu: AbsentGpu, sequences: list[SequenceState]) -> list[str]:
+    """The kernels after the forward of a second step, in which the host has waited for the tokens alone."""
+    backend = TritonBackend(pool_of().layers(TARGET))
+    runner = CudaRunner(CudaDecoder(qwen3(), backend, 64), backend, GPU, "")
+    sampler = Sampler(512, GPU, [2])
+    rows = [rows_of(sequence, 1 + number) for number, sequence in enumerate(sequences)]
+    count = sum(len(each.token_ids) for each in rows)
+    for _ in range(2):
+        gpu.clear()
+        logits = runner.run(rows, list(range(count))).logits
+        assert not gpu.waits, "\n".join(gpu.waits)
+        gpu.launches.clear()
+        verdicts = verify("coupled", sequences, logits, sampler)
+        assert len(verdicts) == len(sequences)
+        ((line, times),) = gpu.waits.items()
+        assert times == 1 and line.startswith("/engine/download.py") and line.endswith("an event")
+    return [name for name, times in gpu.launches.items() for _ in range(times)]
+
+
+@pytest.mark.parametrize("draft", [None, CHAIN, TREE], ids=["next token", "chain", "tree"])
+@pytest.mark.parametrize(
+    ("params", "kernels"),
+    [
+        ({"temperature": 0.0}, GREEDY),
+        ({"temperature": 0.8}, SAMPLED),
+        ({"temperature": 0.8, "top_p": 0.9}, SAMPLED),
+        ({"top_k": 20, "top_p": 0.95, "min_p": 0.01}, SAMPLED),
+        (EDITS, SAMPLED),
+    ],
+    ids=["greedy", "temperature", "top-p", "all filters", "edits"],
+)
+def test_a_step_waits_once(draft: Draft | None, params: dict[str, Any], kernels: list[str]) -> None:
+    with absent_gpu() as gpu:
+        assert sampling_of(gpu, [sequence_with(number, draft, **params) for number in range(2)]) == kernels
+
+
+def test_a_mixed_step_waits_once() -> None:
+    with absent_gpu() as gpu:
+        sequences = [
+            sequence_with(0, None, temperature=0.0),
+            sequence_with(1, CHAIN, top_p=0.9),
+            sequence_with(2, TREE, **EDITS),
+        ]
+        assert sampling_of(gpu, sequences) == SAMPLED
