@@ -10,7 +10,6 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.decoder import CudaDecoder
-from engine.cuda.runner import CudaRunner
 from engine.draft import Draft
 from engine.pool_layout import TARGET
 from engine.rows import SequenceRows
@@ -21,7 +20,7 @@ from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from speculation.verification.verify import verify
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
-from tests.engine.test_host_waits import pool_of, qwen3
+from tests.engine.test_host_waits import pool_of, qwen3, runner_of
 
 CHAIN = Draft([5, 6, 7])
 TREE = Draft([5, 6, 7, 8], [-1, -1, 1, 1])
@@ -61,7 +60,7 @@ def rows_of(sequence: SequenceState, block: int) -> SequenceRows:
 def sampling_of(gpu: AbsentGpu, sequences: list[SequenceState]) -> list[str]:
     """The kernels after the forward of a second step, in which the host has waited for the tokens alone."""
     backend = TritonBackend(pool_of().layers(TARGET))
-    runner = CudaRunner(CudaDecoder(qwen3(), backend, 64), backend, GPU, "")
+    runner = runner_of(CudaDecoder(qwen3(), backend, 64), backend)
     sampler = Sampler(512, GPU, [2])
     rows = [rows_of(sequence, 1 + number) for number, sequence in enumerate(sequences)]
     count = sum(len(each.token_ids) for each in rows)

@@ -14,7 +14,7 @@ from engine.sampler.triton_kernel.edits import EditLists
 from engine.sampler.triton_kernel.scan import scan
 from engine.sampler.triton_kernel.settle import settle
 from engine.sampler.triton_kernel.sift import sift
-from engine.upload import Uploader
+from engine.upload import upload_to
 
 TILE = 4096
 """Tokens of a program: enough programs for a single row, and few parts."""
@@ -32,7 +32,7 @@ class TritonSampler:
     """A row's token is the same alone and in any batch: sums are in the order of the row's own tokens."""
 
     def __init__(self, device: torch.device) -> None:
-        self._upload, self._download = Uploader(device), Downloader(device)
+        self._upload, self._download = upload_to(device), Downloader(device)
 
     def __call__(
         self,
