@@ -17,7 +17,7 @@ _OF_NO_CONSEQUENCE = ("_name_or_path", "transformers_version")
 
 def model_fingerprint(model: PreTrainedModel) -> bytes:
     """16 bytes that depend on the model's configuration, device type and a sample of each weight tensor, and
-    on which layers round their inputs.
+    on how layers round their inputs.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_NO_CONSEQUENCE}
     digest = hashlib.blake2b(digest_size=16)
@@ -27,6 +27,7 @@ def model_fingerprint(model: PreTrainedModel) -> bytes:
         sample = flat[:: max(1, flat.numel() // SAMPLES)].to("cpu", torch.float32)
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(sample.numpy().tobytes())
-    rounding = [name for name, module in model.named_modules() if getattr(module, "rounds_inputs", False)]
+    groups = {name: getattr(module, "input_group", 0) for name, module in model.named_modules()}
+    rounding = [f"{name} {group}" for name, group in groups.items() if group]
     digest.update("\n".join(rounding).encode())
     return digest.digest()

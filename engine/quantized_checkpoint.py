@@ -74,7 +74,7 @@ def load_quantized(
             "%s checkpoint: %d linear layers stay quantized, and %d of them may round their inputs to int8",
             method["quant_method"],
             count - len(fused),
-            sum(weight.rounds_inputs for weight in weights.values()),
+            sum(weight.input_group > 0 for weight in weights.values()),
         )
         if fused:
             logger.warning(

@@ -66,7 +66,7 @@ def _are_alike(weights: Sequence[QuantizedWeight]) -> bool:
         optional: tuple[Tensor | None, ...] = weight.zeros, weight.permutation
         return (
             weight.format,
-            weight.rounds_inputs,
+            weight.input_group,
             weight.codes.shape[1],
             weight.group_size,
             *(each is None for each in optional),

@@ -55,7 +55,7 @@ def fits(weight: QuantizedWeight) -> bool:
 class PackedWeight:
     """`words` is int16 [out / 64, in / 2c, 64, 2] with c codes in each; `scales`, and `offsets` where there
     are zero points, are float32 [out / 64, groups, 64, 1]; `inputs` is int32 [in], or None where codes are in
-    the order of the inputs. `rounds_inputs` is as in `QuantizedWeight`.
+    the order of the inputs. `input_group` is as in `QuantizedWeight`.
     """
 
     format: CodeFormat
@@ -64,7 +64,7 @@ class PackedWeight:
     offsets: Tensor | None
     inputs: Tensor | None
     out_features: int
-    rounds_inputs: bool = False
+    input_group: int = 0
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> PackedWeight:
@@ -75,11 +75,11 @@ class PackedWeight:
         return cls(
             weight.format,
             pack(_words(weight)),
-            pack(scales * (1.0 if weight.rounds_inputs else _FACTORS.get(weight.format, 1.0)), 1),
+            pack(scales * (1.0 if weight.input_group else _FACTORS.get(weight.format, 1.0)), 1),
             offsets,
             None if weight.permutation is None else weight.permutation.int(),
             len(weight.codes),
-            weight.rounds_inputs,
+            weight.input_group,
         )
 
     @property
@@ -98,7 +98,7 @@ class PackedWeight:
         return (
             same_inputs
             and self.format is other.format
-            and self.rounds_inputs is other.rounds_inputs
+            and self.input_group == other.input_group
             and (self.offsets is None) == (other.offsets is None)
             and self.scales.shape[1] == other.scales.shape[1]
         )
@@ -136,7 +136,7 @@ class PackedWeight:
     def args(self, bias: Tensor | None) -> QuantizedArgs:
         """What they point to must live longer."""
         return packed_args(
-            *self.tensors, bias, FORMATS.index(self.format), self.rounds_inputs, self.out_features
+            *self.tensors, bias, FORMATS.index(self.format), self.input_group, self.out_features
         )
 
 
@@ -162,7 +162,7 @@ def packed_args(
     inputs: Tensor | None,
     bias: Tensor | None,
     format: int,
-    rounds_inputs: bool,
+    input_group: int,
     out_features: int,
 ) -> QuantizedArgs:
     """`format` is an index in `FORMATS`, as torch's operators take no enum."""
@@ -177,7 +177,7 @@ def packed_args(
         out_features,
         in_features // scales.shape[1],
         format,
-        rounds_inputs,
+        input_group,
     )
 
 
@@ -203,10 +203,10 @@ def _run(
     inputs: Tensor | None,
     bias: Tensor | None,
     format: int,
-    rounds_inputs: bool,
+    input_group: int,
     out_features: int,
 ) -> Tensor:
-    args = packed_args(words, scales, offsets, inputs, bias, format, rounds_inputs, out_features)
+    args = packed_args(words, scales, offsets, inputs, bias, format, input_group, out_features)
     if not x.is_contiguous():
         x = x.contiguous()
     *batch, in_features = x.shape
@@ -231,7 +231,7 @@ def _run_meta(x: Tensor, *_: object) -> Tensor:
 _library = torch.library.Library("tandem", "FRAGMENT")
 _library.define(
     "quantized_linear(Tensor x, Tensor words, Tensor scales, Tensor? offsets, Tensor? inputs, Tensor? bias, "
-    "int format, bool rounds_inputs, int out_features) -> Tensor"
+    "int format, int input_group, int out_features) -> Tensor"
 )
 _library.impl("quantized_linear", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("tandem::quantized_linear", _run_meta, lib=_library)
@@ -254,7 +254,7 @@ class PackedQuantizedLinear(nn.Module):
             weight.out_features,
             weight.in_features,
         )
-        self.rounds_inputs = weight.rounds_inputs
+        self.input_group = weight.input_group
         for name in ("words", "scales", "offsets", "inputs"):
             self.register_buffer(name, getattr(weight, name))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -262,7 +262,7 @@ class PackedQuantizedLinear(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         parts = self.words, self.scales, self.offsets, self.inputs
-        return PackedWeight(self.format, *parts, self.out_features, self.rounds_inputs)
+        return PackedWeight(self.format, *parts, self.out_features, self.input_group)
 
     def rows(self, rows: range) -> PackedQuantizedLinear:
         """With these outputs alone."""
@@ -271,7 +271,7 @@ class PackedQuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.words, self.scales, self.offsets, self.inputs, self.bias
-        return _quantized_linear(x, *parts, FORMATS.index(self.format), self.rounds_inputs, self.out_features)
+        return _quantized_linear(x, *parts, FORMATS.index(self.format), self.input_group, self.out_features)
 
 
 def pack_quantized_linears(model: nn.Module) -> None:
@@ -281,11 +281,18 @@ def pack_quantized_linears(model: nn.Module) -> None:
     for path in _quantized_linears(model):
         linear = model.get_submodule(path)
         assert isinstance(linear, QuantizedLinear)
-        if fits(linear.quantized):
-            packed = PackedQuantizedLinear(PackedWeight.of(linear.quantized), linear.bias)
+        weight = linear.quantized
+        if fits(weight):
+            if not _rounded_inputs_pay():
+                weight = replace(weight, input_group=0)
+            packed = PackedQuantizedLinear(PackedWeight.of(weight), linear.bias)
             model.set_submodule(path, packed)
         else:
             model.set_submodule(path, linear.plain(torch.bfloat16))
+
+
+def _rounded_inputs_pay() -> bool:
+    return bool(declare(library(), "tandem_rounded_inputs_pay", ctypes.c_bool)())
 
 
 def dequantize_linears(model: nn.Module, dtype: torch.dtype) -> None:

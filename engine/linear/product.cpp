@@ -71,14 +71,14 @@ void tandem_linear(
 
 void tandem_quantized_linear_in_floats(
     const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
-    if (weights->rounds_inputs) return multiply_rounded<Shorts>(x, *weights, out, rows, threads, parallel);
+    if (weights->input_group) return multiply_rounded<Shorts>(x, *weights, out, rows, threads, parallel);
     multiply<Floats>(x, *weights, out, rows, threads, parallel);
 }
 
 #if defined(__AVX512BF16__)
 void tandem_quantized_linear_in_pairs(
     const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
-    if (weights->rounds_inputs) return multiply_rounded<Integers>(x, *weights, out, rows, threads, parallel);
+    if (weights->input_group) return multiply_rounded<Integers>(x, *weights, out, rows, threads, parallel);
     multiply<Pairs>(x, *weights, out, rows, threads, parallel);
 }
 #endif
@@ -86,7 +86,7 @@ void tandem_quantized_linear_in_pairs(
 // With the fastest kernel for this CPU. The inputs of the weights are whole runs, of 32 at least.
 void tandem_quantized_linear(
     const uint16_t* x, const Quantized* weights, uint16_t* out, int64_t rows, int64_t threads, Parallel parallel) {
-    if (weights->rounds_inputs) return multiply_rounded<Integers>(x, *weights, out, rows, threads, parallel);
+    if (weights->input_group) return multiply_rounded<Integers>(x, *weights, out, rows, threads, parallel);
 #if defined(__AVX512BF16__)
 #if defined(__AMX_BF16__)
     if (MatrixTiles::can_multiply({nullptr, nullptr, nullptr, nullptr, rows, weights->in_features, weights->out_features, 0}))
@@ -95,6 +95,15 @@ void tandem_quantized_linear(
     multiply<Pairs>(x, *weights, out, rows, threads, parallel);
 #else
     multiply<Floats>(x, *weights, out, rows, threads, parallel);
+#endif
+}
+
+// Whether products are faster where inputs are rounded: tiles multiply bfloat16 faster than other instructions do int8.
+bool tandem_rounded_inputs_pay() {
+#if defined(__AMX_BF16__)
+    return !MatrixTiles::are_granted();
+#else
+    return true;
 #endif
 }
 

@@ -27,7 +27,7 @@ struct Quantized {
     int64_t in_features, out_features;
     int64_t group;             // inputs that share a scale; a multiple of 32
     int64_t format;
-    int64_t rounds_inputs;     // whether rows are rounded to int8 as well (rounded.h): with INT8 and INT4 alone
+    int64_t input_group;       // inputs of a row that share a unit of int8 (rounded.h), for INT8 and INT4; 0: they are not rounded
 };
 
 constexpr int64_t SLICE = 128;  // inputs whose weights are expanded at a time, 16 KiB
@@ -125,7 +125,8 @@ void rows_of_codes(Tiles& tiles, const Product& p, Coded w, const typename Tiles
 
 template <class Tiles, class Codes>
 void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows, int64_t most_threads, Parallel parallel) {
-    const int64_t K = q.in_features, run = std::min(q.group, Tiles::LONGEST_RUN);
+    const int64_t K = q.in_features, longest = Tiles::ROUNDS ? q.input_group : q.group;
+    const int64_t run = std::min({q.group, longest, Tiles::LONGEST_RUN});
     const int64_t groups = K / q.group, runs = (K + run - 1) / run;
     thread_local Inputs prepared;
     x = prepared.order(x, q, rows);

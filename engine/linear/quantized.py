@@ -25,7 +25,7 @@ class QuantizedLinear(nn.Module):
         if fault is not None:
             raise ValueError(fault)
         self.format: CodeFormat = weight.format
-        self.rounds_inputs = weight.rounds_inputs
+        self.input_group = weight.input_group
         self.out_features, self.in_features = weight.codes.shape
         for name in ("codes", "scales", "zeros", "permutation"):
             self.register_buffer(name, getattr(weight, name))
@@ -34,7 +34,7 @@ class QuantizedLinear(nn.Module):
     @property
     def quantized(self) -> QuantizedWeight:
         parts = self.codes, self.scales, self.zeros, self.permutation
-        return QuantizedWeight(self.format, *parts, rounds_inputs=self.rounds_inputs)
+        return QuantizedWeight(self.format, *parts, input_group=self.input_group)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.quantized.dequantized().to(x.dtype), self.bias)

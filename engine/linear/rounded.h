@@ -1,5 +1,5 @@
-// Products of rows that are rounded to int8, each with a scale of its own, and codes of int8 or int4. A run's sum is one of
-// integers: it is exact, so its bits depend on no order, batch or CPU. It is scaled in float32.
+// Products of rows that are rounded to int8, each run of inputs in a unit of its own, and codes of int8 or int4. A run's sum
+// is one of integers: it is exact, so its bits depend on no order, batch or CPU. It is scaled in float32.
 
 #pragma once
 
@@ -20,9 +20,9 @@
 
 namespace {
 
-// Fills `to` with the row's values in units of its largest magnitude / 127, and returns that unit. Where a value is not
+// Fills `to` with a run's values in units of its largest magnitude / 127, and returns that unit. Where a value is not
 // finite, it is NaN.
-template <class Input> float round_row(const uint16_t* x, int64_t count, Input* to) {
+template <class Input> float round_run(const uint16_t* x, int64_t count, Input* to) {
     uint16_t bits = 0;
     for (int64_t k = 0; k < count; k++) bits = std::max<uint16_t>(bits, x[k] & 0x7fff);
     const float largest = bf16_to_float(bits), least = 0x1p-119f;  // 127 / least is finite
@@ -139,13 +139,14 @@ template <class Dot, class Codes> class Rounded {
     // The inputs of rows [row, end); valid until the next call.
     const Input* inputs(const Product& p, int64_t row, int64_t end) {
         const int64_t K = p.in_features, runs = (K + p.run - 1) / p.run;
-        values.resize((end - row) * K), scales.resize(end - row), sums.resize((end - row) * runs);
+        values.resize((end - row) * K), units.resize((end - row) * runs), sums.resize((end - row) * runs);
         for (int64_t r = 0; r < end - row; r++) {
             Input* to = values.data() + r * K;
-            scales[r] = round_row(p.x + (row + r) * K, K, to);
-            for (int64_t i = 0; i < runs; i++) {
+            for (int64_t i = 0, k = 0; i < runs; i++, k += p.run) {
+                const int64_t count = std::min(p.run, K - k);
+                units[r * runs + i] = round_run(p.x + (row + r) * K + k, count, to + k);
                 int32_t sum = 0;
-                for (int64_t k = i * p.run; k < std::min((i + 1) * p.run, K); k++) sum += to[k];
+                for (int64_t j = k; j < k + count; j++) sum += to[j];
                 sums[r * runs + i] = sum;
             }
             Dot::template order<Codes>(to, K);
@@ -157,7 +158,7 @@ template <class Dot, class Codes> class Rounded {
     void rows_of_codes(const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel) const {
         in_tiles<6>(first, end, [&](auto rows, int64_t row) {
             const int64_t r = row - first;
-            tile<rows()>(p, w, x + r * p.in_features, scales.data() + r, sums.data() + r * w.runs, row, panel);
+            tile<rows()>(p, w, x + r * p.in_features, units.data() + r * w.runs, sums.data() + r * w.runs, row, panel);
         });
     }
 
@@ -165,7 +166,7 @@ template <class Dot, class Codes> class Rounded {
     static constexpr int WIDTH = Dot::WIDTH;
 
     template <int ROWS> static void tile(
-        const Product& p, const Coded& w, const Input* x, const float* row_scales, const int32_t* input_sums, int64_t row,
+        const Product& p, const Coded& w, const Input* x, const float* input_units, const int32_t* input_sums, int64_t row,
         int64_t panel) {
         float totals[ROWS][PANEL] = {};
         for (int part = 0; part < PANEL; part += WIDTH)
@@ -175,24 +176,23 @@ template <class Dot, class Codes> class Rounded {
                 Dot::template multiply<Codes>(words, x + k, p.in_features, std::min(w.run, p.in_features - k), products);
                 const int64_t scale = k / w.group * PANEL + part;
                 for (int r = 0; r < ROWS; r++) {
-                    const int32_t sum = input_sums[r * w.runs + i];
-                    add(products[r], sum, w.scales + scale, w.offsets ? w.offsets + scale : nullptr, totals[r] + part);
+                    const float *scales = w.scales + scale, *offsets = w.offsets ? w.offsets + scale : nullptr;
+                    add(products[r], input_sums[r * w.runs + i], input_units[r * w.runs + i], scales, offsets, totals[r] + part);
                 }
             }
-        for (int r = 0; r < ROWS; r++)
-            for (float& total : totals[r]) total *= row_scales[r];
         Floats::put_totals(p, totals[0], row, row + ROWS, panel);
     }
 
     // Codes are without a sign, their zero is above it: so many sums of the inputs are too much.
-    static void add(const int32_t* products, int32_t sum, const float* scales, const float* offsets, float* totals) {
-        for (int n = 0; n < WIDTH; n++) totals[n] += float(products[n] - Codes::ZERO * sum) * scales[n];
-        for (int n = 0; offsets && n < WIDTH; n++) totals[n] -= offsets[n] * float(sum);
+    static void add(
+        const int32_t* products, int32_t sum, float unit, const float* scales, const float* offsets, float* totals) {
+        for (int n = 0; n < WIDTH; n++) totals[n] += float(products[n] - Codes::ZERO * sum) * unit * scales[n];
+        for (int n = 0; offsets && n < WIDTH; n++) totals[n] -= offsets[n] * (float(sum) * unit);
     }
 
     std::vector<Input> values;
-    std::vector<float> scales;  // of each row
-    std::vector<int32_t> sums;  // [rows][runs]
+    std::vector<float> units;   // [rows][runs]
+    std::vector<int32_t> sums;  // the same
 };
 
 }  // namespace

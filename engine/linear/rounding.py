@@ -27,6 +27,9 @@ _GROUPS = {
 }
 """Inputs that share a scale, best first; 0 stands for all of a layer's."""
 
+_INPUT_GROUPS = {CodeFormat.INT8: 128, CodeFormat.INT4: 128}
+"""Inputs that are rounded in one unit, where they are: a large one takes bits from no more than these."""
+
 _LARGEST_FP8 = 448.0
 _LARGEST_E2M1 = 6.0
 
@@ -95,7 +98,8 @@ def round_to_nearest(weight: Tensor, format: CodeFormat, group_size: int) -> Qua
     groups = weight.float().unflatten(1, (-1, group_size))
     scales = _SCALES[format](groups)
     codes = _codes(groups / scales, format)
-    return QuantizedWeight(format, codes.flatten(1), scales.squeeze(2))
+    input_group = _INPUT_GROUPS.get(format, 0)
+    return QuantizedWeight(format, codes.flatten(1), scales.squeeze(2), input_group=input_group)
 
 
 def _int8_scales(groups: Tensor) -> Tensor:

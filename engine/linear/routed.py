@@ -80,12 +80,12 @@ def _run_quantized(
     inputs: Tensor | None,
     bias: Tensor | None,
     format: int,
-    rounds_inputs: bool,
+    input_group: int,
     out_features: int,
 ) -> Tensor:
     x, experts = x.contiguous(), experts.contiguous()
     offset, order, first_bias = (None if each is None else each[0] for each in (offsets, inputs, bias))
-    first = packed_args(words[0], scales[0], offset, order, first_bias, format, rounds_inputs, out_features)
+    first = packed_args(words[0], scales[0], offset, order, first_bias, format, input_group, out_features)
     args, out = _routed(x, experts, first.in_features, out_features, len(words))
     _quantized_kernel()(
         ctypes.addressof(args),
@@ -104,8 +104,7 @@ def _run_meta(x: Tensor, experts: Tensor, *_: object) -> Tensor:
 
 _library = torch.library.Library("tandem", "FRAGMENT")
 _QUANTIZED = (
-    "Tensor words, Tensor scales, Tensor? offsets, Tensor? inputs, Tensor? bias, "
-    "int format, bool rounds_inputs"
+    "Tensor words, Tensor scales, Tensor? offsets, Tensor? inputs, Tensor? bias, int format, int input_group"
 )
 _library.define(
     "routed_linear(Tensor x, Tensor experts, Tensor weight, Tensor? bias, int out_features) -> Tensor"
@@ -169,7 +168,7 @@ class RoutedQuantizedLinear(Routed):
         """Of experts whose weights are alike, but for the order of their inputs."""
         super().__init__()
         first = linears[0]
-        self.format, self.rounds_inputs = first.format, first.rounds_inputs
+        self.format, self.input_group = first.format, first.input_group
         self.out_features = first.out_features
         for name in ("words", "scales", "offsets", "inputs"):
             parts = [getattr(linear, name) for linear in linears]
@@ -184,5 +183,5 @@ class RoutedQuantizedLinear(Routed):
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         parts = self.words, self.scales, self.offsets, self.inputs, self.bias
         return torch.ops.tandem.routed_quantized_linear.default(
-            x, experts, *parts, FORMATS.index(self.format), self.rounds_inputs, self.out_features
+            x, experts, *parts, FORMATS.index(self.format), self.input_group, self.out_features
         )

@@ -11,7 +11,7 @@ from ctypes import Structure, c_int64, c_void_p
 class QuantizedArgs(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("words", "scales", "offsets", "inputs", "bias")),
-        *((name, c_int64) for name in ("in_features", "out_features", "group", "format", "rounds_inputs")),
+        *((name, c_int64) for name in ("in_features", "out_features", "group", "format", "input_group")),
     )
 
 

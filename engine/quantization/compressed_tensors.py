@@ -157,7 +157,8 @@ class CompressedTensors:
     def read(self, layer: StoredLayer) -> QuantizedWeight:
         """Raises UnsupportedModelError, naming a tensor."""
         scheme = self._scheme(layer.name)
-        return replace(_READ[scheme.format](layer, scheme), rounds_inputs=scheme.rounds_inputs)
+        weight = _READ[scheme.format](layer, scheme)
+        return replace(weight, input_group=layer.in_features) if scheme.rounds_inputs else weight
 
     def write(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Of a weight in the first scheme."""

@@ -30,8 +30,8 @@ class QuantizedWeight:
 
     `scales` is float32 [out_features, in_features / group_size], and so is `zeros`, if there are zero points
     (INT4 alone). Where `permutation` is given, column k of the codes multiplies input `permutation[k]`
-    (int64 [in_features]): GPTQ's `desc_act`, sorted by group. With `rounds_inputs` (INT8 and INT4 alone) each
-    row of inputs may be rounded to int8, in units of its largest magnitude / 127.
+    (int64 [in_features]): GPTQ's `desc_act`, sorted by group. If `input_group` is not 0 (INT8 and INT4
+    alone), so many inputs at a time may be rounded to int8, in units of their largest magnitude / 127.
     """
 
     format: CodeFormat
@@ -39,7 +39,7 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     permutation: Tensor | None = None
-    rounds_inputs: bool = field(default=False, kw_only=True)
+    input_group: int = field(default=0, kw_only=True)
 
     @property
     def group_size(self) -> int:

@@ -67,7 +67,7 @@ def _kernel(name: str, emulated: bool) -> Callable[..., None]:
 
 def layer(kind: str, inputs: int, outputs: int, bias: bool) -> tuple[QuantizedLinear, PackedQuantizedLinear]:
     weight = WEIGHTS[kind.removesuffix(", rounding")](inputs, outputs)
-    weight = replace(weight, rounds_inputs=kind.endswith(", rounding"))
+    weight = replace(weight, input_group=128 * kind.endswith(", rounding"))
     linear = QuantizedLinear(weight, torch.randn(outputs).bfloat16() if bias else None)
     return linear, PackedQuantizedLinear(PackedWeight.of(weight), linear.bias)
 
@@ -96,26 +96,43 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("kind", ROUNDING)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 65), (192, 16), (2048, 130)])
-def test_rounded_rows_have_the_bits_of_the_definition(kind: str, inputs: int, outputs: int) -> None:
-    """Scales are powers of two, so that float32 is exact but for the last product."""
-    weight = WEIGHTS[kind](inputs, outputs)
-    scales = torch.randint(0, 2, weight.scales.shape).add(1).float()
-    zeros = None if weight.zeros is None else weight.zeros.clamp(max=10)
-    weight = replace(weight, scales=scales, zeros=zeros, rounds_inputs=True)
+def test_rounded_rows_have_the_bits_of_the_definition(inputs: int, outputs: int) -> None:
+    scales = torch.randint(0, 2, (outputs, 1)).add(1).float()
+    weight = replace(make_weight(CodeFormat.INT8, inputs, outputs), scales=scales, input_group=inputs)
     ours = PackedQuantizedLinear(PackedWeight.of(weight), None)
     for rows in (1, 5, 7, 33, 200):
         x = (torch.randn(rows, inputs) * torch.rand(rows, 1).exp2()).bfloat16()
         integers, units = rounded(x)
-        sums = integers.double() @ weight.dequantized().double().T
-        assert torch.equal(ours(x), (sums.float() * units).bfloat16()), rows
+        sums = integers.double() @ weight.codes.double().T
+        assert torch.equal(ours(x), (sums.float() * units * scales.T).bfloat16()), rows
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kind", ROUNDING)
+@pytest.mark.parametrize("input_group", [32, 128, 4096])
+def test_rounded_runs_have_the_integers_of_the_definition(kind: str, input_group: int) -> None:
+    """All scales and units are powers of two, so that float32 is exact."""
+    inputs, outputs = 384, 70
+    weight = WEIGHTS[kind](inputs, outputs)
+    scales = torch.randint(0, 2, weight.scales.shape).add(1).float()
+    zeros = None if weight.zeros is None else weight.zeros.clamp(max=10)
+    weight = replace(weight, scales=scales, zeros=zeros, input_group=input_group)
+    ours = PackedQuantizedLinear(PackedWeight.of(weight), None)
+    for rows in (1, 6, 13):
+        x = torch.randint(1, 127, (rows, inputs)) * torch.randn(rows, inputs).sign()
+        x[:, ::32] = 127
+        if weight.permutation is not None:  # no run is without one
+            x = 127 * x.sign()
+        x = (x * torch.randint(0, 3, (rows, 1)).exp2()).bfloat16()
+        exact = x.double() @ weight.dequantized().double().T
+        assert torch.equal(ours(x), exact.bfloat16()), rows
 
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("outputs", [1, 70])
 def test_rows_that_cannot_be_rounded(outputs: int) -> None:
-    weight = replace(make_weight(CodeFormat.INT8, 64, outputs), rounds_inputs=True)
+    weight = replace(make_weight(CodeFormat.INT8, 64, outputs), input_group=64)
     bias = torch.randn(outputs).bfloat16()
     x = torch.randn(6, 64).bfloat16()
     x[1], x[2], x[3, 5], x[4, 63] = 0, 2.0**-125, torch.nan, torch.inf
@@ -129,7 +146,7 @@ def test_rows_that_cannot_be_rounded(outputs: int) -> None:
 def test_the_largest_sum_fits() -> None:
     inputs = 1 << 16
     codes = torch.full((1, inputs), -128, dtype=torch.int8)
-    weight = QuantizedWeight(CodeFormat.INT8, codes, torch.ones(1, 1), rounds_inputs=True)
+    weight = QuantizedWeight(CodeFormat.INT8, codes, torch.ones(1, 1), input_group=inputs)
     y = PackedQuantizedLinear(PackedWeight.of(weight), None)(torch.full((1, inputs), 127.0).bfloat16())
     assert y.item() == torch.tensor(-128.0 * 127 * inputs).bfloat16()
 
