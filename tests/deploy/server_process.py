@@ -87,6 +87,14 @@ class ServerProcess:
         assert self.process.returncode is not None
         return self.process.returncode
 
+    def end_without(self, name: str) -> None:
+        """Kill a process of its Ray: it has to end, and say why."""
+        self.look()
+        next(each for each in self.seen.values() if _is_running(each) and each.name() == name).kill()
+        assert self.wait_end(30) == 1
+        assert self.log.strip().splitlines()[-1].startswith(f"tandem: Ray's {name} (process ")
+        assert self.leftovers() == []
+
     def signal(self, number: signal.Signals) -> None:
         """To the whole process group, as a terminal does."""
         self.look()

@@ -1,7 +1,8 @@
-"""A rolling restart of a real server under load: no request fails, and each gets the same tokens."""
+"""A rolling restart of a real server under load: no request fails, the tokens are the same. Then it ends."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +19,10 @@ CLIENTS = 4
 RESTART_S = 120.0
 
 
-@pytest.fixture
-def server(tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(
-        tiny_folder, tmp_path / "log", "--decode-replicas", "2", "--placement", "least_loaded"
-    )
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    log = tmp_path_factory.mktemp("restart") / "log"
+    server = ServerProcess(tiny_folder, log, "--decode-replicas", "2", "--placement", "least_loaded")
     try:
         yield server.wait_ready()
     finally:
@@ -65,3 +65,14 @@ def test_all_workers_are_restarted_under_load(server: ServerProcess) -> None:
     assert after.keys() == {"prefill-1", "decode-0", "decode-1"}
     assert not {worker["pid"] for worker in before.values()} & {worker["pid"] for worker in after.values()}
     assert " E " not in server.log, server.log
+
+
+def test_a_signal_to_the_process_alone_ends_it_quietly(server: ServerProcess) -> None:
+    """Last in this module."""
+    before = len(server.log.splitlines())
+    server.look()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_end() == 0
+    of_ray = [line for line in server.log.splitlines()[before:] if " router.server: " not in line]
+    assert [line for line in of_ray if not line.startswith("(WorkerActor ")] == []
+    assert server.leftovers() == []

@@ -84,3 +84,4 @@ def test_workers_come_and_go_under_requests(server: ServerProcess) -> None:
     unknown = httpx.post(f"{server.url}/scale", json={"cook": 1}, headers=KEY, timeout=10)
     assert (unknown.status_code, "cook" in unknown.text) == (400, True)
     assert len(ready(server)) == 2
+    server.end_without("raylet")

@@ -323,16 +323,6 @@ def test_a_signal_during_the_imports_is_not_lost() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
 
 
-def test_a_signal_to_the_process_alone_ends_it_quietly(started: ServerProcess) -> None:
-    started.wait_ready()
-    before = len(started.log.splitlines())
-    started.process.send_signal(signal.SIGTERM)
-    assert started.wait_end() == 0
-    of_ray = [line for line in started.log.splitlines()[before:] if " router.server: " not in line]
-    assert [line for line in of_ray if not line.startswith("(WorkerActor ")] == []
-    assert started.leftovers() == []
-
-
 @pytest.mark.parametrize(
     "started",
     [["--no-disaggregation", "--log-format", "json", "--enable-log-requests", "--log-level", "debug"]],
@@ -352,13 +342,10 @@ def test_a_second_signal_ends_at_once_and_a_structured_log_has_only_objects(star
     assert request["level"] == "info" and request["timing"]["workers"] == {"decode": "decode-0"}
 
 
-@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_without_ray_it_ends_and_says_why(started: ServerProcess, name: str) -> None:
+def test_without_ray_it_ends_and_says_why(started: ServerProcess) -> None:
+    """`test_scale` has the other one of Ray's processes."""
     started.wait_ready()
-    next(process for process in _alive(started) if process.name() == name).kill()
-    assert started.wait_end(30) == 1
-    assert started.log.strip().splitlines()[-1].startswith(f"tandem: Ray's {name} (process ")
-    assert started.leftovers() == []
+    started.end_without("gcs_server")
 
 
 @pytest.mark.parametrize("started", [[]], indirect=True, ids=["pair"])
