@@ -18,6 +18,7 @@ from engine.linear.experts import join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
 from engine.linear.rounding import round_head, round_linears
+from engine.linear.tiles import tile_on_gpu
 from engine.pool_layout import Group
 from engine.probe import probe
 from engine.quantization.weight import CodeFormat
@@ -75,6 +76,10 @@ def load_model(config: ServeConfig) -> LoadedModel:
     if has_kernel:
         pack_quantized_linears(model)
         join_experts(model)
+    elif device.type == "cuda":
+        fault = tile_on_gpu(model, device, dtype, plain=config.deterministic)
+        if fault is not None and config.deterministic:
+            raise ConfigError(f"--deterministic: {fault}")
     text_config = hf_config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,

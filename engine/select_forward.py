@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from transformers import PreTrainedModel
-
 from engine.attention.cpu_kernel.backend import CpuBackend
 from engine.attention.interface import AttentionBackend
 from engine.attention.select import select_backend
@@ -19,7 +17,6 @@ from engine.kv_pool import KVPool
 from engine.linear.experts import pack_experts
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
 from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_linears
-from engine.linear.quantized import QuantizedLinear
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.loader import LoadedModel, load_model
 from engine.pool_layout import TARGET
@@ -45,16 +42,12 @@ def runner_of_one_process(
 ) -> Runner:
     backend, _ = select_backend(loaded.device, loaded.dtype, config.attention_backend)
     attention = backend(pool.layers(TARGET), loaded.kv_group.arena, loaded.kv_group.rows)
-    if backend.name == "triton" and config.compile == "auto" and is_for_cuda_decoder(loaded.model):
+    if backend.name == "triton" and config.compile == "auto" and unfit(loaded.model) is None:
         cuda = importlib.import_module("engine.cuda.runner")
-        return cuda.runner_of(config, loaded, attention, hidden_layers)
+        runner: Runner | None = cuda.runner_of(config, loaded, attention, hidden_layers)
+        if runner is not None:
+            return runner
     return build_runner(loaded, attention, config.compile, hidden_layers)
-
-
-def is_for_cuda_decoder(model: PreTrainedModel) -> bool:
-    """It multiplies with weights that are not quantized."""
-    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
-    return unfit(model) is None and not is_quantized
 
 
 def build_runner(

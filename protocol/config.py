@@ -220,6 +220,13 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["auto", "on", "off"],
         _doc("`on`: torch.compile; `auto`: the native decoder for models that it knows, else as `on`."),
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        _doc(
+            "On a GPU, multiply in tiles of a fixed size, so that a row has the same bits in every batch;"
+            " on a CPU in bfloat16 it always has."
+        ),
+    ] = False
 
     speculative_config: Annotated[
         SpeculativeConfig | None,

@@ -7,6 +7,7 @@ from torch import nn
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import dequantize_linears, pack_quantized_linears
 from engine.linear.rounding import round_layers
+from engine.linear.tiles import tile_on_gpu
 from engine.loader import LoadedModel
 from engine.quantization.weight import CodeFormat
 from protocol.errors import ConfigError
@@ -28,3 +29,5 @@ def round_draft(
         pack_quantized_linears(draft)
     elif target.device.type == "cpu":
         dequantize_linears(draft, target.dtype)  # torch would do so in every step
+    else:
+        tile_on_gpu(draft, target.device, target.dtype)

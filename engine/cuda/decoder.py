@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 on a CUDA device: cuBLAS multiplies, Triton does the rest."""
+"""Llama, Mistral, Qwen2 and Qwen3 on a CUDA device: cuBLAS or our kernel multiplies, Triton does the rest."""
 
 from __future__ import annotations
 
@@ -13,29 +13,36 @@ from transformers import PreTrainedModel
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.attention.triton_kernel.tiles import ceil_div, power_of_two
 from engine.cuda.kernels import add_norm, gate, rotate
-from engine.decoder.description import attention_window
+from engine.cuda.products import TiledLinear, TiledWeight, concatenated, join
+from engine.decoder.description import attention_window, joint
 from engine.step_inputs import StepInputs
 
 _GATE_BLOCK = 1024
 _NORM_WARPS = 8
 
 
-class Weights(NamedTuple):
-    """Of a product: [outputs, inputs], and [outputs]."""
+class PlainWeight(NamedTuple):
+    """[outputs, inputs], and [outputs]."""
 
     weight: Tensor
     bias: Tensor | None
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+Product = PlainWeight | TiledWeight
+
 
 class Layer(NamedTuple):
     input_norm: Tensor
-    qkv: Weights
+    qkv: Product
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: Weights
+    output: Product
     mlp_norm: Tensor
-    gate_up: Weights
-    down: Weights
+    gate_up: Product
+    down: Product
     window: int | None
 
 
@@ -73,13 +80,13 @@ class CudaDecoder:
             normed = self._add_norm(added, residual, layer.input_norm)
             if number in self._hidden_layers:
                 captured[number] = residual.clone()
-            query = self._rotate(number, layer, linear(normed, *layer.qkv), inputs)
+            query = self._rotate(number, layer, layer.qkv(normed), inputs)
             attended = self._backend.attend(number, query, scale=self._scale, sliding_window=layer.window)
-            added = linear(attended.flatten(1), *layer.output)
+            added = layer.output(attended.flatten(1))
             normed = self._add_norm(added, residual, layer.mlp_norm)
-            added = linear(_gate(linear(normed, *layer.gate_up)), *layer.down)
+            added = layer.down(_gate(layer.gate_up(normed)))
         captured[len(self._layers)] = last = self._add_norm(added, residual, self._final_norm)
-        logits = linear(last[inputs.logit_rows], *self._head)
+        logits = self._head(last[inputs.logit_rows])
         if not self._hidden_layers:
             return logits, None
         return logits, torch.cat([captured[number] for number in self._hidden_layers], dim=-1)
@@ -135,32 +142,45 @@ def _gate(gate_up: Tensor) -> Tensor:
 
 def _layer(layer: Any) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    qkv, gate_up = joint(layer)
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Layer(
         layer.input_layernorm.weight,
-        _joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+        _joined(qkv),
         None if query_norm is None else query_norm.weight,
         None if key_norm is None else key_norm.weight,
         _joined([attention.o_proj]),
         layer.post_attention_layernorm.weight,
-        _joined([mlp.gate_proj, mlp.up_proj]),
+        _joined(gate_up),
         _joined([mlp.down_proj]),
         attention_window(attention) or None,
     )
 
 
-def _joined(linears: Sequence[nn.Linear]) -> Weights:
+def can_join(model: PreTrainedModel) -> bool:
+    """Whether the layers of one input are multiplied alike."""
+    return all(_are_alike(linears) for layer in model.model.layers for linears in joint(layer))
+
+
+def _are_alike(linears: Sequence[nn.Module]) -> bool:
+    tiled = [linear.tiled for linear in linears if isinstance(linear, TiledLinear)]
+    if tiled:
+        return len(tiled) == len(linears) and all(part.is_like(tiled[0]) for part in tiled)
+    return all(isinstance(linear, nn.Linear) for linear in linears)
+
+
+def _joined(linears: Sequence[nn.Module]) -> Product:
     """Of layers of one input. What two decoders of the same layers join is there once."""
-    first = linears[0]
-    biases = [each.bias for each in linears if each.bias is not None]
-    bias = torch.cat(biases) if len(biases) > 1 else (biases or [None])[0]
-    outputs, inputs = sum(each.out_features for each in linears), first.in_features
-    if first.weight.untyped_storage().nbytes() == outputs * inputs * first.weight.itemsize:
-        return Weights(first.weight.detach().as_strided((outputs, inputs), (inputs, 1), 0), bias)
-    weight = torch.cat([each.weight.detach() for each in linears])
-    for each, part in zip(linears, weight.split([each.out_features for each in linears]), strict=True):
+    tiled = [each for each in linears if isinstance(each, TiledLinear)]
+    if tiled:
+        return join(tiled)
+    plain = [each for each in linears if isinstance(each, nn.Linear)]
+    weight = concatenated([each.weight.detach() for each in plain])
+    bias = concatenated([None if each.bias is None else each.bias.detach() for each in plain])
+    assert weight is not None
+    for each, part in zip(plain, weight.split([each.out_features for each in plain]), strict=True):
         each.weight = nn.Parameter(part, requires_grad=False)
-    return Weights(weight, bias)
+    return PlainWeight(weight, bias)
 
 
 def _rotation(rotary: Any, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:

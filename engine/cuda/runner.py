@@ -9,7 +9,8 @@ from torch import Tensor
 
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder
+from engine.cuda.decoder import CudaDecoder, can_join
+from engine.cuda.products import describe
 from engine.loader import LoadedModel
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
@@ -70,8 +71,11 @@ class CudaRunner:
 
 def runner_of(
     config: ServeConfig, loaded: LoadedModel, backend: TritonBackend, hidden_layers: tuple[int, ...] = ()
-) -> CudaRunner:
+) -> CudaRunner | None:
+    """None where layers of one input are multiplied in several ways."""
+    if not can_join(loaded.model):
+        return None
     decoder = CudaDecoder(loaded.model, backend, loaded.max_model_len, hidden_layers)
-    products = f"cuBLAS, {str(loaded.dtype).removeprefix('torch.')}"
+    products = describe(loaded.model, loaded.dtype)
     buckets = Buckets.of(config, loaded.max_model_len)
     return CudaRunner(decoder, backend, loaded.device, products, buckets)

@@ -32,13 +32,13 @@ def unfit(model: PreTrainedModel) -> str | None:
     if rope_type not in ROPE_TYPES:
         return f"its rotary embedding is of type {rope_type}"
     for number, layer in enumerate(model.model.layers):
-        for linears in _joint(layer):
+        for linears in joint(layer):
             if not _can_join(linears):
                 return f"layer {number} has products of one input that are quantized in several ways"
     return None
 
 
-def _joint(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
+def joint(layer: Any) -> tuple[tuple[nn.Module, ...], ...]:
     """The linear layers that are computed as one."""
     attention, mlp = layer.self_attn, layer.mlp
     return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
@@ -156,7 +156,7 @@ class Description(NativeModel):
 
     def _layer(self, layer: Any) -> LayerArgs:
         attention, mlp = layer.self_attn, layer.mlp
-        qkv, gate_up = _joint(layer)
+        qkv, gate_up = joint(layer)
         return LayerArgs(
             input_norm=self.keep(layer.input_layernorm.weight),
             query_norm=self.keep(getattr(getattr(attention, "q_norm", None), "weight", None)),

@@ -20,8 +20,6 @@ from engine.draft import Draft
 from engine.kv_pool import KVPool
 from engine.linear.outputs import linear_of
 from engine.linear.packed import PackedLinear, kernel_fault, unpacked
-from engine.linear.packed_quantized import PackedQuantizedLinear
-from engine.linear.quantized import QuantizedLinear
 from engine.loader import LoadedModel
 from engine.pool_layout import TARGET
 from engine.quantization.weight import CodeFormat
@@ -106,8 +104,9 @@ class SelfDrafter(Drafter):
 def _is_quantized(target: LoadedModel) -> bool:
     if target.description is not None:
         return any(layer.down.quantized is not None for layer in target.description.layers)
-    quantized, head = (QuantizedLinear, PackedQuantizedLinear), target.model.get_output_embeddings()
-    return any(isinstance(module, quantized) and module is not head for module in target.model.modules())
+    head = target.model.get_output_embeddings()
+    others = (module for module in target.model.modules() if module is not head)
+    return any(isinstance(getattr(module, "format", None), CodeFormat) for module in others)
 
 
 def _unpack(model: PreTrainedModel) -> None:

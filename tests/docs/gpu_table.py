@@ -18,7 +18,9 @@ from engine.attention import transformers_hook
 from engine.attention.interface import AttentionMetadata, LayerKv
 from engine.attention.triton_kernel import backend
 from engine.cuda.decoder import CudaDecoder
+from engine.cuda.products import TiledWeight
 from engine.kv_rows import KvRows
+from engine.quantization.weight import CodeFormat, QuantizedWeight
 from engine.sampler.triton_kernel.chooser import choose
 from engine.sampler.triton_kernel.edits import EditLists
 from engine.step_inputs import StepInputs
@@ -65,6 +67,15 @@ last of the three kernels. Sums and logarithms that decide are in float64.
 
 {columns}"""
 
+_PRODUCTS_HEAD = """
+## Products in tiles
+
+Of quantized weights, and with `--deterministic` of all (`engine/cuda/product_kernel.py`): in tiles of 64
+rows in every batch, so that a row has the same bits in each. Codes are expanded in registers. A weight has
+4096 inputs and outputs here, and inputs are bfloat16.
+
+{columns}"""
+
 _COLUMNS = (
     "| kernel | GPU | registers | spills | shared memory | copies | products | programs a multiprocessor |\n"
     "|---|---|---|---|---|---|---|---|\n"
@@ -107,6 +118,18 @@ VARIANTS = {
     "DeepSeek-V3, chunk": Variant(512, 32, 32, (192, 128)),
 }
 
+
+PRODUCTS = {
+    "bf16": (None, 4096, False),
+    "int8": (CodeFormat.INT8, 4096, False),
+    "int4, groups of 128, zero points": (CodeFormat.INT4, 128, True),
+    "int4, groups of 32": (CodeFormat.INT4, 32, False),
+    "fp8, groups of 128": (CodeFormat.FP8, 128, False),
+    "mxfp4": (CodeFormat.MXFP4, 32, False),
+}
+"""Format, inputs that share a scale, and whether there are zero points."""
+
+PRODUCT_ROWS = {f"{name}, {rows} rows": (name, rows) for name in PRODUCTS for rows in (8, 512)}
 
 DECODER_KERNELS = {
     "norm with residual": ("add_norm", "none"),
@@ -230,6 +253,22 @@ def compiled(variant: Variant, capability: int) -> Code:
     return Code.of([kernel for kernel in kernels if kernel.name == "attend"][-1])
 
 
+def compiled_product(name: str, capability: int) -> Code:
+    """Of a weight of 4096 inputs and outputs."""
+    name, rows = PRODUCT_ROWS[name]
+    format, group, has_zeros = PRODUCTS[name]
+    if format is None:
+        tiled = TiledWeight.plain(meta(4096, 4096, dtype=torch.bfloat16), None)
+    else:
+        groups = meta(4096, 4096 // group, dtype=torch.float32)
+        codes = meta(4096, 4096, dtype=torch.uint8)
+        weight = QuantizedWeight(format, codes, groups, groups if has_zeros else None)
+        tiled = TiledWeight.quantized(weight, None)
+    with launches(capability) as kernels:
+        tiled(meta(rows, 4096, dtype=torch.bfloat16))
+    return Code.of(kernels[-1])
+
+
 def row(name: str, capability: int, code: Code) -> str:
     device = DEVICES[capability]
     cells = (
@@ -249,24 +288,26 @@ def head() -> str:
     return _HEAD.format(version=triton.__version__, columns=_COLUMNS)
 
 
+def code_of(name: str, capability: int) -> Code:
+    if name in VARIANTS:
+        return compiled(VARIANTS[name], capability)
+    if name in DECODER_KERNELS:
+        return compiled_between(name, capability)
+    if name in SAMPLER_KERNELS:
+        return compiled_sampling(name, capability)
+    return compiled_product(name, capability)
+
+
 def document() -> str:
-    attention = [
-        row(name, capability, compiled(variant, capability)) + "\n"
-        for name, variant in VARIANTS.items()
-        for capability in DEVICES
+    """Each section's head, and a row for each kernel and GPU."""
+    heads = [
+        head(),
+        *(each.format(columns=_COLUMNS) for each in (_DECODER_HEAD, _SAMPLER_HEAD, _PRODUCTS_HEAD)),
     ]
-    between = [
-        row(name, capability, compiled_between(name, capability)) + "\n"
-        for name in DECODER_KERNELS
-        for capability in DEVICES
-    ]
-    sampling = [
-        row(name, capability, compiled_sampling(name, capability)) + "\n"
-        for name in SAMPLER_KERNELS
-        for capability in DEVICES
-    ]
-    heads = [each.format(columns=_COLUMNS) for each in (_DECODER_HEAD, _SAMPLER_HEAD)]
-    return "".join([head(), *attention, heads[0], *between, heads[1], *sampling])
+    parts = []
+    for text, names in zip(heads, (VARIANTS, DECODER_KERNELS, SAMPLER_KERNELS, PRODUCT_ROWS), strict=True):
+        parts += [text, *(row(name, each, code_of(name, each)) + "\n" for name in names for each in DEVICES)]
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ triton = pytest.importorskip("triton", reason="Triton is for Linux")
 from tests.docs import gpu_table  # noqa: E402
 from tests.docs.gpu_table import (  # noqa: E402
     DECODER_KERNELS,
+    PRODUCT_ROWS,
     SAMPLER_KERNELS,
     VARIANTS,
-    compiled,
-    compiled_between,
-    compiled_sampling,
+    code_of,
     head,
     row,
 )
@@ -30,6 +29,7 @@ SAMPLES = [
     ("norms of heads, rotation, KV's writing in fp8", 90),
     ("greatest logits, with edits", 89),
     ("what may be chosen", 90),
+    ("int4, groups of 128, zero points, 8 rows", 90),
 ]
 
 
@@ -42,11 +42,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_becomes_of_a_kernel_is_what_the_table_says(name: str, capability: int) -> None:
     if head() not in TEXT:
         pytest.skip(f"the table is of another version than Triton {triton.__version__}")
-    if name in VARIANTS:
-        code = compiled(VARIANTS[name], capability)
-    else:
-        code = (compiled_sampling if name in SAMPLER_KERNELS else compiled_between)(name, capability)
-    assert row(name, capability, code) in TEXT.splitlines(), "run python -m tests.docs.gpu_table"
+    assert row(name, capability, code_of(name, capability)) in TEXT.splitlines(), (
+        "run python -m tests.docs.gpu_table"
+    )
 
 
 def test_every_kernel_is_listed_for_every_gpu_and_fits_it() -> None:
@@ -54,7 +52,7 @@ def test_every_kernel_is_listed_for_every_gpu_and_fits_it() -> None:
     devices = [(capability, each) for capability, each in DEVICES.items()]
     expected = [
         (name, f"{each.name} (sm_{number})")
-        for name in (*VARIANTS, *DECODER_KERNELS, *SAMPLER_KERNELS)
+        for name in (*VARIANTS, *DECODER_KERNELS, *SAMPLER_KERNELS, *PRODUCT_ROWS)
         for number, each in devices
     ]
     assert listed == expected
@@ -65,6 +63,9 @@ def test_every_kernel_is_listed_for_every_gpu_and_fits_it() -> None:
         assert programs >= 1
         assert spills == 0
         assert shared << 10 <= device.shared_bytes
+        if name in PRODUCT_ROWS:
+            assert products > 0
+            continue
         variant = VARIANTS.get(name)
         assert (copies > 0) == (variant is not None and variant.quantization == "none")
         assert (products > 0) == (variant is not None and variant.dtype.itemsize == 2)

@@ -11,11 +11,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 ROOT = Path(__file__).parents[2]
-FILES = [
-    "tests/engine/interpreted/attention.py",
-    "tests/engine/interpreted/decoder.py",
-    "tests/engine/interpreted/sampler.py",
-]
+KINDS = ("attention", "decoder", "products", "sampler")
+FILES = [f"tests/engine/interpreted/{kind}.py" for kind in KINDS]
 
 
 @pytest.mark.slow

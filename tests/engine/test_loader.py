@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.engine import Engine
 from engine.errors import UnsupportedModelError
 from engine.held import hold, holds
+from engine.linear.tiles import tile_on_gpu
 from engine.loader import load_model
 from engine.pool_layout import Group, Segment
 from engine.select_forward import load_packed
@@ -100,3 +101,8 @@ def test_an_engine_takes_a_model_that_was_packed_before(tmp_path: Path) -> None:
         assert Engine(config).weights == load_model(config).weights
     finally:
         hold([])
+
+
+def test_deterministic_needs_triton_on_a_gpu() -> None:
+    fault = tile_on_gpu(torch.nn.Linear(4, 4), torch.device("cuda"), torch.bfloat16, plain=True)
+    assert fault == "the triton kernel found no cuda device"

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from engine.attention.torch_backend import TorchBackend
+from engine.linear.rounding import round_to_nearest
+from engine.quantization.weight import CodeFormat
 from tests.engine.interpreted.cases import FORMATS, Case, Options, Sequence, Shape, Step, cases
 
 CUDA = torch.device("cuda")
@@ -84,3 +86,23 @@ def test_the_pool_gets_the_bytes_that_torch_writes() -> None:
         theirs.run(TorchBackend)
         for mine, expected in zip(ours.layer, theirs.layer, strict=True):
             torch.testing.assert_close(mine.cpu(), expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("format", [None, *CodeFormat], ids=str)
+def test_products_in_tiles(format: CodeFormat | None) -> None:
+    """A row alone, among few and among many."""
+    from engine.cuda.products import TiledWeight
+
+    torch.manual_seed(0)
+    plain = torch.randn(300, 256, dtype=torch.bfloat16)
+    rows = torch.randn(200, 256, dtype=torch.bfloat16, device=CUDA)
+    if format is None:
+        tiled, weight = TiledWeight.plain(plain.to(CUDA), None), plain.float()
+    else:
+        quantized = round_to_nearest(plain.to(CUDA), format, 32)
+        tiled, weight = TiledWeight.quantized(quantized, None), quantized.dequantized()
+    together = tiled(rows)
+    expected = rows.double() @ weight.to(CUDA).double().T
+    torch.testing.assert_close(together.double(), expected, atol=0.2, rtol=1.6e-2)
+    assert torch.equal(tiled(rows[:9]), together[:9])
+    assert all(torch.equal(tiled(rows[row : row + 1])[0], together[row]) for row in (0, 70, 199))

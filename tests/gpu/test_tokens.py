@@ -74,6 +74,15 @@ def test_the_cuda_decoder_gives_the_tokens_of_transformers_modules(model_type: s
     assert generate(ours, batch) == generate(modules, batch)
 
 
+@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"deterministic": True}], ids=str)
+def test_products_in_tiles_give_the_tokens_of_a_cpu(options: dict[str, Any], tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path)
+    batch = prompts(LENGTHS)
+    ours, cpu = engine_of(tmp_path, **options), engine_of(tmp_path, device="cpu", **options)
+    assert "in tiles" in ours.start_up["products"]
+    assert generate(ours, batch) == generate(cpu, batch)
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
 def test_one_seed_gives_one_answer(sampling: dict[str, Any], tmp_path: Path) -> None:
     """Alone, in a crowd, and with drafts."""

@@ -13,11 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from engine.attention import transformers_hook
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
-from engine.cuda.decoder import CudaDecoder
+from engine.cuda.decoder import CudaDecoder, can_join
+from engine.cuda.products import tile_linears
 from engine.cuda.runner import CudaRunner
 from engine.forward import Forward
 from engine.kv_pool import KVPool
+from engine.linear.rounding import round_linears
 from engine.pool_layout import TARGET, Group, PoolLayout, Segment
+from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
 from engine.step_inputs import StepShape, step_inputs
 from engine.upload import upload_to
@@ -97,6 +100,31 @@ def test_it_is_what_transformers_computes(name: str, quantization: str) -> None:
             torch.testing.assert_close(mine / scale, theirs / scale, atol=tolerance, rtol=0)
     again = modules.run(STEPS[1], [1, 3])
     torch.testing.assert_close(again.logits, outputs[0][1].logits)
+
+
+@pytest.mark.parametrize("format", [None, CodeFormat.INT4], ids=str)
+def test_products_in_tiles(format: CodeFormat | None) -> None:
+    transformers_hook.register()
+    torch.manual_seed(1)
+    shape = SHAPE | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    model = AutoModelForCausalLM.from_config(
+        Qwen3Config(**shape), dtype=torch.float32, attn_implementation=transformers_hook.NAME
+    ).eval()
+    model.requires_grad_(False)
+    if format is not None:
+        round_linears(model, format)
+    backends = [TritonBackend(pool_of(32, "none").layers(TARGET)) for _ in range(2)]
+    modules = Forward(model, backends[0], "off", products="")
+    expected = [modules.run(step, [1, 3]).logits for step in STEPS]
+    tile_linears(model, torch.float32, plain=format is None)
+    assert can_join(model)
+    decoder = CudaDecoder(model, backends[1], 128)
+    ours = CudaRunner(decoder, backends[1], CPU, "", Buckets([1, 2, 4], [1, 3], [1, 2], trees=True))
+    for step, logits in zip(STEPS, expected, strict=True):
+        torch.testing.assert_close(ours.run(step, [1, 3]).logits, logits, atol=1e-5, rtol=1e-5)
+    tile_linears(model, torch.float32, plain=True)
+    model.model.layers[1].mlp.gate_proj = torch.nn.Linear(64, 96)
+    assert not can_join(model)
 
 
 def test_padding_rows_write_nowhere() -> None:

@@ -1,0 +1,123 @@
+"""Products by our kernel, in Triton's interpreter, against torch's with the dequantized weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine.cuda.products import TiledLinear, TiledWeight, fits, join, tile_linears
+from engine.linear.quantized import QuantizedLinear
+from engine.linear.rounding import round_to_nearest
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+
+INT8, INT4, FP8, MXFP4 = CodeFormat
+CASES = {
+    "int8, a scale an output": (INT8, 96, 96),
+    "int8, groups": (INT8, 128, 64),
+    "int4, groups of 32": (INT4, 96, 32),
+    "int4, groups of 128": (INT4, 256, 128),
+    "int4, a scale an output": (INT4, 192, 192),
+    "fp8, a scale an output": (FP8, 160, 160),
+    "fp8, blocks of 128": (FP8, 256, 128),
+    "mxfp4": (MXFP4, 64, 32),
+}
+OUTPUTS = 40
+
+
+def weight_of(format: CodeFormat, inputs: int, group: int, seed: int = 0) -> QuantizedWeight:
+    torch.manual_seed(seed)
+    return round_to_nearest(torch.randn(OUTPUTS, inputs), format, group)
+
+
+def with_zeros_and_order(weight: QuantizedWeight) -> QuantizedWeight:
+    zeros = torch.randint(0, 17, weight.scales.shape).float()
+    order = torch.randperm(weight.codes.shape[1])
+    return QuantizedWeight(weight.format, weight.codes, weight.scales, zeros, order)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_product_with_the_dequantized_weight(case: str) -> None:
+    weight, bias = weight_of(*CASES[case]), torch.randn(OUTPUTS)
+    check(weight, bias)
+    check(weight, None)
+
+
+def test_zero_points_and_inputs_in_another_order() -> None:
+    check(with_zeros_and_order(weight_of(INT4, 128, 32)), None)
+
+
+def test_every_value_of_four_bits_and_of_float8() -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4, 2)
+    for format in (INT4, MXFP4):
+        check(QuantizedWeight(format, codes, torch.rand(4, 1) + 0.5), None)
+    bits = torch.arange(256, dtype=torch.uint8)
+    bits[(bits & 127) == 127] = 0  # NaN
+    check(QuantizedWeight(FP8, bits.view(torch.float8_e4m3fn).view(2, 128), torch.rand(2, 1) + 0.5), None)
+
+
+def check(weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+    x = torch.randn(3, weight.codes.shape[1])
+    expected = QuantizedLinear(weight, bias)(x)
+    assert fits(weight)
+    tiled = TiledWeight.quantized(weight, bias)
+    torch.testing.assert_close(tiled(x), expected, atol=1e-6 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("format", [None, INT4])
+def test_a_row_has_the_same_bits_alone_and_among_many(format: CodeFormat | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(150, 96).to(dtype)
+    if format is None:
+        tiled = TiledWeight.plain(torch.randn(OUTPUTS, 96).to(dtype), None)
+    else:
+        tiled = TiledWeight.quantized(weight_of(format, 96, 32), None)
+    together = tiled(x)
+    for row in (0, 70, 149):
+        assert torch.equal(tiled(x[row : row + 1])[0], together[row])
+    assert torch.equal(tiled(x[3:64]), together[3:64])
+
+
+def test_inputs_in_any_layout() -> None:
+    torch.manual_seed(4)
+    tiled = TiledWeight.plain(torch.randn(OUTPUTS, 40), torch.randn(OUTPUTS))
+    x = torch.randn(2, 5, 80)[..., :40]
+    expected = nn.functional.linear(x, tiled.weight, tiled.bias)
+    torch.testing.assert_close(tiled(x), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(tiled(x.transpose(0, 1)), expected.transpose(0, 1), atol=1e-5, rtol=0)
+    assert tiled(x[:0]).shape == (0, 5, OUTPUTS)
+
+
+def test_layers_that_are_joined_are_parts_of_one() -> None:
+    weights = [with_zeros_and_order(weight_of(INT4, 64, 32, seed)) for seed in range(2)]
+    weights[1] = QuantizedWeight(
+        INT4, *(getattr(weights[1], name) for name in ("codes", "scales", "zeros")), weights[0].permutation
+    )
+    linears = [TiledLinear(TiledWeight.quantized(weight, torch.randn(OUTPUTS))) for weight in weights]
+    x = torch.randn(2, 64)
+    before = [linear(x) for linear in linears]
+    assert linears[0].tiled.is_like(linears[1].tiled)
+    joined = join(linears)
+    assert torch.equal(joined(x), torch.cat(before, dim=1))
+    assert all(torch.equal(linear(x), was) for linear, was in zip(linears, before, strict=True))
+    assert join(linears).weight.data_ptr() == joined.weight.data_ptr() == linears[0].tiled.weight.data_ptr()
+    others = weight_of(INT4, 64, 64), weight_of(INT8, 64, 32), weights[1]
+    kinds = [TiledWeight.quantized(each, None) for each in others]
+    assert not any(kind.is_like(linears[0].tiled) for kind in kinds)
+
+
+def test_a_models_layers() -> None:
+    model = nn.Sequential(
+        QuantizedLinear(weight_of(INT4, 64, 32)),
+        QuantizedLinear(weight_of(INT8, OUTPUTS, 8)),
+        nn.Linear(OUTPUTS, 8),
+    )
+    x = torch.randn(3, 64)
+    expected = model(x)
+    tile_linears(model, torch.float32, plain=False)
+    assert [type(module) for module in model] == [TiledLinear, nn.Linear, nn.Linear]
+    torch.testing.assert_close(model(x), expected)
+    tile_linears(model, torch.float32, plain=True)
+    assert {type(module) for module in model} == {TiledLinear}
+    torch.testing.assert_close(model(x), expected)
