@@ -1,16 +1,17 @@
 """What drafts bring by where they are made: the router's plan against each fixed one, on one server.
 
-    python -m bench.draft_worker [--loads 1,2,4,8,16,32] [--rounds 5] [serve options]
+    python -m bench.draft_worker [--loads 1,2,4,8,16,32] [--rounds 20] [serve options]
 
 The bundled pair serves from 2 decode workers that share 1 draft worker. As on hosts of their own, the decode
 workers never wait for the draft worker: they share the first core, all else has the other ones. In each
-round as many requests as the load says run at once, in turn as the router plans (`cost`) and as the requests
-ask (`"speculative": {"place": "none"}`, `local`, `remote`). Before, the router's plan runs for `--warm-up`
-seconds.
+round as many requests as the load says run at once, for a second or two in turn as the router plans (`cost`)
+and as the requests ask (`"speculative": {"place": "none"}`, `local`, `remote`): the host's good and bad
+moments are everybody's. Before, the router's plan runs for `--warm-up` seconds.
 
-Prints a JSON line for each load: the tokens per second of each, in the median; what the router's plan reaches
-of the best fixed one, in the median and in each round; what that reaches of itself, every second round
-against the others; and how many answers differ (bf16 may differ where two tokens are as good as equal).
+Prints a JSON line for each load: the mean tokens per second of each; what the router's plan reaches of the
+best fixed one in the same round, its trials included, as the mean and its standard error; each plan's
+difference from round to round; and how many answers differ (bf16 may differ where two tokens are as good as
+equal).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from bench.speculate.over_http import load_prompts
 
 FIXED = ("none", "local", "remote")
 MAX_TOKENS = 128
-LEAST_REQUESTS = 64
-"""Of a round: it is to take many times what a trial of the planner does."""
+LEAST_REQUESTS, LEAST_BATCHES = 12, 2
+"""Of a plan in a round: for a second or more, and so that the batch is full for most of it."""
 WORKERS = ["--no-disaggregation", "--decode-replicas", "2", "--draft-replicas", "1", "--worker-threads", "1"]
 
 _salts = itertools.count()
@@ -42,7 +43,7 @@ _salts = itertools.count()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--loads", default="1,2,4,8,16,32", help="requests at once, comma-separated")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-up", type=float, default=20.0, help="seconds, at each load")
     parser.add_argument("--num-tokens", default="auto", help="to draft in a step")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -80,28 +81,26 @@ def compare(http: httpx.Client, load: int, rounds: int, temperature: float) -> d
             rate, texts[plan] = run(http, load, plan, temperature)
             rates[plan].append(rate)
         different += sum(a != b for each in FIXED for a, b in zip(texts["cost"], texts[each], strict=True))
-    medians = {plan: statistics.median(found) for plan, found in rates.items()}
-    best = max(FIXED, key=medians.__getitem__)
+    means = {plan: statistics.fmean(found) for plan, found in rates.items()}
+    best = max(FIXED, key=means.__getitem__)
     ratios = [mine / its for mine, its in zip(rates["cost"], rates[best], strict=True)]
     return {
-        "tokens_per_s": {plan: round(median) for plan, median in medians.items()},
+        "tokens_per_s": {plan: round(mean) for plan, mean in means.items()},
         "best": best,
-        "cost_to_best": round(statistics.median(ratios), 3),
-        "rounds": [round(ratio, 3) for ratio in sorted(ratios)],
-        "best_to_itself": _to_itself(rates[best]),
+        "cost_to_best": round(statistics.fmean(ratios), 3),
+        "error": round(_deviation(ratios) / len(ratios) ** 0.5, 3),
+        "deviation": {plan: round(_deviation(found) / means[plan], 3) for plan, found in rates.items()},
         "different": different,
     }
 
 
-def _to_itself(rates: list[float]) -> float | None:
-    if len(rates) < 2:
-        return None
-    return round(statistics.median(rates[::2]) / statistics.median(rates[1::2]), 3)
+def _deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def run(http: httpx.Client, load: int, plan: str, temperature: float) -> tuple[float, list[str]]:
     """Tokens per second of all, and the texts."""
-    prompts = load_prompts(max(load, LEAST_REQUESTS))
+    prompts = load_prompts(max(LEAST_BATCHES * load, LEAST_REQUESTS))
     salt = str(next(_salts))  # nothing is left of an earlier round
     speculative = {} if plan == "cost" else {"speculative": {"place": plan}}
 

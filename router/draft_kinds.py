@@ -39,8 +39,7 @@ class DraftKind:
         """Where a request drafts, or all of them for a trial that begins."""
         facts = replace(facts, others=self.maker)
         decision = decide(facts, prospects)
-        if decision.place != facts.current:
-            self.maker = decision.place.maker
+        self.maker = decision.place.maker
         begins = self.trials.consider(decision)
         trial = self.trials.place
         if begins and trial is not None:
@@ -60,12 +59,12 @@ class DraftKind:
         if load_of(rows) == load_of(expected.rows):
             tokens = num_tokens - expected.num_tokens
             self.seen.note(expected.maker, expected.rows, seconds, tokens, expected.per_s * seconds)
-        self.trials.passed(seconds / max(rows, expected.rows))
+        self.trials.passed(seconds / expected.rows)
 
 
 def expect(option: DraftOption, rows: float, since: float, num_tokens: int) -> ExpectedTokens:
     """Of one of so many requests that drafts as `option` says."""
     rows = max(rows, 1.0)
     return ExpectedTokens(
-        option.place.maker, rows, option.worth / (option.correction * rows), since, num_tokens
+        option.place.maker, rows, option.rate / (option.correction * rows), since, num_tokens
     )

@@ -98,7 +98,7 @@ class DraftPlanner:
         for key in [key for key in self._kinds if key[0] is worker]:
             del self._kinds[key]
         for request in self._journal if worker.role.purpose == "draft" else ():
-            if request.drafts_by is not None and request.drafts_by[1] is worker:
+            if request.drafts_by is not None:
                 self._reconsider(request)
 
     def lost(self, worker: Worker) -> None:
@@ -124,7 +124,7 @@ class DraftPlanner:
             cause = "lost"
         now = time.monotonic()
         self._look(request, now)
-        decision = self._decide(request, current if cause == "load" else None)
+        decision = self._decide(request, current)
         if decision.place == current and cause == "load":
             self._expect(request, decision.chosen, since=now)
             return

@@ -45,10 +45,14 @@ class Machine:
             + (self.level_s * count + self.token_s * rows * count if count else 0.0)
         )
 
-    def best_count(self, rows: int) -> int:
-        """What the decode worker's own control comes to."""
+    def best_count(self, rows: int, *, at_once: bool = False) -> int:
+        """What the decode worker's own control comes to; `at_once`: drafts take no time here."""
         tokens = [sum(self.rate**i for i in range(count + 1)) for count in range(9)]
-        return max(range(9), key=lambda count: tokens[count] / self.local_s(rows, count))
+        seconds = [
+            self.start_s + self.row_s * rows * (1 + count) if at_once else self.local_s(rows, count)
+            for count in range(9)
+        ]
+        return max(range(9), key=lambda count: tokens[count] / seconds[count])
 
 
 @dataclass(eq=False)
@@ -124,11 +128,18 @@ class Drafting:
                 chain.verifies = count
             seconds = machine.local_s(rows, count)
         else:
+            most = self._most(target)
             for chain in target.chains:
-                chain.verifies = min(max(self._lead(chain)[0], 0), place.max_tokens)
+                chain.verifies = min(max(self._lead(chain)[0], 0), most)
             drafted = sum(chain.verifies for chain in target.chains)
             seconds = machine.start_s + machine.row_s * (rows + drafted)
         self._at(seconds, lambda: self._end_step(target))
+
+    def _most(self, target: SimulatedTarget) -> int:
+        """Tokens of a draft that is made elsewhere."""
+        place = target.place or NOWHERE
+        best = self.machine.best_count(len(target.chains), at_once=True)
+        return place.max_tokens if self.plan is not None else min(best, place.max_tokens)
 
     def _lead(self, chain: Chain) -> tuple[int, int]:
         """Tokens that the latest draft has beyond what is committed, and how many of them are right."""
@@ -168,7 +179,7 @@ class Drafting:
             for target in self.targets
             if target.place is not None and target.place.at is not None
             for chain in target.chains
-            if chain.ahead < 2 * target.place.max_tokens + 1
+            if chain.ahead < 2 * self._most(target) + 1
         ]
         if self._is_drafting or not wanting:
             return

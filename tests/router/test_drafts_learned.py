@@ -10,6 +10,7 @@ import pytest
 
 from router.draft_kinds import DraftKind, ExpectedTokens, expect
 from router.placement.drafts.interface import (
+    NOWHERE,
     DraftDecision,
     DraftFacts,
     DraftMaker,
@@ -19,6 +20,7 @@ from router.placement.drafts.interface import (
 )
 from router.placement.drafts.prospects import Prospects
 from router.placement.drafts.seen import SeenRates
+from router.placement.drafts.trials import TRIAL_S, Trials
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, target
 
 SWEEP_S = 0.25
@@ -174,3 +176,49 @@ def test_what_was_seen_long_ago_fades():
         for _ in range(round(seconds)):
             seen.note(own, 1, 1.0, seen=gain * 100.0, predicted=100.0)
     assert seen.correction(own, 1) == pytest.approx(2 - exp(-4 / 8), rel=0.02)
+
+
+@pytest.mark.parametrize("truth", [SHARED_CORES, NOT_HERE])
+def test_what_is_learned_is_what_predictions_miss(truth):
+    """Not what is left after it was corrected already."""
+    simulated = Simulated(CPU_LIKE, truth, rows=4)
+    simulated.run(60.0)
+    place = simulated._place
+    assert place is not None
+    found = simulated.kind.seen.correction(place.maker, 4)
+    assert found == pytest.approx(truth[place.where], rel=0.1)
+
+
+def test_what_counts_is_what_came_since_the_first_token():
+    kind, own = DraftKind(), DraftMaker("draft_model")
+    planned = ExpectedTokens(own, rows=1, per_s=100.0, since=0.0, num_tokens=1)
+    kind.note(planned, answered_at=1000.0, num_tokens=101, rows=1, now=1002.0)
+    assert kind.seen.correction(own, 1) == pytest.approx(0.5)
+
+
+def test_a_trial_ends_before_the_next_one_and_nothing_else_is_none():
+    trials = Trials()
+    trials.passed(100.0)
+    places = [NOWHERE, DraftPlace("draft_model", 8), DraftPlace("draft_model", 8, "draft-0")]
+    best, *others = (DraftOption(place, 100.0, 100.0, 1.0) for place in places)
+    assert not trials.consider(DraftDecision(best, (best,)))
+    idle = best._replace(worth=0.0)
+    assert not trials.consider(DraftDecision(idle, (idle, *others)))
+    assert trials.consider(DraftDecision(best, (best, *others)))
+    first = trials.place
+    assert first is not None and not trials.consider(DraftDecision(best, (best, *others)))
+    assert trials.place == first
+    trials.passed(TRIAL_S)
+    assert trials.place is None
+
+
+def test_of_places_that_are_as_good_the_other_is_tried_once_in_ten_seconds():
+    trials, began = Trials(), 0
+    best, other = (DraftOption(place, 100.0, 100.0, 1.0) for place in (NOWHERE, DraftPlace("draft_model", 8)))
+    trials.passed(100.0)
+    while trials.consider(DraftDecision(best, (best, other))):  # what the first trials may lose
+        trials.passed(TRIAL_S)
+    for _ in range(1000):
+        trials.passed(1.0)
+        began += trials.consider(DraftDecision(best, (best, other)))
+    assert 80 <= began <= 101

@@ -239,3 +239,8 @@ def test_time_that_has_passed_counts():
     request = facts(slo_ttft_s=0.2)
     assert verdict(workers, request) is None
     assert verdict(workers, facts(slo_ttft_s=0.2, waited_s=0.19)) is not None
+
+
+def test_what_takes_no_time_is_in_time():
+    costs = StepCosts(step_s=0.0, row_s=0.0, context_s=0.0, token_s=0.0, attention_s=0.0)
+    assert verdict([decode("d0", costs=costs, rows=1, requests=1)], facts(slo_tpot_s=1e-9)) is None

@@ -1,6 +1,6 @@
-"""Decides where a request's drafts are made, and how many at most: what brings its batch the most tokens.
+"""Decides where a request's drafts are made: where its decode worker's batch gets the most tokens a second.
 
-The decode worker chooses below that ceiling in each step, request by request.
+How many tokens a draft has the decode worker chooses in each step, request by request.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ SEEN_GAIN = 0.02
 def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
     """`prospects` are those of the request's class and wishes. Never raises, whatever their snapshots say."""
     nowhere = prospects.nowhere(request)
-    if prospects.why_none:
-        return DraftDecision(nowhere, (nowhere,), prospects.why_none)
+    if prospects.wants_none:
+        return DraftDecision(nowhere, (nowhere,), "no drafts are asked for")
     local, elsewhere = prospects.local(request), prospects.elsewhere(request)
     may_stop = prospects.may_stop or (local is None and not elsewhere)
     found = (nowhere if may_stop else None, local, *elsewhere)

@@ -1,4 +1,8 @@
-"""Where a request's drafts were made, one period after the other, and what came of it."""
+"""A request's record of its drafts, for `/decisions`, logs and traces. Nothing is decided by it.
+
+Each plan begins a period. The record says of each period where drafts were to be made, and how many steps,
+tokens and drafted tokens it brought; of the latest plan also what was compared with what.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ from typing import Any, NamedTuple
 from router.placement.drafts.interface import DraftDecision, DraftOption, DraftPlace
 
 MAX_PERIODS = 16
+"""That are kept, the latest ones: a long request may be planned anew for ever."""
 
 
 class DraftCounts(NamedTuple):
-    """Of a request, since it began: steps after its first token, and the tokens that they brought."""
+    """Totals of a request: its steps after the first token, and the tokens that these brought."""
 
     steps: int = 0
     tokens: int = 0
@@ -20,7 +25,7 @@ class DraftCounts(NamedTuple):
 
 
 class DraftPeriod:
-    """From one plan to the next. `began` and `ended` are counts; None: it goes on."""
+    """From one plan to the next: `began` and `ended` are the request's totals then; None: it goes on."""
 
     __slots__ = ("began", "decision", "ended", "worker_id")
 
@@ -30,7 +35,7 @@ class DraftPeriod:
 
     @property
     def counts(self) -> DraftCounts:
-        """Of this period alone, once it has ended."""
+        """Of this period alone; zeros until it has ended."""
         ended = self.ended or self.began
         return DraftCounts(*(end - begin for end, begin in zip(ended, self.began, strict=True)))
 
@@ -45,8 +50,8 @@ class DraftPeriod:
             "accepted_tokens": counts.accepted,
         }
 
-    def reckoning(self) -> dict[str, Any]:
-        """What was compared."""
+    def comparison(self) -> dict[str, Any]:
+        """What was expected of each place."""
         return {
             "chosen": _option(self.decision.chosen, self.worker_id),
             "alternatives": [
@@ -59,7 +64,7 @@ class DraftPeriod:
 
 
 class DraftHistory:
-    """Of one request. The latest `MAX_PERIODS` are kept; it was replanned `num_replans` times."""
+    """Of one request, which was planned anew `num_replans` times."""
 
     __slots__ = ("num_replans", "periods")
 
@@ -69,6 +74,7 @@ class DraftHistory:
 
     @property
     def current(self) -> DraftPeriod | None:
+        """The period that goes on; None before the first plan and after the last."""
         latest = self.periods[-1] if self.periods else None
         return latest if latest is not None and latest.ended is None else None
 
@@ -86,7 +92,7 @@ class DraftHistory:
         if not self.periods:
             return None
         latest = self.periods[-1]
-        return {"replans": self.num_replans, "periods": self.periods_as_json(), **latest.reckoning()}
+        return {"replans": self.num_replans, "periods": self.periods_as_json(), **latest.comparison()}
 
     def periods_as_json(self) -> list[dict[str, Any]]:
         return [period.as_json() for period in self.periods]

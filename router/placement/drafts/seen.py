@@ -59,11 +59,10 @@ class SeenRates:
 
     def correction(self, place: DraftMaker, rows: float) -> float:
         """What to multiply a prediction by. A place that was not seen at about this load takes that of the
-        one that was seen last, if that was; else that of the nearest load, its own if it was tried.
+        one that was seen last, if that was; else its own at the nearest load.
         """
         load, own, latest = load_of(rows), self._sums.get(place, {}), self._sums.get(self._latest, {})
-        found = _at(own, load) or _at(latest, load) or _nearest(own, load) or _nearest(latest, load)
-        return found or 1.0
+        return _at(own, load) or _at(latest, load) or _nearest(own, load) or 1.0
 
 
 def _nearest(by_load: Mapping[int, _Sums], load: int) -> float | None:

@@ -15,8 +15,9 @@ SHARE = 0.01
 """[share] Of the worker's time that trials may lose."""
 SETTLES_S = 2.0
 """[seconds of the worker] Until what is best is known well enough for a trial to compare with."""
-LEAST_LOSS = 0.02
-"""[share] That a trial is taken to lose at least: its requests move there and back."""
+LEAST_LOSS = 0.1
+"""[share] That a trial is taken to lose at least, for its requests move there and back: one in 10 s at the
+most."""
 
 
 class Trials:
@@ -49,7 +50,6 @@ class Trials:
             return False
         prices = {each.place.maker: TRIAL_S * max(1 - each.worth / best.worth, LEAST_LOSS) for each in others}
         place = min(prices, key=lambda each: prices[each] * (1 + self._counts[each]))
-        self._saved_s = min(self._saved_s, TRIAL_S)
         if self._saved_s < prices[place]:
             return False
         self._saved_s -= prices[place]

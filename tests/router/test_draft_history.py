@@ -1,0 +1,47 @@
+"""A request's record of its drafts."""
+
+from __future__ import annotations
+
+from router.placement.drafts.history import MAX_PERIODS, DraftCounts, DraftHistory
+from router.placement.drafts.interface import NOWHERE, DraftDecision, DraftOption, DraftPlace
+
+PLAIN = DraftOption(NOWHERE, rate=100.0, worth=100.0, tokens_per_step=1.0)
+REMOTE = DraftOption(
+    DraftPlace("draft_model", 8, "draft-0"), rate=300.0, worth=250.0, tokens_per_step=2.5, correction=0.9
+)
+
+
+def test_each_period_has_its_own_counts_and_the_latest_what_was_compared():
+    history = DraftHistory()
+    assert history.as_json() is None and history.place is None and history.end(DraftCounts()) is None
+    history.begin(DraftDecision(PLAIN, (PLAIN, REMOTE), "first"), "decode-0", DraftCounts())
+    assert history.place == NOWHERE
+    history.end(DraftCounts(10, 10, 0, 0))
+    assert history.place is None, "it has ended"
+    history.begin(DraftDecision(REMOTE, (PLAIN, REMOTE), "then"), "decode-0", DraftCounts(10, 10, 0, 0))
+    history.num_replans += 1
+    history.end(DraftCounts(14, 20, 12, 6))
+    nowhere = {"where": "none", "worker": None, "method": None, "max_tokens": 0}
+    elsewhere = {"where": "remote", "worker": "draft-0", "method": "draft_model", "max_tokens": 8}
+    counts = ["predicted_tokens_per_step", "steps", "tokens", "drafted_tokens", "accepted_tokens"]
+    predicted = ["tokens_per_s", "tokens_per_s_with_catch_up", "tokens_per_step", "seen_to_predicted"]
+    assert history.as_json() == {
+        "replans": 1,
+        "periods": [
+            nowhere | dict(zip(counts, [1.0, 10, 10, 0, 0], strict=True)),
+            elsewhere | dict(zip(counts, [2.5, 4, 10, 12, 6], strict=True)),
+        ],
+        "chosen": elsewhere | {"predicted": dict(zip(predicted, [300.0, 250.0, 2.5, 0.9], strict=True))},
+        "alternatives": [
+            nowhere | {"predicted": dict(zip(predicted, [100.0, 100.0, 1.0, 1.0], strict=True))}
+        ],
+        "reason": "then",
+    }
+
+
+def test_the_latest_periods_are_kept():
+    history = DraftHistory()
+    for step in range(MAX_PERIODS + 4):
+        history.begin(DraftDecision(PLAIN), "decode-0", DraftCounts(step, step))
+        history.end(DraftCounts(step + 1, step + 1))
+    assert [period.began.steps for period in history.periods] == list(range(4, MAX_PERIODS + 4))

@@ -1,0 +1,110 @@
+"""What drafts are predicted to bring: the formulas, number by number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from protocol.speculation import MethodState, RequestSpeculation, StepTimeState
+from router.placement.drafts.interface import DraftFacts, DraftPlace, DraftTarget
+from router.placement.drafts.prospects import Prospects
+from router.placement.drafts.rates import StepCurve, local_rate, plain_rate, remote_rate
+from tests.router.drafted import GPU_LIKE, drafter, speculation, target
+
+CHANCES = [0.5, 0.25]
+CURVE = StepCurve(target(4, model={"start_s": 20e-3, "row_s": 1e-3}))
+"""Of 4 requests: 24 ms, and 4 ms for each token that all of them verify."""
+
+
+def test_without_drafts_each_step_brings_a_token_to_each_request():
+    assert plain_rate(4, CURVE) == pytest.approx((4 / 24e-3, 1.0))
+
+
+def test_drafts_of_the_decode_workers_own_take_time_between_steps():
+    state = MethodState(method="ngram", start_s=1e-3, level_s=2e-3, token_s=0.5e-3, found=0.5)
+    tokens = 1 + 0.5 * 0.75
+    seconds = (24e-3 + 0.5 * 2 * 4e-3) + 1e-3 + 2 * 2e-3 + 0.5e-3 * 4 * 2
+    assert local_rate(4, CURVE, state, CHANCES, 2, levels=2) == pytest.approx((4 * tokens / seconds, tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_row", "plain_steps"),
+    [
+        # Goes on with the chance 1/8, else begins anew after a step, whose token agrees every second time.
+        ({}, 1.0, 7 / 8 * 1 / 0.5),
+        ({"others": 4}, 1.0, 7 / 8 * 1 / 0.5),
+        # A draft of 3 tokens takes 1.5 steps, and one of 2 tokens one: half a step is missing, or one.
+        ({"step_s": 12e-3}, 1.0, 1 / 8 * 0.5 + 7 / 8 * 1 / 0.5),
+        # It hears of it after 24 ms, and has the second token 1 ms later.
+        ({"answer_s": 47e-3}, 1.0, 7 / 8 * 1 / 0.5),
+        ({"answer_s": 71e-3}, 1.0, 7 / 8 * 2 / 0.25),
+        # Two tokens in each of its steps.
+        ({"step_s": 16e-3}, 2.0, 7 / 8 * 1 / 0.5),
+    ],
+)
+def test_drafts_of_a_draft_worker_are_there_in_some_of_the_steps(changes, per_row, plain_steps):
+    shared = drafter(**{"step_s": 1e-3, "row_s": 0.0} | changes)
+    shared = replace(shared, costs=msgspec.structs.replace(shared.costs, tokens_per_row=per_row))
+    share = 1 / (1 + plain_steps)
+    tokens, seconds = 1 + share * 0.75, 24e-3 + share * 2 * 4e-3
+    assert remote_rate(4, CURVE, CHANCES, shared) == pytest.approx((4 * tokens / seconds, tokens))
+
+
+def test_a_draft_workers_step_has_the_rows_of_all_its_targets():
+    few, many = (
+        remote_rate(4, CURVE, CHANCES, drafter(step_s=1e-3, row_s=1e-3, others=others)).tokens_per_step
+        for others in (0, 40)
+    )
+    assert many < few
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        StepTimeState(),
+        StepTimeState(sequences=[1, 2], drafted=[0, 1], seconds=[[1.0, 2.0]]),
+        StepTimeState(sequences=[1, 2], drafted=[0, 1], seconds=[[1.0, 2.0], [1.0]]),
+        StepTimeState(sequences=[1, 1], drafted=[0, 1], seconds=[[1.0, 2.0], [1.0, 2.0]]),
+        StepTimeState(sequences=[1, 2], drafted=[1, 0], seconds=[[1.0, 2.0], [1.0, 2.0]]),
+        StepTimeState(sequences=[1, 2], drafted=[0, 1], seconds=[[1.0, 2.0], [1.0, float("nan")]]),
+        StepTimeState(sequences=[1, 2], drafted=[0, 1], seconds=[[1.0, 2.0], [0.0, 2.0]]),
+    ],
+)
+def test_of_a_table_that_makes_no_sense_the_costs_of_steps_stand_in(table):
+    known = msgspec.structs.replace(speculation(), step_time=table)
+    costs = drafter(step_s=3e-3, row_s=1e-3).costs
+    curve = StepCurve(DraftTarget(rows=1, speculation=known, costs=costs))
+    assert [curve.seconds(0), curve.seconds(1)] == pytest.approx([4e-3, 5e-3])
+
+
+def test_a_fixed_number_is_drafted_whether_it_pays_or_not():
+    at = target(64, model=GPU_LIKE | {"rate": 0.5}, fixed_tokens=8)
+    for option in (Prospects(at).local(DraftFacts()), *Prospects(at, [drafter()]).elsewhere(DraftFacts())):
+        assert option is not None and option.place.max_tokens == 8
+    assert Prospects(at).local(DraftFacts()).tokens_per_step == pytest.approx(sum(0.5**i for i in range(9)))
+
+
+def test_a_tree_takes_one_level():
+    known = msgspec.structs.replace(speculation(level_s=1.0, token_s=0.0), max_tokens=24)
+    option = Prospects(target(1, speculation=known)).local(DraftFacts())
+    assert option is not None
+    assert 1.0 < option.tokens_per_step / option.rate < 1.1
+
+
+def test_a_worker_without_the_drafts_weights_drafts_with_what_needs_none():
+    asked = RequestSpeculation(method="ngram")
+    option = Prospects(target(1, drafts_itself=False), asked=asked).local(DraftFacts())
+    assert option is not None and option.place == DraftPlace("ngram", 63)
+
+
+def test_until_its_text_is_read_a_request_goes_on_without_drafts():
+    shared = drafter()
+    prospects = Prospects(target(4), [shared])
+    plain, (drafting,) = prospects.nowhere(DraftFacts()).rate, prospects.elsewhere(DraftFacts())
+    answer_s = 100 / (drafting.rate / 4)
+    half = DraftFacts(num_tokens=round(answer_s / 2 / shared.costs.token_s), tokens_left=100)
+    (option,) = prospects.elsewhere(half)
+    assert option.worth == pytest.approx((drafting.rate + plain) / 2, rel=0.01)
+    assert option.rate == drafting.rate
