@@ -227,6 +227,9 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
             " on a CPU in bfloat16 it always has."
         ),
     ] = False
+    enforce_eager: Annotated[bool, _doc("Launch each step's kernels on a GPU anew, without CUDA graphs.")] = (
+        False
+    )
 
     speculative_config: Annotated[
         SpeculativeConfig | None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from engine.attention.triton_kernel.backend import TritonBackend
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder, can_join
+from engine.cuda.graphs import CudaGraphs, Graph, Graphs, capture_all
 from engine.cuda.products import describe
 from engine.loader import LoadedModel
 from engine.rows import SequenceRows
@@ -20,7 +23,9 @@ from protocol.config import ServeConfig
 
 
 class CudaRunner:
-    """Steps that fit a bucket have its shape, and their inputs lie at its addresses."""
+    """Steps that fit a bucket have its shape, and their inputs lie at its addresses. With `graphs` they are
+    replayed: padding changes no row, and the bucket's kernels are those that run eagerly.
+    """
 
     any_threads = False
 
@@ -31,16 +36,42 @@ class CudaRunner:
         device: torch.device,
         products: str,
         buckets: Buckets,
+        graphs: Graphs | None = None,
     ) -> None:
         self.products = products
-        self.choice = "CUDA decoder, eager"
         self._decoder = decoder
         self._backend = backend
         self._buckets = buckets
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
+        self._graphs = graphs
+        self._captured: dict[StepShape, Graph] = {}
 
+    @property
+    def choice(self) -> str:
+        return f"CUDA decoder, {len(self._captured)} graphs" if self._captured else "CUDA decoder, eager"
+
+    @torch.inference_mode()
     def warm_up(self) -> float:
-        return 0.0
+        """Captures the buckets' graphs."""
+        if self._graphs is None:
+            return 0.0
+        started = time.monotonic()
+        shapes = list(self._buckets)
+        for shape in shapes:  # from now on no address changes
+            self._inputs([], [], shape)
+        widest = max(shapes, key=lambda shape: shape.rows)
+        logits, hidden = self._forward(self._inputs([], [], widest))
+        self._kept = logits, hidden
+        self._captured = capture_all(shapes, partial(self._capture, self._graphs), self._graphs)
+        return time.monotonic() - started
+
+    def _capture(self, graphs: Graphs, shape: StepShape) -> Graph:
+        """Of padding rows, which write nowhere."""
+        inputs = self._inputs([], [], shape)
+        self._forward_kept(inputs)
+        graph = graphs.new()
+        graph.capture(partial(self._forward_kept, inputs))
+        return graph
 
     @torch.inference_mode()
     def run(
@@ -51,15 +82,19 @@ class CudaRunner:
         wants_hidden: bool = True,
         before: Tensor | None = None,
     ) -> ForwardOutput:
-        """As `Runner.run`."""
+        """As `Runner.run`. The logits hold until the next call."""
         shape = self._buckets.shape_of(batch, len(logit_rows), self._backend.block_size)
         inputs = self._inputs(batch, logit_rows, shape)
-        self._backend.begin_step(inputs.attention)
-        logits, hidden = self._decoder.forward(inputs)
-        rows = sum(len(rows.token_ids) for rows in batch)
-        return ForwardOutput(
-            logits[: len(logit_rows)], hidden[:rows] if wants_hidden and hidden is not None else None
-        )
+        graph = self._captured.get(shape) if shape is not None else None
+        if graph is None:
+            logits, hidden = self._forward(inputs)
+        else:
+            graph.replay()
+            logits, hidden = self._kept
+        if not wants_hidden or hidden is None:
+            return ForwardOutput(logits[: len(logit_rows)], None)
+        hidden = hidden[: sum(len(rows.token_ids) for rows in batch)]
+        return ForwardOutput(logits[: len(logit_rows)], hidden if graph is None else hidden.clone())
 
     def _inputs(
         self, batch: Sequence[SequenceRows], logit_rows: Sequence[int], shape: StepShape | None
@@ -67,6 +102,16 @@ class CudaRunner:
         upload = self._upload if shape is None else self._upload_bucket
         backend = self._backend
         return step_inputs(batch, logit_rows, upload, backend.arena, backend.block_size, shape or StepShape())
+
+    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        self._backend.begin_step(inputs.attention)
+        return self._decoder.forward(inputs)
+
+    def _forward_kept(self, inputs: StepInputs) -> None:
+        """To where every graph's results go: beside these, graphs share their memory."""
+        for kept, computed in zip(self._kept, self._forward(inputs), strict=True):
+            if kept is not None and computed is not None:
+                kept[: len(computed)].copy_(computed)
 
 
 def runner_of(
@@ -78,4 +123,5 @@ def runner_of(
     decoder = CudaDecoder(loaded.model, backend, loaded.max_model_len, hidden_layers)
     products = describe(loaded.model, loaded.dtype)
     buckets = Buckets.of(config, loaded.max_model_len)
-    return CudaRunner(decoder, backend, loaded.device, products, buckets)
+    graphs = None if config.enforce_eager else CudaGraphs(loaded.device)
+    return CudaRunner(decoder, backend, loaded.device, products, buckets, graphs)

@@ -37,7 +37,8 @@ No GPU was at hand so far, so none of this has run on one. The attention kernels
 (`engine/sampler/triton_kernel/`) are tested in Triton's interpreter, and compiled here for the GPUs that
 they are for: they are launched with tensors without memory, and the machine code tells the rest. As such
 tensors have no values, this shows as well that a forward never waits for the device: reading one would
-fail. `tests/gpu` and `tandem bench gpu` are what is to be run on a GPU.
+fail. CUDA graphs of decode steps are checked by launching in the interpreter again what a step launched,
+on the same memory. `tests/gpu` and `tandem bench gpu` are what is to be run on a GPU.
 
 `copies` are instructions that copy 128 bits a thread from global to shared memory asynchronously;
 `products` those of the matrix units; `spills` those that put registers aside or bring them back.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 from engine import select_forward
 from engine.attention import transformers_hook
 from engine.attention.triton_kernel.backend import TritonBackend
+from engine.cuda import runner as cuda_runner
 from engine.cuda.buckets import Buckets
 from engine.cuda.decoder import CudaDecoder
 from engine.cuda.runner import CudaRunner
@@ -23,7 +25,7 @@ from engine.pool_layout import TARGET, Group, PoolLayout, Segment
 from engine.rows import SequenceRows
 from engine.runner import Runner
 from protocol.config import ServeConfig
-from tests.engine.absent_gpu import GPU, absent_gpu
+from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
 
@@ -87,14 +89,20 @@ def test_which_models_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedModel(qwen3(), GPU, torch.bfloat16, pool.groups[TARGET], 512, 64, [], "")
     monkeypatch.setattr(select_forward, "select_backend", lambda *_: (TritonBackend, ""))
 
-    def runner(compile: str) -> Runner:
-        config = ServeConfig(compile=compile)  # type: ignore[arg-type]
-        return select_forward.runner_of_one_process(config, loaded, pool, ())
+    monkeypatch.setattr(cuda_runner, "CudaGraphs", lambda device: CountedGraphs(AbsentGpu()))
 
-    assert isinstance(runner("auto"), CudaRunner)
-    assert isinstance(runner("off"), Forward)
+    def runner(**options: Any) -> Runner:
+        return select_forward.runner_of_one_process(ServeConfig(**options), loaded, pool, ())
+
+    with absent_gpu():
+        graphed, eager = (runner(max_num_seqs=2, enforce_eager=eager) for eager in (False, True))
+        assert graphed.warm_up() > 0.0
+        assert eager.warm_up() == 0.0
+    assert graphed.choice == "CUDA decoder, 2 graphs"
+    assert eager.choice == "CUDA decoder, eager"
+    assert isinstance(runner(compile="off"), Forward)
     loaded.model.config.hidden_act = "gelu"
-    assert isinstance(runner("auto"), Forward)
+    assert isinstance(runner(), Forward)
 
 
 def test_launches_of_64_decode_rows_in_36_layers() -> None:
@@ -109,6 +117,42 @@ def test_launches_of_64_decode_rows_in_36_layers() -> None:
     assert gpu.launches["add_norm"] == 2 * 36 + 1
     assert gpu.launches["linear"] == 4 * 36 + 1
     assert sum(gpu.launches.values()) == 10 * 36 + 5, gpu.launches
+
+
+class CountedGraphs:
+    def __init__(self, gpu: AbsentGpu) -> None:
+        self._gpu = gpu
+        self.captured = 0
+
+    def new(self) -> CountedGraphs:
+        return self
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def capture(self, work: Callable[[], object]) -> None:
+        work()
+        self.captured += 1
+
+    def replay(self) -> None:
+        self._gpu.launch("graph")
+
+
+def test_a_step_that_was_captured_is_one_launch() -> None:
+    rows = [SequenceRows([5], 1000, [[1] * 63])] * 60
+    with absent_gpu() as gpu:
+        backend, graphs = TritonBackend(pool_of(36).layers(TARGET)), CountedGraphs(gpu)
+        buckets = Buckets([16, 64], [1], [64], trees=False)
+        decoder = CudaDecoder(qwen3(36), backend, 1024)
+        runner = CudaRunner(decoder, backend, GPU, "", buckets, graphs)
+        assert runner.choice == "CUDA decoder, eager"
+        runner.warm_up()
+        assert runner.choice == "CUDA decoder, 2 graphs"
+        gpu.clear()
+        output = runner.run(rows, list(range(60)))
+    assert gpu.launches == {"graph": 1}
+    assert not gpu.waits, "\n".join(gpu.waits)
+    assert output.logits.shape == (60, 512)
 
 
 def test_what_waits_is_named() -> None:

@@ -83,6 +83,19 @@ def test_products_in_tiles_give_the_tokens_of_a_cpu(options: dict[str, Any], tmp
     assert generate(ours, batch) == generate(cpu, batch)
 
 
+@pytest.mark.parametrize("drafted", [None, 3], ids=["decode rows", "drafts to verify"])
+def test_graphs_give_the_tokens_of_steps_that_are_launched(drafted: int | None, tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path)
+    batch = prompts(LENGTHS)
+    options: dict[str, Any] = {"dtype": "bfloat16"}
+    if drafted:
+        options["speculative_config"] = SpeculativeConfig(method="ngram", num_speculative_tokens=drafted)
+    graphs, eager = (engine_of(tmp_path, enforce_eager=choice, **options) for choice in (False, True))
+    assert graphs.start_up["forward"].endswith(" graphs")
+    assert eager.start_up["forward"] == "CUDA decoder, eager"
+    assert generate(graphs, batch) == generate(eager, batch)
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "sampled"])
 def test_one_seed_gives_one_answer(sampling: dict[str, Any], tmp_path: Path) -> None:
     """Alone, in a crowd, and with drafts."""

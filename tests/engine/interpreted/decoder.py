@@ -4,6 +4,7 @@ attention. `test_interpreted_kernels.py` runs it in a process of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from engine.quantization.weight import CodeFormat
 from engine.rows import SequenceRows
 from engine.step_inputs import StepShape, step_inputs
 from engine.upload import upload_to
+from tests.engine.interpreted.recorder import pageable_memory
 
 CPU = torch.device("cpu")
 HIDDEN_LAYERS = (0, 2, 1)
@@ -51,17 +53,9 @@ STEPS = [
 
 
 @pytest.fixture(autouse=True)
-def pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU nothing can be pinned, and no copy is under way."""
-
-    class Event:
-        def record(self) -> None: ...
-
-        def synchronize(self) -> None: ...
-
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+def without_a_gpu() -> Iterator[None]:
+    with pageable_memory():
+        yield
 
 
 def pool_of(head_dim: int, quantization: str) -> KVPool:

@@ -1,0 +1,92 @@
+"""CUDA graphs: what a function puts on the device, recorded once and replayed in one call."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from engine.step_inputs import StepShape
+
+logger = logging.getLogger("tandem.engine")
+
+MOST_S = 60.0
+"""For all graphs of a model."""
+
+
+class Graph(Protocol):
+    def capture(self, work: Callable[[], object]) -> None:
+        """Record what `work` launches, which has run before: nothing is compiled or set up on the way."""
+        ...
+
+    def replay(self) -> None:
+        """Launch it again: the same constants, and the same addresses."""
+        ...
+
+
+class Graphs(Protocol):
+    """Graphs that never run at once, so that what they compute may lie in the same memory."""
+
+    def new(self) -> Graph: ...
+
+    def free_bytes(self) -> int:
+        """Of the device."""
+        ...
+
+
+class CudaGraphs:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def new(self) -> CudaGraph:
+        return CudaGraph(self._pool)
+
+    def free_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+
+class CudaGraph:
+    def __init__(self, pool: tuple[int, int]) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def capture(self, work: Callable[[], object]) -> None:
+        # Other threads of the worker may ask CUDA for memory meanwhile.
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def capture_all(
+    shapes: Sequence[StepShape], capture: Callable[[StepShape], Graph], graphs: Graphs
+) -> dict[StepShape, Graph]:
+    """One for each shape, as far as `MOST_S` and half of the free memory go. The largest come first: the
+    others find their memory.
+    """
+    captured: dict[StepShape, Graph] = {}
+    started, free = time.monotonic(), graphs.free_bytes()
+    for shape in sorted(shapes, key=lambda shape: (shape.rows, shape.blocks), reverse=True):
+        if time.monotonic() - started > MOST_S or graphs.free_bytes() < free / 2:
+            break
+        try:
+            captured[shape] = capture(shape)
+        except torch.OutOfMemoryError:
+            continue
+    logger.info(
+        "captured %d of %d CUDA graphs in %.1f s (at most %.0f s) and %.2f GiB (at most %.2f GiB); "
+        "steps without one run eagerly",
+        len(captured),
+        len(shapes),
+        time.monotonic() - started,
+        MOST_S,
+        (free - graphs.free_bytes()) / 2**30,
+        free / 2 / 2**30,
+    )
+    return captured

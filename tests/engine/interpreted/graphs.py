@@ -1,0 +1,193 @@
+"""A CUDA decoder whose steps are replayed, against the same one that launches them anew. Graphs are those of
+`recorder.py`. `test_interpreted_kernels.py` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from engine.attention import transformers_hook
+from engine.attention.triton_kernel import tiles
+from engine.attention.triton_kernel.backend import TritonBackend
+from engine.attention.triton_kernel.tiles import Tile
+from engine.cuda.buckets import Buckets
+from engine.cuda.decoder import CudaDecoder
+from engine.cuda.graphs import Graphs
+from engine.cuda.runner import CudaRunner
+from engine.kv_pool import KVPool
+from engine.pool_layout import TARGET, Group, PoolLayout, Segment
+from engine.rows import SequenceRows
+from engine.runner import ForwardOutput
+from tests.engine.interpreted.recorder import RecordedGraph, RecordedGraphs, pageable_memory
+
+CPU = torch.device("cpu")
+BLOCK, NUM_BLOCKS = 16, 32
+SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 60,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+CONFIGS = {"qwen3": Qwen3Config(**SHAPE), "mistral": MistralConfig(**SHAPE, sliding_window=20)}
+BUCKETS = Buckets([1, 3], [1, 3], [2, 6], trees=False)
+TREES = Buckets([2], [1, 4], [6], trees=True)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles() -> Iterator[None]:
+    """So that contexts of a bucket have several splits, and merge them."""
+    with pytest.MonkeyPatch.context() as patch, pageable_memory():
+        patch.setattr(tiles, "tile_of", lambda short, *_: Tile(16 if short else 32, 16, 4, 1))
+        patch.setattr(tiles, "SPLIT", 32)
+        yield
+
+
+class Side:
+    """A decoder with a pool of its own, of the same values."""
+
+    def __init__(self, model: PreTrainedModel, buckets: Buckets, graphs: Graphs | None, hidden: bool) -> None:
+        group = Group.uniform(TARGET, Segment(2, 1, 16, torch.float32))
+        self.pool = KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None)
+        values = self.pool.arenas[0].view(torch.float32)
+        values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(2)))
+        backend = TritonBackend(self.pool.layers(TARGET))
+        decoder = CudaDecoder(model, backend, 128, (0, 2) if hidden else ())
+        self.runner = CudaRunner(decoder, backend, CPU, "", buckets, graphs)
+        self.runner.warm_up()
+
+    def run(self, batch: list[SequenceRows], logit_rows: list[int]) -> ForwardOutput:
+        output = self.runner.run(batch, logit_rows)
+        return ForwardOutput(output.logits.clone(), output.hidden)
+
+
+def made_model(name: str) -> PreTrainedModel:
+    transformers_hook.register()
+    torch.manual_seed(1)
+    config: PretrainedConfig = CONFIGS[name]
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=transformers_hook.NAME
+    )
+    return model.eval().requires_grad_(False)
+
+
+def sides(name: str, buckets: Buckets, hidden: bool = False) -> tuple[Side, Side, RecordedGraphs]:
+    graphs = RecordedGraphs()
+    model = made_model(name)
+    return Side(model, buckets, None, hidden), Side(model, buckets, graphs, hidden), graphs
+
+
+def chain(number: int, start: int, *token_ids: int) -> SequenceRows:
+    blocks = list(range(number * 6, number * 6 + 6))
+    return SequenceRows(token_ids, start, [blocks[: (start + len(token_ids) - 1) // BLOCK + 1]])
+
+
+def same(eager: Side, replayed: Side, batch: list[SequenceRows], logit_rows: list[int]) -> None:
+    theirs, ours = eager.run(batch, logit_rows), replayed.run(batch, logit_rows)
+    assert torch.equal(ours.logits, theirs.logits)
+    assert len(ours.logits) == len(logit_rows)
+    if theirs.hidden is not None:
+        assert ours.hidden is not None and torch.equal(ours.hidden, theirs.hidden)
+    assert torch.equal(replayed.pool.arenas[0], eager.pool.arenas[0])
+
+
+STEPS: list[tuple[list[SequenceRows], list[int], int]] = [
+    ([chain(0, 10, 3)], [0], 1),
+    ([chain(0, 11, 4)], [0], 1),
+    ([chain(1, 40, 5)], [0], 1),
+    ([chain(0, 12, 6), chain(2, 3, 7)], [0, 1], 1),
+    ([chain(1, 41, 8), chain(0, 13, 9), chain(2, 95, 1)], [0, 1, 2], 1),
+    ([chain(1, 42, 1, 2, 3)], [0, 1, 2], 1),
+    ([chain(0, 14, 4, 5), chain(1, 45, 6)], [0, 1, 2], 1),
+    ([chain(0, 16, *range(1, 51))], [49], 0),
+    ([chain(0, 20, 2), chain(1, 46, 3), chain(2, 4, 4), chain(3, 9, 5)], [0, 1, 2, 3], 0),
+    ([chain(0, 21, 2)], [0], 1),
+]
+"""With the number of graphs that each replays: alone and in crowds, short and long, padded and not, with
+drafts, and two that fit no bucket.
+"""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_replay_is_what_the_step_computes_when_it_is_launched(name: str) -> None:
+    eager, replayed, graphs = sides(name, BUCKETS)
+    assert len(graphs.graphs) == len(list(BUCKETS)) == 8
+    for batch, logit_rows, replays in STEPS:
+        before = sum(graph.num_replays for graph in graphs.graphs)
+        same(eager, replayed, batch, logit_rows)
+        assert sum(graph.num_replays for graph in graphs.graphs) - before == replays
+
+
+def test_hidden_states_are_kept_from_the_next_replay() -> None:
+    eager, replayed, _ = sides("qwen3", BUCKETS, hidden=True)
+    batch, logit_rows, _ = STEPS[3]
+    same(eager, replayed, batch, logit_rows)
+    kept = replayed.run(batch, logit_rows).hidden
+    assert kept is not None
+    copy = kept.clone()
+    same(eager, replayed, *STEPS[6][:2])
+    assert torch.equal(kept, copy)
+
+
+def test_trees() -> None:
+    eager, replayed, graphs = sides("qwen3", TREES)
+    tree = SequenceRows([5, 6, 7], 20, [[1, 2]], [0b1, 0b11, 0b101])
+    for batch in ([tree], [chain(1, 40, 3), tree], [chain(1, 41, 3, 4)]):
+        rows = sum(len(each.token_ids) for each in batch)
+        same(eager, replayed, batch, list(range(rows)))
+    assert sum(graph.num_replays for graph in graphs.graphs) == 3
+
+
+def test_padding_writes_nowhere_and_changes_no_row() -> None:
+    """The bits of a step alone, without padding, and in the largest bucket."""
+    model = made_model("qwen3")
+    batch, logit_rows = [chain(0, 30, 3), chain(1, 61, 7)], [0, 1]
+    tight = Side(model, Buckets([2], [1], [6], trees=False), None, hidden=False)
+    wide = Side(model, Buckets([8], [4], [6], trees=False), RecordedGraphs(), hidden=False)
+    expected, found = tight.run(batch, logit_rows), wide.run(batch, logit_rows)
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)  # torch's products
+    torch.testing.assert_close(
+        wide.pool.arenas[0].view(torch.float32), tight.pool.arenas[0].view(torch.float32)
+    )
+    untouched = torch.ones(NUM_BLOCKS, dtype=torch.bool)
+    untouched[[1, 9]] = False
+    assert torch.equal(wide.pool.arenas[0][untouched], tight.pool.arenas[0][untouched])
+
+
+ALIKE: list[list[tuple[list[SequenceRows], list[int]]]] = [
+    [([chain(0, 10, 3)], [0]), ([chain(1, 31, 5)], [0])],
+    [([chain(0, 12, 6), chain(2, 90, 7)], [0, 1]), ([chain(1, 40, 1), chain(2, 5, 1), chain(3, 0, 4)], [2])],
+    [([chain(1, 42, 1, 2, 3)], [0, 1, 2]), ([chain(0, 80, 3, 4)], [1])],
+]
+
+
+@pytest.mark.parametrize("steps", ALIKE)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_steps_of_a_bucket_launch_the_same(
+    name: str, steps: list[tuple[list[SequenceRows], list[int]]]
+) -> None:
+    """The same kernels with the same constants, over memory at the same addresses: so none depends on what
+    the host alone knows, and none reads what was made for one step.
+    """
+    side = Side(made_model(name), BUCKETS, None, hidden=True)
+    runner: Any = side.runner
+    side.run(*steps[0])  # what is made once is there
+    recorded = []
+    shapes = set()
+    for batch, logit_rows in steps:
+        shapes.add(BUCKETS.shape_of(batch, len(logit_rows), BLOCK))
+        recorded.append(RecordedGraph())
+        with torch.inference_mode():
+            inputs = runner._inputs(batch, logit_rows, *shapes)
+            recorded[-1].capture(partial(runner._forward, inputs))
+    assert recorded[0].listed == recorded[1].listed

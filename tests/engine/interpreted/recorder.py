@@ -1,0 +1,112 @@
+"""A CUDA graph on the CPU: lists what a step launches, with its addresses and constants, and launches that
+again on the same memory, Triton's kernels in the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from triton.runtime.interpreter import InterpretedFunction
+
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
+
+
+@contextmanager
+def pageable_memory() -> Iterator[None]:
+    """Without a GPU nothing can be pinned, and no copy is under way."""
+
+    class Event:
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+        patch.setattr(torch.cuda, "Event", Event)
+        yield
+
+
+class RecordedGraph:
+    """As in a graph's own memory, nothing is in what `work` allocates before a replay: it is NaN."""
+
+    def __init__(self) -> None:
+        self._launches: list[Callable[[], object]] = []
+        self._made: list[Tensor] = []
+        self.listed: list[tuple[str, list[Any]]] = []
+        """Of each launch, the name and what it is given: constants as they are, memory that was there before
+        by its address, and other memory by its number.
+        """
+        self.num_replays = 0
+
+    def capture(self, work: Callable[[], object]) -> None:
+        run = InterpretedFunction.run
+
+        def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            self._launches.append(lambda: run(kernel, *args, grid=grid, warmup=False, **kwargs))
+            self._list(kernel.__name__, (grid, args, kwargs))
+
+        with pytest.MonkeyPatch.context() as patch, _Operators(self):
+            patch.setattr(InterpretedFunction, "run", record)
+            work()
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for made in self._made:
+            made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).max)
+        for launch in self._launches:
+            launch()
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name, result = func.overloadpacket.__name__, func(*args, **kwargs)
+        if func.is_view or name == "_unsafe_view":
+            return result
+        writes = func._schema.is_mutable
+        if not writes:
+            self._made += [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
+        if name not in _EMPTY:
+            again = partial(func, *args, **kwargs)
+            self._launches.append(again if writes else lambda: result.copy_(again()))
+            self._list(name, (args, kwargs))
+        return result
+
+    def _list(self, name: str, given: Any) -> None:
+        own = {made.untyped_storage().data_ptr(): number for number, made in enumerate(self._made)}
+        described: list[Any] = []
+        for each in tree_flatten(given)[0]:
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage().data_ptr()
+                where: Any = ("made", own[storage]) if storage in own else each.data_ptr()
+                described.append((where, each.shape, each.stride(), each.storage_offset()))
+            else:
+                described.append(each)
+        self.listed.append((name, described))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._graph.operator(func, args, kwargs or {})
+
+
+class RecordedGraphs:
+    def __init__(self) -> None:
+        self.graphs: list[RecordedGraph] = []
+
+    def new(self) -> RecordedGraph:
+        self.graphs.append(RecordedGraph())
+        return self.graphs[-1]
+
+    def free_bytes(self) -> int:
+        return 1 << 30
