@@ -72,6 +72,8 @@ fi
 echo "install: Tandem${extras:+ with [$extras]}"
 pip_install -e ".${extras:+[$extras]}"
 
+if has_gpu; then pip_install accelerate; fi  # or Transformers loads all weights to the host first
+
 # NIXL is built for each release of CUDA, and that of another one reads no GPU's memory. Its dependencies name
 # CUDA packages that it runs without.
 cuda_release() { .venv/bin/python -c 'import torch; print((torch.version.cuda or "12").split(".")[0])'; }

@@ -9,11 +9,13 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 
 import torch
 from torch import Tensor
 
+from engine.activations import activation_bytes
 from engine.block_manager import BlockManager
 from engine.calibration import measure_steps
 from engine.check import check_request
@@ -84,7 +86,14 @@ class Engine:
         hidden_layers = self._speculator.hidden_layers if self._speculator is not None else ()
         self.feature_size = len(hidden_layers) * loaded.hidden_size
         """Values in the hidden state that the drafter reads of one token."""
-        self.pool = self._make_pool(loaded, allocate)
+        budget = _token_budget(config, loaded.device)
+        layout, kept_free = self._layout(loaded), 0
+        on_gpu = loaded.device.type == "cuda" and config.kv_cache_memory_bytes is None
+        if on_gpu and make_runner is runner_of_one_process:
+            trial = partial(make_runner, config, loaded, hidden_layers=hidden_layers)
+            kept_free = activation_bytes(trial, layout, loaded.device, budget, config.max_num_seqs)
+        num_blocks = pool_blocks(config, layout, loaded.device, loaded.max_model_len, kept_free)
+        self.pool = KVPool(layout, num_blocks, loaded.device, allocate)
         self.tiers = build_tiers(config, self.pool, bytes.fromhex(self.weights), self._fetched)
         tiers = [self.tiers] if self.tiers is not None else []
         self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
@@ -98,7 +107,6 @@ class Engine:
         self._started_at = 0.0
         self._ended_at: float | None = None
         """When the latest step ended, if there was more to do."""
-        budget = _token_budget(config, loaded.device)
         bound_s = itl_bound(config.itl_budget, config.slo_tpot or inf)
         self._times = StepTimes(budget, self.pool.token_bytes, bound_s)
         self._scheduler = Scheduler(
@@ -115,14 +123,12 @@ class Engine:
         self._profile(loaded, budget)
         self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)
 
-    def _make_pool(self, loaded: LoadedModel, allocate: Allocate | None) -> KVPool:
+    def _layout(self, loaded: LoadedModel) -> PoolLayout:
         """For the model's KV, and that of the speculator's draft, if it has any."""
         groups = [loaded.kv_group]
         if self._speculator is not None and self._speculator.kv_group is not None:
             groups.append(self._speculator.kv_group)
-        layout = PoolLayout(tuple(groups), self.config.block_size)
-        num_blocks = pool_blocks(self.config, layout, loaded.device, loaded.max_model_len)
-        return KVPool(layout, num_blocks, loaded.device, allocate)
+        return PoolLayout(tuple(groups), self.config.block_size)
 
     def _profile(self, loaded: LoadedModel, budget: int) -> None:
         """Measure what steps take and what drafts cost, over blocks that are free afterwards."""

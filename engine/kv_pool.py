@@ -110,14 +110,16 @@ class KVPool:
         return indices[0], indices[1]
 
 
-def pool_blocks(config: ServeConfig, layout: PoolLayout, device: torch.device, max_model_len: int) -> int:
-    """How many blocks fit in each arena. Raises `ConfigError` when not even one sequence of `max_model_len`
-    does.
+def pool_blocks(
+    config: ServeConfig, layout: PoolLayout, device: torch.device, max_model_len: int, kept_free: int = 0
+) -> int:
+    """How many blocks fit in each arena, where a GPU has `kept_free` bytes for other things. Raises
+    `ConfigError` when not even one sequence of `max_model_len` does.
     """
     nbytes = layout.block_bytes
     # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
     per_sequence = math.ceil(max_model_len / config.block_size) + 1
-    budget, reason = _pool_budget(config, device, max_model_len, per_sequence * nbytes)
+    budget, reason = _pool_budget(config, device, max_model_len, per_sequence * nbytes, kept_free)
     num_blocks = budget // nbytes
     if num_blocks < per_sequence:
         raise ConfigError(
@@ -131,7 +133,7 @@ def pool_blocks(config: ServeConfig, layout: PoolLayout, device: torch.device, m
 
 
 def _pool_budget(
-    config: ServeConfig, device: torch.device, max_model_len: int, sequence_bytes: int
+    config: ServeConfig, device: torch.device, max_model_len: int, sequence_bytes: int, kept_free: int
 ) -> tuple[int, str]:
     """Bytes, and why so many; `sequence_bytes` are those of one sequence of `max_model_len`."""
     if config.kv_cache_memory_bytes is not None:
@@ -140,7 +142,8 @@ def _pool_budget(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own_share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_reserved(device)
-        return max(0, min(own_share, free)), f"{share}, less what this worker uses already"
+        reason = f"{share}, less what this worker uses already and {kept_free >> 20} MiB for its steps"
+        return max(0, min(own_share, free) - kept_free), reason
     fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
     # Few sequences get that long: what they leave keeps prefixes of earlier ones.
     sequences = config.max_num_seqs

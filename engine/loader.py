@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import is_accelerate_available
 
 from engine.attention import transformers_hook
 from engine.decoder.description import NativeModel
@@ -171,7 +172,10 @@ def _load_hf_config(config: ServeConfig) -> Any:
 def _load_weights(
     config: ServeConfig, hf_config: Any, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    options = {"attn_implementation": transformers_hook.NAME, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {
+        "attn_implementation": transformers_hook.NAME,
+        "trust_remote_code": config.trust_remote_code,
+    }
     try:
         if config.load_format == "dummy":
             torch.manual_seed(DUMMY_SEED)
@@ -180,6 +184,10 @@ def _load_weights(
             has_kernel = kernel_fault(device, dtype) is None
             model = load_quantized(config.model, config.revision, hf_config, dtype, options, has_kernel)
         else:
+            if device.type == "cuda" and is_accelerate_available():
+                options["device_map"] = {
+                    "": device
+                }  # each tensor as it is read: the host needs no room for all
             model = AutoModelForCausalLM.from_pretrained(
                 config.model, config=hf_config, revision=config.revision, dtype=dtype, **options
             )

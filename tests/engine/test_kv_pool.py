@@ -176,3 +176,12 @@ def test_a_cpu_pool_fits_the_model_and_the_machine(
     with caplog.at_level("DEBUG", "tandem.engine"):
         assert blocks_for(max_model_len=max_model_len, max_num_seqs=8) == nbytes // (16 * 4096)
     assert why in caplog.text
+
+
+def test_a_gpu_keeps_room_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * GIB)
+    layout = PoolLayout((Group.uniform(TARGET, PER_TOKEN),), 16)
+    config = ServeConfig(model="none", gpu_memory_utilization=0.5)
+    num_blocks = pool_blocks(config, layout, torch.device("cuda"), 1024, kept_free=2 * GIB)
+    assert num_blocks * layout.block_bytes == 28 * GIB

@@ -107,6 +107,16 @@ def test_one_seed_gives_one_answer(sampling: dict[str, Any], tmp_path: Path) -> 
     assert generate(engine_of(tmp_path, speculative_config=drafts), batch, **sampling) == crowd
 
 
+def test_the_pool_leaves_room_for_steps(tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path)
+    engine = engine_of(
+        tmp_path, kv_cache_memory_bytes=None, max_num_batched_tokens=2048, gpu_memory_utilization=0.3
+    )
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert 0.2 * total < engine.pool.num_bytes < 0.3 * total
+    assert [len(tokens) for tokens in generate(engine, prompts(LENGTHS))] == [NUM_TOKENS] * len(LENGTHS)
+
+
 def test_a_forward_never_waits_for_the_gpu(tmp_path: Path) -> None:
     """As CUDA itself tells."""
     from bench.gpu.model import MadeUpModel, Shape

@@ -1,0 +1,42 @@
+"""What the largest step takes of a GPU's memory beside the pool: measured before the pool is made."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from engine.kv_pool import KVPool
+from engine.pool_layout import PoolLayout
+from engine.rows import SequenceRows
+from engine.runner import Runner
+
+_FIRST_TOKENS = 2
+"""Of a forward before the measured one: what the first one takes and keeps is no step's."""
+
+
+def activation_bytes(
+    make_runner: Callable[[KVPool], Runner],
+    layout: PoolLayout,
+    device: torch.device,
+    num_tokens: int,
+    rows: int,
+) -> int:
+    """Of a forward of `num_tokens` tokens of a prompt, with logits of `rows` of them."""
+    blocks = list(range(-(-num_tokens // layout.block_size)))
+    tables = [blocks] * len(layout.groups)
+    taken = _measure(make_runner(KVPool(layout, len(blocks), device, None)), tables, device, num_tokens, rows)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return taken
+
+
+def _measure(
+    runner: Runner, tables: list[list[int]], device: torch.device, num_tokens: int, rows: int
+) -> int:
+    for count in (_FIRST_TOKENS, num_tokens):
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        runner.run([SequenceRows([0] * count, 0, tables)], list(range(min(rows, count))))
+    return torch.cuda.max_memory_allocated(device) - before
