@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 SWEEP_S = 0.005
 """After so long a sweep stops, and the next one goes on where it did."""
 CANDIDATES = 2
-"""Draft workers that are compared, the least loaded ones."""
+"""Draft workers that are compared with the one that like requests use, the least loaded ones."""
 _PARTS_OF_A_DOUBLING = 8
 """Loads that differ by less than such a part are taken as equal: predictions are no better."""
 
@@ -246,8 +246,10 @@ class DraftPlanner:
         if self._deployed is None or decode.role.purpose != "decode":
             return []
         names = [load.worker_id for load in self._registry.cluster.least_loaded("draft", CANDIDATES)]
-        if request.drafts_by is not None and self._is_there(request.drafts_by[1]):
-            names.append(request.drafts_by[1].key.worker_id)
+        maker = self._kind(request).maker
+        used = self._registry.current_of(maker.at) if maker is not None else None
+        if used is not None and used.takes_requests:
+            names.append(used.key.worker_id)
         return [self._drafter(decode, self._registry.named(name)) for name in dict.fromkeys(names)]
 
     def _drafter(self, decode: Worker, drafter: Worker) -> SharedDrafter:

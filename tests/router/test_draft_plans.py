@@ -348,3 +348,14 @@ def test_it_is_shown(make, caplog):
     assert router.metric("tandem_draft_plan_observed_tokens_total", place="remote") == 30
     predicted = router.metric("tandem_draft_plan_predicted_tokens_total", place="remote")
     assert predicted == pytest.approx(10 * drafts["chosen"]["predicted"]["tokens_per_step"])
+
+
+def test_requests_stay_with_their_draft_worker_though_others_have_less_to_do(make, pool):
+    """Of three the two that have the least to do are compared, and the one that the others use."""
+    router, decode = make(COSTLY_HERE)
+    for name in ("draft-0", "draft-1", "draft-2"):
+        add_drafter(router, name)
+    running = begin(router, pool, 3)
+    assert len({plan.at.worker_id for plan in plans(router)}) == 1
+    assert all(future.result().status_code == 200 for future in running)
+    assert not decode.replans

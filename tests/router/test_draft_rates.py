@@ -108,3 +108,9 @@ def test_until_its_text_is_read_a_request_goes_on_without_drafts():
     (option,) = prospects.elsewhere(half)
     assert option.worth == pytest.approx((drafting.rate + plain) / 2, rel=0.01)
     assert option.rate == drafting.rate
+
+
+def test_what_the_draft_model_has_shown_tells_nothing_of_a_method_that_was_never_tried():
+    known, asked = speculation(rate=0.02), RequestSpeculation(method="ngram")
+    option = Prospects(target(1, speculation=known), asked=asked).local(DraftFacts())
+    assert option is not None and option.tokens_per_step > 2
