@@ -222,3 +222,9 @@ def test_of_places_that_are_as_good_the_other_is_tried_once_in_ten_seconds():
         trials.passed(1.0)
         began += trials.consider(DraftDecision(best, (best, other)))
     assert 80 <= began <= 101
+
+
+def test_what_is_expected_is_what_was_predicted_before_it_was_corrected():
+    """For one of the batch."""
+    option = DraftOption(NOWHERE, rate=90.0, worth=70.0, tokens_per_step=1.0, correction=0.9)
+    assert expect(option, 2.0, 5.0, 7) == (NOWHERE.maker, 2.0, pytest.approx(50.0), 5.0, 7)
