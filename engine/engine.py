@@ -120,6 +120,7 @@ class Engine:
         )
         load_s = time.monotonic() - started
         compile_s = self._runner.warm_up()
+        self._sampler.warm_up(loaded.dtype)
         self._profile(loaded, budget)
         self.start_up = describe_start(config, loaded, self.pool, self._runner, self.tiers, load_s, compile_s)
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.upload import Upload
 from protocol.outputs import TokenLogprobs
 
 _MIN_LOGPROB = -9999.0
 _MAX_ELEMENTS = 2**24
 
 
-def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor,
+    token_ids: Sequence[int],
+    num_top: Sequence[int],
+    upload: Upload,
+    download: Callable[[Tensor], Tensor],
+) -> list[TokenLogprobs]:
     """One entry per row of `logits` [n, vocab]: the given token's log-probability and rank, the likeliest.
 
     Among equals the lower token id comes first. Values are at least -9999, which JSON can
@@ -23,40 +31,70 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
     entries: list[TokenLogprobs] = []
     for start in range(0, len(token_ids), chunk):
         rows = slice(start, start + chunk)
-        entries.extend(_chunk_logprobs(logits[rows], token_ids[rows], num_top[rows]))
+        (tokens,) = upload([np.array(token_ids[rows], np.int64)])
+        found = _found(logits[rows], tokens, max(num_top[rows]))
+        if logits.device.type != "cpu":
+            found = _together(found, download)
+        entries.extend(_entries(found, num_top[rows]))
     return entries
 
 
-def _chunk_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+Found = tuple[Tensor, Tensor, Tensor, Tensor]
+"""[n, 1] log-probability and rank; [n, count] the likeliest tokens and theirs."""
+
+
+def _found(logits: Tensor, token_ids: Tensor, num_top: int) -> Found:
     values = logits.float().contiguous()
     normalizer = values.logsumexp(dim=1, keepdim=True)
     unusable = ~normalizer.isfinite()
-    if unusable.any():
+    if values.device.type != "cpu" or unusable.any():
         values = values.masked_fill(unusable, -torch.inf)
         normalizer = normalizer.masked_fill(unusable, 0.0)
-    chosen = values.gather(1, torch.tensor(token_ids, device=values.device).unsqueeze(1))
-    ranks = ((values > chosen).sum(dim=1) + 1).tolist()
-    own = (chosen - normalizer).clamp_min_(_MIN_LOGPROB).squeeze(1).tolist()
-    top_ids, top_values = _top(values, max(num_top))
-    top_logprobs = (top_values - normalizer).clamp_min_(_MIN_LOGPROB).tolist()
+    chosen = values.gather(1, token_ids.unsqueeze(1))
+    ranks = (values > chosen).sum(dim=1, keepdim=True) + 1
+    top = (_top if values.device.type == "cpu" else _top_without_wait)(values, num_top)
+    both = chosen, values.gather(1, top)
+    own, likeliest = ((each - normalizer).clamp_min_(_MIN_LOGPROB) for each in both)
+    return own, ranks, top, likeliest
+
+
+def _together(found: Found, download: Callable[[Tensor], Tensor]) -> Found:
+    """On the host, in one copy; float64 holds all of them."""
+    widths = [each.shape[1] for each in found]
+    own, ranks, top, likeliest = download(torch.cat([each.double() for each in found], dim=1)).split(
+        widths, 1
+    )
+    return own, ranks.long(), top.long(), likeliest
+
+
+def _entries(found: Found, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    own, ranks, top, likeliest = (each.tolist() for each in found)
     return [
-        TokenLogprobs(own[row], ranks[row], ids[:count], top_logprobs[row][:count])
-        for row, (ids, count) in enumerate(zip(top_ids.tolist(), num_top, strict=True))
+        TokenLogprobs(own[row][0], ranks[row][0], top[row][:count], likeliest[row][:count])
+        for row, count in enumerate(num_top)
     ]
 
 
-def _top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and values of each row's greatest, best first, the lower id first among equals.
+def _top(values: Tensor, count: int) -> Tensor:
+    """Ids of each row's greatest, best first, the lower id first among equals.
 
     topk alone leaves open which of several equal values it returns at the boundary.
     """
     count = min(count, values.shape[1])
     if count == 0:
-        return torch.empty(len(values), 0, dtype=torch.int64), values[:, :0]
+        return torch.empty(len(values), 0, dtype=torch.int64)
     floor = values.topk(count).values[:, -1:]
     rows, token_ids = (values >= floor).nonzero(as_tuple=True)
     by_value = values[rows, token_ids].argsort(descending=True, stable=True)
     order = by_value[rows[by_value].argsort(stable=True)]
-    starts = torch.searchsorted(rows, torch.arange(len(values), device=rows.device))
-    best = token_ids[order[starts.unsqueeze(1) + torch.arange(count, device=rows.device)]]
-    return best, values.gather(1, best)
+    starts = torch.searchsorted(rows, torch.arange(len(values)))
+    return token_ids[order[starts.unsqueeze(1) + torch.arange(count)]]
+
+
+def _top_without_wait(values: Tensor, count: int) -> Tensor:
+    """As `_top`, by integers in the order of values and then of ids: no shape depends on values."""
+    bits = (values + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    token_ids = torch.arange(values.shape[1], device=values.device)
+    keys = (ordered.long() << 32) - token_ids
+    return keys.topk(min(count, values.shape[1])).indices

@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.select import available_backends
+from engine.download import Downloader
 from engine.sampler.batch import BatchParams, RequestParams
 from engine.sampler.edits import apply_edits
 from engine.sampler.filters import apply_filters
@@ -30,6 +32,7 @@ from engine.sampler.penalties import Penalties
 from engine.sampler.race import draw, race
 from engine.sampler.rows import SamplingRow
 from engine.sampler.triton_kernel.edits import EditLists, edit_lists
+from engine.upload import upload_to
 from protocol.outputs import TokenLogprobs
 from protocol.sampling import SamplingParams
 
@@ -59,11 +62,24 @@ class Sampler:
         self._batch: BatchParams | None = None
         self._native = compiled() if self._device.type == "cpu" else None
         self._kernels = _kernels_for(self._device)
+        self._upload, self._download = upload_to(self._device), Downloader(self._device)
 
     @property
     def is_native(self) -> bool:
         """Whether choices are compiled calls."""
         return self._native is not None
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what chooses from logits of this dtype, so that no request waits for it."""
+        if self._kernels is None:
+            return
+        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        for params in (
+            SamplingParams(max_tokens=1, temperature=0.0),
+            SamplingParams(max_tokens=1),
+            SamplingParams(max_tokens=1, logit_bias={0: 1.0}),
+        ):
+            self.choose(logits, [SamplingRow(params, [], [], 0, "")])
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampleOutput:
         """Choose a token for each row of `logits` [n, vocab], any float dtype, which stay as they are."""
@@ -139,13 +155,19 @@ class Sampler:
         if not wanted:
             return {}
         num_top = [rows[row].params.logprobs or 0 for row in wanted]
-        selected = logits if len(wanted) == len(rows) else logits[wanted]
-        found = token_logprobs(selected, [token_ids[row] for row in wanted], num_top)
+        if len(wanted) < len(rows):
+            logits = logits[self._upload([np.array(wanted)])[0]]
+        found = self._token_logprobs(logits, [token_ids[row] for row in wanted], num_top)
         return dict(zip(wanted, found, strict=True))
 
     def prompt_logprobs(self, logits: Tensor, next_token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of the prompt's own tokens: row i of `logits` predicts `next_token_ids[i]`."""
-        return token_logprobs(logits, next_token_ids, [num_top] * len(next_token_ids))
+        return self._token_logprobs(logits, next_token_ids, [num_top] * len(next_token_ids))
+
+    def _token_logprobs(
+        self, logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        return token_logprobs(logits, token_ids, num_top, self._upload, self._download)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over. Unknown ids are ignored."""

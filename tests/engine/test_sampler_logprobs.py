@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.sampler import Sampler
-from engine.sampler.logprobs import token_logprobs
+from engine.sampler.logprobs import _entries, _found, _together, _top, _top_without_wait
 from tests.engine.sampler_reference import make_row
 
 
@@ -39,14 +39,14 @@ def test_they_are_the_log_softmax_before_any_processing(dtype):
 def test_among_equals_the_lower_id_comes_first():
     logits = torch.zeros(1, 4000)
     logits[0, [3999, 12, 700]] = 1.0
-    (entry,) = token_logprobs(logits, [700], [5])
+    (entry,) = Sampler(4000, "cpu", []).prompt_logprobs(logits, [700], 5)
     assert entry.top_token_ids == [12, 700, 3999, 0, 1]
     assert entry.rank == 1
 
 
 def test_forbidden_tokens_have_a_number_that_json_can_hold():
     logits = torch.tensor([[0.0, -math.inf]])
-    (entry,) = token_logprobs(logits, [1], [2])
+    (entry,) = Sampler(2, "cpu", []).prompt_logprobs(logits, [1], 2)
     assert entry.logprob == -9999.0
     assert entry.top_logprobs == [0.0, -9999.0]
     assert entry.rank == 2
@@ -66,7 +66,7 @@ def test_a_broken_row_spoils_no_other(bad):
 
 
 def test_more_alternatives_than_tokens():
-    (entry,) = token_logprobs(torch.tensor([[0.0, 1.0]]), [0], [20])
+    (entry,) = Sampler(2, "cpu", []).prompt_logprobs(torch.tensor([[0.0, 1.0]]), [0], 20)
     assert entry.top_token_ids == [1, 0]
 
 
@@ -80,3 +80,21 @@ def test_prompt_logprobs_over_several_pieces(monkeypatch):
         [expected[i, i + 1].item() for i in range(5)], abs=1e-5
     )
     assert [entry.top_token_ids[0] for entry in entries] == logits.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 300])
+def test_a_device_finds_the_same_likeliest(count):
+    """Among equal values too, of which zero is one with both signs."""
+    torch.manual_seed(1)
+    values = torch.randint(-9, 9, (40, 300)) / 4
+    values[torch.rand(values.shape) < 0.3] = -0.0
+    values[torch.rand(values.shape) < 0.2] = -math.inf
+    values[0] = -math.inf
+    values[1] *= 1e38
+    assert torch.equal(_top_without_wait(values, count), _top(values, count))
+
+
+def test_what_a_device_sends_in_one_copy_is_all_there_is():
+    torch.manual_seed(2)
+    found = _found(3 * torch.randn(4, 50), torch.tensor([3, 0, 49, 7]), 5)
+    assert _entries(_together(found, torch.clone), [5, 0, 3, 1]) == _entries(found, [5, 0, 3, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
@@ -101,3 +102,20 @@ def test_a_mixed_step_waits_once() -> None:
             sequence_with(2, TREE, **EDITS),
         ]
         assert sampling_of(gpu, sequences) == SAMPLED
+
+
+def test_log_probabilities_come_in_a_second_copy() -> None:
+    with absent_gpu() as gpu:
+        sampler = Sampler(512, GPU, [2])
+        sequences = [sequence_with(0, TREE, logprobs=3), sequence_with(1, CHAIN)]
+        for _ in range(2):
+            gpu.clear()
+            verify("coupled", sequences, torch.empty(9, 512, dtype=torch.bfloat16, device=GPU), sampler)
+        ((line, times),) = gpu.waits.items()
+    assert times == 2 and line.startswith("/engine/download.py")
+
+
+def test_all_that_may_be_launched_is_compiled_at_the_start() -> None:
+    with absent_gpu() as gpu:
+        Sampler(512, GPU, [2]).warm_up(torch.bfloat16)
+    assert [gpu.launches[name] for name in ("scan", "sift", "settle")] == [3, 2, 3]
