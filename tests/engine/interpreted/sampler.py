@@ -140,7 +140,9 @@ def test_a_nucleus_ends_where_it_has_just_top_p() -> None:
 def test_more_rows_than_are_launched_together(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     monkeypatch.setattr(chooser, "LISTS_BYTES", 2 * 100 * 10)
-    rows = make_rows(4, random.Random(5), ["none", "top-p"])
-    rows.append(make_row("edited", output=(1, 1, 2), seed=5, frequency_penalty=0.5, logit_bias={9: 3.0}))
-    choose(torch.randn(10, 100)[::2], rows)
+    rows = make_rows(4, random.Random(5), ["hot", "top-p tiny", "greedy"])
+    rows.append(make_row("edited", output=(1, 1, 2), seed=5, temperature=0.0, frequency_penalty=2.0))
+    logits = torch.randn(10, 100)
+    logits[8, 1], logits[8, 9] = 9.0, 8.0
+    assert choose(logits[::2], rows)[0][4] == 9
     choose(torch.randn(100, 5).T, rows)
