@@ -12,8 +12,10 @@ from bench.gpu.clock import launches_of, time_of
 from bench.gpu.model import BLOCK_SIZE, Forwards, MadeUpModel
 from bench.gpu.roofline import Step, tokens_of
 from engine.engine import Engine
+from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
+from protocol.speculation import MAX_DRAFT_TOKENS, SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -66,22 +68,42 @@ def forward(model: MadeUpModel, forwards: Forwards, sequences: int, rows: int, c
 
 @dataclass(frozen=True)
 class Results:
-    """`decode` and `prefill`: forwards; `steps`: seconds of a whole step of the engine, by its sequences."""
+    """`decode` and `prefill`: forwards; `steps`: seconds of a whole step of the engine, by its sequences;
+    `eager_s`: those of the forwards of `decode` without CUDA graphs.
+    """
 
     choice: str
     decode: list[Measured]
     prefill: list[Measured]
     steps: dict[int, float]
+    eager_s: list[float]
 
 
 def measure(model: MadeUpModel, plan: Plan) -> Results:
-    forwards = model.forwards(plan.num_tokens)
-    rows = [1 + drafted for drafted in plan.drafted]
-    decode = [forward(model, forwards, batch, each, plan.context) for batch in plan.batches for each in rows]
+    eager = [
+        each.device_s for each in _decode(model, model.forwards(plan.num_tokens, _config(plan, True)), plan)
+    ]
+    forwards = model.forwards(plan.num_tokens, _config(plan, False))
+    decode = _decode(model, forwards, plan)
     prefill = [forward(model, forwards, 1, chunk, chunk) for chunk in plan.chunks]
     choice = forwards.choice
     del forwards  # its pool makes room for the engines'
-    return Results(choice, decode, prefill, {batch: _step_s(model, plan, batch) for batch in plan.batches})
+    steps = {batch: _step_s(model, plan, batch) for batch in plan.batches}
+    return Results(choice, decode, prefill, steps, eager)
+
+
+def _decode(model: MadeUpModel, forwards: Forwards, plan: Plan) -> list[Measured]:
+    rows = [1 + drafted for drafted in plan.drafted]
+    return [forward(model, forwards, batch, each, plan.context) for batch in plan.batches for each in rows]
+
+
+def _config(plan: Plan, enforce_eager: bool) -> ServeConfig:
+    drafted = min(max(plan.drafted), MAX_DRAFT_TOKENS)
+    return ServeConfig(
+        max_num_seqs=max(plan.batches),
+        speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=drafted),
+        enforce_eager=enforce_eager,
+    )
 
 
 def _step_s(model: MadeUpModel, plan: Plan, batch: int) -> float:

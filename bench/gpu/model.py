@@ -24,6 +24,7 @@ from protocol.config import ServeConfig
 
 BLOCK_SIZE = 16
 _VOCABULARY = 151936
+_DEFAULT = ServeConfig()
 
 
 @dataclass(frozen=True)
@@ -106,18 +107,18 @@ class MadeUpModel:
         hold([(config, self._loaded)])
         return config
 
-    def forwards(self, num_tokens: int) -> Forwards:
+    def forwards(self, num_tokens: int, config: ServeConfig = _DEFAULT) -> Forwards:
         """With a pool of so many tokens."""
-        return Forwards(self._loaded, num_tokens)
+        return Forwards(self._loaded, num_tokens, config)
 
 
 class Forwards:
-    def __init__(self, loaded: LoadedModel, num_tokens: int) -> None:
+    def __init__(self, loaded: LoadedModel, num_tokens: int, config: ServeConfig) -> None:
         self._loaded = loaded
         self.num_blocks = -(-num_tokens // BLOCK_SIZE)
         layout = PoolLayout((loaded.kv_group,), BLOCK_SIZE)
         pool = KVPool(layout, self.num_blocks, loaded.device, None)
-        self._runner: Runner = runner_of_one_process(ServeConfig(), loaded, pool, ())
+        self._runner: Runner = runner_of_one_process(config, loaded, pool, ())
         self._runner.warm_up()
 
     @property

@@ -9,20 +9,27 @@ from bench.gpu.roofs import Roofs
 
 
 def as_markdown(size: str, roofs: Roofs, reached: Roofs, plan: Plan, results: Results) -> str:
-    plain = [each for each in results.decode if each.rows_each == 1]
-    chains = [each for each in results.decode if each.rows_each > 1]
+    both_ways = [*zip(results.decode, results.eager_s, strict=True)]
+    plain = [each for each in both_ways if each[0].rows_each == 1]
+    chains = [each for each in both_ways if each[0].rows_each > 1]
     decode = [
-        (each.sequences, *_roofline(each, roofs), f"{results.steps[each.sequences] * 1e3:.2f}")
-        for each in plain
+        (
+            each.sequences,
+            *_roofline(each, roofs),
+            f"{eager_s * 1e3:.3f}",
+            f"{results.steps[each.sequences] * 1e3:.2f}",
+        )
+        for each, eager_s in plain
     ]
     sweep = [
         (
             each.sequences,
             each.rows_each - 1,
             *_roofline(each, roofs),
+            f"{eager_s * 1e3:.3f}",
             f"{speedup(results, each, plan.acceptance):.2f}",
         )
-        for each in chains
+        for each, eager_s in chains
     ]
     prefill = [
         (each.context, *_roofline(each, roofs), f"{each.context / each.device_s:.0f}")
@@ -33,18 +40,19 @@ def as_markdown(size: str, roofs: Roofs, reached: Roofs, plan: Plan, results: Re
 
 Random weights in bfloat16, contexts of {plan.context} tokens. Forward: {results.choice}.
 Roofs ({roofs.source}): {_rates(roofs)}. A plain copy and a plain product reach {_rates(reached)}.
-`host ms` is when the forward's call returns; `launches` are what it puts on the device.
+`host ms` is when the forward's call returns; `launches` are what it puts on the device; `eager ms` is the
+forward without CUDA graphs.
 
 ## Decoding
 
 `step ms`: of the engine, with scheduling and sampling.
 
-{_table(("requests", *both, "step ms"), decode)}
+{_table(("requests", *both, "eager ms", "step ms"), decode)}
 ## Verifying K drafted tokens
 
 `speedup` over K = 0, if each token is accepted with a chance of {plan.acceptance:g} and drafts cost nothing.
 
-{_table(("requests", "K", *both, "speedup"), sweep)}
+{_table(("requests", "K", *both, "eager ms", "speedup"), sweep)}
 ## Prompts
 
 {_table(("tokens", *both, "tokens/s"), prefill)}"""

@@ -38,6 +38,7 @@ class CudaRunner:
         buckets: Buckets,
         graphs: Graphs | None = None,
     ) -> None:
+        self.choice = "CUDA decoder, eager"
         self.products = products
         self._decoder = decoder
         self._backend = backend
@@ -45,10 +46,6 @@ class CudaRunner:
         self._upload, self._upload_bucket = Uploader(device), Uploader(device)
         self._graphs = graphs
         self._captured: dict[StepShape, Graph] = {}
-
-    @property
-    def choice(self) -> str:
-        return f"CUDA decoder, {len(self._captured)} graphs" if self._captured else "CUDA decoder, eager"
 
     @torch.inference_mode()
     def warm_up(self) -> float:
@@ -63,6 +60,8 @@ class CudaRunner:
         logits, hidden = self._forward(self._inputs([], [], widest))
         self._kept = logits, hidden
         self._captured = capture_all(shapes, partial(self._capture, self._graphs), self._graphs)
+        if self._captured:
+            self.choice = f"CUDA decoder, {len(self._captured)} graphs"
         return time.monotonic() - started
 
     def _capture(self, graphs: Graphs, shape: StepShape) -> Graph:

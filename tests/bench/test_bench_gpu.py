@@ -92,7 +92,7 @@ def test_what_drafts_bring_at_a_set_acceptance() -> None:
     assert tokens_of(2, 0.5) == 1.75
     plain, chain = (Measured(2, rows, 64, rows * 0.5 + 0.5, 0.1, None, Step(1, 1)) for rows in (1, 3))
     other = Measured(1, 1, 64, 100.0, 0.1, None, Step(1, 1))
-    results = Results("eager", [other, plain, chain], [], {})
+    results = Results("eager", [other, plain, chain], [], {}, [1.0] * 3)
     assert speedup(results, chain, 0.5) == 1.75 * 1.0 / 2.0
 
 
@@ -109,6 +109,7 @@ def test_everything_is_measured(on_the_cpu: tuple[MadeUpModel, Plan, Results]) -
     assert [(each.sequences, each.rows_each) for each in results.decode] == [(1, 1), (1, 3), (3, 1), (3, 3)]
     assert [(each.rows_each, each.context) for each in results.prefill] == [(32, 32)]
     assert results.steps.keys() == {1, 3}
+    assert len(results.eager_s) == len(results.decode)
     for each in (*results.decode, *results.prefill):
         assert 0 < each.host_s <= each.device_s
         assert each.launches is None
@@ -144,6 +145,8 @@ def test_the_report(on_the_cpu: tuple[MadeUpModel, Plan, Results], tmp_path: Pat
     assert "Roofs (made up): memory 1000 GB/s, products 100 TFLOP/s." in text
     assert "reach memory 500 GB/s, products 20 TFLOP/s." in text
     assert "accepted with a chance of 0.8" in text
+    column = next(row for row in rows if row[0] == "| requests").index("eager ms")
+    assert rows[2][column] == f"{results.eager_s[0] * 1e3:.3f}"
     share = float(rows[2][3])
     assert share == pytest.approx(
         results.decode[0].work.least_s(ROOFS) / results.decode[0].device_s, abs=0.01
