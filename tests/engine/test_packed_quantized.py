@@ -90,8 +90,8 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, inputs: int, out
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row in units of its largest magnitude / 127, and these."""
-    largest = x.float().abs().amax(1, keepdim=True)
+    """The last dimension in units of its largest magnitude / 127, and these."""
+    largest = x.float().abs().amax(-1, keepdim=True)
     return (x.float() * (torch.tensor(127.0) / largest)).round(), largest / 127
 
 
@@ -119,13 +119,16 @@ def test_rounded_runs_have_the_integers_of_the_definition(kind: str, input_group
     zeros = None if weight.zeros is None else weight.zeros.clamp(max=10)
     weight = replace(weight, scales=scales, zeros=zeros, input_group=input_group)
     ours = PackedQuantizedLinear(PackedWeight.of(weight), None)
+    order = torch.arange(inputs) if weight.permutation is None else weight.permutation
     for rows in (1, 6, 13):
-        x = torch.randint(1, 127, (rows, inputs)) * torch.randn(rows, inputs).sign()
-        x[:, ::32] = 127
-        if weight.permutation is not None:  # no run is without one
-            x = 127 * x.sign()
-        x = (x * torch.randint(0, 3, (rows, 1)).exp2()).bfloat16()
-        exact = x.double() @ weight.dequantized().double().T
+        ordered = torch.randint(-126, 127, (rows, inputs // 32, 32)).float()
+        ordered[:, :, 0] = 127
+        ordered = (ordered * torch.randint(0, 3, (rows, inputs // 32, 1)).exp2()).flatten(1)
+        x = torch.empty(rows, inputs, dtype=torch.bfloat16)
+        x[:, order] = ordered.bfloat16()
+        integers, units = rounded(ordered.unflatten(1, (-1, min(input_group, weight.group_size))))
+        values = (integers * units).flatten(1)[:, order.argsort()]
+        exact = values.double() @ weight.dequantized().double().T
         assert torch.equal(ours(x), exact.bfloat16()), rows
 
 
