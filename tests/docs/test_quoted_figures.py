@@ -132,7 +132,7 @@ def all_over_none(document: Any) -> list[float]:
 
 TRANSFER = ("transfer/results.json",)
 FIVE = ("five/results.json",)
-QUANTIZE = ("quantize/results.json",)
+QUANTIZE = ("quantize-rounded/results.json",)
 DRAFTS = ("quantize-drafts/results.json",)
 DELAY = ("transfer-delay/results.json",)
 AMX = ("speculate-amx/results.json",)
