@@ -9,6 +9,8 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
+gc.disable()  # until all is collected: nothing of it is garbage
+
 STARTS_RAY = (
     "tests/deploy/test_restart.py",
     "tests/deploy/test_routers.py",
@@ -86,4 +88,5 @@ def pytest_collection_finish() -> None:
     """Once all modules are imported, of which one may name what it needs alone: there is one fork server."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forked"])
     gc.collect()
+    gc.enable()
     gc.freeze()  # or each collection would go through all tests and libraries, for a third of a second
