@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -92,7 +93,7 @@ class ServerProcess:
 class RunningSystem:
     """All processes of one system, started together; a context manager that ends them in reverse order.
 
-    Entered in the main thread, where SIGTERM raises SystemExit from then on: it leaves nothing either.
+    Once it is entered SIGTERM raises SystemExit in the main thread: it leaves nothing either.
     """
 
     def __init__(self, commands: Sequence[Command], log_dir: Path, timeout: float) -> None:
@@ -102,7 +103,8 @@ class RunningSystem:
         self._processes: list[ServerProcess] = []
 
     def __enter__(self) -> "RunningSystem":
-        signal.signal(signal.SIGTERM, _exit)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _exit)
         deadline = time.monotonic() + self._timeout
         try:
             for command in self._commands:
