@@ -37,7 +37,12 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0, "speculative": {"enabled": False}},
     {"temperature": 0.9, "seed": -5, "speculative": {"enabled": False}},
 ]
-OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024, "dtype": "bfloat16"}
+OPTIONS: dict[str, Any] = {
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_model_len": 1024,
+    "dtype": "bfloat16",
+    "compile": "auto",  # as served: the modules round now and then the other way
+}
 ALWAYS = {"ignore_eos": True, "return_token_ids": True}
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 4, "quantization": "int8"}
 
