@@ -88,8 +88,8 @@ class Engine:
         """Values in the hidden state that the drafter reads of one token."""
         budget = _token_budget(config, loaded.device)
         layout, kept_free = self._layout(loaded), 0
-        on_gpu = loaded.device.type == "cuda" and config.kv_cache_memory_bytes is None
-        if on_gpu and make_runner is runner_of_one_process:
+        is_sized_by_gpu = loaded.device.type == "cuda" and config.kv_cache_memory_bytes is None
+        if is_sized_by_gpu and make_runner is runner_of_one_process:  # ranks would have to take part
             trial = partial(make_runner, config, loaded, hidden_layers=hidden_layers)
             kept_free = activation_bytes(trial, layout, loaded.device, budget, config.max_num_seqs)
         num_blocks = pool_blocks(config, layout, loaded.device, loaded.max_model_len, kept_free)

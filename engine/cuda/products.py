@@ -18,6 +18,7 @@ from engine.linear.quantized import QuantizedLinear
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 _KINDS = {
+    None: product_kernel.PLAIN,
     CodeFormat.INT8: product_kernel.INT8,
     CodeFormat.FP8: product_kernel.FP8,
     CodeFormat.INT4: product_kernel.INT4,
@@ -26,8 +27,8 @@ _KINDS = {
 _FACTORS = {CodeFormat.FP8: 256.0, CodeFormat.MXFP4: 0.5}
 """Of the scales, where the kernel's values are not the format's."""
 _IN_HALVES = (CodeFormat.INT4, CodeFormat.MXFP4)
-_DEPTHS = (64, 32)
-"""Inputs that are added up before the sum is scaled, best first."""
+_DEPTH, _LEAST_DEPTH = 64, 32
+"""Inputs that are added up before the sum is scaled; the lesser for small groups, and for float32."""
 _TENSORS = ("weight", "scales", "zeros", "order", "bias")
 _ROWS = 64
 """Of a tile, whatever the batch: few rows take the time that memory takes to deliver the weights."""
@@ -63,7 +64,8 @@ class TiledWeight:
 
     @classmethod
     def plain(cls, weight: Tensor, bias: Tensor | None) -> TiledWeight:
-        return cls(None, _DEPTHS[weight.itemsize > 2], weight, None, None, None, bias)
+        depth = _DEPTH if weight.itemsize <= 2 else _LEAST_DEPTH
+        return cls(None, depth, weight, None, None, None, bias)
 
     def is_like(self, other: TiledWeight) -> bool:
         """Whether both can be one weight of the same inputs."""
@@ -114,7 +116,7 @@ class TiledWeight:
             OUTPUTS=outputs,
             INPUTS=inputs,
             GROUP=inputs if self.scales is None else inputs // self.scales.shape[1],
-            KIND=product_kernel.PLAIN if self.format is None else _KINDS[self.format],
+            KIND=_KINDS[self.format],
             ROWS=_ROWS,
             COLUMNS=columns,
             DEPTH=self.depth,
@@ -160,7 +162,7 @@ def fits(weight: QuantizedWeight) -> bool:
 
 
 def _depth(group_size: int) -> int | None:
-    return next((depth for depth in _DEPTHS if group_size % depth == 0), None)
+    return next((depth for depth in (_DEPTH, _LEAST_DEPTH) if group_size % depth == 0), None)
 
 
 def tile_linears(model: nn.Module, dtype: torch.dtype, *, plain: bool) -> None:

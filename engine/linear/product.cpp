@@ -42,7 +42,7 @@ extern const int64_t tandem_sizes[] = {sizeof(Quantized), sizeof(Routed)};
 void tandem_linear_in_floats(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    multiply<Floats>({x, weights, bias, out, rows, in_features, out_features, 0}, threads, parallel);
+    multiply<Floats>({x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
 }
 
 #if defined(__AVX512BF16__)
@@ -50,7 +50,7 @@ void tandem_linear_in_floats(
 void tandem_linear_in_pairs(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    multiply<Pairs>({x, weights, bias, out, rows, in_features, out_features, 0}, threads, parallel);
+    multiply<Pairs>({x, weights, bias, out, rows, in_features, out_features}, threads, parallel);
 }
 #endif
 
@@ -58,7 +58,7 @@ void tandem_linear_in_pairs(
 void tandem_linear(
     const uint16_t* x, const uint16_t* weights, const uint16_t* bias, uint16_t* out, int64_t rows,
     int64_t in_features, int64_t out_features, int64_t threads, Parallel parallel) {
-    const Product product{x, weights, bias, out, rows, in_features, out_features, 0};
+    const Product product{x, weights, bias, out, rows, in_features, out_features};
 #if defined(__AVX512BF16__)
 #if defined(__AMX_BF16__)
     if (MatrixTiles::can_multiply(product)) return multiply<MatrixTiles>(product, threads, parallel);
@@ -89,7 +89,7 @@ void tandem_quantized_linear(
     if (weights->input_group) return multiply_rounded<Integers>(x, *weights, out, rows, threads, parallel);
 #if defined(__AVX512BF16__)
 #if defined(__AMX_BF16__)
-    if (MatrixTiles::can_multiply({nullptr, nullptr, nullptr, nullptr, rows, weights->in_features, weights->out_features, 0}))
+    if (MatrixTiles::can_multiply({nullptr, nullptr, nullptr, nullptr, rows, weights->in_features, weights->out_features}))
         return multiply<MatrixTiles>(x, *weights, out, rows, threads, parallel);
 #endif
     multiply<Pairs>(x, *weights, out, rows, threads, parallel);

@@ -13,7 +13,7 @@ struct Product {
     const uint16_t *x, *weights, *bias;
     uint16_t* out;
     int64_t rows, in_features, out_features;
-    int64_t run;  // inputs that are summed before they are scaled, where weights are quantized
+    int64_t run = 0;  // inputs that are summed before they are scaled, where weights are quantized
 };
 
 // The quantized weights of a panel. Each run of inputs is summed, then scaled.
