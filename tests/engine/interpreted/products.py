@@ -102,9 +102,11 @@ def test_layers_that_are_joined_are_parts_of_one() -> None:
     assert torch.equal(joined(x), torch.cat(before, dim=1))
     assert all(torch.equal(linear(x), was) for linear, was in zip(linears, before, strict=True))
     assert join(linears).weight.data_ptr() == joined.weight.data_ptr() == linears[0].tiled.weight.data_ptr()
-    others = weight_of(INT4, 64, 64), weight_of(INT8, 64, 32), weights[1]
-    kinds = [TiledWeight.quantized(each, None) for each in others]
-    assert not any(kind.is_like(linears[0].tiled) for kind in kinds)
+    another_order = with_zeros_and_order(weight_of(INT4, 64, 32, seed=2))
+    for other in (weight_of(INT4, 64, 64), weight_of(INT8, 64, 32), weight_of(INT4, 64, 32), another_order):
+        assert not TiledWeight.quantized(other, torch.zeros(OUTPUTS)).is_like(linears[0].tiled)
+    assert not TiledWeight.quantized(weights[0], None).is_like(linears[0].tiled)
+    assert TiledWeight.quantized(weights[0], torch.zeros(OUTPUTS)).is_like(linears[0].tiled)
 
 
 def test_a_models_layers() -> None:
