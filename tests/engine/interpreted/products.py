@@ -107,6 +107,8 @@ def test_layers_that_are_joined_are_parts_of_one() -> None:
         assert not TiledWeight.quantized(other, torch.zeros(OUTPUTS)).is_like(linears[0].tiled)
     assert not TiledWeight.quantized(weights[0], None).is_like(linears[0].tiled)
     assert TiledWeight.quantized(weights[0], torch.zeros(OUTPUTS)).is_like(linears[0].tiled)
+    int8, fp8 = (TiledWeight.quantized(weight_of(format, 64, 64), None) for format in (INT8, FP8))
+    assert not int8.is_like(fp8)
 
 
 def test_a_models_layers() -> None:
