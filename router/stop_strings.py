@@ -28,7 +28,7 @@ class StopStringMatcher:
             end, stop = found
             self.matched, self._held = stop, ""
             return text[:end] if self._include_stop else text[: end - len(stop)]
-        keep = self._possible_start(text)
+        keep = possible_start(text, self._stops)
         self._held = text[keep:]
         return text[:keep]
 
@@ -48,14 +48,15 @@ class StopStringMatcher:
                 best = end, stop
         return best
 
-    def _possible_start(self, text: str) -> int:
-        """Where the longest end of `text` begins that is the beginning of a stop string."""
-        keep = len(text)
-        for stop in self._stops:
-            start = text.find(stop[0], max(0, len(text) - len(stop) + 1), keep)
-            while start >= 0:
-                if stop.startswith(text[start:]):
-                    keep = start
-                    break
-                start = text.find(stop[0], start + 1, keep)
-        return keep
+
+def possible_start(text: str, words: Sequence[str]) -> int:
+    """Where the longest end of `text` begins that is the beginning of one of `words`."""
+    keep = len(text)
+    for word in words:
+        start = text.find(word[0], max(0, len(text) - len(word) + 1), keep)
+        while start >= 0:
+            if word.startswith(text[start:]):
+                keep = start
+                break
+            start = text.find(word[0], start + 1, keep)
+    return keep

@@ -1,0 +1,1 @@
+"""From an answer's text to its reasoning, its content and its tool calls, while it comes."""

@@ -1,0 +1,195 @@
+"""An answer's text as it comes, and the parts that parsers find in it.
+
+A parser is a generator that reads from top to bottom like a grammar and yields where it needs more text.
+What it decides depends on the text alone, so the parts are the same however that was split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from router.stop_strings import possible_start
+
+T = TypeVar("T")
+Parse: TypeAlias = Generator[None, None, T]
+
+
+class Content(msgspec.Struct, frozen=True):
+    """What the client is told."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """What the model thinks before it."""
+
+    text: str
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A function is called; its arguments follow."""
+
+    name: str
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """More of the arguments, as JSON text, of the call that began last."""
+
+    text: str
+
+
+Part: TypeAlias = Content | Reasoning | Call | Arguments
+
+
+class _Trimmed:
+    """Text without white space at its start, and at its end unless more follows."""
+
+    def __init__(self, keeps_start: bool) -> None:
+        self._has_begun = keeps_start
+        self._is_first = True
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        if not self._has_begun:
+            text = text.lstrip()
+            self._has_begun = bool(text)
+        text = self._held + text
+        body = text.rstrip()
+        self._held = text[len(body) :]
+        self._is_first = self._is_first and not body
+        return body
+
+    def start_anew(self) -> None:
+        """What comes stands apart from what was."""
+        self._has_begun, self._held = False, "" if self._is_first else "\n"
+
+    def end(self) -> str:
+        return self._held if self._has_begun else ""
+
+
+class Answer:
+    """What parsers read from and write to. Nothing that they have read or left is lost or told twice."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._begun: int | None = None
+        """Where something began that becomes content should it prove not to be what it looked like."""
+        self._content, self._reasoning = _Trimmed(True), _Trimmed(False)
+        self.is_over = False
+        self.parts: list[Part] = []
+
+    def push(self, text: str) -> None:
+        done = self._at if self._begun is None else self._begun
+        self._text = self._text[done:] + text
+        self._at -= done
+        if self._begun is not None:
+            self._begun = 0
+
+    # --- reading --------------------------------------------------------------------------------------
+
+    def peek(self) -> Parse[str]:
+        """The next character; none at the end."""
+        while self._at == len(self._text) and not self.is_over:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def take(self, number: int) -> Parse[str]:
+        """So many characters; fewer at the end."""
+        while len(self._text) - self._at < number and not self.is_over:
+            yield
+        taken = self._text[self._at : self._at + number]
+        self._at += len(taken)
+        return taken
+
+    def run(self, pattern: re.Pattern[str], write: Callable[[str], object]) -> Parse[None]:
+        """All characters that `pattern` matches, which tells it of each on its own."""
+        while (yield from self.peek()) and (match := pattern.match(self._text, self._at)):
+            self._at = match.end()
+            write(match[0])
+
+    def skip_space(self) -> Parse[None]:
+        yield from self.run(_SPACE, _forget)
+
+    def accept(self, *words: str) -> Parse[str]:
+        """Read the one of `words` that comes next; empty where none does."""
+        while True:
+            rest = self._text[self._at : self._at + max(map(len, words))]
+            for word in words:
+                if rest.startswith(word):
+                    self._at += len(word)
+                    return word
+            if self.is_over or not any(word.startswith(rest) for word in words):
+                return ""
+            yield
+
+    def until(self, *markers: str, write: Callable[[str], object] | None = None) -> Parse[str]:
+        """Read up to the first of `markers`, which is returned; empty where none comes.
+
+        What is before it is written as content, or by `write`, as soon as it can be no part of a marker.
+        """
+        write = write or self.content
+        while True:
+            rest = self._text[self._at :]
+            found = [(at, marker) for marker in markers if (at := rest.find(marker)) >= 0]
+            at, marker = min(
+                found, default=(len(rest) if self.is_over else possible_start(rest, markers), "")
+            )
+            self._at += at + len(marker)
+            if at:
+                write(rest[:at])
+            if marker or self.is_over:
+                return marker
+            yield
+
+    # --- writing --------------------------------------------------------------------------------------
+
+    def begin(self, marker: str = "") -> None:
+        """What follows, and the `marker` that was read last, may become a call."""
+        if self._begun is None:
+            self._begun = self._at - len(marker)
+
+    def give_up(self) -> None:
+        """It did not: all that was read since is content. Nothing is where the call was told already."""
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            self.content(self._text[begun : self._at])
+
+    def content(self, text: str) -> None:
+        if body := self._content.push(text):
+            self.parts.append(Content(body))
+
+    def reasoning(self, text: str) -> None:
+        if body := self._reasoning.push(text):
+            self.parts.append(Reasoning(body))
+
+    def commit(self) -> None:
+        """What has begun is what it looked like. Further content and reasoning stand apart."""
+        self._begun = None
+        self._content.start_anew()
+        self._reasoning.start_anew()
+
+    def call(self, name: str) -> None:
+        self.commit()
+        self.parts.append(Call(name))
+
+    def arguments(self, text: str) -> None:
+        if text:
+            self.parts.append(Arguments(text))
+
+    def finish(self) -> None:
+        """The parser is through with the whole text."""
+        self.give_up()
+        if rest := self._content.end():
+            self.parts.append(Content(rest))
+
+
+_SPACE = re.compile(r"\s+")
+
+
+def _forget(text: str) -> None:
+    """What is read and told nobody."""

@@ -1,0 +1,40 @@
+"""Calls between marks, of V3 and R1 with the arguments in a block of Markdown, of V3.1 without: DeepSeek."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from router.parsing.answer import Answer, Parse
+from router.parsing.json_calls import named, word
+
+OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+def parse(answer: Answer, known: Collection[str]) -> Parse[None]:
+    while marker := (yield from answer.until(OPEN)):
+        answer.begin(marker)
+        while (yield from _call(answer)):
+            yield from answer.skip_space()
+        answer.give_up()
+        yield from answer.accept(CLOSE)
+
+
+def _call(answer: Answer) -> Parse[bool]:
+    yield from answer.skip_space()
+    if not (marker := (yield from answer.accept(CALL))):
+        return False
+    answer.begin(marker)
+    name = yield from word(answer)
+    yield from answer.accept(SEPARATOR)
+    if name == "function":
+        name = yield from word(answer)
+        yield from answer.skip_space()
+        yield from answer.accept("```json")
+    if not (yield from named(answer, name)):
+        return False
+    yield from answer.skip_space()
+    yield from answer.accept("```")
+    yield from answer.skip_space()
+    yield from answer.accept(CALL_END)
+    return True

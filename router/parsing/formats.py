@@ -1,0 +1,137 @@
+"""How a model writes tool calls and reasoning: by name, or by what its chat template has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from router.parsing import deepseek, granite, harmony, hermes, llama3, mistral
+from router.parsing.answer import Answer, Parse, Part
+from router.parsing.reasoning import GRANITE, MISTRAL, THINK, Marks
+
+
+class ToolFormat(msgspec.Struct, frozen=True):
+    """`signs`: texts of which one is in the templates of models that use it."""
+
+    signs: tuple[str, ...]
+    parse: Callable[[Answer, Collection[str]], Parse[None]] | None
+    """None: the whole answer is in Harmony."""
+    markers: tuple[str, ...] = ()
+    """What may be special tokens, and is needed all the same."""
+    short_ids: bool = False
+    """The template takes ids of nine letters and digits only."""
+
+
+class ReasoningFormat(msgspec.Struct, frozen=True):
+    """The same for reasoning."""
+
+    signs: tuple[str, ...]
+    marks: Marks | None
+
+
+_HARMONY = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
+_DEEPSEEK = (deepseek.OPEN, deepseek.CLOSE, deepseek.CALL, deepseek.SEPARATOR, deepseek.CALL_END)
+
+TOOL_FORMATS = {
+    "openai": ToolFormat((harmony.CHANNEL,), None, _HARMONY),
+    "deepseek_v3": ToolFormat((deepseek.OPEN,), deepseek.parse, _DEEPSEEK),
+    "mistral": ToolFormat(
+        (mistral.OPEN,), mistral.parse, (mistral.OPEN, mistral.CALL_ID, mistral.ARGS), short_ids=True
+    ),
+    "granite": ToolFormat(("<|tool_call|>",), granite.parse, granite.OPEN),
+    "hermes": ToolFormat((hermes.OPEN,), hermes.parse, (hermes.OPEN, hermes.CLOSE)),
+    "llama3_json": ToolFormat(
+        (llama3.TAG, '{"name": function name, "parameters":'), llama3.parse, (llama3.TAG,)
+    ),
+}
+REASONING_FORMATS = {
+    "openai_gptoss": ReasoningFormat((harmony.CHANNEL,), None),
+    "granite": ReasoningFormat(GRANITE.open, GRANITE),
+    "mistral": ReasoningFormat(MISTRAL.open, MISTRAL),
+    "deepseek_r1": ReasoningFormat(THINK.close, THINK),
+    "qwen3": ReasoningFormat(THINK.close, THINK),
+}
+_OTHER_CALLS = ("<function=",)
+"""Signs of formats that look like one of these and are not."""
+
+
+def tool_format(name: str, template: str) -> ToolFormat | None:
+    """By its name; `auto`: by the chat template."""
+    if name != "auto":
+        return TOOL_FORMATS.get(name)
+    if any(sign in template for sign in _OTHER_CALLS):
+        return None
+    return next((each for each in TOOL_FORMATS.values() if _has(template, each.signs)), None)
+
+
+def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
+    if name != "auto":
+        return REASONING_FORMATS.get(name)
+    return next((each for each in REASONING_FORMATS.values() if _has(template, each.signs)), None)
+
+
+def _has(template: str, signs: tuple[str, ...]) -> bool:
+    return any(sign in template for sign in signs)
+
+
+class Parsing(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be found in an answer. `tools`: how calls are written, where any function was offered."""
+
+    tools: ToolFormat | None = None
+    known: frozenset[str] = frozenset()
+    """The functions that were offered."""
+    one_call: bool = False
+    """Further calls are left out."""
+    is_harmony: bool = False
+    marks: Marks | None = None
+    """Of reasoning."""
+    is_open: bool = False
+    """The prompt ends within the reasoning."""
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """What parsers must see, though it may be special tokens."""
+        markers = {*(self.tools.markers if self.tools is not None else ())}
+        if self.is_harmony:
+            markers.update(_HARMONY)
+        if self.marks is not None:
+            markers.update(self.marks.open, self.marks.close)
+        return frozenset(markers)
+
+    def parse(self, answer: Answer) -> Parse[None]:
+        if self.is_harmony:
+            yield from harmony.parse(answer, self.tools is not None)
+            return
+        if self.marks is not None:
+            yield from self.marks.parse(answer, self.is_open)
+        if self.tools is not None and self.tools.parse is not None:
+            yield from self.tools.parse(answer, self.known)
+        yield from answer.until()
+
+
+class AnswerParser:
+    """Of one choice."""
+
+    def __init__(self, parsing: Parsing) -> None:
+        self._answer = Answer()
+        self._steps = parsing.parse(self._answer)
+        next(self._steps, None)
+
+    def push(self, text: str) -> list[Part]:
+        """What the text brings."""
+        if text:
+            self._answer.push(text)
+            next(self._steps, None)
+        return self._taken()
+
+    def finish(self) -> list[Part]:
+        """What the text's end decides."""
+        self._answer.is_over = True
+        next(self._steps, None)
+        self._answer.finish()
+        return self._taken()
+
+    def _taken(self) -> list[Part]:
+        parts, self._answer.parts = self._answer.parts, []
+        return parts

@@ -1,0 +1,16 @@
+"""`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`: Granite 3."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from router.parsing.answer import Answer, Parse
+from router.parsing.json_calls import calls
+
+OPEN = ("<|tool_call|>", "<tool_call>")
+
+
+def parse(answer: Answer, known: Collection[str]) -> Parse[None]:
+    while marker := (yield from answer.until(*OPEN)):
+        answer.begin(marker)
+        yield from calls(answer)

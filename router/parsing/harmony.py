@@ -1,0 +1,39 @@
+"""Messages with a channel each, for reasoning, content and calls alike: Harmony, of gpt-oss."""
+
+from __future__ import annotations
+
+import re
+
+from router.parsing.answer import Answer, Parse
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
+
+_HEADS = (START, CHANNEL, MESSAGE, " to=", "assistant")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTION = re.compile(r"to=functions\.([\w.\-]+)")
+
+
+def parse(answer: Answer, has_tools: bool) -> Parse[None]:
+    """The prompt ends within the first message's head, before its channel."""
+    while (yield from answer.peek()):
+        answer.begin()
+        head = [(yield from answer.accept(*_HEADS))]
+        if head == [""]:
+            answer.give_up()
+        elif head != [MESSAGE] and not (yield from answer.until(MESSAGE, write=head.append)):
+            return
+        yield from _body(answer, "".join(head), has_tools)
+
+
+def _body(answer: Answer, head: str, has_tools: bool) -> Parse[None]:
+    channel, function = _CHANNEL.search(head), _FUNCTION.search(head)
+    write = answer.content
+    if function is not None and has_tools:
+        answer.call(function[1])
+        write = answer.arguments
+    elif head:
+        answer.commit()
+        if channel is not None and channel[1] == "analysis":
+            write = answer.reasoning
+    yield from answer.until(*ENDS, write=write)

@@ -1,0 +1,18 @@
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, Granite 4."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from router.parsing.answer import Answer, Parse
+from router.parsing.json_calls import calls
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def parse(answer: Answer, known: Collection[str]) -> Parse[None]:
+    while marker := (yield from answer.until(OPEN)):
+        answer.begin(marker)
+        if (yield from calls(answer)):
+            yield from answer.skip_space()
+            yield from answer.accept(CLOSE)

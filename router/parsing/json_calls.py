@@ -1,0 +1,156 @@
+"""Tool calls as JSON objects with a name and arguments, whose text is passed on as it comes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+
+from router.parsing.answer import Answer, Parse
+
+_IN_STRING = re.compile(r'[^"\\]+')
+_IN_VALUE = re.compile(r'[^"{}\[\]]+')
+_SCALAR = re.compile(r'[^"{}\[\],;\s]+')
+_WORD = re.compile(r"[\w.\-]+")
+
+
+def calls(answer: Answer, known: Collection[str] | None = None, separator: str = ",") -> Parse[bool]:
+    """One call, several, or a list of them. False where the text is none: then it is content.
+
+    With `known` a call of another function is none.
+    """
+    yield from answer.skip_space()
+    is_list = yield from answer.accept("[")
+    while True:
+        yield from answer.skip_space()
+        answer.begin()
+        if not (yield from _call(answer, known)):
+            answer.give_up()
+            return False
+        yield from answer.skip_space()
+        if not (yield from answer.accept("," if is_list else separator)):
+            break
+    if is_list:
+        yield from answer.accept("]")
+    return True
+
+
+def _call(answer: Answer, known: Collection[str] | None) -> Parse[bool]:
+    """An object with `name`, and `arguments` or `parameters`, in any order."""
+    if not (yield from answer.accept("{")):
+        return False
+    name, early, has_begun = "", "", False
+    while True:
+        yield from answer.skip_space()
+        if (yield from answer.accept("}")):
+            break
+        key = yield from _string(answer)
+        yield from answer.skip_space()
+        if key is None or not (yield from answer.accept(":")):
+            return False
+        yield from answer.skip_space()
+        if key == "name":
+            name = (yield from _string(answer)) or ""
+            if not name or not name.isprintable() or (known is not None and name not in known):
+                return False
+        elif key in ("arguments", "parameters") and name and not has_begun:
+            answer.call(name)
+            has_begun = True
+            if not (yield from arguments(answer, answer.arguments)):
+                return False
+        else:
+            texts: list[str] = []
+            if not (yield from arguments(answer, texts.append)):
+                return False
+            if key in ("arguments", "parameters"):
+                early = "".join(texts)
+        yield from answer.skip_space()
+        yield from answer.accept(",")
+    if not name:
+        return False
+    if not has_begun:
+        answer.call(name)
+        answer.arguments(early or "{}")
+    return True
+
+
+def arguments(answer: Answer, write: Callable[[str], object]) -> Parse[bool]:
+    """A JSON value, passed on as it is; where it is a string that has the JSON, what that says.
+
+    False where it is cut off.
+    """
+    if (yield from answer.peek()) != '"':
+        return (yield from _value(answer, write))
+    text = yield from _string(answer)
+    write((text or "").encode(errors="replace").decode())
+    return text is not None
+
+
+def named(answer: Answer, name: str) -> Parse[bool]:
+    """The arguments of a call whose name was told before them; False where no object comes."""
+    yield from answer.skip_space()
+    if not name or (yield from answer.peek()) != "{":
+        answer.give_up()
+        return False
+    answer.call(name)
+    return (yield from _value(answer, answer.arguments))
+
+
+def word(answer: Answer) -> Parse[str]:
+    """A function's name, or an id."""
+    texts: list[str] = []
+    yield from answer.run(_WORD, texts.append)
+    return "".join(texts)
+
+
+def _value(answer: Answer, write: Callable[[str], object]) -> Parse[bool]:
+    """Any value. Brackets are counted, not compared."""
+    depth = 0
+    while next_ := (yield from answer.peek()):
+        if next_ == '"':
+            if not (yield from _quoted(answer, write)):
+                return False
+        elif next_ in "{[":
+            depth += 1
+            write((yield from answer.take(1)))
+        elif next_ in "}]" and depth:
+            depth -= 1
+            write((yield from answer.take(1)))
+        elif depth:
+            yield from answer.run(_IN_VALUE, write)
+        else:
+            scalar: list[str] = []
+            yield from answer.run(_SCALAR, scalar.append)
+            write("".join(scalar))
+            return bool(scalar)
+        if not depth:
+            return True
+    return False
+
+
+def _quoted(answer: Answer, write: Callable[[str], object]) -> Parse[bool]:
+    """A string as it is spelled."""
+    write((yield from answer.take(1)))
+    while True:
+        yield from answer.run(_IN_STRING, write)
+        next_ = yield from answer.peek()
+        if next_ == '"':
+            write((yield from answer.take(1)))
+            return True
+        if not next_:
+            return False
+        write((yield from answer.take(2)))
+
+
+def _string(answer: Answer) -> Parse[str | None]:
+    """What a string says; None where there is none."""
+    if (yield from answer.peek()) != '"':
+        return None
+    spelled: list[str] = []
+    if not (yield from _quoted(answer, spelled.append)):
+        return None
+    try:
+        said: str = json.loads("".join(spelled), strict=False)
+    except ValueError:
+        return None
+    return said

@@ -1,0 +1,23 @@
+"""`{"name": ..., "parameters": {...}}` in place of an answer, or after `<|python_tag|>`: Llama 3.
+
+Nothing else tells such an object from one that is the answer, so it must name a function that was offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from router.parsing.answer import Answer, Parse
+from router.parsing.json_calls import calls
+
+TAG = "<|python_tag|>"
+
+
+def parse(answer: Answer, known: Collection[str]) -> Parse[None]:
+    answer.begin()
+    yield from answer.skip_space()
+    yield from answer.accept(TAG)
+    yield from calls(answer, known, separator=";")
+    while marker := (yield from answer.until(TAG)):
+        answer.begin(marker)
+        yield from calls(answer, known, separator=";")

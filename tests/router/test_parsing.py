@@ -1,0 +1,282 @@
+"""Tool calls and reasoning in texts as models write them, however they are split."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.parsing import deepseek
+from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
+from router.parsing.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    AnswerParser,
+    Parsing,
+    reasoning_format,
+    tool_format,
+)
+from router.parsing.reasoning import GRANITE, THINK
+
+KNOWN = frozenset({"get_weather", "add"})
+PARIS = '{"city": "Paris \\"ô\\" {[", "days": [1, {"a": null}]}'
+ADD = '{"a": 1, "b": -2.5e3}'
+CALLS = [("get_weather", PARIS), ("add", ADD)]
+
+
+def of(tools: str | None = None, reasoning: str | None = None, is_open: bool = False) -> Parsing:
+    is_harmony = tools == "openai" or reasoning == "openai_gptoss"
+    marks = None if reasoning is None else REASONING_FORMATS[reasoning].marks
+    found = None if tools is None else TOOL_FORMATS[tools]
+    return Parsing(tools=found, known=KNOWN, is_harmony=is_harmony, marks=marks, is_open=is_open)
+
+
+def parsed(parsing: Parsing, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Reasoning, content and calls."""
+    parser = AnswerParser(parsing)
+    parts: list[Part] = []
+    for piece in pieces:
+        parts += parser.push(piece)
+    parts += parser.finish()
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(part, Call):
+            calls.append((part.name, ""))
+        elif isinstance(part, Arguments):
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    text = "".join(part.text for part in parts if isinstance(part, Content))
+    return "".join(part.text for part in parts if isinstance(part, Reasoning)), text, calls
+
+
+def both(arguments: str = "arguments") -> tuple[str, str]:
+    return (
+        f'{{"name": "get_weather", "{arguments}": {PARIS}}}',
+        f'{{"name": "add", "{arguments}": {ADD}}}',
+    )
+
+
+def markdown_call(name: str, arguments: str) -> str:
+    head = f"{deepseek.CALL}function{deepseek.SEPARATOR}{name}\n```json\n"
+    return f"{head}{arguments}\n```{deepseek.CALL_END}"
+
+
+def plain_call(name: str, arguments: str) -> str:
+    return f"{deepseek.CALL}{name}{deepseek.SEPARATOR}{arguments}{deepseek.CALL_END}"
+
+
+HERMES = "I look.\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in both())
+HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS
+TEXTS = {
+    "hermes": ("hermes", HERMES, "I look.", CALLS),
+    "llama": ("llama3_json", "\n" + "; ".join(both("parameters")), "", CALLS),
+    "llama with its tag": ("llama3_json", "I look.<|python_tag|>" + ";".join(both()), "I look.", CALLS),
+    "mistral": ("mistral", "[TOOL_CALLS] [" + ", ".join(both()) + "]", "", CALLS),
+    "mistral by name": (
+        "mistral",
+        f"I look. [TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{PARIS}[TOOL_CALLS]add{ADD}",
+        "I look.",
+        CALLS,
+    ),
+    "granite": ("granite", "<|tool_call|>[" + ",".join(both()) + "]", "", CALLS),
+    "deepseek": (
+        "deepseek_v3",
+        f"I look.\n{deepseek.OPEN}" + "\n".join(markdown_call(*call) for call in CALLS) + deepseek.CLOSE,
+        "I look.",
+        CALLS,
+    ),
+    "deepseek 3.1": (
+        "deepseek_v3",
+        deepseek.OPEN + "".join(plain_call(*call) for call in CALLS) + deepseek.CLOSE,
+        "",
+        CALLS,
+    ),
+    "harmony": ("openai", HARMONY_CALL + "<|call|>", "", CALLS[:1]),
+    "harmony after a preamble": (
+        "openai",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.add"
+        f"<|channel|>commentary json<|message|>{ADD}<|call|>",
+        "I look.",
+        CALLS[1:],
+    ),
+    "arguments first, and more": (
+        "hermes",
+        f'<tool_call>{{"id": "x", "arguments": {ADD}, "extra": [1], "name": "add"}}</tool_call> Done.',
+        "Done.",
+        CALLS[1:],
+    ),
+    "arguments in a string": (
+        "hermes",
+        f'<tool_call>{{"name": "add", "arguments": {json.dumps(ADD)}}}</tool_call>',
+        "",
+        CALLS[1:],
+    ),
+    "no arguments": ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
+    "content around a call": (
+        "hermes",
+        f"One.\n\n<tool_call>{both()[1]}</tool_call>\n\nTwo. \n",
+        "One.\nTwo. \n",
+        CALLS[1:],
+    ),
+    "cut off": (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "b',
+        "",
+        [("add", '{"a": 1, "b')],
+    ),
+}
+CONTENT = {
+    "a tag that is none": ("hermes", "a < b <tool_cal> c"),
+    "a call that is none": ("hermes", "Say <tool_call>hello</tool_call>. "),
+    "a call cut off in its name": ("hermes", 'x <tool_call>\n{"name": "ad'),
+    "a name of a lone surrogate": ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+    "an answer of JSON": ("llama3_json", '{"name": "Paris", "parameters": {"a": 1}}'),
+    "a list of names": ("llama3_json", ' [{"title": 1}]'),
+    "code": ("llama3_json", "<|python_tag|>print(1)"),
+    "a mark alone": ("mistral", "[TOOL_CALLS]nothing that is called"),
+    "marks alone": ("deepseek_v3", f"{deepseek.OPEN}{deepseek.CALL}x{deepseek.SEPARATOR}[]"),
+    "no harmony": ("openai", "all plain"),
+    "a head without a message": ("openai", "<|channel|>final"),
+    "white space": ("hermes", " \n "),
+}
+
+
+@pytest.mark.parametrize(("tools", "text", "content", "calls"), TEXTS.values(), ids=TEXTS)
+def test_calls(tools, text, content, calls):
+    expected = ("", content, calls)
+    assert parsed(of(tools), [text]) == expected
+    assert parsed(of(tools), list(text)) == expected
+
+
+@pytest.mark.parametrize(("tools", "text"), CONTENT.values(), ids=CONTENT)
+def test_what_is_no_call_is_content(tools, text):
+    assert parsed(of(tools), [text]) == parsed(of(tools), list(text)) == ("", text, [])
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    ("name", "marks"), [("qwen3", THINK), ("granite", GRANITE)], ids=["think", "granite"]
+)
+def test_reasoning_before_calls(name, marks, is_open):
+    begin = "" if is_open else marks.open[-1]
+    text = f"{begin}\nA < B, so\n{marks.close[-1]}\n\n{HERMES}"
+    for pieces in ([text], list(text)):
+        assert parsed(of("hermes", name, is_open), pieces) == ("A < B, so", "I look.", CALLS)
+
+
+def test_reasoning_of_harmony():
+    text = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{HARMONY_CALL}<|call|>"
+    assert parsed(of("openai"), list(text)) == ("Hm.", "", CALLS[:1])
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    )
+    assert parsed(of(None, "openai_gptoss"), list(text)) == ("Hm.", "Yes.", [])
+
+
+def test_without_reasoning_all_is_content():
+    assert parsed(of(None, "deepseek_r1"), [" Hello </think>"]) == ("", " Hello </think>", [])
+    assert parsed(of(None, "deepseek_r1"), ["<think>cut o"]) == ("cut o", "", [])
+
+
+def test_whether_the_prompt_ends_within_the_reasoning():
+    assert THINK.is_open_after("<|assistant|><think>\n")
+    assert not THINK.is_open_after("<think>\n\n</think>\n\n")
+    assert THINK.is_left_open("<think>so far") and not THINK.is_left_open("<think>so</think> far")
+
+
+def test_content_is_passed_on_as_soon_as_it_is_decided():
+    parser = AnswerParser(of("hermes"))
+    assert [parser.push(piece) for piece in ["if a ", "<", " b", "<tool", "box>"]] == [
+        [Content("if a")],
+        [],
+        [Content(" < b")],
+        [],
+        [Content("<toolbox>")],
+    ]
+
+
+def test_arguments_are_passed_on_as_they_come():
+    parser = AnswerParser(of("hermes"))
+    assert parser.push('<tool_call>{"name": "add", "arguments": ') == []
+    assert parser.push('{"a"') == [
+        Call("add"),
+        Arguments("{"),
+        Arguments('"'),
+        Arguments("a"),
+        Arguments('"'),
+    ]
+    assert parser.push(": 12") == [Arguments(": 12")]
+
+
+FRAGMENTS = [
+    *[word for each in TOOL_FORMATS.values() for word in each.markers],
+    *[
+        "<think>",
+        "</think>",
+        "</tool_call>",
+        '{"name": "add"',
+        ', "arguments": ',
+        ADD,
+        PARIS,
+        "}",
+        "]",
+        "[",
+        ";",
+    ],
+    *[
+        "add",
+        "function",
+        "```json",
+        "to=functions.add",
+        "analysis",
+        "final",
+        '"',
+        "\\",
+        "é",
+        "🙂",
+        " ",
+        "\n",
+        "<",
+    ],
+]
+TEXT = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max_size=12).map("".join)
+WHOLE = st.sampled_from([text for _, text, *_ in [*TEXTS.values(), *CONTENT.values()]])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([None, *TOOL_FORMATS]),
+    st.sampled_from([None, *REASONING_FORMATS]),
+    st.booleans(),
+    st.one_of(TEXT, st.tuples(WHOLE, TEXT).map("".join), st.tuples(TEXT, WHOLE).map("".join)),
+    st.data(),
+)
+def test_any_split_gives_the_same(tools, reasoning, is_open, text, data):
+    parsing = of(tools, reasoning, is_open)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parsed(parsing, [text])
+    assert parsed(parsing, pieces) == whole
+    assert parsed(parsing, list(text)) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ '<tool_call>' }} {{ '<think>' }} {{ '</think>' }}", "hermes", "deepseek_r1"),
+        ("{{ '<|channel|>' }} {{ '<tool_call>' }}", "openai", "openai_gptoss"),
+        ("{{ '" + deepseek.OPEN + "' }}", "deepseek_v3", None),
+        ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+        ("<|tool_call|> Here is my thought process: x", "granite", "granite"),
+        ("<|python_tag|>", "llama3_json", None),
+        ("<tool_call><function=f>", None, None),
+        ("{{ messages }}", None, None),
+    ],
+)
+def test_formats_by_the_template(template, tools, reasoning):
+    assert tool_format("auto", template) is (TOOL_FORMATS[tools] if tools else None)
+    found = reasoning_format("auto", template)
+    assert found == (REASONING_FORMATS[reasoning] if reasoning else None)
+    assert tool_format("none", template) is reasoning_format("none", template) is None
+    assert tool_format("hermes", template) is TOOL_FORMATS["hermes"]
