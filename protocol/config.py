@@ -44,6 +44,14 @@ class ServeConfig(RoleOptions, frozen=True, kw_only=True, forbid_unknown_fields=
     revision: Annotated[str | None, _doc("Branch, tag or commit on the hub.")] = None
     trust_remote_code: Annotated[bool, _doc("Run model code that comes with the weights.")] = False
     chat_template: Annotated[str | None, _doc("File with a Jinja chat template.")] = None
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "deepseek_v3", "openai"],
+        _doc("How the model writes tool calls; `auto`: as its chat template shows them."),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"],
+        _doc("How the model marks its reasoning; `none` leaves it in the content."),
+    ] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _doc("Weights and activations.")] = (
         "auto"
     )

@@ -18,9 +18,10 @@ from router.api.pages import page_operations
 from router.api.placement import placement_operations
 from router.api.tokenize import converter
 from router.browsers import BrowserGuard
-from router.formats import ChatFormat, CompletionFormat
+from router.formats import CompletionFormat
 from router.middleware import Envelope
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.parsed_chat import chat_format
 from router.request_builder import RequestBuilder
 from router.state import RouterState
 
@@ -35,7 +36,7 @@ def build_app(state: RouterState) -> Envelope:
         return Operation(path, endpoint, body.__doc__ or "", answer, body)
 
     completions = GenerateEndpoint(state, builder.completion, CompletionFormat)
-    chat = GenerateEndpoint(state, builder.chat, ChatFormat)
+    chat = GenerateEndpoint(state, builder.chat, chat_format)
     tokenize, detokenize = converter(state, builder.tokenize), converter(state, builder.detokenize)
     operations = [
         post("/v1/completions", CompletionBody, STREAM, completions),

@@ -53,11 +53,12 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -66,7 +67,7 @@ class ChatTemplate:
         """The prompt's text. Raises `InvalidRequestError` with the template's own complaint."""
         chat = [dict(message) for message in messages]
         if continue_final_message:
-            chat[-1]["content"] += _CONTINUE_MARK
+            chat[-1]["content"] = (chat[-1]["content"] or "") + _CONTINUE_MARK
         names = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
         names.update(messages=chat, add_generation_prompt=add_generation_prompt)
         try:

@@ -28,15 +28,12 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "documents": ([],),
     "echo": (False,),
     "logits_processors": ([],),
-    "tool_calls": ([],),
 }
 """Values of unsupported fields that change nothing."""
 
@@ -58,10 +55,10 @@ def decode_field(raw: Raw | bytes, field: str, kind: Any) -> Any:
     return _decoded(bytes(raw) or b"null", kind | None, field)
 
 
-def decode_object(raw: Raw, field: str) -> dict[str, Any] | None:
+def decode_object(raw: Raw | bytes, field: str, max_bytes: int = MAX_RAW_BYTES) -> dict[str, Any] | None:
     """The same for a free-form object, whose size is bounded."""
-    if len(bytes(raw)) > MAX_RAW_BYTES:
-        raise InvalidRequestError(field, f"at most {MAX_RAW_BYTES} bytes of JSON")
+    if len(bytes(raw)) > max_bytes:
+        raise InvalidRequestError(field, f"at most {max_bytes} bytes of JSON")
     fields: dict[str, Any] | None = decode_field(raw, field, dict[str, Any])
     return fields
 

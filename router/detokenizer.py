@@ -171,9 +171,9 @@ class WindowDetokenizer:
 
     MAX_HELD_TOKENS = 32
 
-    def __init__(self, tokenizer: FastTokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: FastTokenizer, context: Sequence[int], skip: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skip = skip
         self._token_ids = list(context[-CONTEXT_TOKENS:])
         self._read = len(self._token_ids)
 
@@ -196,4 +196,5 @@ class WindowDetokenizer:
         return after[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+        shown = [token_id for token_id in token_ids if token_id not in self._skip]
+        return self._tokenizer.decode(shown, skip_special_tokens=False)

@@ -12,6 +12,7 @@ import msgspec
 from router.choice import Choice, Delta
 from router.errors import ApiError
 from router.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from router.parsing.formats import Parsing
 from router.timing import ResponseTiming
 from router.tokenizer import Tokenizer
 
@@ -32,6 +33,8 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     return_timing: bool = False
     skip_special_tokens: bool = True
+    parsing: Parsing | None = None
+    """What is to be found in a chat's answer; None: nothing but content."""
 
     @property
     def keep_details(self) -> bool:
@@ -218,21 +221,23 @@ class ChatFormat(Format):
         return {"choices": fields, "usage": usage(choices), **self._of_prompt(choices[0])}
 
     def _full_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:
-        events = b""
-        if first:
-            role = {
-                "index": choice.index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-            events = self._event(choice, _json(role), self._of_prompt(choice))
+        events = self._role(choice) if first else b""
         body = {
             "index": choice.index,
             "delta": {"content": delta.text},
             **self._details(choice, delta),
         }
         return events + self._event(choice, _json(body))
+
+    def _role(self, choice: Choice) -> bytes:
+        """A choice's first event."""
+        role = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._event(choice, _json(role), self._of_prompt(choice))
 
     def _details(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         num_top = self._options.num_top

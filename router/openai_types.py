@@ -18,6 +18,9 @@ MAX_BAD_WORDS = 1024
 MAX_WORD_CHARACTERS = 1024
 MAX_MESSAGES = 16_384
 MAX_ALLOWED_TOKEN_IDS = 2**19
+MAX_TOOLS = 128
+MAX_ARGUMENT_BYTES = 1024 * 1024
+"""Of a call that the assistant made."""
 MAX_RAW_BYTES = 64 * 1024
 """Of a field that is free-form JSON."""
 
@@ -156,13 +159,69 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: Annotated[str | None, _doc("The part's text.")] = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """A function's name and its arguments."""
+
+    name: Annotated[str, _doc("The function's name.")]
+    arguments: Annotated[str, _doc("An object as JSON text.")]
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call that the assistant made."""
+
+    id: Annotated[str, _doc("What the `tool` message with the result names.")]
+    type: Annotated[str, _doc("`function`.")] = "function"
+    function: Annotated[CalledFunction, _doc("What is called.")]
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """A function by its name alone."""
+
+    name: Annotated[str, _doc("The function's name.")]
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The tool that the answer is to call."""
+
+    type: Annotated[str, _doc("`function`.")]
+    function: Annotated[FunctionName, _doc("Which one.")]
+
+
+class Function(msgspec.Struct, kw_only=True):
+    """What the model may call."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$"), _doc("The function's name.")]
+    description: Annotated[str | None, _doc("What it does and when to call it.")] = None
+    parameters: Annotated[Object, _json("A JSON schema of the arguments.")] = _absent()
+    strict: Annotated[bool | None, _doc("Not supported yet: true is refused.")] = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool that the model may use."""
+
+    type: Annotated[str, _doc("`function`; others are not supported.")]
+    function: Annotated[Function, _doc("What it calls.")]
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a chat."""
 
-    role: Annotated[str, _doc("`system`, `developer`, `user` or `assistant`.")]
-    content: Annotated[str | list[ContentPart] | None, _doc("The message's text.")] = None
+    role: Annotated[str, _doc("`system`, `developer`, `user`, `assistant` or `tool`.")]
+    content: Annotated[
+        str | list[ContentPart] | None, _doc("The message's text; may be null beside `tool_calls`.")
+    ] = None
     name: Annotated[str | None, _doc("Passed to the chat template.")] = None
-    tool_calls: Unsupported = _absent()
+    tool_calls: Annotated[
+        Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None,
+        _doc("Functions that the assistant called."),
+    ] = None
+    tool_call_id: Annotated[str | None, _doc("Of a `tool` message: the call that it answers.")] = None
+    reasoning_content: Annotated[
+        str | None, _doc("What the assistant thought; the chat template decides what becomes of it.")
+    ] = None
     function_call: Unsupported = _absent()
     audio: Unsupported = _absent()
 
@@ -182,8 +241,16 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: Annotated[bool | None, _doc("Continue the last message instead.")] = None
     chat_template_kwargs: TemplateVariables = _absent()
 
-    tools: Unsupported = _absent()
-    tool_choice: Unsupported = _absent()
+    tools: Annotated[Tools | None, _doc("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        str | NamedTool | None,
+        _doc("`auto`, the default beside `tools`, or `none`; to demand a call is not supported yet."),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, _doc("Whether an answer may have several calls; default: true.")
+    ] = None
+    reasoning_effort: Annotated[str | None, _doc("Passed to the chat template.")] = None
+
     functions: Unsupported = _absent()
     function_call: Unsupported = _absent()
     modalities: Unsupported = _absent()
@@ -207,6 +274,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: Annotated[bool, _doc("Begin the assistant's turn.")] = True
     continue_final_message: Annotated[bool, _doc("Leave the last message open.")] = False
     return_token_strs: Annotated[bool | None, _doc("Tell each token as the vocabulary spells it.")] = None
+    tools: Annotated[Tools | None, _doc("Functions that the model may call in the chat.")] = None
     chat_template_kwargs: TemplateVariables = _absent()
 
 

@@ -1,4 +1,4 @@
-"""What a body says as its prompt: texts, token ids or messages."""
+"""What a body says as its prompt: texts or token ids."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 
 from protocol.errors import InvalidRequestError
 from router.choice import Prompt
-from router.decoding import decode_field, refuse_unsupported
+from router.decoding import decode_field
 from router.errors import ApiError
-from router.openai_types import ChatMessage
 from router.registry import ModelFacts
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _LIST_START = re.compile(rb"\[\s*(.)")
 
 
@@ -36,43 +34,6 @@ def decode_prompts(raw: bytes, check_number: Callable[[int], object]) -> list[st
     if prompts == [None]:
         raise InvalidRequestError("prompt", "is required")
     return prompts
-
-
-def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Role and text of each, for the chat template."""
-    if not messages:
-        raise InvalidRequestError("messages", "must not be empty")
-    plain = []
-    for index, message in enumerate(messages):
-        at = f"messages[{index}]."
-        if message.role not in _ROLES:
-            raise InvalidRequestError(
-                f"{at}role", f"must be one of {', '.join(_ROLES)}; got {message.role!r}"
-            )
-        refuse_unsupported(message, at)
-        fields = {"role": _ROLES[message.role], "content": _text(message, at)}
-        if message.name is not None:
-            fields["name"] = message.name
-        plain.append(fields)
-    return plain
-
-
-def _text(message: ChatMessage, at: str) -> str:
-    content = message.content
-    if content is None:
-        raise InvalidRequestError(f"{at}content", "is required")
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        if part.type != "text":
-            raise InvalidRequestError(
-                f"{at}content[{index}].type", f"only 'text' parts are supported, got {part.type!r}"
-            )
-        if part.text is None:
-            raise InvalidRequestError(f"{at}content[{index}].text", "is required")
-        texts.append(part.text)
-    return "\n".join(texts)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], model: ModelFacts) -> None:

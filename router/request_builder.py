@@ -19,6 +19,7 @@ from protocol.errors import InvalidRequestError
 from protocol.kv_events import CacheFormat
 from protocol.sampling import SamplingParams, check_sampling_params
 from protocol.speculation import check_request_speculation, parse_request_speculation
+from router.chats import Chats
 from router.choice import Choice, Prompt
 from router.decoding import decode_body, decode_object, refuse_unsupported
 from router.errors import ApiError
@@ -31,7 +32,7 @@ from router.openai_types import (
     GenerationBody,
     TokenizeBody,
 )
-from router.prompts import check_prompt, check_token_ids, decode_prompts, plain_messages
+from router.prompts import check_prompt, check_token_ids, decode_prompts
 from router.registry import ModelFacts
 from router.tokenizer import Tokenizer
 
@@ -66,6 +67,7 @@ class RequestBuilder:
         self._config = config
         self._tokenizer = tokenizer
         self._formats = formats
+        self._chats = Chats(config, tokenizer.chat_template)
 
     def completion(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
         body = decode_body(raw, CompletionBody)
@@ -104,7 +106,8 @@ class RequestBuilder:
             raise InvalidRequestError(
                 "continue_final_message", "cannot be combined with add_generation_prompt"
             )
-        text = self._render(body)
+        text, parsing = self._chats.read(body)
+        output = msgspec.structs.replace(output, parsing=parsing)
         special = bool(body.add_special_tokens)
         prompt = Prompt(self._tokenizer.encode_prompt(text, special, model.max_model_len, "messages"), text)
         check_prompt(prompt, "messages", model)
@@ -120,7 +123,7 @@ class RequestBuilder:
         field, text, special = "prompt", body.prompt or "", body.add_special_tokens is not False
         if body.messages is not None:
             field, special = "messages", bool(body.add_special_tokens)
-            text = self._render(body)
+            text = self._chats.render(body)
         token_ids = self._tokenizer.encode_prompt(text, special, model.max_model_len, field)
         strings = None
         if body.return_token_strs:
@@ -154,15 +157,6 @@ class RequestBuilder:
         if prompt.text is None:
             check_token_ids("prompt", prompt.token_ids, model)
         return prompt
-
-    def _render(self, body: ChatBody | TokenizeBody) -> str:
-        continues = bool(body.continue_final_message)
-        return self._tokenizer.chat_template.render(
-            plain_messages(body.messages or ()),
-            add_generation_prompt=body.add_generation_prompt is not False and not continues,
-            continue_final_message=continues,
-            variables=decode_object(body.chat_template_kwargs, "chat_template_kwargs"),
-        )
 
     # --- parameters ---------------------------------------------------------------------------------
 
@@ -218,6 +212,7 @@ class RequestBuilder:
         speculation = parse_request_speculation(decode_object(body.speculative, "speculative"))
         check_request_speculation(speculation, self._config.speculative_config)
         skip = output.skip_special_tokens
+        keep = frozenset() if output.parsing is None else output.parsing.markers
         choices: list[tuple[Choice, SamplingParams]] = []
         for prompt, params in prompts:
             for cache in self._formats():
@@ -229,7 +224,7 @@ class RequestBuilder:
                 choice = Choice(
                     len(choices),
                     prompt,
-                    self._tokenizer.detokenizer(prompt.token_ids, skip),
+                    self._tokenizer.detokenizer(prompt.token_ids, skip, keep),
                     stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
                     include_stop=bool(body.include_stop_str_in_output),
                     min_tokens=params.min_tokens,

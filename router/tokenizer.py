@@ -61,8 +61,8 @@ class Tokenizer:
         self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
         if self._decoding is not None:
             self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
-            self._all_texts = TokenTexts(self._all_bytes)
-            self._texts = TokenTexts(TokenBytes(self._fast, self._decoding, self._special_ids))
+            self._texts: dict[frozenset[int], TokenTexts] = {frozenset(): TokenTexts(self._all_bytes)}
+            """By the tokens that have no text."""
         source = chat_template or _template_of(settings) or DEFAULT_TEMPLATE
         self.chat_template = ChatTemplate(source, self.special_tokens)
         self._longest_token = max((len(token) for token in self._fast.get_vocab()), default=1)
@@ -136,12 +136,22 @@ class Tokenizer:
         """The token as the vocabulary spells it."""
         return self._fast.id_to_token(token_id)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh one, for the tokens that follow the prompt."""
+    def detokenizer(
+        self,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        keep: frozenset[str] = frozenset(),
+    ) -> Detokenizer:
+        """A fresh one, for the tokens that follow the prompt. Those in `keep` are never skipped."""
         context = prompt_token_ids[-8:]
+        skip = self._special_ids if skip_special_tokens else frozenset()
+        if keep:
+            skip -= {token_id for text in keep if (token_id := self._fast.token_to_id(text)) is not None}
         if self._decoding is None:
-            return WindowDetokenizer(self._fast, context, skip_special_tokens)
-        texts = self._texts if skip_special_tokens else self._all_texts
+            return WindowDetokenizer(self._fast, context, skip)
+        texts = self._texts.get(skip)
+        if texts is None:
+            texts = self._texts[skip] = TokenTexts(TokenBytes(self._fast, self._decoding, skip))
         at_start = not any(texts.table[token_id] for token_id in context)
         return BytesDetokenizer(texts, context, self._decoding.leading_spaces if at_start else 0)
 

@@ -16,13 +16,14 @@ from starlette.types import Receive, Scope, Send
 from router.api_keys import ApiKey
 from router.connection import DIRECT_WRITER, DirectWriter
 from router.errors import ApiError
-from router.formats import Format, error_event
+from router.formats import Format, OutputOptions, error_event
 from router.journal import Generation
 from router.middleware import ANSWER_HEADERS, API_KEY, REQUEST_ID_KEY
 from router.registry import ModelFacts
 from router.request_builder import Built
 from router.state import RouterState
 from router.timing import response_timing
+from router.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
 TIMING_HEADER = "x-return-timing"
@@ -47,7 +48,7 @@ class GenerateEndpoint:
         self,
         state: RouterState,
         build: Callable[[bytes, ModelFacts, float], Built],
-        answer_format: type[Format],
+        answer_format: Callable[[Tokenizer, str, str, OutputOptions], Format],
     ) -> None:
         self._state = state
         self._build = build
@@ -153,7 +154,8 @@ def _writer(generation: Generation, answer: Format, direct: DirectWriter) -> Cal
     def write() -> bool:
         if choice.finish_reason is not None or generation.error is not None or not direct.is_ready:
             return False
-        direct.write(answer.chunk(choice, choice.take()))
+        if events := answer.chunk(choice, choice.take()):
+            direct.write(events)
         return True
 
     return None if others else write
@@ -174,7 +176,8 @@ async def _stream(
         )
         if generation.is_over:
             break
-        await send({"type": "http.response.body", "body": events, "more_body": True})
+        if events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
         await generation.wait(write)
     if generation.error is not None:
         events += error_event(generation.error)

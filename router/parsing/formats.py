@@ -22,12 +22,20 @@ class ToolFormat(msgspec.Struct, frozen=True):
     short_ids: bool = False
     """The template takes ids of nine letters and digits only."""
 
+    @property
+    def is_harmony(self) -> bool:
+        return self.parse is None
+
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
     """The same for reasoning."""
 
     signs: tuple[str, ...]
     marks: Marks | None
+
+    @property
+    def is_harmony(self) -> bool:
+        return self.marks is None
 
 
 _HARMONY = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)

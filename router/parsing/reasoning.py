@@ -22,12 +22,11 @@ class Marks(msgspec.Struct, frozen=True):
         answer.commit()
         yield from answer.until(*self.close, write=answer.reasoning)
 
-    def is_open_after(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self.open)
-
-    def is_left_open(self, text: str) -> bool:
-        """Of a message that the answer continues."""
-        return max(map(text.rfind, self.open)) > max(map(text.rfind, self.close))
+    def are_open(self, prompt: str, continued: str | None) -> bool:
+        """Whether the answer begins within the reasoning; it may continue a message."""
+        if continued is None:
+            return prompt.rstrip().endswith(self.open)
+        return max(map(continued.rfind, self.open)) > max(map(continued.rfind, self.close))
 
 
 THINK = Marks(("<think>",), ("</think>",))

@@ -9,6 +9,8 @@ import pytest
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 DEEP = "[" * 100_000
 
 
@@ -18,6 +20,16 @@ def completion(**fields):
 
 def chat(**fields):
     return CHAT, {"messages": HELLO, "max_tokens": 2, **fields}
+
+
+def tool(**function):
+    return chat(tools=[TOOL, {"type": "function", "function": {"name": "g", **function}}])
+
+
+def called(*messages, **call):
+    calls = [CALL, {**CALL, "id": "2", **call}]
+    assistant = {"role": "assistant", "content": None, "tool_calls": calls}
+    return chat(messages=[*HELLO, assistant, *messages])
 
 
 CASES = {
@@ -121,7 +133,37 @@ CASES = {
         400,
         "response_format",
     ),
-    "tools": (*chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
+    "tools that the template does not know": (*chat(tools=[TOOL]), 400, "tools"),
+    "tools an object": (*chat(tools=TOOL), 400, "tools"),
+    "too many tools": (*chat(tools=[TOOL] * 129), 400, "tools"),
+    "a tool of another kind": (
+        *chat(tools=[{**TOOL, "type": "browser"}], tool_choice="none"),
+        400,
+        "tools[0].type",
+    ),
+    "a tool without a function": (*chat(tools=[{"type": "function"}]), 400, "tools[0]"),
+    "a tool's name": (*tool(name="two words"), 400, "tools[1].function.name"),
+    "a tool's name twice": (
+        *chat(tools=[TOOL, TOOL], tool_choice="none"),
+        400,
+        "tools[1].function.name",
+    ),
+    "a tool's parameters": (
+        *chat(tools=[{"type": "function", "function": {"name": "f", "parameters": []}}], tool_choice="none"),
+        400,
+        "tools[0].function.parameters",
+    ),
+    "a strict tool": (
+        *chat(tools=[{"type": "function", "function": {"name": "f", "strict": True}}], tool_choice="none"),
+        400,
+        "tools[0].function.strict",
+    ),
+    "a choice without tools": (*chat(tool_choice="required"), 400, "tool_choice"),
+    "a call demanded": (*chat(tools=[TOOL], tool_choice="required"), 400, "tool_choice"),
+    "a certain call demanded": (*chat(tools=[TOOL], tool_choice=TOOL), 400, "tool_choice"),
+    "an unknown choice": (*chat(tools=[TOOL], tool_choice="perhaps"), 400, "tool_choice"),
+    "a choice of the wrong type": (*chat(tools=[TOOL], tool_choice=3), 400, "tool_choice"),
+    "parallel_tool_calls a number": (*chat(parallel_tool_calls=1), 400, "parallel_tool_calls"),
     "functions": (*chat(functions=[{"name": "f"}]), 400, "functions"),
     "audio": (*chat(modalities=["text", "audio"]), 400, "modalities"),
     "logits_processors": (*completion(logits_processors=["x"]), 400, "logits_processors"),
@@ -132,7 +174,42 @@ CASES = {
     "messages a string": (*chat(messages="hello"), 400, "messages"),
     "message without role": (*chat(messages=[{"content": "x"}]), 400, "messages[0]"),
     "unknown role": (*chat(messages=[*HELLO, {"role": "king", "content": "x"}]), 400, "messages[1].role"),
-    "tool message": (*chat(messages=[*HELLO, {"role": "tool", "content": "x"}]), 400, "messages[1].role"),
+    "tool message without a call": (
+        *chat(messages=[*HELLO, {"role": "tool", "content": "x"}]),
+        400,
+        "messages[1].tool_call_id",
+    ),
+    "tool message of another call": (
+        *called({"role": "tool", "tool_call_id": "3", "content": "x"}),
+        400,
+        "messages[2].tool_call_id",
+    ),
+    "tool message without content": (
+        *called({"role": "tool", "tool_call_id": "2"}),
+        400,
+        "messages[2].content",
+    ),
+    "a call of another kind": (*called(type="browser"), 400, "messages[1].tool_calls[1].type"),
+    "a call's arguments cut off": (
+        *called(function={"name": "f", "arguments": '{"a'}),
+        400,
+        "messages[1].tool_calls[1].function.arguments",
+    ),
+    "a call's arguments a list": (
+        *called(function={"name": "f", "arguments": "[1]"}),
+        400,
+        "messages[1].tool_calls[1].function.arguments",
+    ),
+    "a call's arguments too large": (
+        *called(function={"name": "f", "arguments": " " * 2**20 + "{}"}),
+        400,
+        "messages[1].tool_calls[1].function.arguments",
+    ),
+    "calls of a user": (
+        *chat(messages=[{"role": "user", "content": "x", "tool_calls": [CALL]}]),
+        400,
+        "messages[0].tool_calls",
+    ),
     "message without content": (*chat(messages=[{"role": "user"}]), 400, "messages[0].content"),
     "content a number": (*chat(messages=[{"role": "user", "content": 5}]), 400, "messages[0].content"),
     "image part": (

@@ -101,7 +101,7 @@ def test_metaspace(token_ids):
 @given(text=TEXT)
 def test_window_text(byte_level, text):
     """The way for unknown decoders gives the same."""
-    detokenizer = WindowDetokenizer(byte_level._fast, [], True)
+    detokenizer = WindowDetokenizer(byte_level._fast, [], frozenset())
     pieces = [detokenizer.push(token_id) for token_id in byte_level.encode(text)]
     assert "".join(pieces) + detokenizer.flush() == text
 

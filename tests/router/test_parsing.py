@@ -180,9 +180,10 @@ def test_without_reasoning_all_is_content():
 
 
 def test_whether_the_prompt_ends_within_the_reasoning():
-    assert THINK.is_open_after("<|assistant|><think>\n")
-    assert not THINK.is_open_after("<think>\n\n</think>\n\n")
-    assert THINK.is_left_open("<think>so far") and not THINK.is_left_open("<think>so</think> far")
+    assert THINK.are_open("<|assistant|><think>\n", None)
+    assert not THINK.are_open("<think>\n\n</think>\n\n", None)
+    assert THINK.are_open("", "<think>so far")
+    assert not THINK.are_open("<think>", "<think>so</think> far")
 
 
 def test_content_is_passed_on_as_soon_as_it_is_decided():

@@ -1,0 +1,75 @@
+"""From a chat's messages and tools to the prompt, and to what is to be found in the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from protocol.config import ServeConfig
+from protocol.errors import InvalidRequestError
+from router.chat_template import ChatTemplate
+from router.decoding import decode_object
+from router.messages import plain_messages
+from router.openai_types import ChatBody, TokenizeBody
+from router.parsing.formats import Parsing, reasoning_format, tool_format
+from router.tools import may_call, plain_tools
+
+
+class Chat(NamedTuple):
+    """`parsing` is None where the answer can have nothing but content."""
+
+    prompt: str
+    parsing: Parsing | None
+
+
+class Chats:
+    """Of one model, which writes calls and reasoning in one way."""
+
+    def __init__(self, config: ServeConfig, template: ChatTemplate) -> None:
+        self._template = template
+        self._tools = tool_format(config.tool_call_parser, template.source)
+        self._reasoning = reasoning_format(config.reasoning_parser, template.source)
+
+    def read(self, body: ChatBody) -> Chat:
+        """Raises `InvalidRequestError`."""
+        with_tools = may_call(body)
+        if with_tools and self._tools is None:
+            raise InvalidRequestError(
+                "tools", "the model's chat template shows no known way to call them (--tool-call-parser)"
+            )
+        messages = plain_messages(body.messages)
+        prompt = self._render(body, messages, with_tools)
+        if not with_tools and self._reasoning is None:
+            return Chat(prompt, None)
+        marks = None if self._reasoning is None else self._reasoning.marks
+        continued = (messages[-1]["content"] or "") if body.continue_final_message else None
+        parsing = Parsing(
+            tools=self._tools if with_tools else None,
+            known=frozenset(tool.function.name for tool in body.tools or ()),
+            one_call=body.parallel_tool_calls is False,
+            is_harmony=any(each is not None and each.is_harmony for each in (self._tools, self._reasoning)),
+            marks=marks,
+            is_open=marks is not None and marks.are_open(prompt, continued),
+        )
+        return Chat(prompt, parsing)
+
+    def render(self, body: TokenizeBody) -> str:
+        """The prompt alone."""
+        return self._render(body, plain_messages(body.messages or ()), bool(body.tools))
+
+    def _render(
+        self, body: ChatBody | TokenizeBody, messages: Sequence[Mapping[str, Any]], with_tools: bool
+    ) -> str:
+        continues = bool(body.continue_final_message)
+        variables = decode_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
+        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        tools = plain_tools(body.tools or ())
+        if with_tools:
+            variables["tools"] = tools
+        return self._template.render(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continue_final_message=continues,
+            variables=variables,
+        )

@@ -1,0 +1,231 @@
+"""Tool calls and reasoning through the API, asked for by the `openai` client."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from conftest import RunningRouter, byte_level_tokenizer
+
+from protocol.config import ServeConfig
+from router.messages import CallArguments
+
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content or '' }}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+HARMONY = (
+    "{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}<|start|>assistant"
+    "{# <|channel|> #}"
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Tells the weather.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+ASK = [{"role": "user", "content": "Is it raining in Paris?"}]
+PARIS = '{"city": "Paris 🙂"}'
+WEATHER = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+class Scripted:
+    """A router whose model says `says`, whatever it is asked, three tokens a step."""
+
+    def __init__(self, folder, template: str) -> None:
+        folder.mkdir()
+        tokenizer = byte_level_tokenizer(500)
+        tokenizer.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|constrain|>"])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings = {"eos_token": "<|end|>", "chat_template": template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        self.router = RunningRouter(ServeConfig(model=str(folder), port=0, placement="least_loaded"))
+        self.says = ""
+        self.tokenizer = self.router.server.state.tokenizer
+        self.worker = self.router.add_worker(
+            script=lambda request: [*self.tokenizer.encode(self.says, add_special_tokens=False), 0],
+            finish_reason="stop",
+            tokens_per_step=3,
+        )
+        self.client = openai.OpenAI(base_url=self.router.url + "/v1", api_key="any", max_retries=0)
+
+    @property
+    def prompt(self) -> str:
+        return self.tokenizer.decode(self.worker.generated[-1].prompt_token_ids, False)
+
+    def ask(self, says: str, **options):
+        self.says = says
+        return self.client.chat.completions.create(
+            **{"model": self.router.server.config.model_name, "messages": ASK, **options}
+        )
+
+    def message(self, says: str, stream: bool, **options):
+        """The only choice's fields and its finish reason; those of a stream are put together."""
+        answer = self.ask(says, stream=stream, **options)
+        if not stream:
+            return answer.choices[0].message.to_dict(), answer.choices[0].finish_reason
+        whole: dict = {"role": None, "content": "", "calls": {}}
+        finish_reason = None
+        for chunk in answer:
+            delta = chunk.choices[0].delta.to_dict()
+            assert finish_reason is None
+            finish_reason = chunk.choices[0].finish_reason
+            for call in delta.pop("tool_calls", ()):
+                add_call(whole["calls"], call)
+            for name, text in delta.items():
+                whole[name] = (whole.get(name) or "") + text
+        calls = list(whole.pop("calls").values())
+        if calls:
+            whole["tool_calls"] = calls
+        return whole, finish_reason
+
+
+def add_call(calls: dict[int, dict], delta: dict) -> None:
+    index = delta.pop("index")
+    if "id" in delta:
+        assert index == len(calls)
+        calls[index] = delta
+    else:
+        calls[index]["function"]["arguments"] += delta["function"]["arguments"]
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory):
+    scripted = Scripted(tmp_path_factory.mktemp("models") / "hermes", HERMES)
+    yield scripted
+    scripted.client.close()
+    scripted.router.close()
+
+
+def functions(message: dict) -> list[tuple[str, str]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls(hermes, stream):
+    message, finish_reason = hermes.message(f"I look.\n{WEATHER}\n{NOW}", stream, tools=TOOLS)
+    assert (message["role"], message["content"], finish_reason) == ("assistant", "I look.", "tool_calls")
+    assert functions(message) == [("get_weather", PARIS), ("now", "{}")]
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2 and all(each.startswith("call_") for each in ids)
+    assert hermes.prompt.startswith(json.dumps(TOOLS))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_parallel_calls(hermes, stream):
+    message, _ = hermes.message(WEATHER + NOW + "Done.", stream, tools=TOOLS, parallel_tool_calls=False)
+    assert functions(message) == [("get_weather", PARIS)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_call(hermes, stream):
+    message, finish_reason = hermes.message("It is <dry> \n", stream, tools=TOOLS)
+    assert (message["content"], finish_reason) == ("It is <dry> \n", "stop")
+    assert "tool_calls" not in message
+
+
+def test_content_is_null_beside_calls(hermes):
+    message, _ = hermes.message(WEATHER, False, tools=TOOLS)
+    assert message["content"] is None
+
+
+def test_cut_off_arguments_end_with_length(hermes):
+    for stream in (False, True):
+        hermes.says = WEATHER
+        room = len(hermes.tokenizer.encode(WEATHER)) - 12
+        message, finish_reason = hermes.message(WEATHER, stream, tools=TOOLS, max_tokens=room)
+        assert finish_reason == "length"
+        assert PARIS.startswith(functions(message)[0][1])
+
+
+@pytest.mark.parametrize("options", [{"tools": TOOLS, "tool_choice": "none"}, {}])
+def test_without_tools_calls_are_content(hermes, options):
+    message, finish_reason = hermes.message(WEATHER, False, **options)
+    assert (message["content"], finish_reason) == (WEATHER, "stop")
+    assert hermes.prompt.startswith("<user>")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning(hermes, stream):
+    message, finish_reason = hermes.message(f"<think>\nHm.\n</think>\n\n{NOW}", stream, tools=TOOLS)
+    assert (message["reasoning_content"], finish_reason) == ("Hm.", "tool_calls")
+    message, finish_reason = hermes.message("<think>\nHm.\n</think>\n\nYes.", stream)
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+    assert finish_reason == "stop"
+
+
+def test_without_thinking(hermes):
+    message, _ = hermes.message(
+        "Yes.", False, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert message["content"] == "Yes." and "reasoning_content" not in message
+    assert hermes.prompt.endswith("<think></think>")
+
+
+def test_a_conversation_with_calls(hermes):
+    message, _ = hermes.message(f"<think>Hm.</think>{WEATHER}", False, tools=TOOLS)
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
+    answer, _ = hermes.message("It rains.", False, tools=TOOLS, messages=[*ASK, message, result])
+    assert answer["content"] == "It rains."
+    assert hermes.prompt == (
+        f"{json.dumps(TOOLS)}<user>{ASK[0]['content']}\n<assistant>Hm.<tool_call>{PARIS}</tool_call>\n"
+        "<tool>rain\n<assistant>"
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices_with_details(hermes, stream):
+    """Token ids are told of all tokens, also of those whose text is not decided yet."""
+    hermes.says = f"A.{WEATHER}"
+    options = {"n": 2, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    answer = hermes.ask(hermes.says, tools=TOOLS, stream=stream, **options)
+    token_ids: dict[int, list[int]] = {0: [], 1: []}
+    logprobs = {0: 0, 1: 0}
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            token_ids[choice.index] += getattr(choice, "token_ids", None) or []
+            logprobs[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
+    expected = [*hermes.tokenizer.encode(hermes.says), 0]
+    assert token_ids == {0: expected, 1: expected}
+    assert logprobs == {0: len(expected), 1: len(expected)}
+
+
+def test_no_chunk_is_empty(hermes):
+    chunks = list(hermes.ask(WEATHER, tools=TOOLS, stream=True))
+    deltas = [chunk.choices[0].delta.to_dict() for chunk in chunks]
+    assert all(deltas[:-1])
+
+
+def test_tokenize_with_tools(hermes):
+    answer = hermes.router.http.post("/tokenize", json={"messages": ASK, "tools": TOOLS}).json()
+    assert hermes.tokenizer.decode(answer["tokens"]).startswith(json.dumps(TOOLS))
+
+
+def test_marks_that_are_special_tokens(tmp_path):
+    scripted = Scripted(tmp_path / "harmony", HARMONY)
+    says = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.now "
+        "<|constrain|>json<|message|>{}<|call|>"
+    )
+    message, finish_reason = scripted.message(says, True, tools=TOOLS, reasoning_effort="low")
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "")
+    assert (functions(message), finish_reason) == ([("now", "{}")], "tool_calls")
+    assert scripted.prompt.startswith("low")
+    scripted.client.close()
+    scripted.router.close()
+
+
+def test_arguments_as_templates_use_them():
+    arguments = CallArguments({"a": "é"})
+    assert "<" + arguments + ">" == '<{"a": "é"}>'
+    assert f"{arguments}" == '{"a": "é"}' and arguments["a"] == "é"
