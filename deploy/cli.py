@@ -237,6 +237,26 @@ def complete(
         stream_completion(url, api_key, model, text, body)
 
 
+@app.command()
+def batch(
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="JSONL: custom_id, url and body in a line.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="JSONL: custom_id, response and error.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests at a time.")] = 64,
+    priority: Annotated[
+        int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of requests that name none; lower comes first.")
+    ] = 1000,
+) -> None:
+    """Run a file of requests in the Batch API's format. Run again, it goes on where it ended."""
+    from deploy.batch import run_batch
+
+    with _failures():
+        run_batch(url, api_key, source, target, concurrency=concurrency, priority=priority)
+
+
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -18,14 +18,18 @@ class ServerError(TandemError):
     """The server could not be reached, or answered with an error; the text says which."""
 
 
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header for the first of the keys, as TANDEM_API_KEY may name several."""
+    key = (api_key or "").partition(",")[0].strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 @contextmanager
 def client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
-    """With the first of the keys, as TANDEM_API_KEY may name several. Raises `ServerError`."""
-    key = (api_key or "").partition(",")[0].strip()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    """Raises `ServerError`."""
     timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
     try:
-        with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
+        with httpx.Client(base_url=url, headers=authorization(api_key), timeout=timeout) as http:
             yield http
     except httpx.HTTPError as error:
         hint = (

@@ -30,7 +30,7 @@ STREAM = "JSON, or with `stream` server-sent events"
 
 def build_app(state: RouterState) -> Envelope:
     """All endpoints over the given state."""
-    builder = RequestBuilder(state.config, state.tokenizer, lambda: state.kv_feed.formats)
+    builder = RequestBuilder(state.config, state.tokenizer, state.chats, lambda: state.kv_feed.formats)
 
     def post(path: str, body: type[msgspec.Struct], answer: str, endpoint: Any) -> Operation:
         return Operation(path, endpoint, body.__doc__ or "", answer, body)

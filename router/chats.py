@@ -30,6 +30,14 @@ class Chats:
         self._tools = tool_format(config.tool_call_parser, template.source)
         self._reasoning = reasoning_format(config.reasoning_parser, template.source)
 
+    @property
+    def has_tools(self) -> bool:
+        return self._tools is not None
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self._reasoning is not None
+
     def read(self, body: ChatBody) -> Chat:
         """Raises `InvalidRequestError`."""
         with_tools = may_call(body)

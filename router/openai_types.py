@@ -118,6 +118,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
         _doc("Lower values are scheduled first, and shed last; default: 0."),
     ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, _doc("Keep so many tokens of the prompt's end; -1: as many as leave room for the answer.")
+    ] = None
     cache_salt: Annotated[
         Annotated[str, Meta(max_length=256)] | None,
         _doc("Share cached prefixes only with requests of equal salt."),
@@ -136,7 +139,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     guided_grammar: Unsupported = _absent()
     logits_processors: Unsupported = _absent()
     kv_transfer_params: Unsupported = _absent()
-    truncate_prompt_tokens: Unsupported = _absent()
 
 
 class CompletionBody(GenerationBody, kw_only=True):

@@ -62,12 +62,13 @@ class RequestBuilder:
         self,
         config: ServeConfig,
         tokenizer: Tokenizer,
+        chats: Chats,
         formats: Callable[[], Collection[CacheFormat]] = tuple,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._formats = formats
-        self._chats = Chats(config, tokenizer.chat_template)
+        self._chats = chats
 
     def completion(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
         body = decode_body(raw, CompletionBody)
@@ -80,8 +81,10 @@ class RequestBuilder:
             prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
         params = self._sampling_params(body, model, body.logprobs, prompt_logprobs)
         sources = decode_prompts(bytes(body.prompt), lambda count: self._check_number(body, count))
-        prompts = [self._prompt(source, body.add_special_tokens is not False, model) for source in sources]
         asked = 1 if only_prompt else body.max_tokens
+        kept = _kept(body, DEFAULT_MAX_TOKENS if asked is None else asked, model)
+        special = body.add_special_tokens is not False
+        prompts = [self._prompt(source, special, "prompt", kept, model) for source in sources]
         limited = [
             (prompt, _limited(params, asked, DEFAULT_MAX_TOKENS, prompt, "max_tokens", model))
             for prompt in prompts
@@ -108,11 +111,11 @@ class RequestBuilder:
             )
         text, parsing = self._chats.read(body)
         output = msgspec.structs.replace(output, parsing=parsing)
-        special = bool(body.add_special_tokens)
-        prompt = Prompt(self._tokenizer.encode_prompt(text, special, model.max_model_len, "messages"), text)
-        check_prompt(prompt, "messages", model)
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limited = [(prompt, _limited(params, getattr(body, field), None, prompt, field, model))]
+        asked = getattr(body, field)
+        kept = _kept(body, asked or 1, model)
+        prompt = self._prompt(text, bool(body.add_special_tokens), "messages", kept, model)
+        limited = [(prompt, _limited(params, asked, None, prompt, field, model))]
         return Built(self._generation(body, limited, output, arrival), output)
 
     def tokenize(self, raw: bytes, model: ModelFacts) -> bytes:
@@ -146,16 +149,20 @@ class RequestBuilder:
 
     # --- prompts ------------------------------------------------------------------------------------
 
-    def _prompt(self, source: str | list[int], add_special_tokens: bool, model: ModelFacts) -> Prompt:
-        if isinstance(source, str):
+    def _prompt(
+        self, source: str | list[int], special: bool, field: str, kept: int | None, model: ModelFacts
+    ) -> Prompt:
+        """Of the text or the tokens, or the `kept` ones at their end."""
+        if isinstance(source, str) and kept is not None:
+            prompt = Prompt(self._tokenizer.encode_end(source, special, kept))
+        elif isinstance(source, str):
             limit = model.max_model_len
-            token_ids = self._tokenizer.encode_prompt(source, add_special_tokens, limit, "prompt")
-            prompt = Prompt(token_ids, source)
+            prompt = Prompt(self._tokenizer.encode_prompt(source, special, limit, field), source)
         else:
-            prompt = Prompt(source)
-        check_prompt(prompt, "prompt", model)
-        if prompt.text is None:
-            check_token_ids("prompt", prompt.token_ids, model)
+            prompt = Prompt(source if kept is None else source[-kept:])
+        check_prompt(prompt, field, model)
+        if not isinstance(source, str):
+            check_token_ids(field, prompt.token_ids, model)
         return prompt
 
     # --- parameters ---------------------------------------------------------------------------------
@@ -252,6 +259,18 @@ def check_model(config: ServeConfig, name: str | None) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+def _kept(body: GenerationBody, num_output: int, model: ModelFacts) -> int | None:
+    """How many tokens of the prompt's end are asked for; None: all."""
+    kept, limit = body.truncate_prompt_tokens, model.max_model_len
+    if kept is None:
+        return None
+    if kept != -1 and not 1 <= kept < limit:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens", f"must be -1 or in [1, max_model_len - 1 = {limit - 1}], got {kept}"
+        )
+    return kept if kept > 0 else max(1, limit - max(1, num_output))
 
 
 def derived_seed(seed: int, index: int) -> int:

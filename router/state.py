@@ -30,6 +30,7 @@ from protocol.worker_to_router import (
 )
 from router.api_keys import ApiKeys
 from router.bodies import Bodies
+from router.chats import Chats
 from router.dispatcher import Dispatcher
 from router.drainer import Drainer
 from router.errors import unavailable
@@ -74,6 +75,7 @@ class RouterState:
         self.bodies = Bodies(config.max_body_bytes)
         self.journal = Journal(self.incarnation)
         self.tokenizer = Tokenizer.load(config)
+        self.chats = Chats(config, self.tokenizer.chat_template)
         self.registry = Registry(config.worker_timeout, config.block_size, config.router_replicas > 1)
         self.metrics = Metrics(config.model_name, self.registry)
         self.keys = ApiKeys(config, self.metrics)

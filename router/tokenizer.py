@@ -92,6 +92,11 @@ class Tokenizer:
         # the batch call releases the GIL, the single one doesn't
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_end(self, text: str, add_special_tokens: bool, num_tokens: int) -> list[int]:
+        """The last tokens of a text, of which no more is tokenized than these can have."""
+        end = text[-num_tokens * self._longest_token :]
+        return self.encode(end, add_special_tokens)[-num_tokens:]
+
     def encode_prompt(self, text: str, add_special_tokens: bool, max_tokens: int, field: str) -> list[int]:
         """Raises `InvalidRequestError` for a text that cannot fit in `max_tokens`.
 

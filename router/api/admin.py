@@ -71,6 +71,12 @@ def _model_card(state: RouterState) -> dict[str, Any]:
         "root": state.config.model,
         "parent": None,
         "max_model_len": facts.max_model_len if facts is not None else state.config.max_model_len,
+        "capabilities": {
+            "completions": True,
+            "chat_completions": True,
+            "tools": state.chats.has_tools,
+            "reasoning": state.chats.has_reasoning,
+        },
         "permission": [],
     }
 

@@ -127,6 +127,13 @@ CASES = {
         "stream_options.include_usage",
     ),
     "priority": (*completion(priority=2**31), 400, "priority"),
+    "truncate_prompt_tokens zero": (*completion(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens"),
+    "truncate_prompt_tokens below -1": (*chat(truncate_prompt_tokens=-2), 400, "truncate_prompt_tokens"),
+    "truncate_prompt_tokens of the whole context": (
+        *completion(truncate_prompt_tokens=512),
+        400,
+        "truncate_prompt_tokens",
+    ),
     "cache_salt": (*completion(cache_salt="x" * 257), 400, "cache_salt"),
     "structured output": (
         *chat(response_format={"type": "json_schema", "json_schema": {}}),

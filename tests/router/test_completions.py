@@ -339,3 +339,21 @@ def test_raw_stream_ends_with_done(router):
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     whole = router.http.post("/v1/completions", json=body | {"stream": False}).json()
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"] != ""
+
+
+@pytest.mark.parametrize("kept", [3, 40, -1])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_truncated_prompts(complete, tokenizer, kept, as_text):
+    text = "the quick brown fox jumps"
+    token_ids = tokenizer.encode(text)
+    prompt = text if as_text else token_ids
+    answer = complete(prompt, max_tokens=2, echo=True, extra_body={"truncate_prompt_tokens": kept})
+    left = token_ids[-kept:] if kept == 3 else token_ids
+    assert answer.usage.prompt_tokens == len(left)
+    assert answer.choices[0].text.startswith(tokenizer.decode(left))
+
+
+def test_a_prompt_beyond_the_context_is_truncated_to_leave_room(complete):
+    for prompt in ("a b " * 5000, [5] * 20_000):
+        usage = complete(prompt, max_tokens=12, extra_body={"truncate_prompt_tokens": -1}).usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (500, 12)

@@ -225,6 +225,14 @@ def test_marks_that_are_special_tokens(tmp_path):
     scripted.router.close()
 
 
+def test_capabilities(hermes, router):
+    expected = {"completions": True, "chat_completions": True, "tools": True, "reasoning": True}
+    (model,) = hermes.client.models.list().data
+    assert model.capabilities == expected
+    (plain,) = router.http.get("/v1/models").json()["data"]
+    assert plain["capabilities"] == {**expected, "tools": False, "reasoning": False}
+
+
 def test_arguments_as_templates_use_them():
     arguments = CallArguments({"a": "é"})
     assert "<" + arguments + ">" == '<{"a": "é"}>'

@@ -1,0 +1,214 @@
+"""`tandem batch`: a file of requests in the Batch API's format, at low priority, to a file of answers.
+
+Only what is final is written, line by line. So the same command goes on where an earlier one ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
+
+import httpx
+import msgspec
+from msgspec import Meta, Raw
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from deploy.complete import ServerError, authorization
+from protocol.errors import ConfigError
+
+MAX_ATTEMPTS = 10
+MAX_WAIT_S = 30.0
+_NOT_ALLOWED = (401, 403)
+_PASSING = (408, 429, 500, 502, 503, 504)
+"""What may be otherwise later."""
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """A line of the input."""
+
+    custom_id: Annotated[str, Meta(min_length=1)]
+    url: Annotated[str, Meta(pattern="^/v1/")]
+    body: dict[str, Any]
+    method: str = "POST"
+
+
+class BatchResponse(msgspec.Struct, kw_only=True):
+    """What the server said; `body` as it came."""
+
+    status_code: int
+    request_id: str
+    body: Raw
+
+
+class BatchAnswer(msgspec.Struct, kw_only=True):
+    """A line of the output."""
+
+    id: str
+    custom_id: str
+    response: BatchResponse
+    error: dict[str, Any] | None
+
+
+class _Answered(msgspec.Struct):
+    custom_id: str
+
+
+def read_requests(path: Path) -> Iterator[BatchRequest]:
+    """Raises `ConfigError`, which names the line and the field."""
+    decode = msgspec.json.Decoder(BatchRequest).decode
+    seen: set[str] = set()
+    with _opened(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                request = decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from error
+            problem = _problem(request, seen)
+            if problem is not None:
+                raise ConfigError(f"{path}, line {number}: {problem}")
+            seen.add(request.custom_id)
+            yield request
+
+
+def _problem(request: BatchRequest, seen: Set[str]) -> str | None:
+    if request.custom_id in seen:
+        return f"custom_id: {request.custom_id!r} is there twice"
+    if request.method != "POST":
+        return f"method: must be POST, got {request.method!r}"
+    if request.body.get("stream"):
+        return "body.stream: a batch has whole answers"
+    return None
+
+
+def read_answered(path: Path) -> set[str]:
+    """Whose answers are there. A last line that was cut off is removed."""
+    if not path.exists():
+        return set()
+    decode = msgspec.json.Decoder(_Answered).decode
+    answered: set[str] = set()
+    with _opened(path, "r+b") as lines:
+        whole = 0
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                answered.add(decode(line).custom_id)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}, line {number}: no answer of a batch: {error}") from error
+            whole += len(line)
+        lines.truncate(whole)
+    return answered
+
+
+def _opened(path: Path, mode: str) -> BinaryIO:
+    try:
+        return open(path, mode)  # type: ignore[return-value]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def run_batch(
+    url: str, api_key: str | None, source: Path, target: Path, *, concurrency: int, priority: int
+) -> None:
+    """Raises `ConfigError`; `ServerError` where requests are left without an answer."""
+    total = sum(1 for _ in read_requests(source))
+    answered = read_answered(target)
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with _opened(target, "ab") as output, Progress(*columns) as progress:
+        task = progress.add_task("requests", total=total, completed=len(answered))
+        left = (request for request in read_requests(source) if request.custom_id not in answered)
+        batch = _Batch(left, output, priority, lambda: progress.advance(task))
+        try:
+            asyncio.run(batch.run(url, api_key, concurrency))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+    if batch.failures:
+        raise ServerError(
+            f"{len(batch.failures)} of {total} requests have no answer; run it again for them. "
+            f"{batch.failures[0]}"
+        )
+
+
+class _Batch:
+    """Several requests at a time. `failures`: why some got no answer."""
+
+    def __init__(self, left: Iterator[BatchRequest], output: BinaryIO, priority: int, done: Any) -> None:
+        self._left = left
+        self._output = output
+        self._priority = priority
+        self._done = done
+        self.failures: list[str] = []
+
+    async def run(self, url: str, api_key: str | None, concurrency: int) -> None:
+        timeout = httpx.Timeout(None, connect=MAX_WAIT_S)
+        limits = httpx.Limits(max_connections=concurrency)
+        headers = authorization(api_key)
+        async with (
+            httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits) as http,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(concurrency):
+                group.create_task(self._work(http))
+
+    async def _work(self, http: httpx.AsyncClient) -> None:
+        for request in self._left:
+            answer = await self._ask(http, request)
+            if answer is not None:
+                self._output.write(msgspec.json.encode(answer) + b"\n")
+                self._output.flush()
+                self._done()
+
+    async def _ask(self, http: httpx.AsyncClient, request: BatchRequest) -> BatchAnswer | None:
+        """None where the server had no final answer. Raises `ServerError` where all others would fail too."""
+        body = {"priority": self._priority, **request.body}
+        reason = ""
+        for attempt in range(MAX_ATTEMPTS):
+            wait_s = min(MAX_WAIT_S, 0.1 * 2**attempt)
+            try:
+                response = await http.post(request.url, json=body)
+            except httpx.TransportError as error:
+                reason = str(error) or type(error).__name__
+                if attempt + 1 == MAX_ATTEMPTS:
+                    raise ServerError(f"{http.base_url}: {reason}") from error
+            else:
+                if response.status_code in _NOT_ALLOWED:
+                    raise ServerError(f"{response.url}: {response.status_code}: {response.text[:500]}")
+                if response.status_code not in _PASSING:
+                    return _answer(request, response)
+                reason = f"{response.status_code}: {response.text[:500]}"
+                wait_s = max(wait_s, _retry_after_s(response))
+            if attempt + 1 < MAX_ATTEMPTS:
+                await asyncio.sleep(wait_s)
+        self.failures.append(f"{request.custom_id}: {reason}")
+        return None
+
+
+def _answer(request: BatchRequest, response: httpx.Response) -> BatchAnswer:
+    request_id = response.headers.get("x-request-id", "")
+    try:
+        body = msgspec.json.decode(response.content)
+    except msgspec.DecodeError:
+        body = response.text
+    error = None
+    if not response.is_success:
+        told = body.get("error") if isinstance(body, dict) else None
+        error = told if isinstance(told, dict) else {"message": str(body)[:500]}
+    raw = Raw(msgspec.json.encode(body))
+    return BatchAnswer(
+        id=f"batch_req_{request_id or os.urandom(8).hex()}",
+        custom_id=request.custom_id,
+        response=BatchResponse(status_code=response.status_code, request_id=request_id, body=raw),
+        error=error,
+    )
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    try:
+        return min(MAX_WAIT_S, float(response.headers.get("retry-after", 0)))
+    except ValueError:
+        return 0.0

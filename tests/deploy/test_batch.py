@@ -1,0 +1,175 @@
+"""`tandem batch` against a small HTTP server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy import batch
+from deploy.cli import app
+
+NAMES = [f"request-{number}" for number in range(20)]
+
+
+class Server(ThreadingHTTPServer):
+    """Echoes each prompt; `faults` has the statuses that requests get first. It counts who came."""
+
+    def __init__(self) -> None:
+        self.faults: dict[str, list[int]] = {}
+        self.seen: Counter[str] = Counter()
+        self.bodies: list[dict] = []
+        self.keys: set[str | None] = set()
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        server = self.server
+        server.seen[body["prompt"]] += 1
+        server.bodies.append(body)
+        server.keys.add(self.headers.get("authorization"))
+        left = server.faults.get(body["prompt"])
+        status = left.pop(0) if left else 200
+        answer = {"echo": body["prompt"]} if status == 200 else {"error": {"message": f"a {status}"}}
+        raw = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(raw)))
+        self.send_header("x-request-id", "id-" + body["prompt"])
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(batch, "MAX_WAIT_S", 0.01)
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    def call(*options: str, lines: list[str] | None = None):
+        source = tmp_path / "in.jsonl"
+        source.write_text("\n".join(lines if lines is not None else map(line, NAMES)) + "\n")
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        arguments = ["batch", str(source), str(tmp_path / "out.jsonl"), "--url", url, *options]
+        return CliRunner().invoke(app, arguments)
+
+    return call
+
+
+def line(name: str, **changes) -> str:
+    return json.dumps(
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": name}} | changes
+    )
+
+
+def answers(tmp_path) -> dict[str, dict]:
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    found = {answer["custom_id"]: answer for answer in map(json.loads, lines)}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_answers(server, run, tmp_path):
+    assert run("--api-key", "secret,other", "--priority", "7").exit_code == 0
+    assert answers(tmp_path) == {
+        name: {
+            "id": f"batch_req_id-{name}",
+            "custom_id": name,
+            "response": {"status_code": 200, "request_id": f"id-{name}", "body": {"echo": name}},
+            "error": None,
+        }
+        for name in NAMES
+    }
+    assert {body["priority"] for body in server.bodies} == {7}
+    assert server.keys == {"Bearer secret"}
+
+
+def test_a_request_keeps_its_own_priority(server, run):
+    run(lines=[line("a", body={"prompt": "a", "priority": -1})])
+    assert server.bodies == [{"prompt": "a", "priority": -1}]
+
+
+def test_it_goes_on_where_it_ended(server, run, tmp_path):
+    assert run(lines=[line(name) for name in NAMES[:8]]).exit_code == 0
+    output = tmp_path / "out.jsonl"
+    *whole, last = output.read_text().splitlines()
+    output.write_text("\n".join(whole) + "\n" + last[:25])
+    assert run().exit_code == 0
+    assert set(answers(tmp_path)) == set(NAMES)
+    again = json.loads(last)["custom_id"]
+    assert server.seen == Counter({name: 1 + (name == again) for name in NAMES})
+
+
+def test_refusals_are_answers_and_passing_failures_are_tried_again(server, run, tmp_path):
+    server.faults = {NAMES[0]: [400], NAMES[1]: [429, 503]}
+    assert run().exit_code == 0
+    found = answers(tmp_path)
+    assert found[NAMES[0]]["response"]["status_code"] == 400
+    assert found[NAMES[0]]["error"] == {"message": "a 400"}
+    assert found[NAMES[1]]["error"] is None and server.seen[NAMES[1]] == 3
+
+
+def test_what_keeps_failing_is_left_for_another_run(server, run, tmp_path):
+    server.faults = {NAMES[0]: [500] * batch.MAX_ATTEMPTS}
+    result = run()
+    assert result.exit_code == 1
+    assert f"1 of {len(NAMES)} requests have no answer" in result.stderr and NAMES[0] in result.stderr
+    assert set(answers(tmp_path)) == set(NAMES[1:])
+    assert run().exit_code == 0 and set(answers(tmp_path)) == set(NAMES)
+
+
+def test_a_wrong_key_ends_it(server, run, tmp_path):
+    server.faults = {name: [401] for name in NAMES}
+    result = run("--concurrency", "1")
+    assert result.exit_code == 1 and "401" in result.stderr
+    assert server.seen.total() == 1 and not answers(tmp_path)
+
+
+def test_a_server_that_is_gone_ends_it(run, server):
+    server.server_close()
+    result = run()
+    assert result.exit_code == 1 and "http://127.0.0.1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["{"], "line 1: "),
+        ([line("a"), '{"custom_id": 1}'], "line 2: "),
+        ([line("a"), line("a")], "line 2: custom_id: 'a' is there twice"),
+        ([line("")], "custom_id"),
+        ([line("a", method="GET")], "method: must be POST, got 'GET'"),
+        ([line("a", url="http://elsewhere")], "url"),
+        ([line("a", body={"prompt": "a", "stream": True})], "body.stream: "),
+    ],
+)
+def test_bad_lines_are_named_before_anything_is_sent(server, run, lines, reason):
+    result = run(lines=lines)
+    assert result.exit_code == 1 and reason in result.stderr and "line" in result.stderr
+    assert not server.seen
+
+
+def test_another_file_is_not_taken_for_the_output(run, tmp_path):
+    (tmp_path / "out.jsonl").write_text("something else\n")
+    assert "out.jsonl, line 1: " in run().stderr
+    assert (tmp_path / "out.jsonl").read_text() == "something else\n"
+
+
+def test_a_missing_file_is_named(tmp_path):
+    result = CliRunner().invoke(app, ["batch", str(tmp_path / "none"), str(tmp_path / "out")])
+    assert result.exit_code == 1 and "No such file" in result.stderr
