@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from math import log2
 from typing import Literal
 
 import msgspec
@@ -37,8 +36,6 @@ SWEEP_S = 0.005
 """After so long a sweep stops, and the next one goes on where it did."""
 CANDIDATES = 2
 """Draft workers that are compared with the one that like requests use, the least loaded ones."""
-_PARTS_OF_A_DOUBLING = 8
-"""Loads that differ by less than such a part are taken as equal: predictions are no better."""
 
 Cause = Literal["load", "lost"]
 _Key = tuple[Worker, RequestSpeculation | None, RequestClass]
@@ -220,10 +217,7 @@ class DraftPlanner:
         """Those of requests like this one, reckoned once in a sweep unless the load changes."""
         decode, asked, request_class = key = _key(request)
         target, drafters = self._target(decode), self._drafters(decode, request)
-        load = (
-            _bucket(target.rows),
-            [(each.worker_id, _bucket(each.others)) for each in drafters],
-        )
+        load = target.rows, [(each.worker_id, each.others) for each in drafters]
         known = self._prospects.get(key)
         if known is None or known[0] != load:
             known = self._prospects[key] = load, Prospects(target, drafters, asked, request_class, seen)
@@ -231,9 +225,8 @@ class DraftPlanner:
 
     def _target(self, decode: Worker) -> DraftTarget:
         load, deployed = decode.load, self._deployed
-        rows = load.requests if load.purpose == "decode" else load.rows
         return DraftTarget(
-            rows=min(rows, self._max_rows),
+            rows=min(load.rows, self._max_rows),
             context_tokens=load.context_tokens,
             costs=load.costs,
             speculation=decode.state.speculation,
@@ -279,10 +272,6 @@ def _forced(decision: DraftDecision, where: Where) -> DraftDecision:
         return decision
     chosen = max(options, key=lambda option: option.worth)
     return DraftDecision(chosen, decision.options, f"drafts are to be made: {where}")
-
-
-def _bucket(count: float) -> int:
-    return round(_PARTS_OF_A_DOUBLING * log2(1 + max(count, 0.0)))
 
 
 def _described(place: DraftPlace) -> str:

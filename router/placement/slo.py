@@ -7,7 +7,6 @@ clears by itself, as what runs is measured.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import NamedTuple
 
 from router.placement.cluster import Cluster
@@ -62,8 +61,6 @@ def refusal(request: RequestFacts, cluster: Cluster, placement: Placement) -> Re
 
 def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) -> Miss | None:
     """What is expected to take longer than the request asks."""
-    if request.slo_ttft_s == request.slo_tpot_s == inf:
-        return None
     predicted = option.predicted
     first = cluster.get(next(iter(option.workers.values())))
     decode = cluster.get(option.workers["decode"])

@@ -26,6 +26,11 @@ def test_of_equal_decode_workers_the_one_asked_the_longest_ago_is_taken():
         assert cheapest_decode(facts(), Cluster(order)).worker_id == "d1"
 
 
+def test_of_equals_the_one_with_more_cached_is_taken_though_another_was_not_asked_for_a_moment():
+    workers = [decode("d0", last_placed=6), decode("d1", last_placed=1)]
+    assert placed("cost", workers, facts(cached_tokens={"d0": 1})).workers == {"decode": "d0"}
+
+
 def test_of_equals_one_worker_is_taken_before_two():
     workers = [prefill("a", costs=SLOW_STEPS, last_placed=1), decode("b", last_placed=1)]
     assert placed("cost", workers, facts(output_tokens=2000)).workers == {"decode": "b"}

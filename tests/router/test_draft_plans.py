@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from math import inf
 from types import SimpleNamespace
 
@@ -10,10 +11,12 @@ from router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
 from protocol.config import ServeConfig
 from protocol.requests import DraftPlan
+from protocol.roles import ROLES
 from protocol.speculation import SpeculativeConfig
 from router import draft_planner
 from router.draft_planner import DraftPlanner
 from router.placement.drafts import seen, trials
+from router.placement.interface import WorkerSnapshot
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
 
 DRAFTS = SpeculativeConfig(method="draft_model", model="m")
@@ -49,6 +52,15 @@ def begin(router, pool, count=1, **fields):
     found = [pool.submit(post, router, **{"max_tokens": LONG, **fields}) for _ in range(count)]
     eventually(lambda: len(emitted(router)) == before + count and all(emitted(router)))
     return found
+
+
+def sweep(router) -> None:
+    """Now, whatever the loop does in between."""
+
+    async def look() -> None:
+        router.server.state.placer.drafts.sweep()
+
+    asyncio.run_coroutine_threadsafe(look(), router.server._loop).result(10)
 
 
 def plans(router) -> list[DraftPlan | None]:
@@ -240,16 +252,41 @@ def test_requests_that_are_handed_over_are_planned_anew_once_they_decode(make_ro
     prefill.keep.set()
     running = pool.submit(post, router, max_tokens=LONG)
     eventually(lambda: prefill.held)
+    eventually(lambda: all(emitted(router)))
     add_drafter(router)
     assert prefill.generated[0].draft_plan == DraftPlan(method="draft_model", max_tokens=8)
     (job,) = prefill.held.values()
     prefill.keep.clear()
-    assert decode.replans == [], "the decode worker does not know the request yet"
+    sweep(router)
+    assert wheres(router) == {"local"}, "the decode worker does not know the request yet"
     del prefill.held[job.request.request_id]
     prefill._hand_over(job)
     eventually(lambda: decode.replans)
     assert decode.replans[0].plan.at.worker_id == "draft-0"
     assert running.result().status_code == 200 and not prefill.replans
+
+
+def test_a_request_without_a_token_is_not_planned_anew(make, pool):
+    router, decode = make(COSTLY_HERE)
+    decode.hold.set()
+    running = pool.submit(post, router, max_tokens=LONG)
+    eventually(lambda: decode.generated)
+    add_drafter(router)
+    sweep(router)
+    assert wheres(router) == {"local"}
+    decode.hold.clear()
+    eventually(lambda: wheres(router) == {"remote"})
+    assert running.result().status_code == 200
+
+
+def test_of_more_requests_than_fit_a_batch_the_batch_counts_and_none_that_only_pass_by():
+    planner = DraftPlanner(ServeConfig(model="m", max_num_seqs=4), [], None, None, None, None)
+
+    def rows(decoded: float) -> float:
+        load = WorkerSnapshot("decode-0", ROLES["decode"].tasks, requests=9, rows=decoded)
+        return planner._target(SimpleNamespace(load=load, state=SimpleNamespace(speculation=None))).rows
+
+    assert [rows(3), rows(5)] == [3, 4]
 
 
 def test_drafts_follow_a_request_to_another_decode_worker(make_router, predictions_stand, pool):
