@@ -122,16 +122,22 @@ class Choice:
 
     def take(self) -> Delta:
         """What is new since the last call."""
-        delta = Delta("".join(self._pieces))
+        delta = Delta()
         if self.keep_spans:
             delta.spans = _spans(self._pieces, self._drafted)
             self._drafted.clear()
         if self.keep_details:
             delta.token_ids, delta.logprobs, delta.offsets = self._token_ids, self._logprobs, self._offsets
             self._token_ids, self._logprobs, self._offsets = [], [], []
+        delta.text = self.take_text()
+        return delta
+
+    def take_text(self) -> str:
+        """The same where only the text is asked for."""
+        text = "".join(self._pieces)
         self._pieces.clear()
         self.has_news = False
-        return delta
+        return text
 
     def _keep(self, output: TokenOutput, position: int, text: str) -> None:
         self._token_ids.append(output.token_ids[position])

@@ -99,15 +99,15 @@ class Format(abc.ABC):
         self._chunk_end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._text_end = self.after_text + self._chunk_end
 
-    def chunk(self, choice: Choice, delta: Delta) -> bytes:
+    def chunk(self, choice: Choice) -> bytes:
         """Server-sent events for what is new of one choice."""
         before_text = self._begun.get(choice.index)
         if before_text and choice.finish_reason is None:
-            return before_text + _json(delta.text) + self._text_end
+            return before_text + _json(choice.take_text()) + self._text_end
         if before_text is None:
             start = self._chunk_start + self.before_text % choice.index
             self._begun[choice.index] = start if self._options.only_text else b""
-        return self._full_chunk(choice, delta, before_text is None)
+        return self._full_chunk(choice, choice.take(), before_text is None)
 
     @abc.abstractmethod
     def _full_chunk(self, choice: Choice, delta: Delta, first: bool) -> bytes:

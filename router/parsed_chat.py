@@ -82,8 +82,8 @@ class ParsedChatFormat(ChatFormat):
         self._request_id = request_id
         self._calls: dict[int, _Calls] = {}
 
-    def chunk(self, choice: Choice, delta: Delta) -> bytes:
-        first = choice.index not in self._calls
+    def chunk(self, choice: Choice) -> bytes:
+        delta, first = choice.take(), choice.index not in self._calls
         fields = self._push(choice, delta)
         is_bare = self._options.only_text and not fields and choice.finish_reason is None
         if is_bare and not first:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from messaging.sockets import ClusterKeys
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+_SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class RouterState:
@@ -223,6 +223,10 @@ def _tracing(config: ServeConfig, metrics: Metrics) -> Tracing | None:
 def _core_wait_s() -> float:
     """For how long this thread was ready to run and had no core, as Linux counts it; 0 elsewhere."""
     try:
-        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
+        file = os.open(_SCHEDSTAT, os.O_RDONLY)
+    except OSError:
         return 0.0
+    try:
+        return int(os.read(file, 256).split()[1]) / 1e9
+    finally:
+        os.close(file)

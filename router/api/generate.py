@@ -154,7 +154,7 @@ def _writer(generation: Generation, answer: Format, direct: DirectWriter) -> Cal
     def write() -> bool:
         if choice.finish_reason is not None or generation.error is not None or not direct.is_ready:
             return False
-        if events := answer.chunk(choice, choice.take()):
+        if events := answer.chunk(choice):
             direct.write(events)
         return True
 
@@ -171,9 +171,7 @@ async def _stream(
     await send(dict(_STREAM_START))
     write = None if direct is None else _writer(generation, answer, direct)
     while True:
-        events = b"".join(
-            [answer.chunk(choice, choice.take()) for choice in generation.choices if choice.has_news]
-        )
+        events = b"".join([answer.chunk(choice) for choice in generation.choices if choice.has_news])
         if generation.is_over:
             break
         if events:
