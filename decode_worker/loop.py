@@ -155,6 +155,8 @@ class DecodeLoop(WorkerLoop):
             foreign_format=self._foreign_format(message),
             asked_at=time.monotonic(),
         )
+        request.num_places = self.engine.num_places(request.num_tokens)
+        request.state_position = self.engine.state_position(request.num_tokens)
         request.renew(request.asked_at)
         self.requests.insert(request)
         self._queue.append(request)
@@ -179,7 +181,7 @@ class DecodeLoop(WorkerLoop):
     def _segment_problem(self, message: Reserve) -> str | None:
         if not self.address.offers:
             return "this worker offers no transport"
-        problem = conversion_problem(message.segments, self.engine.pool.segments)
+        problem = conversion_problem(message.segments, self.engine.segments)
         if problem is not None:
             return f"{problem[0]}: {problem[1]}"
         try:
@@ -191,7 +193,7 @@ class DecodeLoop(WorkerLoop):
     def _foreign_format(self, message: Reserve) -> str:
         """What the wire is expected to make of the prefill worker's values. May raise LayoutError."""
         wire = wire_segments(message.segments, message.wire_dtype)
-        return foreign_format(wire, self.engine.pool.segments)
+        return foreign_format(wire, self.engine.segments)
 
     def _serve_queue(self) -> None:
         """Reserve for those who wait, if blocks became available since the last try."""
@@ -219,7 +221,7 @@ class DecodeLoop(WorkerLoop):
                 request.held_lease,
                 reservation.holdings.extents(),
                 first_token=reservation.covered,
-                num_tokens=request.num_tokens,
+                num_tokens=request.num_places,
             )
         now = time.monotonic()
         request.renew(now)

@@ -72,6 +72,9 @@ class DecodeRequest(StagedRequest[DecodeStage]):
     reserve: Reserve | None = None
     identity: bytes = b""
     foreign_format: str = ""
+    num_places: int = 0
+    """As the engine counts them, as well as `state_position`: of a prompt that is handed over."""
+    state_position: int = 0
     asked_at: float = 0.0
     lease_id: str | None = None
     deadline: float | None = None
@@ -97,9 +100,9 @@ class DecodeRequest(StagedRequest[DecodeStage]):
 
     @property
     def num_expected(self) -> int:
-        """Blocks of each arena, of the prefill worker's size, that hold tokens that this one lacks."""
+        """Blocks of each arena, of the prefill worker's size, that hold what this one lacks."""
         size = self.message.segments[0].shape[2]
-        return max(0, -(-self.num_tokens // size) - self.granted.covered // size)
+        return max(0, -(-self.num_places // size) - self.granted.covered // size)
 
     def replan(self, plan: DraftPlan | None) -> None:
         super().replan(plan)
@@ -140,7 +143,7 @@ class DecodeRequest(StagedRequest[DecodeStage]):
             num_tokens=self.num_tokens,
             token_ids_digest=token_ids_digest(token_ids),
             segments=message.segments,
-            state_position=self.num_tokens,
+            state_position=self.state_position,
             extents=self.granted.holdings.extents(),
             pushed_blocks=self.num_expected,
             first_token=manifest.first_token,

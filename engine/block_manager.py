@@ -93,14 +93,17 @@ class BlockManager:
         held.tokens_below = token_ids[covered : covered + len(held.below) * self.block_size]
         return held, min(covered, len(token_ids) - 1) if compute_last and token_ids else covered
 
-    def reserve(self, token_ids: Sequence[int], root: BlockIdentity) -> tuple[Holdings, int] | None:
-        """Room for all of `token_ids`, which somebody else writes, and the position up to which it is filled.
+    def reserve(
+        self, token_ids: Sequence[int], root: BlockIdentity, state_blocks: int = 0
+    ) -> tuple[Holdings, int] | None:
+        """Room for all of `token_ids` and a state, which somebody else writes, and up to where it is filled.
 
         None if there is too little.
         """
         held, covered = self.start(token_ids, root, compute_last=False)
         try:
             held.grow(len(token_ids), len(token_ids))
+            held.add_state(state_blocks)
         except OutOfBlocksError:
             held.free()
             return None
@@ -130,13 +133,15 @@ class Holdings:
     `identities` are those of the leading full blocks whose tokens are committed; it may lag behind `blocks`.
     `below` are the next ones, as far as they were found in the lower tiers, and `tokens_below` their tokens.
     `spare` are blocks of each arena that `grow` will use before it takes others. Blocks that are not
-    `shareable` are never published.
+    `shareable` are never published. `state` are blocks, of the first arena, of the state of recurrent layers
+    while that moves from one worker to another.
     """
 
     manager: BlockManager
     root: BlockIdentity
     blocks: list[list[int]] = field(init=False)
     spare: list[list[int]] = field(init=False)
+    state: list[int] = field(default_factory=list)
     identities: list[BlockIdentity] = field(default_factory=list)
     below: list[BlockIdentity] = field(default_factory=list)
     tokens_below: Sequence[int] = ()
@@ -249,9 +254,28 @@ class Holdings:
         full = itertools.takewhile(self.manager.arenas[0].drafted.__getitem__, self.blocks[0])
         return sum(1 for _ in full) * self.manager.block_size
 
+    def add_state(self, count: int) -> None:
+        """Take as many blocks for a state. Raises `OutOfBlocksError`."""
+        arena = self.manager.arenas[0]
+        if count > arena.num_available:
+            raise OutOfBlocksError(
+                f"{count} blocks are needed for a state, {arena.num_available} are available"
+            )
+        self.state += arena.take(count)
+
+    def drop_state(self) -> None:
+        for block in self.state:
+            self.manager.arenas[0].dereference(block)
+        self.state.clear()
+
     def extents(self, first: int = 0, last: int | None = None) -> list[Extent]:
-        """The blocks [`first`, `last`) of each arena, as others address them."""
-        return [Extent(arena, blocks[first:last]) for arena, blocks in enumerate(self.blocks)]
+        """The blocks [`first`, `last`) of each arena, as others address them; without `last` all of them,
+        those of the state at the end.
+        """
+        extents = [Extent(arena, blocks[first:last]) for arena, blocks in enumerate(self.blocks)]
+        if last is None and self.state:
+            extents[0] = Extent(0, (self.blocks[0] + self.state)[first:])
+        return extents
 
     def free(self) -> None:
         """Drop all references. Safe to repeat.
@@ -263,6 +287,7 @@ class Holdings:
                 arena.dereference(block)
             blocks.clear()
             spare.clear()
+        self.drop_state()
         self.identities.clear()
         self.below.clear()
 

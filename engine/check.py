@@ -1,8 +1,9 @@
-"""Whether a request can be served by a model of this size."""
+"""Whether a request can be served by a model of this size, and options by a hybrid model."""
 
 from __future__ import annotations
 
-from protocol.errors import InvalidRequestError
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError, InvalidRequestError
 from protocol.requests import EngineRequest
 from protocol.sampling import check_sampling_params
 
@@ -30,3 +31,17 @@ def check_request(request: EngineRequest, vocab_size: int, max_model_len: int, m
             f"{len(request.prompt_token_ids)} prompt tokens and {request.sampling.max_tokens} new ones "
             f"exceed the limit of {max_model_len} tokens",
         )
+
+
+def check_hybrid(config: ServeConfig, is_parallel: bool) -> None:
+    """Raise `ConfigError`, naming the option that a model with recurrent layers cannot have."""
+    options = {
+        "--speculative-config": config.speculative_config is not None,
+        "--prefill-tensor-parallel-size, --decode-tensor-parallel-size": is_parallel,
+        "--compile: on": config.compile == "on",
+        "--kv-offloading-size": config.kv_offloading_size > 0,
+        "--kv-wire-dtype": config.kv_wire_dtype != "auto",
+    }
+    for option, is_given in options.items():
+        if is_given:
+            raise ConfigError(f"{option}: not supported for a model with recurrent layers: leave it out")

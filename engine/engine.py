@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.activations import activation_bytes
 from engine.block_manager import BlockManager
 from engine.calibration import measure_steps
-from engine.check import check_request
+from engine.check import check_hybrid, check_request
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
 from engine.kv_pool import Allocate, KVPool, pool_blocks
@@ -31,6 +31,7 @@ from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
 from engine.sampler import Sampler
 from engine.scheduler import ScheduledStep, Scheduler
+from engine.seating import Seating
 from engine.select_forward import MakeRunner, load_packed, runner_of_one_process
 from engine.sequence import SequenceStage, SequenceState
 from engine.speculation_interface import Speculator
@@ -40,7 +41,7 @@ from engine.tiers.build import build_tiers
 from protocol.config import ServeConfig
 from protocol.costs import StepCosts, itl_bound
 from protocol.errors import InvalidRequestError
-from protocol.handoff import REBUILD, DraftState, Extent
+from protocol.handoff import REBUILD, DraftState, Extent, SegmentInfo
 from protocol.kv_events import CacheFormat
 from protocol.outputs import ErrorKind, TokenOutput
 from protocol.requests import DraftPlan, EngineRequest
@@ -76,12 +77,16 @@ class Engine:
         self.eos_token_ids = loaded.eos_token_ids
         self.weights = loaded.weights
         """Tells them from others of the same name."""
+        self._state = loaded.recurrent.state if loaded.recurrent is not None else None
         self.kv_format = loaded.kv_group.describe(config.block_size)
         self.cache_format = CacheFormat(
             model=f"{config.model_name}@{self.weights}",
             kv_format=self.kv_format,
             block_size=config.block_size,
         )
+        if loaded.recurrent is not None:
+            check_hybrid(config, make_runner is not runner_of_one_process)
+            speculate = None
         self._speculator = speculate(config, loaded) if speculate is not None else None
         hidden_layers = self._speculator.hidden_layers if self._speculator is not None else ()
         self.feature_size = len(hidden_layers) * loaded.hidden_size
@@ -96,7 +101,8 @@ class Engine:
         self.pool = KVPool(layout, num_blocks, loaded.device, allocate)
         self.tiers = build_tiers(config, self.pool, bytes.fromhex(self.weights), self._fetched)
         tiers = [self.tiers] if self.tiers is not None else []
-        self.blocks = BlockManager(self.pool, config.enable_prefix_caching, tiers)
+        shares_prefixes = config.enable_prefix_caching and self._state is None
+        self.blocks = BlockManager(self.pool, shares_prefixes, tiers)
         self._runner = make_runner(config, loaded, self.pool, hidden_layers)
         self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
         self._sequences: dict[str, SequenceState] = {}
@@ -117,6 +123,7 @@ class Engine:
             max_num_batched_tokens=budget,
             fetcher=self.tiers,
             bound=ChunkBound(self._costs_now, bound_s, config.block_size),
+            seating=self._seating(),
         )
         load_s = time.monotonic() - started
         compile_s = self._runner.warm_up()
@@ -129,7 +136,12 @@ class Engine:
         groups = [loaded.kv_group]
         if self._speculator is not None and self._speculator.kv_group is not None:
             groups.append(self._speculator.kv_group)
-        return PoolLayout(tuple(groups), self.config.block_size)
+        return PoolLayout(tuple(groups), self.config.block_size, self._state, self.config.max_num_seqs)
+
+    def _seating(self) -> Seating | None:
+        if self.pool.seats is None:
+            return None
+        return Seating(self.pool.seats, self.pool.arenas[0], self.pool.state_blocks)
 
     def _profile(self, loaded: LoadedModel, budget: int) -> None:
         """Measure what steps take and what drafts cost, over blocks that are free afterwards."""
@@ -177,7 +189,7 @@ class Engine:
         self._check(request)
         token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         root = self._scheduler.root(request.cache_salt, foreign_format)
-        reserved = self.blocks.reserve(token_ids, root)
+        reserved = self.blocks.reserve(token_ids, root, self.pool.state_blocks)
         if reserved is None:
             return None
         if self.tiers is not None:
@@ -240,6 +252,8 @@ class Engine:
         """
         sequence = self._sequences[request_id]
         sequence.prefill_only = False
+        if sequence.stage is SequenceStage.RUNNING:
+            sequence.held.drop_state()
         if sequence.stage is SequenceStage.HELD and not sequence.is_to_be_held:
             self._scheduler.add_waiting(sequence)
 
@@ -336,11 +350,29 @@ class Engine:
 
     def computed(self, request_id: str, first: int = 0) -> list[Extent]:
         """Of a prefill, the blocks of each arena from `first` on whose KV is final: full ones, and at the
-        prompt's end the partial last one.
+        prompt's end the partial last one and those of the state.
         """
         sequence = self._sequences[request_id]
+        if sequence.held.state and sequence.stage is SequenceStage.HELD:
+            return sequence.held.extents(first)
         partial = self.config.block_size - 1 if sequence.stage is SequenceStage.HELD else 0
         return sequence.held.extents(first, (sequence.num_computed + partial) // self.config.block_size)
+
+    @property
+    def segments(self) -> list[SegmentInfo]:
+        """What a hand-off consists of, for peers."""
+        return [*self.pool.segments, *([self._state.segment()] if self._state is not None else [])]
+
+    def num_places(self, num_tokens: int) -> int:
+        """Places for tokens in the blocks that a hand-off of so many takes, those of a state among them."""
+        if self._state is None:
+            return num_tokens
+        size = self.config.block_size
+        return (-(-num_tokens // size) + self.pool.state_blocks) * size
+
+    def state_position(self, num_tokens: int) -> int:
+        """Up to where a hand-off of so many tokens brings all that the next one needs."""
+        return num_tokens if self._state is None else self._state.position(num_tokens)
 
     def stats(self) -> EngineStats:
         """A snapshot of the load; may be called from any thread."""

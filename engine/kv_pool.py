@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.attention.interface import LayerKv
 from engine.host_memory import host_zeros
 from engine.pool_layout import PoolLayout
+from engine.recurrent.seats import Seats
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
@@ -40,6 +41,9 @@ class KVPool:
         """In each arena."""
         self.segments = layout.describe()
         self.groups = {group.name: group for group in layout.groups}
+        self.state_blocks = layout.state_blocks
+        self.seats = Seats(layout.state, layout.num_seats, device) if layout.state is not None else None
+        """Of running sequences' states."""
         self.arenas: list[Tensor] = []
         self._segments: list[dict[str, Tensor]] = []
         for segments in layout.arenas():
@@ -118,8 +122,19 @@ def pool_blocks(
     """
     nbytes = layout.block_bytes
     # One more than its tokens take: a prompt found whole in the cache goes on in a copy of its last block.
-    per_sequence = math.ceil(max_model_len / config.block_size) + 1
-    budget, reason = _pool_budget(config, device, max_model_len, per_sequence * nbytes, kept_free)
+    per_sequence = math.ceil(max_model_len / config.block_size) + 1 + layout.state_blocks
+    seat_bytes = layout.state.seat_bytes if layout.state is not None else 0
+    budget, reason = _pool_budget(
+        config, device, max_model_len, per_sequence * nbytes + seat_bytes, kept_free
+    )
+    if seat_bytes and layout.seats_bytes > budget - per_sequence * nbytes:
+        fitting = max(0, budget - per_sequence * nbytes) // seat_bytes
+        raise ConfigError(
+            f"--max-num-seqs: {layout.num_seats} sequences' states, of {seat_bytes} bytes each, do not fit "
+            f"in {budget} bytes ({reason}) beside {per_sequence * nbytes} bytes of KV for one sequence of "
+            f"--max-model-len ({max_model_len}); {fitting} fit"
+        )
+    budget -= layout.seats_bytes
     num_blocks = budget // nbytes
     if num_blocks < per_sequence:
         raise ConfigError(

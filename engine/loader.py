@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -24,6 +24,8 @@ from engine.pool_layout import Group
 from engine.probe import probe
 from engine.quantization.weight import CodeFormat
 from engine.quantized_checkpoint import load_quantized, quantization_config
+from engine.recurrent.layout import StateLayout
+from engine.recurrent.seam import Seam, hook
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.handoff import ROW_QUANTIZATIONS
@@ -32,6 +34,13 @@ logger = logging.getLogger("tandem.engine")
 
 DUMMY_SEED = 0
 """Workers with `--load-format dummy` must make the same weights."""
+
+
+class Recurrent(NamedTuple):
+    """Of a model with recurrent layers: where our operators go, and what they keep of a sequence."""
+
+    seam: Seam
+    state: StateLayout
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class LoadedModel:
     weights: str
     """Tells them from others of the same name; taken before they are packed."""
     description: NativeModel | None = None
+    recurrent: Recurrent | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -82,15 +92,18 @@ def load_model(config: ServeConfig) -> LoadedModel:
         if fault is not None and config.deterministic:
             raise ConfigError(f"--deterministic: {fault}")
     text_config = hf_config.get_text_config(decoder=True)
+    seam = hook(model)
+    kept = probe(model, dtype, text_config.num_hidden_layers, seam)
     return LoadedModel(
         model=model,
         device=device,
         dtype=dtype,
-        kv_group=_stored_as(probe(model, dtype, text_config.num_hidden_layers), config.kv_cache_dtype),
+        kv_group=_stored_as(kept.kv, config.kv_cache_dtype),
         vocab_size=text_config.vocab_size,
         max_model_len=choose_max_model_len(config.max_model_len, text_config),
         eos_token_ids=_eos_token_ids(model, text_config),
         weights=weights,
+        recurrent=Recurrent(seam, kept.state) if seam is not None and kept.state is not None else None,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.kv_rows import KvRows
+from engine.recurrent.layout import StateLayout
 from protocol.handoff import SegmentInfo
 
 TARGET, DRAFT = "target", "draft"
@@ -98,9 +99,9 @@ class Group:
         return cls(name, (segment,), tuple(LayerPlace(0, index) for index in range(segment.num_layers)))
 
     @classmethod
-    def of_layers(cls, name: str, layers: Sequence[LayerShape | int], dtype: torch.dtype) -> Group:
+    def of_layers(cls, name: str, layers: Sequence[LayerShape | int | None], dtype: torch.dtype) -> Group:
         """Layers of one shape lie together. A number stands for the KV of an earlier layer, which this one
-        shares.
+        shares. None is a layer without KV: it has a place by name alone, which nobody reads or writes.
         """
         counts = Counter(layer for layer in layers if isinstance(layer, LayerShape))
         segments: list[Segment] = []
@@ -111,6 +112,9 @@ class Group:
         places: list[LayerPlace] = []
         taken: Counter[LayerShape] = Counter()
         for layer in layers:
+            if layer is None:
+                places.append(LayerPlace(0, 0, 1 if segments[0].num_planes == 1 else None))
+                continue
             if isinstance(layer, int):
                 places.append(places[layer])
                 continue
@@ -154,8 +158,21 @@ class Group:
 
 @dataclass(frozen=True)
 class PoolLayout:
+    """Beside the blocks there are `num_seats` seats for the `state` of recurrent layers, if there are any."""
+
     groups: tuple[Group, ...]
     block_size: int
+    state: StateLayout | None = None
+    num_seats: int = 0
+
+    @property
+    def seats_bytes(self) -> int:
+        return self.num_seats * self.state.seat_bytes if self.state is not None else 0
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks that hold a state while it moves; they are like all others."""
+        return -(-self.state.state_bytes // self.block_bytes) if self.state is not None else 0
 
     @property
     def block_bytes(self) -> int:

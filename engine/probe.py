@@ -1,9 +1,10 @@
 """The load probe: runs a model a few times to find out whether the engine serves it right.
 
-1. Rows may influence each other through attention alone. Attention is switched off, and one row's embedding
+1. Rows may influence each other through attention alone. That is switched off, and one row's embedding
    is NaN: no other row may become NaN. This finds recurrent state and convolutions over tokens in any dtype,
    since a NaN survives every decay, and no rounding error is one. Two rows with the same token and position
    must be alike: this finds models that number rows by themselves.
+   So are our operators over tokens, where a model has recurrent layers that call them (`engine.recurrent`).
 2. A text in two chunks, each beside another request, runs through the paged pool. Its logits must be those
    that Transformers computes for it whole and alone. They may differ by rounding: by a multiple of what
    happens in the same model when embeddings change in their last bit.
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +27,10 @@ from engine.attention.select import select_backend
 from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerShape, PoolLayout
+from engine.recurrent.layout import RecurrentLayer, StateLayout
+from engine.recurrent.operators import Span, TorchOperators
+from engine.recurrent.seam import Seam
+from engine.recurrent.seats import Seats
 from protocol.handoff import MAX_SEGMENTS
 
 _BLOCK_SIZE = 4
@@ -46,19 +52,31 @@ _ATTEMPTS = 3
 """Texts to try, since rounding may swap experts that are nearly tied."""
 
 
-def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int) -> Group:
-    """What the model's KV looks like. Raises UnsupportedModelError with the architecture and the reason."""
+class Kept(NamedTuple):
+    """What a model keeps of its tokens."""
+
+    kv: Group
+    state: StateLayout | None = None
+
+
+def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int, seam: Seam | None = None) -> Kept:
+    """Raises UnsupportedModelError with the architecture and the reason."""
     name = model.config.model_type
+    state = None
     try:
         with torch.inference_mode():
-            layers = _probe_structure(model, name, num_layers)
+            layers, recurrent = _probe_structure(model, name, num_layers, seam)
             group = Group.of_layers(TARGET, layers, dtype)
             if len(group.segments) > _MAX_SEGMENTS:
                 raise UnsupportedModelError(
                     f"{name}: layers with KV of {len(group.segments)} different shapes are not supported, at "
                     f"most {_MAX_SEGMENTS}"
                 )
-            if not any(_same_logits(model, group, dtype, seed) for seed in range(_ATTEMPTS)):
+            if seam is not None:
+                state = StateLayout(tuple(recurrent), dtype)
+            if not any(
+                _same_logits(model, Kept(group, state), seam, dtype, seed) for seed in range(_ATTEMPTS)
+            ):
                 raise UnsupportedModelError(
                     f"{name}: a text in chunks beside another request gets other logits than whole and alone"
                 )
@@ -69,7 +87,9 @@ def probe(model: PreTrainedModel, dtype: torch.dtype, num_layers: int) -> Group:
     finally:
         transformers_hook.set_current_backend(None)
         model.set_attn_implementation(transformers_hook.NAME)
-    return group
+        if seam is not None:
+            seam.operators = None
+    return Kept(group, state)
 
 
 class _AttentionOff:
@@ -106,6 +126,32 @@ class _AttentionOff:
         self.num_unlike = self.num_unlike + (difference > _MAX_TWIN_DIFFERENCE**2 * first.square().mean())
 
 
+class _OperatorsOff:
+    """Stand in for the operators of recurrent layers: each row is alone."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.layers: list[RecurrentLayer] = []
+
+    def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if layer != len(self.layers):
+            raise UnsupportedModelError(
+                f"{self._name}: recurrent layers that run out of order are not supported"
+            )
+        self.layers.append(RecurrentLayer(inputs.shape[1], weight.shape[1]))
+        return inputs.float()
+
+    def linear_attention(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        heads = value.shape[1], key.shape[1], key.shape[2], value.shape[2]
+        of = self.layers[layer]
+        self.layers[layer] = RecurrentLayer(of.channels, of.taps, *heads)
+        parts = (query, key, decay) if beta is None else (query, key, decay, beta)
+        own = sum(part.flatten(1).sum(1) for part in parts)
+        return value + own[:, None, None]
+
+
 def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """Not equal, but the same memory: a layer hands over what another has computed."""
     return all(
@@ -114,15 +160,22 @@ def _are_same(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     )
 
 
-def _probe_structure(model: PreTrainedModel, name: str, num_layers: int) -> list[LayerShape | int]:
-    """Each layer's KV, as `Group.of_layers` takes it. Every layer must attend once, through our function."""
-    attention = _AttentionOff(name)
+def _probe_structure(
+    model: PreTrainedModel, name: str, num_layers: int, seam: Seam | None
+) -> tuple[list[LayerShape | int | None], list[RecurrentLayer]]:
+    """Each layer's KV, as `Group.of_layers` takes it, and the recurrent layers. Tokens may meet in our
+    functions alone.
+    """
+    attention, operators = _AttentionOff(name), _OperatorsOff(name)
+    if seam is not None:
+        seam.operators = operators
     tokens, positions = torch.tensor([[1, 2, 1, 3], [3, 0, 3, 1]], device=model.device)
     poisoned = torch.tensor([_POISONED], device=model.device)
     with _embeddings(model, lambda embeddings: embeddings.index_fill(1, poisoned, torch.nan)):
         attention.look(_forward(model, transformers_hook.PROBE_NAME, attention, tokens, positions))
-    missing = sorted(set(range(num_layers)) - set(attention.layers))
-    if missing:
+    known = attention.layers.keys() | set(seam.layers if seam is not None else ())
+    missing = sorted(set(range(num_layers)) - known)
+    if missing and (attention.num_leaks or seam is None):
         raise UnsupportedModelError(
             f"{name}: layers {missing} do not use the attention interface (recurrent state or attention of "
             "their own), which is not supported"
@@ -134,16 +187,24 @@ def _probe_structure(model: PreTrainedModel, name: str, num_layers: int) -> list
         )
     if attention.num_unlike:
         raise UnsupportedModelError(f"{name}: a token's state depends on its row, not on its position alone")
-    return [attention.layers[layer] for layer in range(num_layers)]
+    if not attention.layers:
+        raise UnsupportedModelError(f"{name}: recurrent state without any attention is not supported")
+    if seam is not None and len(operators.layers) != len(seam.layers):
+        raise UnsupportedModelError(f"{name}: recurrent layers that do not run are not supported")
+    return [attention.layers.get(layer) for layer in range(num_layers)], operators.layers
 
 
-def _same_logits(model: PreTrainedModel, group: Group, dtype: torch.dtype, seed: int) -> bool:
+def _same_logits(
+    model: PreTrainedModel, kept: Kept, seam: Seam | None, dtype: torch.dtype, seed: int
+) -> bool:
     generator = torch.Generator().manual_seed(seed)
     vocab_size = model.get_input_embeddings().num_embeddings
     tokens = torch.randint(vocab_size, (_TEXT + 2 * _MATE,), generator=generator).to(model.device)
     text, *mates = tokens.split([_TEXT, _MATE, _MATE])
+    if seam is not None:
+        seam.operators = None
     whole, rounded = _reference(model, text)
-    served = _served(model, group, dtype, text, mates)
+    served = _served(model, kept, seam, dtype, text, mates)
     unit = torch.finfo(dtype).eps * whole.square().mean().sqrt()
     return bool(_distance(served, whole) <= _SLACK * torch.maximum(_distance(rounded, whole), unit))
 
@@ -165,15 +226,26 @@ def _reference(model: PreTrainedModel, text: Tensor) -> Tensor:
 
 
 def _served(
-    model: PreTrainedModel, group: Group, dtype: torch.dtype, text: Tensor, mates: list[Tensor]
+    model: PreTrainedModel,
+    kept: Kept,
+    seam: Seam | None,
+    dtype: torch.dtype,
+    text: Tensor,
+    mates: list[Tensor],
 ) -> Tensor:
     """float32 [text, vocab]: the logits of the text in two chunks, each beside another request."""
-    pool = KVPool(PoolLayout((group,), _BLOCK_SIZE), 4, model.device, None)
+    pool = KVPool(PoolLayout((kept.kv,), _BLOCK_SIZE), 4, model.device, None)
     backend = select_backend(model.device, dtype)[0](pool.layers(TARGET))
+    operators = None
+    if seam is not None and kept.state is not None:
+        operators = TorchOperators(Seats(replace(kept.state, grid=_BLOCK_SIZE), 2, model.device))
+        seam.operators = operators
     logits = []
     for mate, start, end in ((mates[0], 0, _SPLIT), (mates[1], _SPLIT, len(text))):
         positions = torch.cat([torch.arange(_MATE), torch.arange(start, end)]).to(model.device)
         backend.begin_step(_metadata(start, end, model.device))
+        if operators is not None:
+            operators.begin_step([Span(0, 0, _MATE), Span(1, start, end - start)])
         rows = torch.cat([mate, text[start:end]])
         logits.append(_forward(model, transformers_hook.NAME, backend, rows, positions)[_MATE:])
     return torch.cat(logits).float()

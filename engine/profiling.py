@@ -73,4 +73,4 @@ def _made_up(index: int, num_tokens: int) -> SequenceState:
         cache_salt=_TENANT,
         sampling=SamplingParams(max_tokens=1 << 20, temperature=0.0, ignore_eos=True),
     )
-    return SequenceState(request, order=index, stage=SequenceStage.RUNNING)
+    return SequenceState(request, order=index, stage=SequenceStage.RUNNING, seat=index)

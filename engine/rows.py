@@ -23,6 +23,8 @@ class SequenceRows:
     masks: list[int] | None = None
     tree_start: int | None = None
     first_key: int = 0
+    seat: int = 0
+    """Of the state of recurrent layers, where the model has some."""
 
 
 @dataclass(slots=True, eq=False)

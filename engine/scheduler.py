@@ -20,6 +20,7 @@ from engine.arena import OutOfBlocksError
 from engine.block_manager import BlockManager
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome
+from engine.seating import Seating
 from engine.sequence import SequenceStage, SequenceState
 from engine.tiers.host import HostTier
 from protocol.ids import BlockIdentity, root_identity
@@ -67,6 +68,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         fetcher: HostTier | None = None,
         bound: ChunkBound | None = None,
+        seating: Seating | None = None,
     ) -> None:
         self.blocks = blocks
         self.running: list[SequenceState] = []
@@ -83,6 +85,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._fetcher = fetcher
         self._bound = bound
+        self._seating = seating
 
     def root(self, cache_salt: str, foreign_format: str = "") -> BlockIdentity:
         """Parent identity of the first block of a tenant's sequences.
@@ -117,6 +120,8 @@ class Scheduler:
     def _leave_queue(self, sequence: SequenceState) -> None:
         if sequence.stage is SequenceStage.RUNNING:
             self.running.remove(sequence)
+            if self._seating is not None:
+                self._seating.rise(sequence)
         elif sequence.stage is SequenceStage.WAITING:
             self.waiting.remove(sequence)
 
@@ -174,6 +179,8 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.stage = SequenceStage.RUNNING
         self.running.append(sequence)
+        if self._seating is not None:
+            self._seating.sit(sequence)
 
     @property
     def room_wait_s(self) -> float:
@@ -261,11 +268,13 @@ class Scheduler:
         shared = sequence.token_ids[:1] if sequence.wants_prompt_logprobs else sequence.token_ids
         held, covered = self.blocks.start(shared, self.root(sequence.request.cache_salt))
         # A spare block for each running sequence keeps a newcomer from being preempted at once.
-        if not held.fits(covered, num_tokens, spare=len(self.running)):
+        state_blocks = self._seating.blocks_for(sequence) if self._seating is not None else 0
+        if not held.fits(covered, num_tokens, spare=len(self.running) + state_blocks):
             held.free()
             self._blocked = (sequence.order, self.blocks.available)
             return 0
         held.grow(covered, num_tokens)
+        held.add_state(state_blocks)
         sequence.holdings, sequence.num_computed = held, held.fill(covered, num_tokens - 1)
         self._run(sequence)
         step.admitted.append(sequence)

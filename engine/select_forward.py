@@ -13,6 +13,7 @@ from engine.attention.select import select_backend
 from engine.decoder.description import Description, unfit
 from engine.decoder.forward import DecoderForward, library
 from engine.forward import Forward
+from engine.hybrid_forward import HybridForward
 from engine.kv_pool import KVPool
 from engine.linear.experts import pack_experts
 from engine.linear.packed import PackedLinear, kernel_fault, pack_linears
@@ -20,6 +21,7 @@ from engine.linear.packed_quantized import PackedQuantizedLinear, dequantize_lin
 from engine.linear.routed import RoutedLinear, RoutedQuantizedLinear
 from engine.loader import LoadedModel, load_model
 from engine.pool_layout import TARGET
+from engine.recurrent.seats import Seats
 from engine.runner import Runner
 from native.build import BuildError
 from protocol.config import ServeConfig
@@ -47,17 +49,25 @@ def runner_of_one_process(
         runner: Runner | None = cuda.runner_of(config, loaded, attention, hidden_layers)
         if runner is not None:
             return runner
-    return build_runner(loaded, attention, config.compile, hidden_layers)
+    return build_runner(loaded, attention, config.compile, hidden_layers, pool.seats)
 
 
 def build_runner(
-    loaded: LoadedModel, backend: AttentionBackend, compile: str, hidden_layers: tuple[int, ...] = ()
+    loaded: LoadedModel,
+    backend: AttentionBackend,
+    compile: str,
+    hidden_layers: tuple[int, ...] = (),
+    seats: Seats | None = None,
 ) -> Runner:
-    """`compile` is the option's value. A model that is not packed yet is packed: see `pack_model`."""
+    """`compile` is the option's value. A model that is not packed yet is packed: see `pack_model`. One with
+    recurrent layers needs `seats`.
+    """
     fault = kernel_fault(loaded.device, loaded.dtype)
     if fault is not None:
         if loaded.device.type == "cpu":
             dequantize_linears(loaded.model, loaded.dtype)  # torch would do so in every step
+        if seats is not None:
+            return HybridForward(loaded, backend, seats, products=fault, packed=False)
         return Forward(loaded.model, backend, compile, hidden_layers, products=fault)
     loaded = pack_model(loaded, compile, type(backend))
     if loaded.description is not None:
@@ -66,6 +76,8 @@ def build_runner(
     packed_layers = PackedLinear, PackedQuantizedLinear, RoutedLinear, RoutedQuantizedLinear
     count = sum(isinstance(module, packed_layers) for module in loaded.model.modules())
     packed = f"{count} packed layers, summed alike in every batch"
+    if seats is not None:
+        return HybridForward(loaded, backend, seats, products=packed, packed=True)
     return Forward(loaded.model, backend, compile, hidden_layers, products=packed, packed=True)
 
 

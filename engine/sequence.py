@@ -48,6 +48,8 @@ class SequenceState:
     handed_over: bool = False
     """Another worker computed its prompt."""
     holdings: Holdings | None = None
+    seat: int = 0
+    """Where the state of recurrent layers is while it runs, if the model has some."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
     first_scheduled: float | None = None

@@ -32,6 +32,7 @@ def describe_start(
         "forward": runner.choice,
         "products": runner.products,
         "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}",
+        "states": _states(config, loaded),
         "kv_tiers": tiers.describe() if tiers is not None else "none",
         "threads": str(torch.get_num_threads()),
         "load_s": f"{load_s:.1f}",
@@ -47,3 +48,13 @@ def _expansion(loaded: LoadedModel) -> str:
         return ""
     kept, latent = loaded.kv_group.num_values // len(loaded.kv_group.layers), rank + config.qk_rope_head_dim
     return f", expanded: {kept} values a token and layer instead of {latent}"
+
+
+def _states(config: ServeConfig, loaded: LoadedModel) -> str:
+    if loaded.recurrent is None:
+        return "none"
+    state = loaded.recurrent.state
+    size = f"{config.max_num_seqs} seats of {state.seat_bytes / 2**20:.1f} MiB"
+    return (
+        f"{len(state.layers)} recurrent layers, {size}, grid of {state.grid} tokens; prefixes are not shared"
+    )

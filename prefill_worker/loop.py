@@ -130,7 +130,7 @@ class PrefillLoop(WorkerLoop):
             request=request.request,
             prefill_worker=self.parts.worker_id,
             prefill_incarnation=self.parts.incarnation,
-            segments=self.engine.pool.segments,
+            segments=self.engine.segments,
             ttl_s=ttl,
             wire_dtype=self.sender.wire_dtype(request.decode),
         )
@@ -175,7 +175,7 @@ class PrefillLoop(WorkerLoop):
             if grant.lease_id != request.lease_id:
                 self._fail_handover(request, "transfer", "the lease was lost")
             return
-        wanted = -(-request.num_tokens // grant.block_size)
+        wanted = -(-self.engine.num_places(request.num_tokens) // grant.block_size)
         needed = [(arena, wanted) for arena in range(len(self.engine.pool.arenas))]
         granted = [(extent.arena, len(extent.blocks)) for extent in grant.extents]
         if granted != needed or grant.covered > request.num_tokens:
@@ -220,9 +220,8 @@ class PrefillLoop(WorkerLoop):
         extents = self.engine.computed(request.request_id, first)
         num_blocks = len(extents[0].blocks)
         if num_blocks:
-            self.sender.push(
-                request.decode, request.held_lease, extents, first, request.num_tokens, final=final
-            )
+            num_places = self.engine.num_places(request.num_tokens)
+            self.sender.push(request.decode, request.held_lease, extents, first, num_places, final=final)
             request.num_pushed += num_blocks
             self.counters.add("kv_blocks_pushed_total", num_blocks)
             self._extend_deadline(request, time.monotonic())
@@ -236,7 +235,8 @@ class PrefillLoop(WorkerLoop):
         manifest = request.manifest(
             self.parts.worker_id,
             self.parts.incarnation,
-            self.engine.pool.segments,
+            self.engine.segments,
+            self.engine.state_position(request.num_tokens),
             self.engine.draft_state(request.request_id),
         )
         self.peers.send(request.decode, Handoff(manifest=manifest))

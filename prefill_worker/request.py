@@ -126,7 +126,12 @@ class PrefillRequest(StagedRequest[PrefillStage]):
         self.deadline = deadline
 
     def manifest(
-        self, worker_id: str, incarnation: str, segments: list[SegmentInfo], draft: DraftState
+        self,
+        worker_id: str,
+        incarnation: str,
+        segments: list[SegmentInfo],
+        state_position: int,
+        draft: DraftState,
     ) -> HandoffManifest:
         """Describes the hand-over once all blocks are pushed and the first token is sampled."""
         assert self.first_token is not None
@@ -139,7 +144,7 @@ class PrefillRequest(StagedRequest[PrefillStage]):
             num_tokens=self.num_tokens,
             token_ids_digest=token_ids_digest(self.token_ids),
             segments=segments,
-            state_position=self.num_tokens,
+            state_position=state_position,
             extents=self.granted.extents,
             pushed_blocks=self.num_pushed,
             first_token=self.first_token,

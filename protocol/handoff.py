@@ -42,11 +42,16 @@ MAX_SEGMENTS = 32
 """Of a pool: layers with KV of another shape, or of another model, have one of their own, or two."""
 
 
+STATE = "state"
+
+
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One segment of the blocks of an arena: `shape` is that of a single block, without the block dimension.
 
-    `kind`: what a block holds. "paged": the KV of as many tokens as `shape` says. `dtype` is that of the
-    values; `quantization` says how they are stored, if not as they are.
+    `kind`: what a block holds. "paged": the KV of as many tokens as `shape` says. "state": the state of
+    recurrent layers at a grid point; its `shape` is the grid and the bytes, which lie in whole blocks behind
+    those of the prompt's tokens. `dtype` is that of the values; `quantization` says how they are stored, if
+    not as they are.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]

@@ -72,6 +72,11 @@ class DraftModel(Drafter):
         except (ConfigError, UnsupportedModelError) as error:
             reason = str(error).removeprefix("--model: ").removeprefix("--")
             raise ConfigError(f"--speculative-config: model: {reason}") from error
+        if self._loaded.recurrent is not None:
+            name = self._loaded.model.config.model_type
+            raise ConfigError(
+                f"--speculative-config: model: {name}: a draft with recurrent state is not supported"
+            )
         check_draft(self._loaded, target)
         self._vocab_size = target.vocab_size
         self.kv_group = replace(self._loaded.kv_group, name=DRAFT)

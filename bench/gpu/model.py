@@ -84,7 +84,7 @@ class MadeUpModel:
                 config, dtype=torch.bfloat16, attn_implementation=transformers_hook.NAME
             )
         model.eval().requires_grad_(False)
-        group = probe(model, torch.bfloat16, shape.layers)
+        group = probe(model, torch.bfloat16, shape.layers).kv
         self.costs = Costs.of(model, group.num_values * torch.bfloat16.itemsize)
         self.device = device
         loaded = LoadedModel(model, device, torch.bfloat16, group, shape.vocabulary, max_len, [], "00")

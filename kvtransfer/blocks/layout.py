@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from protocol.handoff import ROW_QUANTIZATIONS, SCALE_BYTES, SegmentInfo
+from protocol.handoff import ROW_QUANTIZATIONS, SCALE_BYTES, STATE, SegmentInfo
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CACHE_DTYPES = {name: flag for flag, name in ROW_QUANTIZATIONS.items()}
@@ -171,14 +171,18 @@ def foreign_format(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> 
 def conversion_problem(wire: Sequence[SegmentInfo], ours: Sequence[SegmentInfo]) -> tuple[str, str] | None:
     """Why blocks of the wire can't become blocks of our pool: (field, reason), or None if they can.
 
-    Block sizes may differ in any way, dtypes among `DTYPES`, and the wire may be quantized. Everything else
-    must agree. `wire` may come from a peer, so nothing but its types is trusted.
+    Block sizes may differ in any way, dtypes among `DTYPES`, and the wire may be quantized, but not where a
+    state comes along. Everything else must agree. `wire` may come from a peer, so nothing but its types is
+    trusted.
     """
     if not needs_conversion(wire, ours):
         return None
     theirs_names, our_names = ([segment.name for segment in side] for side in (wire, ours))
     if theirs_names != our_names:
         return "segments", _unlike(theirs_names, our_names)
+    if any(segment.kind == STATE for segment in ours):
+        their, our = next(pair for pair in zip(wire, ours, strict=True) if pair[0] != pair[1])
+        return "segments", f"blocks beside a state are not converted: {_unlike(their, our)}"
     for side in (wire, ours):
         if problem := _layout_problem(side):
             return problem

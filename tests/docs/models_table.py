@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.decoder.description import MODELS
 from tests.docs.verdicts import Verdict, verdict
-from tests.e2e.architectures import ARCHITECTURES
+from tests.e2e.architectures import ARCHITECTURES, HYBRIDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -64,8 +64,8 @@ def row(model_type: str, found: Verdict) -> str:
     if found.kind != "served":
         return f"| `{model_type}` | {found.reason.replace('|', '/')} |"
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    forward = "native" if name in MODELS else "torch.compile"
-    emphasis = "**" if model_type in ARCHITECTURES else ""
+    forward = "native" if name in MODELS else "eager" if found.is_recurrent else "torch.compile"
+    emphasis = "**" if model_type in ARCHITECTURES | HYBRIDS else ""
     return f"| `{model_type}` | {emphasis}`{name}`{emphasis} | {forward} |"
 
 

@@ -29,6 +29,7 @@ class Verdict:
 
     kind: Literal["served", "refused", "different", "untried"]
     reason: str = ""
+    is_recurrent: bool = False
 
 
 def verdict(model_type: str) -> Verdict:
@@ -58,7 +59,9 @@ def verdict(model_type: str) -> Verdict:
         engine.add(ask(str(i), prompt, NUM_TOKENS))
     outputs = run(engine)
     found = [tokens(outputs[str(i)]) for i in range(len(prompts))]
-    return Verdict("served") if found == expected else Verdict("different", f"{found} instead of {expected}")
+    if found != expected:
+        return Verdict("different", f"{found} instead of {expected}")
+    return Verdict("served", is_recurrent=engine.pool.seats is not None)
 
 
 @torch.no_grad()

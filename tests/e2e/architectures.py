@@ -117,13 +117,65 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_MOE, "sliding_window": SLIDING_WINDOW, "initializer_range": 0.5},
 }
 
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_ssm": 128,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_MOE, **_LINEAR, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {
+        **_MOE,
+        **_LINEAR,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
+    },
+    "olmo_hybrid": _LINEAR,
+    "falcon_h1": _MAMBA,  # both kinds in each layer
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MOE,
+        **_MAMBA,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 48,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 32,
+        "time_step_min": 1e-9,  # else `generate` differs from its own whole forward, which alone keeps to it
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+"""With recurrent layers: the functions that these call exist since Transformers 5.23."""
+
 
 def config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
     common = _COMMON
     if model_type == "gpt2":
         names = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
         common = {name: _COMMON[name] for name in names}
-    return AutoConfig.for_model(model_type, **{**common, **ARCHITECTURES.get(model_type, {}), **changes})
+    return AutoConfig.for_model(
+        model_type, **{**common, **(ARCHITECTURES | HYBRIDS).get(model_type, {}), **changes}
+    )
 
 
 def write_model(model_type: str, folder: Path) -> None:

@@ -29,11 +29,10 @@ _BY_TYPE: list[tuple[str, dict[str, Any], str]] = [
     ("mamba2", RECURRENT["mamba2"], "mamba2"),
     ("bloom", {"n_layer": 2, "n_head": 2}, "bloom"),
     ("t5", {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}, "encoder-decoder"),
-    ("qwen3_next", RECURRENT["qwen3_next"], r"recurrent state|linear|qwen3_next"),
     (
-        "falcon_h1",
-        {"head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
-        "falcon_h1: tokens influence each other outside",
+        "jamba",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
+        "jamba: .*recurrent state",
     ),
 ]
 

@@ -85,7 +85,7 @@ def load(
         round_linears(model, quantization)
         round_head(model)
         pack_quantized_linears(model)
-    kv_group = probe(model, dtype, model.config.num_hidden_layers)
+    kv_group = probe(model, dtype, model.config.num_hidden_layers).kv
     loaded = LoadedModel(model, CPU, dtype, kv_group, model.config.vocab_size, 512, [], "weights")
     return pack_model(loaded, compile, select_backend(CPU, dtype)[0])
 

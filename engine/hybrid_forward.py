@@ -1,0 +1,38 @@
+"""The forward of a model with recurrent layers: its own, with our operators over its sequences' states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.attention.interface import AttentionBackend
+from engine.forward import Forward
+from engine.loader import LoadedModel
+from engine.recurrent.operators import Span, TorchOperators
+from engine.recurrent.seats import Seats
+from engine.rows import SequenceRows
+from engine.runner import ForwardOutput
+from engine.step_inputs import StepShape
+
+
+class HybridForward(Forward):
+    def __init__(
+        self, loaded: LoadedModel, backend: AttentionBackend, seats: Seats, *, products: str, packed: bool
+    ) -> None:
+        super().__init__(loaded.model, backend, "off", products=products, packed=packed)
+        assert loaded.recurrent is not None
+        self.choice = "eager (recurrent layers are not compiled)"
+        self._seam = loaded.recurrent.seam
+        self._operators = TorchOperators(seats)
+
+    def _execute(
+        self,
+        batch: Sequence[SequenceRows],
+        logit_rows: list[int],
+        least: StepShape,
+        before: Tensor | None = None,
+    ) -> ForwardOutput:
+        self._operators.begin_step([Span(rows.seat, rows.start, len(rows.token_ids)) for rows in batch])
+        self._seam.operators = self._operators
+        return super()._execute(batch, logit_rows, least, before)

@@ -1,0 +1,92 @@
+"""What the recurrent layers of a model keep of a sequence: shapes, sizes, and the name of the format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from protocol.handoff import STATE, SegmentInfo
+
+GRID = 16
+"""Tokens between two grid points. Few inputs are read for each token then, and few tokens run again behind a
+hand-off."""
+_LINE = 64
+"""Bytes on which each seat begins."""
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """A convolution of `taps` tokens over `channels`; behind it, if `num_heads` is not 0, linear attention:
+    each head's state is a float32 matrix [key_dim, value_dim], and neighbouring heads share their keys.
+    """
+
+    channels: int
+    taps: int
+    num_heads: int = 0
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def tail_shape(self) -> tuple[int, int]:
+        """Of the convolution's inputs before a grid point."""
+        return self.taps - 1, self.channels
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """`dtype` is that of the convolutions' inputs."""
+
+    layers: tuple[RecurrentLayer, ...]
+    dtype: torch.dtype
+    grid: int = GRID
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence's state at a grid point."""
+        states = sum(math.prod(layer.state_shape) for layer in self.layers)
+        tails = sum(math.prod(layer.tail_shape) for layer in self.layers)
+        return _aligned(4 * states + self.dtype.itemsize * tails)
+
+    @property
+    def window_bytes(self) -> int:
+        """Of the inputs behind it."""
+        heads = sum(
+            layer.num_key_heads * layer.key_dim + layer.num_heads * (layer.value_dim + 1)
+            for layer in self.layers
+        )
+        inputs = sum(layer.channels for layer in self.layers)
+        return _aligned(self.grid * (4 * heads + self.dtype.itemsize * inputs))
+
+    @property
+    def seat_bytes(self) -> int:
+        """Of a running sequence."""
+        return self.state_bytes + self.window_bytes
+
+    def position(self, num_tokens: int) -> int:
+        """The last grid point of so many tokens."""
+        return num_tokens // self.grid * self.grid
+
+    def describe(self) -> str:
+        """Names the format, so that unlike states never meet."""
+        shapes = (
+            f"{layer.channels}x{layer.taps}" + (f"x{layer.num_key_heads}" if layer.num_heads else "")
+            + "".join(f"x{size}" for size in layer.state_shape if layer.num_heads)
+            for layer in self.layers
+        )  # fmt: skip
+        return f"state/{str(self.dtype).removeprefix('torch.')}/{'+'.join(shapes)}/{self.grid}"
+
+    def segment(self) -> SegmentInfo:
+        """For peers."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return SegmentInfo(name=STATE, kind=STATE, dtype=dtype, shape=(self.grid, self.state_bytes))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
