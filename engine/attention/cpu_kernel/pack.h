@@ -19,22 +19,24 @@ static inline const float* as_words(const Fp8* row, int head_dim, float* buffer)
     return buffer;
 }
 #if defined(BF16_PAIRS)
-// Exact: bfloat16's exponent has a bias of 127 in place of 7, and subnormal codes, of which there are eight, come from
-// a table.
-static inline const uint32_t* as_words(const Fp8* row, int head_dim, uint32_t* buffer) {
+// 32 codes as bfloat16. Exact: its exponent has a bias of 127 in place of 7, and subnormal codes, of which there are
+// eight, come from a table.
+static inline __m512i bf16_of(__m256i fp8) {
     alignas(64) static const uint16_t subnormal[32] = {0,      0x3b00, 0x3b80, 0x3bc0,  // multiples of 1/512
                                                        0x3c00, 0x3c20, 0x3c40, 0x3c60};
-    const __m512i table = _mm512_load_si512(subnormal);
-    auto* to = (uint16_t*)buffer;
+    const __m512i codes = _mm512_cvtepu8_epi16(fp8), magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+    const __mmask32 is_subnormal = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+    const __m512i values =
+        _mm512_mask_permutexvar_epi16(normal, is_subnormal, magnitude, _mm512_load_si512(subnormal));
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
+    return _mm512_or_si512(values, sign);
+}
+
+static inline const uint32_t* as_words(const Fp8* row, int head_dim, uint32_t* buffer) {
     for (int d = 0; d < head_dim; d += 32) {
-        const __mmask32 rest = head_dim - d < 32 ? (1u << (head_dim - d)) - 1 : ~0u;
-        const __m512i codes = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(rest, row + d));
-        const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
-        const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-        const __mmask32 is_subnormal = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
-        const __m512i values = _mm512_mask_permutexvar_epi16(normal, is_subnormal, magnitude, table);
-        const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
-        _mm512_mask_storeu_epi16(to + d, rest, _mm512_or_si512(values, sign));
+        const __mmask32 inside = head_dim - d < 32 ? (1u << (head_dim - d)) - 1 : ~0u;
+        _mm512_mask_storeu_epi16((uint16_t*)buffer + d, inside, bf16_of(_mm256_maskz_loadu_epi8(inside, row + d)));
     }
     return buffer;
 }
@@ -199,38 +201,43 @@ static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_
     }
 }
 
+#if defined(__AVX512BW__)
+// 32 numbers of 16 bits: bfloat16 values, or codes as int16.
+static inline __m512i halves_of(const uint16_t* from) { return _mm512_loadu_si512(from); }
+static inline __m512i halves_of(const Int8* from) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+}
 #if defined(BF16_PAIRS)
+static inline __m512i halves_of(const Fp8* from) { return bf16_of(_mm256_loadu_si256((const __m256i*)from)); }
+#endif
+
 // packed[pair of keys][width]: a word holds one dimension of two keys; an odd last key is paired with zeros.
-template <class Element>
-static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep,
-                        int width, uint32_t* buffer, uint32_t* packed) {
+template <class Word, class Element>
+static void pack_values(const TileRows<Element>& rows, int64_t offset, int head_dim, Sweep<Element>& sweep, int width,
+                        Word*, Word* packed) {
     alignas(64) uint16_t order[64];
     for (int i = 0; i < 32; i++) order[2 * i] = i, order[2 * i + 1] = 32 + i;
     const __m512i low = _mm512_load_si512(order), high = _mm512_load_si512(order + 32);
-    const __mmask32 tail = (1u << head_dim % 32) - 1;
     for (int k = 0; k < rows.count; k += 2, packed += width) {
         if (k % 16 == 0) sweep.fetch();
         const bool paired = k + 1 < rows.count;
-        const auto* row = (const uint16_t*)as_words(rows.values[k] + offset, head_dim, buffer);
-        const auto* row_after =
-            (const uint16_t*)as_words(rows.values[paired ? k + 1 : k] + offset, head_dim, buffer + head_dim);
-        const __mmask32 odd_mask = paired ? ~0u : 0;
+        const Element *row = rows.values[k] + offset, *row_after = rows.values[paired ? k + 1 : k] + offset;
+        const __m512i keep = paired ? _mm512_set1_epi16(-1) : _mm512_setzero_si512();
         int d = 0;
-        for (; d + 32 <= head_dim; d += 32) {
-            const __m512i even = _mm512_loadu_si512(row + d);
-            const __m512i odd = _mm512_maskz_loadu_epi16(odd_mask, row_after + d);
+        auto put = [&](const Element* first, const Element* second) {
+            const __m512i even = halves_of(first), odd = _mm512_and_si512(halves_of(second), keep);
             _mm512_storeu_si512(packed + d, _mm512_permutex2var_epi16(even, low, odd));
-            _mm512_storeu_si512(packed + d + 16, _mm512_permutex2var_epi16(even, high, odd));
-        }
+            if (d + 16 < width) _mm512_storeu_si512(packed + d + 16, _mm512_permutex2var_epi16(even, high, odd));
+        };
+        for (; d + 32 <= head_dim; d += 32) put(row + d, row_after + d);
         if (d == head_dim) continue;
-        const __m512i even = _mm512_maskz_loadu_epi16(tail, row + d);
-        const __m512i odd = _mm512_maskz_loadu_epi16(tail & odd_mask, row_after + d);
-        _mm512_storeu_si512(packed + d, _mm512_permutex2var_epi16(even, low, odd));
-        if (d + 16 < width) _mm512_storeu_si512(packed + d + 16, _mm512_permutex2var_epi16(even, high, odd));
+        Element ends[2][32] = {};
+        memcpy(ends[0], row + d, (head_dim - d) * sizeof(Element));
+        memcpy(ends[1], row_after + d, (head_dim - d) * sizeof(Element));
+        put(ends[0], ends[1]);
     }
 }
-#endif
-
+#else
 // packed[pair of keys][width]: a word holds one dimension of two keys as int16; an odd last key is paired with zeros.
 static void pack_values(const TileRows<Int8>& rows, int64_t offset, int head_dim, Sweep<Int8>& sweep, int width,
                         int32_t*, int32_t* packed) {
@@ -247,3 +254,4 @@ static void pack_values(const TileRows<Int8>& rows, int64_t offset, int head_dim
         for (; d < width; d++) packed[d] = 0;
     }
 }
+#endif
