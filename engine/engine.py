@@ -21,15 +21,16 @@ from engine.calibration import measure_steps
 from engine.check import check_hybrid, check_request
 from engine.chunk_bound import ChunkBound
 from engine.draft import Outcome, Verdict
+from engine.grammar_tokenizer import load_grammar_tokenizer
 from engine.kv_pool import Allocate, KVPool, pool_blocks
 from engine.loader import LoadedModel
-from engine.outputs import Kept, keep_tokens, token_output
+from engine.outputs import Kept, failure, keep_tokens, token_output
 from engine.packing import PackedStep, pack
 from engine.pool_layout import PoolLayout
 from engine.prefix import PrefixRoom, find_room
 from engine.profiling import ProfilingRun
 from engine.results import EngineStats, Reservation, StepResult
-from engine.sampler import Sampler
+from engine.sampler import Grammars, Sampler
 from engine.scheduler import ScheduledStep, Scheduler
 from engine.seating import Seating
 from engine.select_forward import MakeRunner, load_packed, runner_of_one_process
@@ -104,7 +105,9 @@ class Engine:
         shares_prefixes = config.enable_prefix_caching and self._state is None
         self.blocks = BlockManager(self.pool, shares_prefixes, tiers)
         self._runner = make_runner(config, loaded, self.pool, hidden_layers)
-        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids)
+        vocabulary = loaded.vocab_size, loaded.eos_token_ids
+        self._grammars = Grammars(partial(load_grammar_tokenizer, config, *vocabulary))
+        self._sampler = Sampler(loaded.vocab_size, loaded.device, loaded.eos_token_ids, self._grammars)
         self._sequences: dict[str, SequenceState] = {}
         self._order = itertools.count()
         self._eos = frozenset(loaded.eos_token_ids)
@@ -435,6 +438,8 @@ class Engine:
         if request.request_id in self._sequences:
             raise InvalidRequestError("request_id", f"{request.request_id} is already running")
         check_request(request, self.vocab_size, self.max_model_len, self.config.max_logprobs)
+        if request.sampling.grammar is not None:
+            self._grammars.compile(request.sampling.grammar)
 
     def _forget(self, sequence: SequenceState) -> None:
         self._scheduler.remove(sequence)
@@ -499,8 +504,7 @@ class Engine:
         outcome = Outcome(start, count + len(accepted), num_rows, len(accepted), draft, verdict)
         step.outcomes.append(outcome)
         if verdict is not None and verdict.failed:
-            reason = "no token has a finite score (every token forbidden, or the model computed NaN)"
-            return self._fail(sequence, "internal", reason)
+            return self._fail(sequence, *failure(sequence))
         if sequence.hold_at is None:
             sequence.held.commit(first_drafted, accepted, sequence.token_ids)
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from engine.draft import Outcome
 from engine.sequence import SequenceState
-from protocol.outputs import FinishReason, RequestTiming, TokenOutput
+from protocol.outputs import ErrorKind, FinishReason, RequestTiming, TokenOutput
 
 
 @dataclass(slots=True)
@@ -44,6 +44,14 @@ def _finish_reason(
     if len(sequence.output_token_ids) >= params.max_tokens:
         return "length", None
     return None, None
+
+
+def failure(sequence: SequenceState) -> tuple[ErrorKind, str]:
+    """Why no token has a finite score."""
+    if sequence.params.grammar is not None:
+        place = len(sequence.output_token_ids)
+        return "grammar", f"the structured output cannot go on: no token may follow its {place} tokens"
+    return "internal", "no token has a finite score (every token forbidden, or the model computed NaN)"
 
 
 def token_output(sequence: SequenceState, kept: Kept, outcome: Outcome) -> TokenOutput:

@@ -10,7 +10,7 @@ from msgspec import Meta
 from protocol.bounded import Count, Id, Seconds, ShortText, TokenIds
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-ErrorKind = Literal["invalid", "overloaded", "timeout", "worker_lost", "transfer", "internal"]
+ErrorKind = Literal["invalid", "overloaded", "timeout", "worker_lost", "transfer", "grammar", "internal"]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

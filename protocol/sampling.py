@@ -11,6 +11,7 @@ from protocol.errors import InvalidRequestError
 
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 4096
+MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY = 1e-3
@@ -23,7 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 mean no filter. `seed` keys the noise
     together with the token's position, so that it alone fixes the answer. `logprobs` counts the alternatives
     wanted with each token (0: only the chosen token's own); None wants none. `banned_token_sequences` are
-    never completed.
+    never completed. The tokens spell a text of `grammar`, written as llguidance reads it, and the end of the
+    sequence comes where that text is complete.
     """
 
     max_tokens: int
@@ -38,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     banned_token_sequences: list[list[int]] = []
     allowed_token_ids: list[int] | None = None
+    grammar: str | None = None
     min_tokens: int = 0
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
@@ -73,7 +76,20 @@ def check_sampling_params(params: SamplingParams, vocab_size: int, max_logprobs:
     if not 0 <= params.min_tokens <= params.max_tokens:
         limits = f"[0, max_tokens={params.max_tokens}]"
         raise InvalidRequestError("min_tokens", f"must be in {limits}, got {params.min_tokens}")
+    _check_grammar(params)
     _check_token_ids(params, vocab_size)
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    if params.grammar is None:
+        return
+    size = len(params.grammar.encode())
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError("grammar", f"at most {MAX_GRAMMAR_BYTES} bytes, got {size}")
+    for field, is_given in (("min_tokens", params.min_tokens > 0), ("ignore_eos", params.ignore_eos)):
+        if is_given:
+            reason = "cannot be combined with a structured output, which ends where it is complete"
+            raise InvalidRequestError(field, reason)
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -26,7 +26,6 @@ MAX_HARMLESS_BYTES = 64
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -36,6 +35,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
 }
 """Values of unsupported fields that change nothing."""
+
+_INSTEAD = {
+    f"guided_{kind}": f"is not supported; use structured_outputs.{kind}"
+    for kind in ("json", "regex", "choice", "grammar", "whitespace_pattern")
+}
 
 _UNSUPPORTED: dict[type, tuple[str, ...]] = {
     body: tuple(field.name for field in msgspec.structs.fields(body) if field.type is Unsupported)
@@ -68,7 +72,7 @@ def refuse_unsupported(body: GenerationBody | ChatMessage, at: str = "") -> None
     for name in _UNSUPPORTED[type(body)]:
         raw = bytes(getattr(body, name))
         if raw and not _is_harmless(name, raw, body):
-            raise InvalidRequestError(at + name, "is not supported")
+            raise InvalidRequestError(at + name, _INSTEAD.get(name, "is not supported"))
 
 
 def _is_harmless(name: str, raw: bytes, body: GenerationBody | ChatMessage) -> bool:

@@ -25,6 +25,7 @@ _TYPES = {
     409: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
+    422: "invalid_request_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -37,6 +38,7 @@ _KIND_STATUS: dict[ErrorKind, int] = {
     "timeout": 504,
     "worker_lost": 502,
     "transfer": 502,
+    "grammar": 422,
     "internal": 500,
 }
 

@@ -42,6 +42,7 @@ Object = Annotated[Raw, _json("A JSON object.", type="object")]
 Unsupported = Annotated[Raw, _json("Not supported: only a value that changes nothing is accepted.")]
 
 _TEXT = {"type": "string"}
+_OBJECT_OR_TEXT = [{"type": "object"}, _TEXT]
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 _PROMPTS = [_TEXT, _TOKENS, {"type": "array", "items": _TEXT}, {"type": "array", "items": _TOKENS}]
 
@@ -51,6 +52,44 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
     include_usage: Annotated[bool | None, _doc("Send the usage before the end.")] = None
     continuous_usage_stats: Annotated[bool | None, _doc("Send the usage with each chunk.")] = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """What OpenAI calls a JSON schema."""
+
+    schema: Annotated[Object, _json("The JSON schema.", type="object")] = _absent()
+    name: Annotated[str | None, _doc("Accepted and ignored.")] = None
+    description: Annotated[str | None, _doc("Accepted and ignored.")] = None
+    strict: Annotated[bool | None, _doc("Accepted: the answer always satisfies the schema.")] = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """OpenAI's structured outputs."""
+
+    type: Annotated[str, _doc("`text`, `json_object`, `json_schema` or `structural_tag`.")]
+    json_schema: Annotated[JsonSchemaFormat | None, _doc("With the type `json_schema`.")] = None
+    structures: Annotated[
+        Raw, _json("With the type `structural_tag`.", type="array", items={"type": "object"})
+    ] = _absent()
+    triggers: Annotated[Raw, _json("With the type `structural_tag`.", type="array", items=_TEXT)] = _absent()
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's structured outputs: one of them."""
+
+    json: Annotated[Raw, _json("A JSON schema, or one as a string.", anyOf=_OBJECT_OR_TEXT)] = _absent()
+    regex: Annotated[str | None, _doc("A regular expression that the whole answer matches.")] = None
+    choice: Annotated[list[str] | None, _doc("The answer is one of these.")] = None
+    grammar: Annotated[str | None, _doc("A context-free grammar in Lark's or GBNF's notation.")] = None
+    json_object: Annotated[bool | None, _doc("Any JSON object.")] = None
+    structural_tag: Annotated[
+        Raw,
+        _json("`structures` of `begin`, `schema` and `end`, and `triggers`.", anyOf=_OBJECT_OR_TEXT),
+    ] = _absent()
+    whitespace_pattern: Annotated[
+        str | None, _doc("A regular expression of the space between JSON's tokens.")
+    ] = None
+    disable_any_whitespace: Annotated[bool | None, _doc("Accepted and ignored.")] = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -129,14 +168,20 @@ class GenerationBody(msgspec.Struct, kw_only=True):
         Object, _json("This request's speculation: `enabled`, `method`, `num_speculative_tokens`.")
     ] = _absent()
 
+    response_format: Annotated[
+        ResponseFormat | None, _doc("What the answer must be: JSON, or JSON of a schema.")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, _doc("What the answer must be, as vLLM asks for it.")
+    ] = None
+
     best_of: Unsupported = _absent()
     use_beam_search: Unsupported = _absent()
-    response_format: Unsupported = _absent()
-    structured_outputs: Unsupported = _absent()
     guided_json: Unsupported = _absent()
     guided_regex: Unsupported = _absent()
     guided_choice: Unsupported = _absent()
     guided_grammar: Unsupported = _absent()
+    guided_whitespace_pattern: Unsupported = _absent()
     logits_processors: Unsupported = _absent()
     kv_transfer_params: Unsupported = _absent()
 

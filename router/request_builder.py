@@ -34,6 +34,7 @@ from router.openai_types import (
 )
 from router.prompts import check_prompt, check_token_ids, decode_prompts
 from router.registry import ModelFacts
+from router.structured_outputs import Grammar, requested_grammar
 from router.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -50,6 +51,8 @@ class Built(NamedTuple):
 
     generation: Generation
     output: OutputOptions
+    grammar: Grammar | None = None
+    """What is to be compiled before it starts."""
 
 
 class RequestBuilder:
@@ -79,7 +82,8 @@ class RequestBuilder:
         prompt_logprobs = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-        params = self._sampling_params(body, model, body.logprobs, prompt_logprobs)
+        grammar = requested_grammar(body, self._tokenizer.special_texts)
+        params = self._sampling_params(body, model, body.logprobs, prompt_logprobs, grammar)
         sources = decode_prompts(bytes(body.prompt), lambda count: self._check_number(body, count))
         asked = 1 if only_prompt else body.max_tokens
         kept = _kept(body, DEFAULT_MAX_TOKENS if asked is None else asked, model)
@@ -89,7 +93,7 @@ class RequestBuilder:
             (prompt, _limited(params, asked, DEFAULT_MAX_TOKENS, prompt, "max_tokens", model))
             for prompt in prompts
         ]
-        return Built(self._generation(body, limited, output, arrival), output)
+        return Built(self._generation(body, limited, output, arrival), output, grammar)
 
     def chat(self, raw: bytes, model: ModelFacts, arrival: float) -> Built:
         body = decode_body(raw, ChatBody)
@@ -99,8 +103,9 @@ class RequestBuilder:
             raise InvalidRequestError("top_logprobs", "only allowed with logprobs=true")
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         output = _output_options(body, num_top)
+        grammar = requested_grammar(body, self._tokenizer.special_texts)
         try:
-            params = self._sampling_params(body, model, num_top, body.prompt_logprobs)
+            params = self._sampling_params(body, model, num_top, body.prompt_logprobs, grammar)
         except InvalidRequestError as error:
             field = "top_logprobs" if error.field == "logprobs" else error.field
             raise InvalidRequestError(field, error.message) from error
@@ -116,7 +121,7 @@ class RequestBuilder:
         kept = _kept(body, asked or 1, model)
         prompt = self._prompt(text, bool(body.add_special_tokens), "messages", kept, model)
         limited = [(prompt, _limited(params, asked, None, prompt, field, model))]
-        return Built(self._generation(body, limited, output, arrival), output)
+        return Built(self._generation(body, limited, output, arrival), output, grammar)
 
     def tokenize(self, raw: bytes, model: ModelFacts) -> bytes:
         body = decode_body(raw, TokenizeBody)
@@ -177,7 +182,12 @@ class RequestBuilder:
             )
 
     def _sampling_params(
-        self, body: GenerationBody, model: ModelFacts, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        body: GenerationBody,
+        model: ModelFacts,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        grammar: Grammar | None,
     ) -> SamplingParams:
         """All but `max_tokens` and the seeds of further choices."""
         allowed = body.allowed_token_ids
@@ -189,6 +199,7 @@ class RequestBuilder:
             allowed_token_ids=None if allowed is None else sorted(set(allowed)),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            grammar=None if grammar is None else grammar.text,
             **given,
         )
         check_sampling_params(params, model.vocab_size, self._config.max_logprobs)

@@ -34,6 +34,7 @@ from router.chats import Chats
 from router.dispatcher import Dispatcher
 from router.drainer import Drainer
 from router.errors import unavailable
+from router.grammar_compiler import GrammarCompiler
 from router.journal import Journal
 from router.kv_feed import KvFeed
 from router.metrics import Metrics
@@ -76,6 +77,7 @@ class RouterState:
         self.journal = Journal(self.incarnation)
         self.tokenizer = Tokenizer.load(config)
         self.chats = Chats(config, self.tokenizer.chat_template)
+        self.grammars = GrammarCompiler(self.tokenizer)
         self.registry = Registry(config.worker_timeout, config.block_size, config.router_replicas > 1)
         self.metrics = Metrics(config.model_name, self.registry)
         self.keys = ApiKeys(config, self.metrics)
@@ -114,6 +116,7 @@ class RouterState:
         self.link.close()
         if self.tracing is not None:
             self.tracing.close()
+        self.grammars.close()
         self.tokenizer.close()
 
     def not_ready(self) -> str | None:

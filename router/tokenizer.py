@@ -58,6 +58,7 @@ class Tokenizer:
         self._fast_encode = fast_encode(self._fast)
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_texts = frozenset(token.content for token in added.values() if token.special)
         self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
         if self._decoding is not None:
             self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
@@ -127,6 +128,10 @@ class Tokenizer:
         if size <= (INLINE_BYTES if self._fast_encode is None else FAST_INLINE_BYTES):
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    def as_json(self) -> str:
+        """As `tokenizer.json`, with what only the settings call special."""
+        return self._fast.to_str()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -113,6 +113,13 @@ template <class T> int64_t argmax(const T* __restrict row, int64_t size) {
     return first;
 }
 
+// The logits of the tokens whose bits are set; the others get -inf.
+template <class T>
+void mask_row(const T* __restrict row, int64_t size, const uint32_t* __restrict mask, float* __restrict masked) {
+    for (int64_t i = 0; i < size; i++)
+        masked[i] = mask[i >> 5] >> (i & 31) & 1 ? widen(row[i]) : -std::numeric_limits<float>::infinity();
+}
+
 // Log probabilities up to a constant, which makes the greatest 0.
 template <class T>
 void scale_row(const T* __restrict row, int64_t size, int64_t likeliest, float temperature, float* __restrict values) {

@@ -104,8 +104,10 @@ inline float smallest_inside(float* some, int64_t size, float low, double wanted
 // One per thread: it takes one row at a time and reuses its buffers.
 class Chooser {
   public:
-    // -1 where no token has a finite score.
-    template <class T> int64_t choose(const T* logits, int64_t size, const Sampling& request, int64_t position) {
+    // -1 where no token has a finite score. `mask`: the bits of the tokens that may be chosen, null for all.
+    template <class T>
+    int64_t choose(const T* logits, int64_t size, const Sampling& request, int64_t position, const uint32_t* mask) {
+        if (mask) return choose(masked(logits, size, mask), size, request, position, nullptr);
         const int64_t likeliest = argmax(logits, size);
         if (likeliest < 0 || request.temperature == 0) return likeliest;
         scale(logits, size, likeliest, request.temperature);
@@ -115,7 +117,9 @@ class Chooser {
 
     // What `choose` draws from; false where no token has a finite score.
     template <class T>
-    bool distribution(const T* logits, int64_t size, const Sampling& request, float* probabilities) {
+    bool distribution(const T* logits, int64_t size, const Sampling& request, float* probabilities,
+                      const uint32_t* mask) {
+        if (mask) return distribution(masked(logits, size, mask), size, request, probabilities, nullptr);
         const int64_t likeliest = argmax(logits, size);
         if (likeliest < 0) return false;
         if (request.temperature == 0) {
@@ -129,6 +133,12 @@ class Chooser {
     }
 
   private:
+    template <class T> const float* masked(const T* logits, int64_t size, const uint32_t* mask) {
+        allowed.resize(size);
+        mask_row(logits, size, mask, allowed.data());
+        return allowed.data();
+    }
+
     template <class T> void scale(const T* logits, int64_t size, int64_t likeliest, float temperature) {
         values.resize(size), kept.resize(size), some.resize(size);
         scale_row(logits, size, likeliest, temperature, values.data());
@@ -174,7 +184,7 @@ class Chooser {
         return smallest_inside(some.data(), count, low, wanted);
     }
 
-    std::vector<float> values, kept, some;
+    std::vector<float> values, kept, some, allowed;
 };
 
 // work(i, chooser) for all i below `count`, which look at `num_logits` together.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.sampler.batch import BatchParams
+from engine.sampler.masks import TokenMasks
 from engine.sampler.rows import SamplingRow
 
 
@@ -29,6 +31,13 @@ def apply_edits(
     ]
     if forbidden:
         flat[torch.tensor(forbidden, device=values.device)] = -torch.inf
+
+
+def apply_masks(values: Tensor, masks: TokenMasks) -> None:
+    """Edit float32 [n, vocab] in place; a token whose bit is not set gets -inf."""
+    bits = np.unpackbits(masks.words.view(np.uint8), axis=1, count=values.shape[1], bitorder="little")
+    forbidden = torch.from_numpy(bits == 0).to(values.device)
+    values[masks.rows] = values[masks.rows].masked_fill_(forbidden, -torch.inf)
 
 
 def forbidden_tokens(row: SamplingRow, eos_token_ids: Sequence[int]) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.sampler.batch import RequestParams
+from engine.sampler.masks import TokenMasks
 from engine.sampler.structs import DraftedArgs, LogitsArgs, SamplingArgs
 from native.build import BuildError, declare, load_library
 from native.threads import parallel
@@ -44,7 +45,12 @@ class NativeSampler:
         self._draw = RowsFunction(source, "tandem_draw", *structs)
 
     def __call__(
-        self, logits: Tensor, requests: RequestParams, index: Sequence[int], positions: Sequence[int]
+        self,
+        logits: Tensor,
+        requests: RequestParams,
+        index: Sequence[int],
+        positions: Sequence[int],
+        masks: TokenMasks | None = None,
     ) -> tuple[Tensor, list[int]]:
         """The token of each row of `logits` [n, vocab], any float dtype, int64 [n], and the rows that failed.
 
@@ -53,7 +59,7 @@ class NativeSampler:
         logits = readable(logits, len(index))
         rows = np.array((index, positions), np.int64)
         chosen = torch.empty(len(index), dtype=torch.int64)
-        if self._choose(_rows(logits, requests, rows, chosen), logits) == 0:
+        if self._choose(_rows(logits, requests, rows, chosen, masks), logits) == 0:
             return chosen, []
         failed_rows = (chosen < 0).nonzero()[:, 0].tolist()
         return chosen.clamp_min_(0), failed_rows
@@ -65,6 +71,7 @@ class NativeSampler:
         index: Sequence[int],
         positions: Sequence[int],
         starts: Sequence[int],
+        masks: TokenMasks | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Sampler.draw_drafts`, for rows as when called."""
         logits = readable(logits, len(index))
@@ -72,16 +79,19 @@ class NativeSampler:
         chosen = torch.empty(len(index), dtype=torch.int64)
         distributions = torch.empty(logits.shape)
         starts_address = rows.ctypes.data + 2 * rows.strides[0]
-        fields = _rows(logits, requests, rows, chosen)
+        fields = _rows(logits, requests, rows, chosen, masks)
         self._draw(DraftedArgs(fields, starts_address, distributions.data_ptr()), logits)
         return chosen, distributions
 
-    def probabilities(self, logits: Tensor, requests: RequestParams, index: Sequence[int]) -> Tensor:
+    def probabilities(
+        self, logits: Tensor, requests: RequestParams, index: Sequence[int], masks: TokenMasks | None = None
+    ) -> Tensor:
         """As `Sampler.probabilities`, for rows as when called."""
         logits = readable(logits, len(index))
         rows, unused = np.array((index, index), np.int64), torch.empty(0, dtype=torch.int64)
         distributions = torch.empty(logits.shape)
-        self._draw(DraftedArgs(_rows(logits, requests, rows, unused), None, distributions.data_ptr()), logits)
+        fields = _rows(logits, requests, rows, unused, masks)
+        self._draw(DraftedArgs(fields, None, distributions.data_ptr()), logits)
         return distributions
 
 
@@ -113,7 +123,9 @@ def readable(logits: Tensor, num_rows: int) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _rows(logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Tensor) -> LogitsArgs:
+def _rows(
+    logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Tensor, masks: TokenMasks | None
+) -> LogitsArgs:
     """`rows`, int64 [2 or more, n], begin with index and positions."""
     numbers = rows.ctypes.data
     return LogitsArgs(
@@ -124,4 +136,5 @@ def _rows(logits: Tensor, requests: RequestParams, rows: np.ndarray, chosen: Ten
         numbers,
         numbers + rows.strides[0],
         chosen.data_ptr(),
+        None if masks is None else masks.addresses.ctypes.data,
     )

@@ -24,6 +24,10 @@ class SamplingRow:
 
 def needs_history(params: SamplingParams) -> bool:
     """Whether the choice of a token looks at the output before it."""
+    return params.grammar is not None or _edits_by_history(params)
+
+
+def _edits_by_history(params: SamplingParams) -> bool:
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -34,9 +38,11 @@ def needs_history(params: SamplingParams) -> bool:
 
 
 def edits_logits(params: SamplingParams) -> bool:
-    """Whether a token's chances are not those of its logit alone, whatever is filtered after that."""
+    """Whether a token's chances are not those of its logit alone, whatever is filtered after that. A
+    grammar's masks take chances away, and change none.
+    """
     return bool(
-        needs_history(params)
+        _edits_by_history(params)
         or params.logit_bias
         or params.banned_token_sequences
         or params.allowed_token_ids is not None

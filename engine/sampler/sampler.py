@@ -2,8 +2,8 @@
 
 A row's token is the argmax of its processed log-probabilities plus noise keyed by (seed, position), so it
 depends on the row alone. Processing goes, in vLLM's order: logit bias, allowed tokens, bans, `min_tokens`,
-penalties, temperature, min-p, top-k, top-p. Greedy rows take the argmax after the penalties. Among equals
-the lowest token id wins.
+penalties, grammar, temperature, min-p, top-k, top-p. Greedy rows take the argmax before the temperature.
+Among equals the lowest token id wins.
 
 On a CPU with a compiler, one native call (`native.py`) does everything after the edits of the logits; on a
 CUDA device, three kernels (`triton_kernel/`) do all of it. Torch's operators give the same tokens elsewhere.
@@ -23,9 +23,11 @@ from torch import Tensor
 from engine.attention.select import available_backends
 from engine.download import Downloader
 from engine.sampler.batch import BatchParams, RequestParams
-from engine.sampler.edits import apply_edits
+from engine.sampler.edits import apply_edits, apply_masks
 from engine.sampler.filters import apply_filters
+from engine.sampler.grammars import Grammars
 from engine.sampler.logprobs import token_logprobs
+from engine.sampler.masks import TokenMasks
 from engine.sampler.native import compiled
 from engine.sampler.noise import NOISE_SPAN, Purpose, round_keys, stream_keys
 from engine.sampler.penalties import Penalties
@@ -51,13 +53,22 @@ class SampleOutput:
 
 
 class Sampler:
-    """Samples for one model. Its only state is the penalties' counts, which `forget` drops."""
+    """Samples for one model. Its only state follows from each request's tokens: the penalties' counts and
+    the place in the grammar, which `forget` drops. Without `grammars` it samples as if there were none.
+    """
 
-    def __init__(self, vocab_size: int, device: torch.device | str, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device | str,
+        eos_token_ids: Sequence[int],
+        grammars: Grammars | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._penalties = Penalties()
+        self._grammars = grammars
         self._requests: RequestParams | None = None
         self._batch: BatchParams | None = None
         self._native = compiled() if self._device.type == "cpu" else None
@@ -96,7 +107,7 @@ class Sampler:
         positions = [row.position for row in rows]
         if self._native is not None:
             logits = self._edited_if_asked(logits, rows, requests, index)
-            return self._native(logits, requests, index, positions)
+            return self._native(logits, requests, index, positions, self.masks(rows))
         if self._kernels is not None:
             return self._kernels(logits, requests, index, positions, self._edit_lists(rows, requests, index))
         batch = self._batch_for(requests, index)
@@ -118,7 +129,7 @@ class Sampler:
         requests, index = self._requests_of(rows)
         if self._native is not None:
             logits = self._edited_if_asked(logits, rows, requests, index)
-            return self._native.probabilities(logits, requests, index)
+            return self._native.probabilities(logits, requests, index, self.masks(rows))
         batch = self._batch_for(requests, index)
         values, failed_rows = self._values(logits, rows, batch)
         greedy = values[batch.greedy_rows].argmax(dim=1)
@@ -140,12 +151,16 @@ class Sampler:
         positions = [row.position for row in rows]
         if self._native is not None:
             logits = self._edited_if_asked(logits, rows, requests, index)
-            return self._native.draw_drafts(logits, requests, index, positions, starts)
+            return self._native.draw_drafts(logits, requests, index, positions, starts, self.masks(rows))
         probabilities = self.probabilities(logits, rows)
         seeds = [row.params.seed for row in rows]
         columns = torch.tensor([seeds, [*starts], positions], dtype=torch.int64, device=logits.device)
         keys = round_keys(columns[0], columns[1], columns[2], Purpose.DRAFT)
         return draw(probabilities, keys), probabilities
+
+    def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
+        """What grammars let the rows get; None if none has one."""
+        return self._grammars.masks(rows) if self._grammars is not None else None
 
     def logprobs(
         self, logits: Tensor, rows: Sequence[SamplingRow], token_ids: Mapping[int, int]
@@ -172,6 +187,8 @@ class Sampler:
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that is over. Unknown ids are ignored."""
         self._penalties.forget(request_id)
+        if self._grammars is not None:
+            self._grammars.forget(request_id)
 
     def _requests_of(self, rows: Sequence[SamplingRow]) -> tuple[RequestParams, list[int]]:
         """The parameters of the rows' requests, and each row's number among these."""
@@ -201,6 +218,9 @@ class Sampler:
         rows that fail, which are zeros.
         """
         values = self._edited(logits, rows, batch)
+        masks = self.masks(rows)
+        if masks is not None:
+            apply_masks(values, masks)
         best = values.amax(dim=1, keepdim=True)
         failed_rows = (~best.isfinite()).nonzero()[:, 0].tolist()
         values.sub_(best)
@@ -219,9 +239,10 @@ class Sampler:
     def _edit_lists(
         self, rows: Sequence[SamplingRow], requests: RequestParams, index: list[int]
     ) -> EditLists | None:
-        if not requests.edits_logits:
+        masks = self.masks(rows)
+        if not requests.edits_logits and masks is None:
             return None
-        return edit_lists(rows, requests, index, self._penalties, self._eos_token_ids)
+        return edit_lists(rows, requests, index, self._penalties, self._eos_token_ids, masks)
 
     def _edited(self, logits: Tensor, rows: Sequence[SamplingRow], batch: BatchParams) -> Tensor:
         """A copy float32 [n, vocab] with all edits and penalties."""

@@ -19,7 +19,7 @@ class LogitsArgs(Structure):
     _fields_ = (
         ("logits", c_void_p),
         *((name, c_int64) for name in ("stride", "size", "count")),
-        *((name, c_void_p) for name in ("requests", "numbers", "positions", "chosen")),
+        *((name, c_void_p) for name in ("requests", "numbers", "positions", "chosen", "masks")),
     )
 
 

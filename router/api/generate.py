@@ -63,7 +63,9 @@ class GenerateEndpoint:
         async with state.bodies.read(Request(scope, receive)) as raw:
             model = state.require_ready()
             built = await state.tokenizer.off_loop(len(raw), self._build, raw, model, arrival)
-        generation, output = built
+        generation, output, grammar = built
+        if grammar is not None:
+            await state.grammars.check(grammar)
         headers = Headers(scope=scope)
         generation.http_id = scope[REQUEST_ID_KEY]
         generation.session = _session(headers)

@@ -16,6 +16,7 @@ struct Chains {
     const float* const* distributions;   // [length, size]: what each token was drawn from; null: chance had no part
     const int64_t* token_ids;            // one chain after the other
     int64_t *accepted, *last_tokens;     // how many tokens, and the one after them: -1 where none has a finite score
+    const uint32_t* const* masks;        // for each row the bits of the tokens that may be chosen, null for all; or null
     int64_t coupled;                     // whether to verify by the coupled rule
 };
 
@@ -24,6 +25,9 @@ template <class T> struct Chain {
     int64_t stride, size, position, length;
     const int64_t* token_ids;
     const float* distributions;
+    const uint32_t* const* masks;
+
+    const uint32_t* mask(int64_t row) const { return masks ? masks[row] : nullptr; }
 };
 
 struct Outcome {
@@ -34,7 +38,7 @@ struct Outcome {
 template <class T> Outcome follow(const Chain<T>& chain, const Sampling& request, Chooser& chooser) {
     for (int64_t i = 0;; i++) {
         const T* row = chain.logits + i * chain.stride;
-        const int64_t token = chooser.choose(row, chain.size, request, chain.position + i);
+        const int64_t token = chooser.choose(row, chain.size, request, chain.position + i, chain.mask(i));
         if (token < 0 || i == chain.length || token != chain.token_ids[i]) return {i, token};
     }
 }
@@ -49,7 +53,8 @@ template <class T> Outcome judge(const Chain<T>& chain, const Sampling& request,
     const int64_t size = chain.size, start = chain.position;
     target.resize(size), left.resize(size);
     for (int64_t i = 0;; i++) {
-        if (!chooser.distribution(chain.logits + i * chain.stride, size, request, target.data())) return {i, -1};
+        const T* row = chain.logits + i * chain.stride;
+        if (!chooser.distribution(row, size, request, target.data(), chain.mask(i))) return {i, -1};
         const uint64_t recovery = round_key(request.seed, start, start + i, RECOVERY);
         if (i == chain.length) return {i, draw(target.data(), size, recovery)};
         const int64_t token = chain.token_ids[i];
@@ -75,7 +80,8 @@ template <class T> void verify(const Chains& chains, int64_t threads, Parallel p
         const int64_t before = tokens_before[s];
         const T* logits = static_cast<const T*>(chains.logits) + (before + s) * chains.stride;
         const Chain<T> chain{logits, chains.stride, chains.size, chains.positions[s], chains.lengths[s],
-                             chains.token_ids + before, chains.distributions[s]};
+                             chains.token_ids + before, chains.distributions[s],
+                             chains.masks ? chains.masks + before + s : nullptr};
         const Sampling& request = chains.requests[s];
         const bool is_coupled = chains.coupled || chain.length == 0 || request.temperature == 0;
         const Outcome outcome = is_coupled ? follow(chain, request, chooser) : judge(chain, request, chooser);

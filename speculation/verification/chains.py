@@ -35,7 +35,7 @@ class Chains(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("stride", "size", "count")),
         *((name, ctypes.c_void_p) for name in ("requests", "positions", "lengths", "distributions")),
-        *((name, ctypes.c_void_p) for name in ("token_ids", "accepted", "last_tokens")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "accepted", "last_tokens", "masks")),
         ("coupled", ctypes.c_int64),
     )
 
@@ -76,6 +76,10 @@ def verify(
     positions = [sequence.position for sequence in sequences]
     told = np.array([*positions, *map(len, token_ids), *addresses, *tokens], np.int64)
     outcomes = np.empty((2, count), np.int64)
+    masks = None
+    if any(sequence.params.grammar is not None for sequence in sequences):
+        chains = zip(sequences, token_ids, strict=True)
+        masks = sampler.masks([row for sequence, drafted in chains for row in sequence.chain_rows(drafted)])
     told_at, outcomes_at, column = told.ctypes.data, outcomes.ctypes.data, told.itemsize * count
     fields = Chains(
         logits.data_ptr(),
@@ -89,6 +93,7 @@ def verify(
         told_at + 3 * column,
         outcomes_at,
         outcomes_at + column,
+        None if masks is None else masks.addresses.ctypes.data,
         is_coupled,
     )
     rule(fields, logits)

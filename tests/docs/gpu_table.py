@@ -195,7 +195,12 @@ def compiled_sampling(name: str, capability: int) -> Code:
     edits = None
     if edited:
         edits = EditLists(
-            meta(4, 5), meta(64), meta(64, dtype=torch.float32), meta(4, 3, dtype=torch.float32)
+            meta(4, 5),
+            meta(64),
+            meta(64, dtype=torch.float32),
+            meta(4, 3, dtype=torch.float32),
+            meta(4),
+            meta(4, 4748),
         )
     with launches(capability) as kernels:
         choose(

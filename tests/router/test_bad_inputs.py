@@ -138,7 +138,7 @@ CASES = {
     "structured output": (
         *chat(response_format={"type": "json_schema", "json_schema": {}}),
         400,
-        "response_format",
+        "response_format.json_schema.schema",
     ),
     "tools that the template does not know": (*chat(tools=[TOOL]), 400, "tools"),
     "tools an object": (*chat(tools=TOOL), 400, "tools"),
@@ -175,6 +175,74 @@ CASES = {
     "audio": (*chat(modalities=["text", "audio"]), 400, "modalities"),
     "logits_processors": (*completion(logits_processors=["x"]), 400, "logits_processors"),
     "guided_json": (*completion(guided_json={}), 400, "guided_json"),
+    "two structures": (
+        *completion(structured_outputs={"regex": "a", "choice": ["b"]}),
+        400,
+        "structured_outputs",
+    ),
+    "no structure": (*completion(structured_outputs={}), 400, "structured_outputs"),
+    "unknown structure": (*completion(structured_outputs={"xml": "a"}), 400, "structured_outputs"),
+    "a format of another kind": (*chat(response_format={"type": "xml"}), 400, "response_format.type"),
+    "a structure and a format": (
+        *chat(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}),
+        400,
+        "structured_outputs",
+    ),
+    "a schema that is a list": (*completion(structured_outputs={"json": []}), 400, "structured_outputs.json"),
+    "a schema in a broken string": (
+        *completion(structured_outputs={"json": "{"}),
+        400,
+        "structured_outputs.json",
+    ),
+    "a schema too large": (
+        *completion(structured_outputs={"json": {"title": "x" * 65_536}}),
+        400,
+        "structured_outputs.json",
+    ),
+    "a regex too large": (
+        *completion(structured_outputs={"regex": "x" * 65_537}),
+        400,
+        "structured_outputs.regex",
+    ),
+    "a regex that is none": (
+        *completion(structured_outputs={"regex": "(a"}),
+        400,
+        "structured_outputs.regex",
+    ),
+    "a regex without a text": (
+        *completion(structured_outputs={"regex": "[^\\s\\S]"}),
+        400,
+        "structured_outputs.regex",
+    ),
+    "a grammar that is none": (
+        *completion(structured_outputs={"grammar": "((("}),
+        400,
+        "structured_outputs.grammar",
+    ),
+    "a tag without structures": (
+        *completion(structured_outputs={"structural_tag": {"structures": [], "triggers": []}}),
+        400,
+        "structured_outputs.structural_tag.structures",
+    ),
+    "a tag without its trigger": (
+        *completion(
+            structured_outputs={
+                "structural_tag": {"structures": [{"begin": "<a>", "schema": {}}], "triggers": ["<b"]}
+            }
+        ),
+        400,
+        "structured_outputs.structural_tag.structures[0].begin",
+    ),
+    "structure and min_tokens": (
+        *completion(structured_outputs={"regex": "a"}, min_tokens=1),
+        400,
+        "min_tokens",
+    ),
+    "structure and ignore_eos": (
+        *chat(response_format={"type": "json_object"}, ignore_eos=True),
+        400,
+        "ignore_eos",
+    ),
     "template in the request": (*chat(chat_template="{{ 1 }}"), 400, "chat_template"),
     "no messages": (CHAT, {"max_tokens": 2}, 400, "messages"),
     "empty messages": (*chat(messages=[]), 400, "messages"),

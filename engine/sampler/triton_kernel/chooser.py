@@ -57,8 +57,8 @@ class TritonSampler:
             rows = slice(first, first + together)
             some = None
             if edits is not None:
-                bounds, tokens, amounts, factors = listed
-                some = EditLists(bounds[rows], tokens, amounts, factors[rows])
+                bounds, tokens, amounts, factors, masked, masks = listed
+                some = EditLists(bounds[rows], tokens, amounts, factors[rows], masked[rows], masks)
             choose(logits[rows], integers[:, rows], numbers[:, rows], some, chosen[rows], is_greedy)
         found = self._download(chosen)
         failed_rows = (found < 0).nonzero()[:, 0].tolist()
@@ -102,12 +102,13 @@ def choose(
     scan[(tiles, count)](
         logits,
         edited,
-        *(edits or (None,) * 4),
+        *(edits or (None,) * 6),
         tops,
         firsts,
         peaks,
         logits.stride(0),
         SIZE=size,
+        WORDS=0 if edits is None else edits.masks.shape[1],
         GROUP=_GROUP,
         **shape,
         **options,

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.sampler.batch import RequestParams
 from engine.sampler.edits import forbidden_tokens
+from engine.sampler.masks import TokenMasks
 from engine.sampler.penalties import Penalties
 from engine.sampler.rows import SamplingRow
 
@@ -26,6 +27,10 @@ class EditLists(NamedTuple):
     """float32 for each token: its bias, or its count in the output."""
     factors: Any
     """float32 [rows, 3]: repetition, presence and frequency."""
+    masked: Any
+    """int32 [rows]: which of the `masks` is the row's; -1 for none."""
+    masks: Any
+    """int32 [masks, words]: the bits of the tokens that grammars allow."""
 
 
 def edit_lists(
@@ -34,6 +39,7 @@ def edit_lists(
     index: Sequence[int],
     penalties: Penalties,
     eos_token_ids: Sequence[int],
+    masks: TokenMasks | None,
 ) -> EditLists:
     tokens: list[np.ndarray] = []
     amounts: list[np.ndarray] = []
@@ -54,4 +60,6 @@ def edit_lists(
         np.concatenate(tokens).astype(np.int32),
         np.concatenate(amounts).astype(np.float32),
         requests.penalties[np.array(index)],
+        np.full(len(rows), -1, np.int32) if masks is None else masks.numbers,
+        np.zeros((1, 1), np.int32) if masks is None else masks.words,
     )

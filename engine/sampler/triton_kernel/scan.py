@@ -11,7 +11,20 @@ _TOGETHER = tl.constexpr(256)
 
 
 @triton.jit
-def _edit(values, logits, edited, tokens, inside, bounds, edit_tokens, amounts, factors, SIZE: tl.constexpr):
+def _edit(
+    values,
+    logits,
+    edited,
+    tokens,
+    inside,
+    bounds,
+    edit_tokens,
+    amounts,
+    factors,
+    masked,
+    masks,
+    WORDS: tl.constexpr,
+):
     """A tile of a row with the edits of `edits.edit_lists`, which is written to `edited`. Each step sees what
     the one before has written.
     """
@@ -47,6 +60,13 @@ def _edit(values, logits, edited, tokens, inside, bounds, edit_tokens, amounts, 
         less = frequency * count + presence * (count > 0).to(tl.float32)
         tl.store(edited + token, new - less, mask=ours)
     tl.debug_barrier()
+    number = tl.load(masked).to(tl.int64)
+    words = tl.load(masks + number * WORDS + tokens // 32, mask=inside & (number >= 0), other=-1)
+    is_allowed = inside & (((words >> (tokens % 32)) & 1) != 0)
+    tl.store(
+        edited + tokens, tl.full(tokens.shape, float("-inf"), tl.float32), mask=inside & (is_allowed == 0)
+    )
+    tl.debug_barrier()
     return tl.load(edited + tokens, mask=inside, other=float("-inf"))
 
 
@@ -66,11 +86,14 @@ def scan(
     edit_tokens,
     amounts,
     factors,
+    masked,
+    masks,
     tops,
     firsts,
     peaks,
     stride,
     SIZE: tl.constexpr,
+    WORDS: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -96,7 +119,9 @@ def scan(
             edit_tokens,
             amounts,
             factors + row * 3,
-            SIZE,
+            masked + row,
+            masks,
+            WORDS,
         )
     has_nan = tl.max((values != values).to(tl.int32), 0) > 0
     top = tl.max(values, 0)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from engine.sampler.triton_kernel import chooser
 from engine.sampler.triton_kernel.chooser import TritonSampler
 from tests.engine.interpreted.sampling_cases import EDITS, Case, cases
 from tests.engine.sampler_reference import make_row
+from tests.engine.test_grammars import Fixed, masked_rows
 from tests.engine.test_sampler_native import FILTERS, make_rows
 
 CPU = torch.device("cpu")
@@ -41,6 +43,26 @@ def samplers(vocab_size: int) -> tuple[Sampler, Sampler, Sampler]:
     kernels._native, kernels._kernels = None, TritonSampler(CPU)
     plain._native = None
     return kernels, plain, own
+
+
+def test_masked_rows() -> None:
+    vocab_size = 333
+    torch.manual_seed(6)
+    rows = masked_rows(vocab_size)[:24]
+    logits = 3 * torch.randn(len(rows), vocab_size, dtype=torch.bfloat16)
+    found, *others = (
+        Sampler.choose(each, logits, rows) for each in with_grammars(samplers(vocab_size), Fixed(vocab_size))
+    )
+    for tokens, failed in others:
+        assert failed == found[1]
+        unlike = (tokens != found[0]).nonzero()[:, 0].tolist()
+        assert set(unlike) <= set(failed)
+
+
+def with_grammars(samplers: Iterable[Sampler], grammars: Any) -> Iterator[Sampler]:
+    for each in samplers:
+        each._grammars = grammars
+        yield each
 
 
 def choose(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[int]]:

@@ -1,0 +1,170 @@
+"""What a grammar allows: masks that follow the output, and the tokens that come of them, by each sampler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLTokenizer
+
+from engine.engine import Engine
+from engine.sampler import Grammars, Sampler, SamplingRow, native
+from engine.sampler.masks import TokenMasks
+from protocol.config import ServeConfig
+from protocol.errors import InvalidRequestError
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from tests.engine.sampler_reference import make_row
+from tests.engine.test_sampler_native import FILTERS, make_rows
+
+MODEL = Path(__file__).parents[2] / "models" / "tandem-code-10m"
+ANY_LIST = 'start: "[" item ("," item)* "]"\nitem: /[a-z]{1,6}/'
+
+
+class Fixed:
+    """Masks of rows that have a grammar, by their position."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def allowed(self, row: SamplingRow) -> list[int]:
+        count = row.position % 4 * 9
+        return random.Random(row.position).sample(range(self._vocab_size), min(count, self._vocab_size))
+
+    def masks(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
+        constrained = [number for number, row in enumerate(rows) if row.params.grammar is not None]
+        words = np.zeros((len(constrained), -(-self._vocab_size // 32) + 1), np.uint32)
+        for index, number in enumerate(constrained):
+            for token in self.allowed(rows[number]):
+                words[index, token // 32] |= np.uint32(1 << token % 32)
+        return TokenMasks(words.view(np.int32), constrained, len(rows)) if constrained else None
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+def masked_rows(vocab_size: int) -> list[SamplingRow]:
+    """Of all filters, with edits and without; two of three have a grammar, which may allow nothing."""
+    rows = make_rows(4 * len(FILTERS), random.Random(vocab_size))
+    for number, row in enumerate(rows):
+        extra = {"logit_bias": {0: 3.0}, "frequency_penalty": 0.5} if number % 5 == 0 else {}
+        grammar = "a" if number % 3 else None
+        filters = list(FILTERS.values())[number % len(FILTERS)]
+        rows[number] = make_row(row.request_id, seed=number, grammar=grammar, **filters, **extra)
+        rows[number].position = row.position
+    return rows
+
+
+@pytest.mark.skipif(native.compiled() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [3, 64, 333])
+def test_masked_tokens_are_never_chosen_and_all_samplers_agree(vocab_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(vocab_size)
+    rows, fixed = masked_rows(vocab_size), Fixed(vocab_size)
+    logits = (3 * torch.randn(len(rows), vocab_size)).to(dtype)
+    compiled, plain = (Sampler(vocab_size, "cpu", [0], fixed) for _ in range(2))  # type: ignore[arg-type]
+    plain._native = None
+    found, failed = compiled.choose(logits, rows)
+    expected, expected_to_fail = plain.choose(logits, rows)
+    barren = [n for n, row in enumerate(rows) if row.params.grammar is not None and not fixed.allowed(row)]
+    assert failed == expected_to_fail == barren and barren
+    for number, (row, token, wanted) in enumerate(zip(rows, found.tolist(), expected.tolist(), strict=True)):
+        if number not in failed:
+            assert token == wanted
+            assert row.params.grammar is None or token in fixed.allowed(row)
+    drawn, drawn_from = compiled.draw_drafts(logits, rows, [row.position for row in rows])
+    expected_drawn, expected_from = plain.draw_drafts(logits, rows, [row.position for row in rows])
+    sound = [number for number in range(len(rows)) if number not in barren]
+    torch.testing.assert_close(drawn_from[sound], expected_from[sound], atol=1e-7, rtol=1e-5)
+    assert drawn[sound].tolist() == expected_drawn[sound].tolist()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return LLTokenizer((MODEL / "tokenizer.json").read_text())
+
+
+def test_a_place_in_a_grammar_is_a_function_of_the_output(tokenizer: LLTokenizer) -> None:
+    """In whatever order outputs are asked for: longer ones, others after rejected drafts, forbidden ones, and
+    those that are complete.
+    """
+    texts = ["", "[", "[ab", "[ab,", "[ab,c", "[a]", "[ab,c]", "]", "[ab,,", "[1", "[abcdefghij"]
+    outputs = [tokenizer.tokenize_str(text) for text in texts]
+    outputs.append([*tokenizer.tokenize_str("[a]"), tokenizer.eos_token])
+    asked = Grammars(lambda: tokenizer)
+    rng = random.Random(0)
+    for output in rng.choices(outputs, k=200):
+        row = make_row("r", output=output, grammar=ANY_LIST)
+        found, fresh = asked.masks([row]), Grammars(lambda: tokenizer).masks([row])
+        assert found is not None and fresh is not None
+        assert (found.words == fresh.words).all(), output
+        assert found.words.any()
+
+
+def test_grammars_are_kept_while_they_are_used(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.sampler.grammars.MAX_COMPILED", 2)
+    grammars = Grammars(lambda: tokenizer)
+    one, two, three = (f'start: "{name}"' for name in ("one", "two", "three"))
+    first = grammars.compile(one)
+    grammars.compile(two)
+    assert grammars.compile(one) is first
+    grammars.compile(three)
+    assert grammars.compile(one) is first and len(grammars._compiled) == 2
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    config = ServeConfig(
+        model=str(MODEL),
+        dtype="float32",
+        device="cpu",
+        compile="off",
+        max_model_len=256,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=8 << 20,
+    )
+    return Engine(config)
+
+
+def ask(request_id: str, grammar: str, **sampling: object) -> EngineRequest:
+    params = SamplingParams(max_tokens=60, grammar=grammar, **sampling)  # type: ignore[arg-type]
+    return EngineRequest(request_id=request_id, prompt_token_ids=[5, 6, 7], sampling=params)
+
+
+def test_where_no_token_may_follow_the_request_fails_and_the_others_do_not(
+    engine: Engine, tokenizer: LLTokenizer
+) -> None:
+    """All that begins with a `b` is banned, and the grammar wants one behind the `a`."""
+    banned = [[token] for prefix in (b"b", b"ab") for token in beginning_with(prefix, tokenizer)]
+    engine.add(ask("stuck", 'start: "a" /bc*/', banned_token_sequences=banned))
+    engine.add(ask("free", ANY_LIST, seed=2))
+    ends, text = {}, []
+    while engine.has_work():
+        for output in engine.step().outputs:
+            if output.request_id == "free":
+                text += output.token_ids
+            if output.finish_reason is not None:
+                ends[output.request_id] = (output.finish_reason, output.error_kind)
+                if output.request_id == "stuck":
+                    assert "no token may follow its 1 tokens" in (output.error or "")
+    assert ends == {"stuck": ("error", "grammar"), "free": ("stop", None)}
+    assert tokenizer.decode_str(text).startswith("[")
+
+
+def beginning_with(prefix: bytes, tokenizer: LLTokenizer) -> list[int]:
+    tokens = range(1, tokenizer.vocab_size)
+    return [token for token in tokens if tokenizer.decode_bytes([token]).startswith(prefix)]
+
+
+def test_a_grammar_that_is_none_is_refused(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="grammar"):
+        engine.add(ask("r", "start: )("))
+    with pytest.raises(InvalidRequestError, match="ignore_eos"):
+        engine.add(ask("r", ANY_LIST, ignore_eos=True))
+    assert not engine.has_work()

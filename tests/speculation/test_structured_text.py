@@ -1,0 +1,86 @@
+"""Texts of a schema are valid, and the same tokens by whatever method they are drafted. fp32."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
+
+from engine.engine import Engine
+from protocol.outputs import TokenOutput
+from protocol.requests import EngineRequest
+from protocol.sampling import SamplingParams
+from protocol.speculation import Method, RequestSpeculation
+from tests.speculation.engines import DRAFT, TARGET, make_engine
+from tests.speculation.small_engine import run, tokens
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "ok"],
+    "additionalProperties": False,
+}
+GRAMMAR = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), overrides={"whitespace_flexible": False})
+METHODS: dict[str, dict[str, Any]] = {
+    "draft_model": {},
+    "tree": {"tree": True},
+    "ngram": {},
+    "standard": {"verification": "standard"},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+
+
+def requests(tokenizer: Tokenizer, method: Method | None = None) -> list[EngineRequest]:
+    """The last one has no grammar."""
+    asked = RequestSpeculation(method=method, num_speculative_tokens=4)
+    return [
+        EngineRequest(
+            request_id=f"r{number}",
+            prompt_token_ids=tokenizer.encode("def main(arguments):\n    return " + "x" * number).ids,
+            sampling=SamplingParams(
+                max_tokens=150, temperature=temperature, seed=number, grammar=GRAMMAR if number < 5 else None
+            ),
+            speculation=asked if method is not None else None,
+        )
+        for number, temperature in enumerate([1.0, 0.0, 2.0, 0.7, 1.5, 1.0])
+    ]
+
+
+def answers(engine: Engine, tokenizer: Tokenizer, method: Method) -> dict[str, TokenOutput]:
+    """All of them at once; those with a grammar are checked."""
+    found = run(engine, requests(tokenizer, method))
+    for number in range(5):
+        answer = found[f"r{number}"]
+        assert answer.finish_reason == "stop", answer
+        jsonschema.validate(json.loads(tokenizer.decode(answer.token_ids)), SCHEMA)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """Without speculation, one alone after the other."""
+    engine, _ = make_engine(TARGET, None)
+    return {r.request_id: run(engine, [r])[r.request_id].token_ids for r in requests(tokenizer)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_texts_are_valid_and_those_without_speculation(
+    tokenizer: Tokenizer, plain: dict[str, list[int]], method: str
+) -> None:
+    engine, _ = make_engine(TARGET, DRAFT, num_speculative_tokens=4, **METHODS[method])
+    found = answers(engine, tokenizer, "ngram" if method == "ngram" else "draft_model")
+    assert sum(output.accepted_tokens for output in found.values()) > 0
+    assert (tokens(found) == plain) == (method != "standard")
