@@ -85,11 +85,8 @@ class ParsedChatFormat(ChatFormat):
     def chunk(self, choice: Choice) -> bytes:
         delta, first = choice.take(), choice.index not in self._calls
         fields = self._push(choice, delta)
-        is_bare = self._options.only_text and not fields and choice.finish_reason is None
-        if is_bare and not first:
-            return b""
         start = self._role(choice) if first else b""
-        if is_bare:
+        if self._options.only_text and not fields and choice.finish_reason is None:
             return start
         body = {"index": choice.index, "delta": fields, **self._details(choice, delta)}
         return start + self._event(choice, _json(body))
