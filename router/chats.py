@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
-from router.chat_template import ChatTemplate
 from router.decoding import decode_object
 from router.messages import plain_messages
 from router.openai_types import ChatBody, TokenizeBody
 from router.parsing.formats import Parsing, reasoning_format, tool_format
+from router.parsing.reasoning import Marks
+from router.thinking import ThinkingBudget
+from router.tokenizer import Tokenizer
 from router.tools import may_call, plain_tools
 
 
@@ -20,13 +23,15 @@ class Chat(NamedTuple):
 
     prompt: str
     parsing: Parsing | None
+    thinking: ThinkingBudget | None = None
 
 
 class Chats:
     """Of one model, which writes calls and reasoning in one way."""
 
-    def __init__(self, config: ServeConfig, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(self, config: ServeConfig, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._template = template = tokenizer.chat_template
         self._tools = tool_format(config.tool_call_parser, template.source)
         self._reasoning = reasoning_format(config.reasoning_parser, template.source)
 
@@ -47,19 +52,31 @@ class Chats:
             )
         messages = plain_messages(body.messages)
         prompt = self._render(body, messages, with_tools)
-        if not with_tools and self._reasoning is None:
-            return Chat(prompt, None)
         marks = None if self._reasoning is None else self._reasoning.marks
+        if marks is None and body.thinking_token_budget is not None:
+            reason = "the model's chat template shows no known way to think (--reasoning-parser)"
+            raise InvalidRequestError("thinking_token_budget", reason)
+        if not with_tools and marks is None:
+            return Chat(prompt, None)
         continued = (messages[-1]["content"] or "") if body.continue_final_message else None
+        is_open = marks is not None and marks.are_open(prompt, continued)
         parsing = Parsing(
             tools=self._tools if with_tools else None,
             known=frozenset(tool.function.name for tool in body.tools or ()),
             one_call=body.parallel_tool_calls is False,
             is_harmony=any(each is not None and each.is_harmony for each in (self._tools, self._reasoning)),
             marks=marks,
-            is_open=marks is not None and marks.are_open(prompt, continued),
+            is_open=is_open,
         )
-        return Chat(prompt, parsing)
+        thinking = None
+        if marks is not None and body.thinking_token_budget is not None:
+            thinking = self._budget(body.thinking_token_budget, marks, is_open)
+        return Chat(prompt, parsing, thinking)
+
+    def _budget(self, num_tokens: int, marks: Marks, is_open: bool) -> ThinkingBudget:
+        end = self._tokenizer.encode(marks.end, add_special_tokens=False)
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        return ThinkingBudget(num_tokens, marks, is_open, end, decode)
 
     def render(self, body: TokenizeBody) -> str:
         """The prompt alone."""

@@ -31,6 +31,7 @@ as heartbeats have a thread of their own, which no request holds up.
 MAX_REDIRECTS = 3
 """After so many decode workers that did not take a request its prefill worker decodes it."""
 
+Cause = ErrorKind | Literal["drain", "thinking"]
 _REPLACEABLE = ("worker_lost", "transfer")
 
 
@@ -224,6 +225,8 @@ class Dispatcher:
             reason = f"worker {worker.key.worker_id} sent token {there} where token {here} comes next"
             self._place_anew_or_fail(request, "worker_lost", reason)
             return
+        cut = request.behind_budget(output)
+        output = cut or output
         if output.token_ids:
             self._account_tokens(request, worker, output, now)
         choice = request.choice
@@ -243,6 +246,8 @@ class Dispatcher:
             generation.num_unfinished -= 1
             if generation.is_over:
                 self._close(generation)
+        elif cut is not None:
+            self._go_on_behind_thinking(request, worker, now)
         request.generation.notify()
 
     def _account_tokens(self, request: LiveRequest, worker: Worker, output: TokenOutput, now: float) -> None:
@@ -288,16 +293,25 @@ class Dispatcher:
         model = self._registry.model
         return request.end(model.eos_token_ids if model is not None else ())
 
-    def place_anew(self, request: LiveRequest, cause: ErrorKind | Literal["drain"], reason: str) -> None:
+    def _go_on_behind_thinking(self, request: LiveRequest, worker: Worker, now: float) -> None:
+        """Its worker has other tokens than those that were written into the answer."""
+        if (end := self._end_of(request)) is not None:
+            self._placer.abort([request])
+            self._take(request, worker, end, now)
+        else:
+            self.place_anew(request, "thinking", "its thinking was ended")
+
+    def place_anew(self, request: LiveRequest, cause: Cause, reason: str) -> None:
         """Give a request to other workers, with the tokens that it has; fail it where there is none."""
         self._placer.withdraw([request])
         refusal = self._placer.place(request)
         if refusal is not None:
-            kind: ErrorKind = "worker_lost" if cause == "drain" else cause
+            kind = "worker_lost" if cause == "drain" or cause == "thinking" else cause
             self.fail(request.generation, failed_generation(kind, f"{reason}; {refusal.reason}"))
             return
         how = "placed anew" if request.assigned else "parked"
-        logger.warning(
+        logger.log(
+            logging.INFO if cause == "thinking" else logging.WARNING,
             "%s as %s after %d tokens: %s",
             how,
             request.request_id,

@@ -24,6 +24,7 @@ from router.placement.decision import PlacementDecision
 from router.placement.drafts.history import DraftCounts, DraftHistory
 from router.prompt_blocks import hash_blocks
 from router.registry import Worker
+from router.thinking import ThinkingBudget
 from router.times import RequestTimes
 
 LiveStage = Literal["queue", "prefill", "transfer", "decode"]
@@ -140,6 +141,13 @@ class LiveRequest:
         at = self.drafts_by[1].address if self.drafts_by is not None else None
         return DraftPlan(method=place.method, max_tokens=place.max_tokens, at=at)
 
+    def behind_budget(self, output: TokenOutput) -> TokenOutput | None:
+        """What it gets instead of `output` where its thinking is to end; else None."""
+        thinking = self.generation.thinking
+        if thinking is None:
+            return None
+        return thinking.exceeded(self.output_token_ids, output, self.sampling.max_tokens)
+
     def start_placement(self) -> None:
         """It begins anew at other workers, with the tokens that it has."""
         self.num_emitted_before = len(self.output_token_ids)
@@ -227,6 +235,7 @@ class Generation:
         cache_salt: str = "",
         speculation: RequestSpeculation | None = None,
         session: str = "",
+        thinking: ThinkingBudget | None = None,
     ) -> None:
         self.session = session
         self.http_id = ""
@@ -240,6 +249,7 @@ class Generation:
         self.priority = priority
         self.cache_salt = cache_salt
         self.speculation = speculation
+        self.thinking = thinking
         self.requests = [LiveRequest(self, choice, sampling) for choice, sampling in choices]
         self.choices = [choice for choice, _ in choices]
         self.num_unfinished = len(self.requests)

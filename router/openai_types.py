@@ -296,6 +296,10 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: Annotated[
         bool | None, _doc("Whether an answer may have several calls; default: true.")
     ] = None
+    thinking_token_budget: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        _doc("Where the answer still thinks after so many tokens, its thinking is ended."),
+    ] = None
     reasoning_effort: Annotated[str | None, _doc("Passed to the chat template.")] = None
 
     functions: Unsupported = _absent()

@@ -35,6 +35,7 @@ from router.openai_types import (
 from router.prompts import check_prompt, check_token_ids, decode_prompts
 from router.registry import ModelFacts
 from router.structured_outputs import Grammar, requested_grammar
+from router.thinking import ThinkingBudget
 from router.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -114,14 +115,14 @@ class RequestBuilder:
             raise InvalidRequestError(
                 "continue_final_message", "cannot be combined with add_generation_prompt"
             )
-        text, parsing = self._chats.read(body)
+        text, parsing, thinking = self._chats.read(body)
         output = msgspec.structs.replace(output, parsing=parsing)
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = getattr(body, field)
         kept = _kept(body, asked or 1, model)
         prompt = self._prompt(text, bool(body.add_special_tokens), "messages", kept, model)
         limited = [(prompt, _limited(params, asked, None, prompt, field, model))]
-        return Built(self._generation(body, limited, output, arrival), output, grammar)
+        return Built(self._generation(body, limited, output, arrival, thinking), output, grammar)
 
     def tokenize(self, raw: bytes, model: ModelFacts) -> bytes:
         body = decode_body(raw, TokenizeBody)
@@ -225,6 +226,7 @@ class RequestBuilder:
         prompts: Sequence[tuple[Prompt, SamplingParams]],
         output: OutputOptions,
         arrival: float,
+        thinking: ThinkingBudget | None = None,
     ) -> Generation:
         """`n` choices of each prompt, with the seeds that the prompt would get alone."""
         speculation = parse_request_speculation(decode_object(body.speculative, "speculative"))
@@ -258,6 +260,7 @@ class RequestBuilder:
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             speculation=speculation,
+            thinking=thinking,
         )
 
 

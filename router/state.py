@@ -76,7 +76,7 @@ class RouterState:
         self.bodies = Bodies(config.max_body_bytes)
         self.journal = Journal(self.incarnation)
         self.tokenizer = Tokenizer.load(config)
-        self.chats = Chats(config, self.tokenizer.chat_template)
+        self.chats = Chats(config, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer)
         self.registry = Registry(config.worker_timeout, config.block_size, config.router_replicas > 1)
         self.metrics = Metrics(config.model_name, self.registry)

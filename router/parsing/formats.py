@@ -8,7 +8,7 @@ import msgspec
 
 from router.parsing import deepseek, granite, harmony, hermes, llama3, mistral
 from router.parsing.answer import Answer, Parse, Part
-from router.parsing.reasoning import GRANITE, MISTRAL, THINK, Marks
+from router.parsing.reasoning import GRANITE, HARMONY, MISTRAL, THINK, Marks
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
@@ -31,11 +31,11 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     """The same for reasoning."""
 
     signs: tuple[str, ...]
-    marks: Marks | None
+    marks: Marks
 
     @property
     def is_harmony(self) -> bool:
-        return self.marks is None
+        return self.marks is HARMONY
 
 
 _HARMONY = (harmony.START, harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE, *harmony.ENDS)
@@ -54,7 +54,7 @@ TOOL_FORMATS = {
     ),
 }
 REASONING_FORMATS = {
-    "openai_gptoss": ReasoningFormat((harmony.CHANNEL,), None),
+    "openai_gptoss": ReasoningFormat((harmony.CHANNEL,), HARMONY),
     "granite": ReasoningFormat(GRANITE.open, GRANITE),
     "mistral": ReasoningFormat(MISTRAL.open, MISTRAL),
     "deepseek_r1": ReasoningFormat(THINK.close, THINK),

@@ -7,7 +7,8 @@ import re
 from router.parsing.answer import Answer, Parse
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
+END = "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>", START)
 
 _HEADS = (START, CHANNEL, MESSAGE, " to=", "assistant")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")

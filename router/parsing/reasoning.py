@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from router.parsing import harmony
 from router.parsing.answer import Answer, Parse
 
 
@@ -12,6 +13,8 @@ class Marks(msgspec.Struct, frozen=True):
 
     open: tuple[str, ...]
     close: tuple[str, ...]
+    end: str
+    """What ends the thinking for a model that does not."""
 
     def parse(self, answer: Answer, is_open: bool) -> Parse[None]:
         answer.begin()
@@ -22,6 +25,11 @@ class Marks(msgspec.Struct, frozen=True):
         answer.commit()
         yield from answer.until(*self.close, write=answer.reasoning)
 
+    def are_open_in(self, text: str, is_open: bool) -> bool:
+        """Whether an answer that begins so still thinks."""
+        begins = is_open or text.lstrip().startswith(self.open)
+        return begins and not any(mark in text for mark in self.close)
+
     def are_open(self, prompt: str, continued: str | None) -> bool:
         """Whether the answer begins within the reasoning; it may continue a message."""
         if continued is None:
@@ -29,9 +37,16 @@ class Marks(msgspec.Struct, frozen=True):
         return max(map(continued.rfind, self.open)) > max(map(continued.rfind, self.close))
 
 
-THINK = Marks(("<think>",), ("</think>",))
+THINK = Marks(("<think>",), ("</think>",), "\n</think>\n\n")
 GRANITE = Marks(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
+    "\n\nHere is my response: ",
 )
-MISTRAL = Marks(("[THINK]",), ("[/THINK]",))
+HARMONY = Marks(
+    (f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",),
+    (f"{harmony.END}{harmony.START}assistant",),
+    f"{harmony.END}{harmony.START}assistant",
+)
+"""Its answers have a parser of their own; these are for those who must know when it has thought."""
+MISTRAL = Marks(("[THINK]",), ("[/THINK]",), "[/THINK]")

@@ -170,6 +170,12 @@ CASES = {
     "a certain call demanded": (*chat(tools=[TOOL], tool_choice=TOOL), 400, "tool_choice"),
     "an unknown choice": (*chat(tools=[TOOL], tool_choice="perhaps"), 400, "tool_choice"),
     "a choice of the wrong type": (*chat(tools=[TOOL], tool_choice=3), 400, "tool_choice"),
+    "a budget for what the model does not do": (
+        *chat(thinking_token_budget=5),
+        400,
+        "thinking_token_budget",
+    ),
+    "a budget of nothing": (*chat(thinking_token_budget=0), 400, "thinking_token_budget"),
     "parallel_tool_calls a number": (*chat(parallel_tool_calls=1), 400, "parallel_tool_calls"),
     "functions": (*chat(functions=[{"name": "f"}]), 400, "functions"),
     "audio": (*chat(modalities=["text", "audio"]), 400, "modalities"),

@@ -172,6 +172,40 @@ def test_without_thinking(hermes):
     assert hermes.prompt.endswith("<think></think>")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("budget", [11, 12, 20])
+def test_a_budget_ends_the_thinking(hermes, stream, budget):
+    """Wherever steps end: what was made behind the budget is not told, and what follows is behind the end."""
+    hermes.worker.generated.clear()
+    options = {"thinking_token_budget": budget, "return_token_ids": True}
+    message, finish_reason = hermes.message(
+        "<think>" + " fox" * 40, stream, max_tokens=60, logprobs=True, extra_body=options
+    )
+    first, second = hermes.worker.generated
+    end = hermes.tokenizer.encode("\n</think>\n\n")
+    said = hermes.tokenizer.encode("<think>" + " fox" * 40)
+    assert first.output_token_ids == [] and second.output_token_ids == said[:budget] + end
+    assert (
+        message["reasoning_content"] == hermes.tokenizer.decode(said[:budget]).removeprefix("<think>").strip()
+    )
+    assert message["content"] == hermes.tokenizer.decode(said[budget + len(end) :]).lstrip()
+    assert finish_reason == "stop"
+
+
+def test_a_budget_that_holds_changes_nothing(hermes):
+    for says in ("<think>Hm.</think>Yes" + " and more" * 9, "No thought at all" + " and more" * 9):
+        hermes.worker.generated.clear()
+        message, _ = hermes.message(says, False, extra_body={"thinking_token_budget": 30})
+        assert message["content"] == says.removeprefix("<think>Hm.</think>")
+        assert len(hermes.worker.generated) == 1
+
+
+def test_a_budget_at_the_limit_of_tokens(hermes):
+    options = {"extra_body": {"thinking_token_budget": 10}, "max_tokens": 12}
+    answer = hermes.ask("<think>" + " fox" * 40, **options)
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 12)
+
+
 def test_a_conversation_with_calls(hermes):
     message, _ = hermes.message(f"<think>Hm.</think>{WEATHER}", False, tools=TOOLS)
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "rain"}
