@@ -89,11 +89,25 @@ class ServerProcess:
 
     def end_without(self, name: str) -> None:
         """Kill a process of its Ray: it has to end, and say why."""
-        self.look()
-        next(each for each in self.seen.values() if _is_running(each) and each.name() == name).kill()
+        next(each for each in self.alive() if each.name() == name).kill()
         assert self.wait_end(30) == 1
         assert self.log.strip().splitlines()[-1].startswith(f"tandem: Ray's {name} (process ")
         assert self.leftovers() == []
+
+    def end_without_launcher(self) -> None:
+        """Kill it: workers and Ray have to go too. Ray's two agents take a minute longer to notice."""
+        ours = [process for process in self.alive() if "Agent" not in process.name()]
+        assert sum("WorkerActor" in process.name() for process in ours) == 2
+        self.process.kill()
+        self.process.wait()
+        gone, left = psutil.wait_procs(ours, timeout=30)
+        assert [process.name() for process in left] == []
+        assert len(gone) > 4
+
+    def alive(self) -> list[psutil.Process]:
+        """Its descendants."""
+        self.look()
+        return [process for process in self.seen.values() if _is_running(process)]
 
     def signal(self, number: signal.Signals) -> None:
         """To the whole process group, as a terminal does."""

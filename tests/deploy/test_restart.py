@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 CLIENTS = 4
 RESTART_S = 120.0
+PAUSE_S = 0.1
+"""As in `test_scale`."""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,7 @@ def test_all_workers_are_restarted_under_load(server: ServerProcess) -> None:
         answers = []
         while not done.is_set():
             answers.append(ask(server, seed))
+            done.wait(PAUSE_S)
         return answers
 
     with ThreadPoolExecutor(CLIENTS) as clients:

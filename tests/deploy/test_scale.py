@@ -15,6 +15,9 @@ import pytest
 from tests.deploy.server_process import ROOT, ServerProcess, tandem_command
 
 KEY = {"authorization": "Bearer secret"}
+PAUSE_S = 0.2
+"""After an answer: requests run at all times, and leave the cores to workers that start."""
+
 REQUESTS = [{"prompt": [5, 6, 7 + seed], "seed": seed, "temperature": seed / 2} for seed in range(4)]
 
 
@@ -53,6 +56,7 @@ def test_workers_come_and_go_under_requests(server: ServerProcess) -> None:
         while not is_over.is_set():
             assert complete(server, REQUESTS[number]) == expected[number]
             count += 1
+            is_over.wait(PAUSE_S)
         return count
 
     with ThreadPoolExecutor(len(REQUESTS)) as pool:

@@ -65,7 +65,7 @@ def server(tiny_folder: Path, folder: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def started(request: pytest.FixtureRequest, tiny_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    """A server of its own, of one worker where the test does not ask for a pair."""
+    """A server of its own, of one worker."""
     options = getattr(request, "param", ["--no-disaggregation"])
     running = ServerProcess(tiny_folder, tmp_path / "log", *options)
     try:
@@ -108,7 +108,7 @@ def test_others_cannot_write_into_rays_folders(server: ServerProcess) -> None:
 def test_it_listens_on_loopback_alone(server: ServerProcess) -> None:
     """So do Ray and the KV transports."""
     server.look()
-    assert wide_listeners([psutil.Process(server.process.pid), *_alive(server)]) == set()
+    assert wide_listeners([psutil.Process(server.process.pid), *server.alive()]) == set()
 
 
 def test_no_secret_of_the_cluster_shows(server: ServerProcess, folder: Path) -> None:
@@ -117,8 +117,8 @@ def test_no_secret_of_the_cluster_shows(server: ServerProcess, folder: Path) -> 
     raw = [keys.server_secret, keys.client_secret, keys.transfer_key]
     secrets = [*raw, *(base64.b64encode(each)[:-2] for each in raw), *(each.hex().encode() for each in raw)]
     server.look()
-    processes = [psutil.Process(server.process.pid), *_alive(server)]
-    given = {process.environ().get("RAY_AUTH_TOKEN", "").encode() for process in _alive(server)}
+    processes = [psutil.Process(server.process.pid), *server.alive()]
+    given = {process.environ().get("RAY_AUTH_TOKEN", "").encode() for process in server.alive()}
     (token,) = given - {b""}
     for process in processes:
         command, environment = (Path(f"/proc/{process.pid}/{name}") for name in ("cmdline", "environ"))
@@ -249,7 +249,7 @@ def test_all_workers_are_killed_and_no_request_fails(server: ServerProcess) -> N
 def test_ctrl_c_drains_and_leaves_nothing(server: ServerProcess) -> None:
     """Last in this module: it ends the shared server."""
     server.look()
-    processes = [psutil.Process(server.process.pid), *_alive(server)]
+    processes = [psutil.Process(server.process.pid), *server.alive()]
     ports, shared = listening_ports(processes), shared_files(processes)
     assert len(ports) > 3
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 200, "temperature": 0}
@@ -343,22 +343,9 @@ def test_a_second_signal_ends_at_once_and_a_structured_log_has_only_objects(star
 
 
 def test_without_ray_it_ends_and_says_why(started: ServerProcess) -> None:
-    """`test_scale` has the other one of Ray's processes."""
+    """`test_scale` has the other one of Ray's processes, and `test_examples` the launcher itself."""
     started.wait_ready()
     started.end_without("gcs_server")
-
-
-@pytest.mark.parametrize("started", [[]], indirect=True, ids=["pair"])
-def test_a_killed_launcher_takes_its_workers_along(started: ServerProcess) -> None:
-    """Ray's two agents take a minute longer to notice; they are not waited for."""
-    started.wait_ready()
-    ours = [process for process in _alive(started) if "Agent" not in process.name()]
-    assert sum("WorkerActor" in process.name() for process in ours) == 2
-    started.process.kill()
-    started.process.wait()
-    gone, left = psutil.wait_procs(ours, timeout=30)
-    assert [process.name() for process in left] == []
-    assert len(gone) > 4
 
 
 @pytest.mark.parametrize(
@@ -396,13 +383,5 @@ def test_a_port_in_use_is_one_clear_line(tiny_folder: Path, tmp_path: Path) -> N
     assert "Traceback" not in running.log
 
 
-def _alive(server: ServerProcess) -> list[psutil.Process]:
-    return [
-        process
-        for process in server.seen.values()
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
-
-
 def _ours(port: int, server: ServerProcess) -> bool:
-    return port in listening_ports(_alive(server))
+    return port in listening_ports(server.alive())

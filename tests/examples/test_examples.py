@@ -103,3 +103,8 @@ def test_custom_drafter(server: ServerProcess) -> None:
     assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
     details = [answer["usage"]["completion_tokens_details"] for answer in (drafted, plain)]
     assert details[0]["accepted_prediction_tokens"] > 0 == details[1]["accepted_prediction_tokens"]
+
+
+def test_a_killed_launcher_takes_its_workers_along(server: ServerProcess) -> None:
+    """Last in this module: nobody needs the server any more."""
+    server.end_without_launcher()
