@@ -9,7 +9,8 @@ from torch import Tensor
 from engine.attention.interface import AttentionBackend
 from engine.forward import Forward
 from engine.loader import LoadedModel
-from engine.recurrent.operators import Span, TorchOperators
+from engine.recurrent.native import operators_of
+from engine.recurrent.operators import Span
 from engine.recurrent.seats import Seats
 from engine.rows import SequenceRows
 from engine.runner import ForwardOutput
@@ -22,9 +23,9 @@ class HybridForward(Forward):
     ) -> None:
         super().__init__(loaded.model, backend, "off", products=products, packed=packed)
         assert loaded.recurrent is not None
-        self.choice = "eager (recurrent layers are not compiled)"
         self._seam = loaded.recurrent.seam
-        self._operators = TorchOperators(seats)
+        self._operators = operators_of(seats)
+        self.choice = f"eager, recurrent layers by {self._operators.name} operators"
 
     def _execute(
         self,

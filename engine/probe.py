@@ -28,7 +28,8 @@ from engine.errors import UnsupportedModelError
 from engine.kv_pool import KVPool
 from engine.pool_layout import TARGET, Group, LayerShape, PoolLayout
 from engine.recurrent.layout import RecurrentLayer, StateLayout
-from engine.recurrent.operators import Span, TorchOperators
+from engine.recurrent.native import operators_of
+from engine.recurrent.operators import Span
 from engine.recurrent.seam import Seam
 from engine.recurrent.seats import Seats
 from protocol.handoff import MAX_SEGMENTS
@@ -238,7 +239,7 @@ def _served(
     backend = select_backend(model.device, dtype)[0](pool.layers(TARGET))
     operators = None
     if seam is not None and kept.state is not None:
-        operators = TorchOperators(Seats(replace(kept.state, grid=_BLOCK_SIZE), 2, model.device))
+        operators = operators_of(Seats(replace(kept.state, grid=_BLOCK_SIZE), 2, model.device))
         seam.operators = operators
     logits = []
     for mate, start, end in ((mates[0], 0, _SPLIT), (mates[1], _SPLIT, len(text))):

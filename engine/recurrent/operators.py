@@ -39,8 +39,20 @@ class Operators(Protocol):
         ...
 
 
+class StepOperators(Operators, Protocol):
+    """Of sequences in seats."""
+
+    name: str
+
+    def begin_step(self, spans: Sequence[Span]) -> None:
+        """Each sequence's rows follow those that ran before. One that starts at 0 has no state yet."""
+        ...
+
+
 class TorchOperators:
     """Row by row: the shapes of a row's sums depend on its position alone, and so do its bits."""
+
+    name = "torch"
 
     def __init__(self, seats: Seats) -> None:
         self._seats = seats
@@ -48,7 +60,6 @@ class TorchOperators:
         self._spans: Sequence[Span] = ()
 
     def begin_step(self, spans: Sequence[Span]) -> None:
-        """Each sequence's rows follow those that ran before. One that starts at 0 has no state yet."""
         self._spans = spans
         for span in spans:
             if span.start == 0:

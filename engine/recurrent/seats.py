@@ -57,6 +57,10 @@ class Seats:
         parts = zip(held, tails, inputs, recent, strict=True)
         self.layers = [LayerSeats(*first, *others) for *first, others in parts]
 
+    @property
+    def is_on_cpu(self) -> bool:
+        return self._states.device.type == "cpu"
+
     def take(self) -> int:
         return self._free.pop()
 

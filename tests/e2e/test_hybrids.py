@@ -49,3 +49,33 @@ def test_tokens_equal_generate(model_type: str, tmp_path: Path) -> None:
         cluster.run(*ids, timeout_s=60)
         assert [cluster.tokens(request_id) for request_id in ids] == [tokens[7:] for tokens in expected]
         cluster.wait_empty(prefill, decode)
+
+
+def test_answers_go_on_when_the_decode_worker_dies_amid_them(tmp_path: Path) -> None:
+    write_model("qwen3_next", tmp_path)
+    reference = load(tmp_path)
+    batch = prompts([15, 49, 64], seed=2)
+    expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in batch]
+    with Cluster() as cluster:
+        config = tiny_config(tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=5)
+        prefill = cluster.start("prefill", "prefill-0", config)
+        dying = cluster.start("decode", "decode-0", config, "slow:0.05")
+        ids = [f"first-{index}" for index in range(len(batch))]
+        for request_id, prompt in zip(ids, batch, strict=True):
+            cluster.generate(prefill, request(request_id, prompt, NUM_TOKENS), dying.address)
+        cluster.wait(lambda: all(len(cluster.outputs[request_id]) > 3 for request_id in ids))
+        dying.kill()
+        other = cluster.start("decode", "decode-1", config)
+        known = [
+            [token for _, output in cluster.outputs[request_id] for token in output.token_ids]
+            for request_id in ids
+        ]
+        assert all(0 < len(tokens) < NUM_TOKENS for tokens in known)
+        cluster.abort(*ids)  # as the router does, at the prefill worker
+        for request_id, prompt, tokens in zip(ids, batch, known, strict=True):
+            resumed = request(f"again-{request_id}", prompt, NUM_TOKENS)
+            resumed.output_token_ids.extend(tokens)
+            cluster.generate(prefill, resumed, other.address)
+        cluster.run(*(f"again-{request_id}" for request_id in ids), timeout_s=60)
+        for request_id, tokens, whole in zip(ids, known, expected, strict=True):
+            assert tokens + cluster.tokens(f"again-{request_id}") == whole

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.engine import Engine
 from engine.recurrent.layout import RecurrentLayer, StateLayout
-from engine.recurrent.operators import Span, TorchOperators
+from engine.recurrent.native import CpuOperators
+from engine.recurrent.operators import Span, StepOperators, TorchOperators
 from engine.recurrent.seats import Seats
 from kvtransfer.blocks.layout import conversion_problem
 from protocol.config import ServeConfig
@@ -31,7 +32,7 @@ needs_seam = pytest.mark.skipif(
     reason="this Transformers' recurrent layers call other functions",
 )
 
-LAYER = RecurrentLayer(channels=24, taps=4, num_heads=4, num_key_heads=2, key_dim=8, value_dim=6)
+LAYER = RecurrentLayer(channels=24, taps=4, num_heads=4, num_key_heads=2, key_dim=20, value_dim=70)
 LENGTH = 53
 """Tokens: three grid points, and some behind the last one."""
 MATES = 2
@@ -40,13 +41,13 @@ MATES = 2
 class Text:
     """Rows of one sequence for each input of the operators."""
 
-    def __init__(self, seed: int, delta_rule: bool) -> None:
+    def __init__(self, seed: int, delta_rule: bool, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(LENGTH, *shape, generator=generator)
 
-        self.inputs = normal(LAYER.channels)
+        self.inputs = normal(LAYER.channels).to(dtype)
         self.query, self.key = (0.3 * normal(LAYER.num_key_heads, LAYER.key_dim) for _ in range(2))
         self.value = normal(LAYER.num_heads, LAYER.value_dim)
         self.decay = -0.2 * normal(LAYER.num_heads).abs()
@@ -60,10 +61,12 @@ class Text:
 WEIGHT = torch.randn(LAYER.channels, LAYER.taps, generator=torch.Generator().manual_seed(9))
 
 
-def served(texts: list[Text], rng: random.Random | None) -> list[tuple[Tensor, Tensor]]:
+def served(
+    kind: type[StepOperators], texts: list[Text], rng: random.Random | None
+) -> list[tuple[Tensor, Tensor]]:
     """Of each text, what the operators give: in chunks at random places beside the others, or whole."""
-    seats = Seats(StateLayout((LAYER,), torch.float32), len(texts) + 1, torch.device("cpu"))
-    operators = TorchOperators(seats)
+    seats = Seats(StateLayout((LAYER,), texts[0].inputs.dtype), len(texts) + 1, torch.device("cpu"))
+    operators = kind(seats)
     done = [0] * len(texts)
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in texts]
     while min(done) < LENGTH:
@@ -101,14 +104,18 @@ def token_by_token(text: Text) -> tuple[Tensor, Tensor]:
     return conv, torch.stack(out)
 
 
+@pytest.mark.parametrize("kind", [TorchOperators, CpuOperators])
 @pytest.mark.parametrize("delta_rule", [True, False])
-def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(delta_rule: bool) -> None:
-    texts = [Text(seed, delta_rule) for seed in range(1 + MATES)]
-    alone = served(texts[:1], None)[0]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_right_and_have_the_same_bits_in_any_chunks_and_company(
+    kind: type[StepOperators], delta_rule: bool, dtype: torch.dtype
+) -> None:
+    texts = [Text(seed, delta_rule, dtype) for seed in range(1 + MATES)]
+    alone = served(kind, texts[:1], None)[0]
     for got, exact in zip(alone, token_by_token(texts[0]), strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-5)
     for seed in range(4):
-        crowd = served(texts, random.Random(seed))[0]
+        crowd = served(kind, texts, random.Random(seed))[0]
         assert all(torch.equal(one, other) for one, other in zip(alone, crowd, strict=True))
 
 

@@ -1,0 +1,108 @@
+"""The operators in C++ for CPUs, and which operators serve a model."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.recurrent.operators import Span, StepOperators, TorchOperators
+from engine.recurrent.seats import Seats
+from engine.recurrent.structs import ConvArgs, LinearArgs, SpansArgs
+from native.build import BuildError, declare, load_library
+from native.openmp import gomp_parallel
+
+logger = logging.getLogger("tandem.engine")
+
+
+def operators_of(seats: Seats) -> StepOperators:
+    """In C++ where that serves these seats, else torch's."""
+    layout = seats.layout
+    reach = max(layer.taps - 1 for layer in layout.layers)
+    if seats.is_on_cpu and layout.dtype in (torch.float32, torch.bfloat16) and reach <= layout.grid:
+        try:
+            return CpuOperators(seats)
+        except BuildError as error:
+            logger.warning("recurrent layers run in torch's operators: %s", error)
+    return TorchOperators(seats)
+
+
+@functools.cache
+def _library() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Raises BuildError."""
+    library = load_library(Path(__file__).parent / "recurrent.cpp", SpansArgs, ConvArgs, LinearArgs)
+    arguments = ctypes.c_void_p, ctypes.c_void_p
+    conv = declare(library, "tandem_causal_conv", None, *arguments)
+    return conv, declare(library, "tandem_linear_attention", None, *arguments)
+
+
+class CpuOperators:
+    """Raises BuildError where the kernel cannot be built."""
+
+    name = "cpu"
+
+    def __init__(self, seats: Seats) -> None:
+        self._conv, self._attend = _library()
+        self._seats = seats
+        self._parallel = gomp_parallel()
+        self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._spans, self._rows = SpansArgs(), np.zeros((0, 3), np.int64)
+
+    def begin_step(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            if span.start == 0:
+                self._seats.clear(span.seat)
+        self._rows = np.array([(span.seat, span.start, span.count) for span in spans], np.int64)
+        grid, threads = self._seats.layout.grid, torch.get_num_threads()
+        self._spans = SpansArgs(self._rows.ctypes.data, len(spans), grid, threads, self._parallel)
+
+    def causal_conv(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        of, inputs = self._seats.layers[layer], inputs.contiguous()
+        if layer not in self._weights:  # weights never change
+            floats = weight.float().t().contiguous(), None if bias is None else bias.float()
+            self._weights[layer] = floats
+        taps, offsets = self._weights[layer]
+        out = torch.empty(inputs.shape, dtype=torch.float32)
+        args = ConvArgs(
+            *map(_address, (inputs, taps, offsets, out, of.tail, of.inputs)),
+            *map(_step, (of.tail, of.inputs)),
+            inputs.shape[1],
+            len(taps),
+            inputs.dtype is torch.bfloat16,
+        )
+        self._conv(ctypes.byref(self._spans), ctypes.byref(args))
+        return out
+
+    def linear_attention(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None
+    ) -> Tensor:
+        of = self._seats.layers[layer]
+        query, key, value, decay = (rows.contiguous() for rows in (query, key, value, decay))
+        beta = None if beta is None else beta.contiguous()
+        out = torch.empty_like(value)
+        seats = of.state, of.keys, of.deltas, of.decays
+        args = LinearArgs(
+            *map(_address, (query, key, value, decay, beta, out, *seats)),
+            *map(_step, seats),
+            value.shape[1],
+            *key.shape[1:],
+            value.shape[2],
+        )
+        self._attend(ctypes.byref(self._spans), ctypes.byref(args))
+        return out
+
+
+def _address(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _step(seats: Tensor) -> int:
+    """Bytes from one seat to the next."""
+    return seats.stride(0) * seats.element_size()
